@@ -1,0 +1,185 @@
+"""The typed configuration. `configs/*.py` build it, flags override it, `validate()` checks it as a whole.
+
+No heavy import here: `--help` and a typo must answer at once. Sections are mutable because
+`--config.section.field=value` sets fields after construction; no section is ever None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class ConfigError(ValueError):
+    """A setting is wrong. The message names the field, the value and what is allowed."""
+
+
+class Strategy(enum.Enum):
+    FSDP = "fsdp"
+
+
+class DType(enum.Enum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Remat(enum.Enum):
+    NONE = "none"
+    LAYER = "layer"  # recompute each layer in the backward pass; only layer inputs are kept
+
+
+class Algorithm(enum.Enum):
+    GRPO = "grpo"
+    SFT = "sft"
+
+
+class LossAggregation(enum.Enum):
+    TOKEN_MEAN = "token_mean"  # every token of the step counts the same (DAPO)
+    SEQUENCE_MEAN = "sequence_mean"  # every response counts the same, its tokens share that (GRPO)
+    CONSTANT = "constant"  # sum over tokens / (responses * max_new_tokens) (Dr.GRPO)
+
+
+class Schedule(enum.Enum):
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, random weights
+    vision: bool = True  # tiny model only: Qwen2.5-VL with a vision tower, or Qwen2 text
+    hidden_size: int = 96
+    intermediate_size: int = 256
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    tie_word_embeddings: bool = True
+    vision_hidden_size: int = 64
+    vision_intermediate_size: int = 128
+    vision_depth: int = 2
+    vision_num_heads: int = 4
+    vision_full_attention_layers: tuple[int, ...] = (1,)
+    patch_size: int = 8
+    window_size: int = 32  # pixels
+    compute_dtype: DType = DType.FLOAT32  # master weights stay float32
+
+
+@dataclasses.dataclass
+class SourceConfig:
+    """One training source: a folder's manifest or file, and how often it is drawn."""
+
+    path: str = ""  # .jsonl manifest or .parquet; empty: the embedded data set of the source's name
+    eval_path: str = ""  # held-out records, same format
+    weight: float = 1.0
+    reward: str = "exact"  # a name in `fluxjax.rewards`
+
+
+@dataclasses.dataclass
+class DataConfig:
+    root: str = ""  # where the embedded data sets are built; empty: the user's cache folder
+    sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    min_pixels: int = 0  # 0: as the checkpoint's preprocessor_config.json says
+    max_pixels: int = 0
+    video_frames: int = 4  # frames sampled from a video
+    chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
+
+
+@dataclasses.dataclass
+class WarmStartConfig:
+    """Supervised steps before RL, so that the policy answers in the right form. 0 steps: none."""
+
+    steps: int = 0
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+
+
+@dataclasses.dataclass
+class RolloutConfig:
+    prompts_per_step: int = 32
+    group_size: int = 8
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    slots: int = 256  # samples decoded at once by the embedded engine
+    max_sequence_tokens: int = 128  # prompt plus response, bound of the KV cache
+
+
+@dataclasses.dataclass
+class AlgorithmConfig:
+    name: Algorithm = Algorithm.GRPO
+    normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
+    clip_low: float = 0.2
+    clip_high: float = 0.2  # larger than clip_low: clip-higher (DAPO)
+    kl_coefficient: float = 0.0  # > 0 keeps a frozen reference model
+    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    learning_rate: float = 1e-3
+    schedule: Schedule = Schedule.CONSTANT
+    warmup_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclasses.dataclass
+class ShardingConfig:
+    strategy: Strategy = Strategy.FSDP
+    devices: int = 0  # 0: all that JAX sees
+    remat: Remat = Remat.NONE
+    vocab_chunk: int = 0  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
+
+
+@dataclasses.dataclass
+class PackingConfig:
+    tokens_per_row: int = 256
+    rows_per_device: int = 16  # of one microbatch
+    patches_per_device: int = 4096  # of one microbatch
+    share_prompts: bool = True  # compute a group's prompt once for all its responses
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    every: int = 50  # steps; 0: only at the end
+    keep: int = 2
+
+
+@dataclasses.dataclass
+class EvaluationConfig:
+    every: int = 50  # steps; 0: only at start and end
+    samples: int = 200  # held-out prompts a source, at the start and the end
+    samples_during: int = 64
+
+
+@dataclasses.dataclass
+class ReportConfig:
+    prometheus_port: int = 0  # 0: off
+    logprob_gap_alarm: float = 1e-4  # mean absolute; in float32
+    dump_samples_every: int = 20  # steps; 0: never
+    dump_samples: int = 8  # a dump
+    timeline_steps: int = 10  # the Gantt picture shows the last so many steps
+
+
+@dataclasses.dataclass
+class Config:
+    name: str = "vlm"
+    seed: int = 0
+    steps: int = 300
+    run_dir: str = ""  # empty: runs/<name>-<date>; an existing one is resumed
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    warm_start: WarmStartConfig = dataclasses.field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
+    packing: PackingConfig = dataclasses.field(default_factory=PackingConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    report: ReportConfig = dataclasses.field(default_factory=ReportConfig)

@@ -1,0 +1,79 @@
+"""What a model reads: one prepared sequence, and a packed batch of them.
+
+Everything here is numpy on the host; the pytrees become device arrays at the `jit` boundary.
+Axis letters are those of the legend in `docs/structure.md`: `B` rows, `T` tokens a row, `P` patches,
+`X` values a patch (channels x temporal patch x patch height x patch width), `M` merged vision features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VisionInput:
+    """Patches of any number of images and videos, packed into one axis, **in window order**.
+
+    Patches stand in groups of `merge_size ** 2` that become one merged feature each, groups stand window
+    by window, windows frame pair by frame pair. Both attention patterns of the tower are therefore
+    contiguous runs, and merged feature `m` comes from patches `m * merge_size**2 ...`.
+    """
+
+    patches_PX: Any  # f32, normalised pixels
+    positions_P2: Any  # i32, (row, column) of the patch in its frame, for the 2-D rotary embedding
+    frame_segments_P: Any  # i32, from 1; which frame pair a patch belongs to; 0 is padding
+    window_segments_P: Any  # i32, from 1; which attention window; 0 is padding
+
+    @property
+    def num_patches(self) -> int:
+        return self.patches_PX.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInput:
+    """One prepared prompt: token ids with media placeholders expanded, plus its media.
+
+    `feature_index_T[t]` is the row of the merged vision features (of this input's own `vision`) that
+    replaces the embedding of token `t`, or -1 where the token is text. A generated token `i` has the
+    rotary position `next_position + i` on all three axes.
+    """
+
+    token_ids_T: np.ndarray  # i32
+    positions_3T: np.ndarray  # i32: temporal, height, width (equal for text)
+    feature_index_T: np.ndarray  # i32
+    next_position: int
+    vision: VisionInput | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids_T)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedTokens:
+    """Rows of several sequences each, with everything that the forward pass needs and no more.
+
+    Attention of query `t` reaches key `s` of the same row when `s <= t`, `segments[s] == segments[t] != 0`
+    and `branches[s]` is 0 or equals `branches[t]`. Branch 0 is a prompt shared by all responses of its
+    segment (its group), branches 1, 2, ... are those responses: a prompt is computed once for its group.
+    Plain packing is the special case in which every sequence has its own segment and branch 0.
+
+    `predecessor_BT[t]` is the index in the row of the token whose hidden state predicts token `t`: `t - 1`,
+    or, for the first token of a response, the last token of its prompt.
+
+    With several data shards, rows are divided evenly over them in order, and so is `vision`'s patch axis;
+    `feature_index_BT` counts from the start of the shard's own features.
+    """
+
+    tokens_BT: Any  # i32
+    segments_BT: Any  # i32, from 1; 0 is padding
+    branches_BT: Any  # i32
+    positions_3BT: Any  # i32
+    predecessor_BT: Any  # i32
+    feature_index_BT: Any  # i32, -1 for text
+    vision: VisionInput | None

@@ -1,0 +1,113 @@
+"""The protocol every rollout engine speaks: the embedded JAX engine, SGLang servers, the simulator.
+
+A response always comes back with exactly the token ids that were sampled, the log-probability of each
+under the distribution it was sampled from, and the weight version that produced each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+from models.inputs import ModelInput
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # a stop id was sampled; it is the last token of the response
+    LENGTH = "length"  # `max_new_tokens` reached
+    ABORT = "abort"  # aborted by the caller; what was generated until then is kept
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to draw tokens. `temperature=0` is greedy. Log-probs are those of `softmax(logits / temperature)`
+    (`temperature=1` for greedy), not renormalised for top-p or top-k: the SGLang convention."""
+
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    stop_ids: tuple[int, ...] = ()
+    forbidden_ids: tuple[int, ...] = ()  # never sampled: media placeholders must not be generated
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateRequest:
+    """`n` responses to one prompt. Sample `i` has the response id `f"{rid}/{i}"`.
+
+    `seed` makes the draw reproducible: token `t` of sample `i` depends on `(seed, i, t)` and the weights only,
+    never on what else the engine is doing. `prefix_ids` continues responses begun earlier (partial rollouts,
+    migration): they are prefilled after the prompt and not returned again.
+    """
+
+    rid: str
+    prompt: ModelInput
+    sampling: SamplingParams
+    n: int = 1
+    seed: int = 0
+    prefix_ids: tuple[tuple[int, ...], ...] = ()  # empty, or one tuple for each sample
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenChunk:
+    """Newly generated tokens of one sample: equal-length tuples, and a reason when it is the last chunk."""
+
+    rid: str
+    sample: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: FinishReason | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """A snapshot for routing and display. Counters grow from the start of the engine."""
+
+    version: int
+    running: int  # samples that hold a slot
+    waiting: int  # samples queued
+    slots: int
+    tokens_generated: int
+    tokens_prefilled: int
+    decode_steps: int
+
+
+class EngineError(RuntimeError):
+    """The engine can't serve: a request it cannot fit, a dead server, weights of another shape."""
+
+
+class Engine(Protocol):
+    """An inference engine. All methods are called from one asyncio loop and never block it."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Queue the request and stream its chunks until every sample has finished."""
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """End a request (`rid`) or one sample of it (`rid/i`); its stream closes with `FinishReason.ABORT` chunks.
+
+        Unknown and finished ids are ignored: an abort may cross with the finish."""
+        ...
+
+    async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
+        """Serve `params` as `version` from the next token on. Running samples go on under the new weights."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop generating after the token in flight; running samples keep their place."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """Give the cache memory back. Refused with `EngineError` while samples are running."""
+        ...
+
+    async def wake(self) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
