@@ -91,7 +91,7 @@ class WarmStartConfig:
 
     steps: int = 0
     batch_size: int = 64
-    learning_rate: float = 1e-3
+    lr: float = 1e-3
 
 
 @dataclasses.dataclass
@@ -117,8 +117,8 @@ class AlgorithmConfig:
 
 
 @dataclasses.dataclass
-class OptimizerConfig:
-    learning_rate: float = 1e-3
+class OptimConfig:
+    lr: float = 1e-3
     schedule: Schedule = Schedule.CONSTANT
     warmup_steps: int = 0
     beta1: float = 0.9
@@ -177,7 +177,7 @@ class Config:
     warm_start: WarmStartConfig = dataclasses.field(default_factory=WarmStartConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
     packing: PackingConfig = dataclasses.field(default_factory=PackingConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)

@@ -1,0 +1,2 @@
+from .attention import Mask as Mask
+from .attention import attention as attention

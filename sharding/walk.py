@@ -1,0 +1,58 @@
+"""How a strategy walks a stack of layers: where weights come from, and what is kept for the backward pass.
+
+A model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights
+and `walk.scan(...)` over its stacked layers; FSDP gathers there, a single device does nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from .weights import WeightSpec
+
+Gather = Callable[[WeightSpec, jax.Array], jax.Array]
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The single-device walk, and the base of all others.
+
+    `gather(spec, local)` turns the local shard of an (unstacked) weight into the whole weight, in the compute
+    dtype. `remat` recomputes each layer in the backward pass.
+    """
+
+    gather: Gather | None = None
+    remat: bool = False
+
+    def use(self, module: Module) -> Module:
+        """The module with its whole weights; call it where they are needed, so that they live briefly."""
+        if self.gather is None:
+            return module
+        gather = self.gather
+        graphdef, state = nnx.split(module)
+
+        def whole(variable: nnx.Variable) -> nnx.Variable:
+            return variable.replace(gather(variable.get_metadata("spec"), variable[...]))
+
+        return nnx.merge(graphdef, jax.tree.map(whole, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+
+    def scan(
+        self, layers: Module, carry: Any, step: Callable[[Module, Any, Any], tuple[Any, Any]], xs: Any = None
+    ) -> tuple[Any, Any]:
+        """Runs `carry, y = step(layer, carry, x)` over the stack; returns the last carry and the stacked `y`.
+
+        `layers` holds weights with a leading layer axis; `xs` is None or a pytree with the same leading axis.
+        """
+        graphdef, stacked = nnx.split(layers)
+
+        def body(carry: Any, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+            state, x = inputs
+            return step(self.use(nnx.merge(graphdef, state)), carry, x)
+
+        return jax.lax.scan(jax.checkpoint(body) if self.remat else body, carry, (stacked, xs))
