@@ -1,0 +1,28 @@
+"""fluxjax: reinforcement-learning post-training of vision-language models in JAX."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def _guard_siblings() -> None:
+    """The other top-level packages have common names: fail early if something else on the path shadows them."""
+    for name in ("models", "sharding", "rollout"):
+        spec = importlib.util.find_spec(name)
+        found = pathlib.Path(spec.origin).resolve() if spec and spec.origin else None
+        if found is None:
+            raise ImportError(
+                f"fluxjax needs its sibling package '{name}' in {_ROOT}; run from the checkout or "
+                f"install it with `pip install -e {_ROOT}`"
+            )
+        if found != _ROOT / name / "__init__.py":
+            raise ImportError(
+                f"fluxjax needs the package '{name}' of {_ROOT}, but Python finds another one at {found}; "
+                f"put {_ROOT} first on PYTHONPATH or remove the other package"
+            )
+
+
+_guard_siblings()

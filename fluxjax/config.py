@@ -4,10 +4,9 @@ No heavy import here: `--help` and a typo must answer at once. Sections are muta
 `--config.section.field=value` sets fields after construction; no section is ever None.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -183,3 +182,135 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     report: ReportConfig = dataclasses.field(default_factory=ReportConfig)
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for settings that cannot work together, naming the field, its value and the fix."""
+        for field in _POSITIVE:
+            value = _get(self, field)
+            if not value > 0:
+                raise ConfigError(f"{field} is {value}; it must be greater than 0")
+        for field in _NOT_NEGATIVE:
+            value = _get(self, field)
+            if value < 0:
+                raise ConfigError(f"{field} is {value}; it must not be negative")
+        if not 0 < self.rollout.top_p <= 1:
+            raise ConfigError(f"rollout.top_p is {self.rollout.top_p}; it must be in (0, 1], 1 is off")
+        if self.rollout.group_size < 2 and self.algorithm.name is Algorithm.GRPO:
+            raise ConfigError("rollout.group_size is 1; grpo compares responses of one prompt and needs at least 2")
+        if self.rollout.max_new_tokens >= self.rollout.max_sequence_tokens:
+            raise ConfigError(
+                f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in "
+                f"rollout.max_sequence_tokens ({self.rollout.max_sequence_tokens})"
+            )
+        if self.packing.tokens_per_row < self.rollout.max_sequence_tokens:
+            raise ConfigError(
+                f"packing.tokens_per_row ({self.packing.tokens_per_row}) is shorter than "
+                f"rollout.max_sequence_tokens ({self.rollout.max_sequence_tokens}); the longest response would not fit"
+            )
+        if not self.data.sources:
+            raise ConfigError("data.sources is empty; name at least one source in the configuration file")
+        if not self.model.path:
+            self._validate_tiny_model()
+
+    def _validate_tiny_model(self) -> None:
+        model = self.model
+        if model.hidden_size % model.num_heads or (model.hidden_size // model.num_heads) % 2:
+            raise ConfigError(
+                f"model.hidden_size ({model.hidden_size}) must be model.num_heads ({model.num_heads}) "
+                "times an even number"
+            )
+        if model.num_heads % model.num_kv_heads:
+            raise ConfigError(
+                f"model.num_heads ({model.num_heads}) must be a multiple of model.num_kv_heads ({model.num_kv_heads})"
+            )
+        if model.vision and model.vision_hidden_size % (4 * model.vision_num_heads):
+            raise ConfigError(
+                f"model.vision_hidden_size ({model.vision_hidden_size}) must be model.vision_num_heads "
+                f"({model.vision_num_heads}) times a multiple of 4 (rows and columns each take half a rotary embedding)"
+            )
+
+
+_POSITIVE = [
+    "steps",
+    "rollout.prompts_per_step",
+    "rollout.group_size",
+    "rollout.max_new_tokens",
+    "rollout.slots",
+    "optim.lr",
+    "optim.eps",
+    "optim.max_grad_norm",
+    "warm_start.lr",
+    "warm_start.batch_size",
+    "packing.rows_per_device",
+    "packing.patches_per_device",
+    "checkpoint.keep",
+    "evaluation.samples",
+    "evaluation.samples_during",
+    "data.video_frames",
+    "model.num_layers",
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.hidden_size",
+    "report.logprob_gap_alarm",
+    "report.timeline_steps",
+]
+_NOT_NEGATIVE = [
+    "seed",
+    "rollout.temperature",
+    "rollout.top_k",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "algorithm.kl_coefficient",
+    "optim.warmup_steps",
+    "optim.weight_decay",
+    "warm_start.steps",
+    "checkpoint.every",
+    "evaluation.every",
+    "sharding.devices",
+    "sharding.vocab_chunk",
+    "report.prometheus_port",
+    "report.dump_samples_every",
+    "report.dump_samples",
+    "data.min_pixels",
+    "data.max_pixels",
+]
+
+
+def _get(config: Config, field: str) -> Any:
+    value: Any = config
+    for part in field.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def to_json(value: Any) -> Any:
+    """A configuration (or a part of it) as plain JSON values."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {name: to_json(v) for name, v in value.items()}
+    if isinstance(value, tuple):
+        return [to_json(v) for v in value]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def from_json(values: dict[str, Any]) -> Config:
+    """The inverse of `to_json`. Raises `ConfigError` for a field that this version does not know."""
+    config = Config()
+    _fill(config, values, "")
+    return config
+
+
+def _fill(section: Any, values: dict[str, Any], prefix: str) -> None:
+    for name, value in values.items():
+        if not hasattr(section, name):
+            raise ConfigError(f"the saved configuration has a field {prefix}{name} that this version does not know")
+        current = getattr(section, name)
+        if dataclasses.is_dataclass(current):
+            _fill(current, value, f"{prefix}{name}.")
+        elif name == "sources":
+            setattr(section, name, {key: SourceConfig(**fields) for key, fields in value.items()})
+        elif isinstance(current, enum.Enum):
+            setattr(section, name, type(current)(value))
+        else:
+            setattr(section, name, tuple(value) if isinstance(current, tuple) else value)

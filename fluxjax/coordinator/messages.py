@@ -6,7 +6,6 @@ import dataclasses
 
 from ..types import Group, Prompt, Response, Reward
 
-
 # --- events: things that happened ---------------------------------------------------------------
 
 
@@ -148,6 +147,4 @@ class Finish:
     reason: str
 
 
-Instruction = (
-    DrawPrompts | Generate | Abort | Score | Train | PublishWeights | Evaluate | SaveCheckpoint | Finish
-)
+Instruction = DrawPrompts | Generate | Abort | Score | Train | PublishWeights | Evaluate | SaveCheckpoint | Finish

@@ -1,0 +1,163 @@
+"""Command line to `Config`: `--config=FILE[:variant]` and `--config.section.field=value`, through config_flags.
+
+Parsed before any heavy import, so that `--help` and a typo answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import pathlib
+import re
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from . import config as config_module
+from .config import Config, ConfigError
+
+DEFAULT_CONFIG = "configs/vlm.py"
+
+
+def parse(argv: Sequence[str], doc: str) -> Config:
+    """The validated configuration of a command line (without the program name).
+
+    Exits with status 0 after `--help`, with status 2 and one line on standard error if anything is wrong.
+    """
+    if any(arg in ("--help", "-h", "-help") for arg in argv):
+        print(help_text(doc))
+        raise SystemExit(0)
+    try:
+        return load(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def load(argv: Sequence[str]) -> Config:
+    """Like `parse`, but raises `ConfigError`."""
+    selected, overrides = DEFAULT_CONFIG, []
+    for arg in argv:
+        name, equals, value = arg.removeprefix("-").removeprefix("-").partition("=")
+        if not arg.startswith("-") or not equals or name.partition(".")[0] != "config":
+            raise ConfigError(
+                f"unknown argument {arg!r}; this command takes --config=FILE[:variant], "
+                "--config.section.field=value and --help"
+            )
+        if name == "config":
+            selected = value
+        else:
+            overrides.append((name.removeprefix("config."), value))
+    config = read_file(selected)
+    for field, value in overrides:
+        _override(config, field, value)
+    config.validate()
+    return config
+
+
+def read_file(selected: str) -> Config:
+    """Runs `get_config(variant)` of a configuration file given as `FILE[:variant]`."""
+    path, _, variant = selected.partition(":")
+    file = pathlib.Path(path)
+    if not file.exists() and not file.is_absolute():  # also from outside the checkout
+        file = pathlib.Path(__file__).parent.parent / path
+    if not file.is_file():
+        raise ConfigError(f"--config={selected}: there is no file {path!r}")
+    try:
+        config = runpy.run_path(str(file))["get_config"](variant)
+    except KeyError:
+        raise ConfigError(f"--config={selected}: {path} defines no get_config(variant)") from None
+    if not isinstance(config, Config):
+        raise ConfigError(f"{path}: get_config() must return a fluxjax.config.Config, not {type(config).__name__}")
+    return config
+
+
+def _override(config: Config, field: str, value: str) -> None:
+    current = _current(config, field)
+    values = flags.FlagValues()
+    flag = f"--config.{field}={value}"
+    try:
+        config_flags.DEFINE_config_dataclass("config", config, flag_values=values, sys_argv=["fluxjax", flag])
+        values(["fluxjax", flag])
+    except (flags.Error, ValueError, TypeError):
+        raise ConfigError(f"--config.{field}: {value!r} is not {_kind(current)}") from None
+
+
+def _kind(value: Any) -> str:
+    if hasattr(type(value), "__members__"):
+        return "one of " + ", ".join(member.value for member in type(value))
+    kinds = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}
+    return kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def _names(value: Any) -> list[str]:
+    return list(value) if isinstance(value, dict) else [f.name for f in dataclasses.fields(value)]
+
+
+def _current(config: Config, field: str) -> Any:
+    """The value of a dotted field; `ConfigError` with the nearest valid name if there is none."""
+    value: Any = config
+    done: list[str] = []
+    for part in field.split("."):
+        where = ".".join(done)
+        if not dataclasses.is_dataclass(value) and not isinstance(value, dict):
+            raise ConfigError(f"--config.{field}: {where} is a value and has no field {part!r}")
+        if part not in _names(value):
+            raise ConfigError(f"--config.{field}: no such field; {_hint(config, field, where, part, _names(value))}")
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+        done.append(part)
+    if dataclasses.is_dataclass(value) or isinstance(value, dict):
+        raise ConfigError(
+            f"--config.{field} is a section; set its fields: " + ", ".join(f"{field}.{n}" for n in _names(value))
+        )
+    return value
+
+
+def _hint(config: Config, field: str, where: str, part: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(part, names, 1)
+    if near:
+        return f"did you mean --config.{where + '.' if where else ''}{near[0]}?"
+    every = [name for name, _ in flatten(config)]
+    near = [name for name in every if name.rpartition(".")[2] == part] or difflib.get_close_matches(
+        field, every, 1, cutoff=0.4
+    )
+    return f"did you mean --config.{near[0]}?" if near else f"{where or 'config'} has {', '.join(names)}"
+
+
+def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All fields as (dotted name, value), depth first in order of declaration."""
+    for name in _names(config):
+        value = config[name] if isinstance(config, dict) else getattr(config, name)
+        if dataclasses.is_dataclass(value) or isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def help_text(doc: str) -> str:
+    """What `--help` prints: the command's own words, then every field with its default and its comment."""
+    lines = [doc.strip(), "", "Settings, with the defaults that a configuration file starts from:"]
+    for name, value in flatten(Config()):
+        shown = value.value if hasattr(type(value), "__members__") else value
+        lines.append(f"  --config.{name}={shown}".ljust(56) + f"  {_comment(name)}")
+    lines += ["  --config.data.sources.NAME.FIELD=...", "      for a source that the file declares; its fields:"]
+    source = config_module.SourceConfig()
+    lines += [f"      {n}={v}".ljust(56) + f"  {_comment(n, config_module.SourceConfig)}" for n, v in flatten(source)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _comment(name: str, owner: type | None = None) -> str:
+    """The comment behind a field in `fluxjax/config.py`, the one place where fields are explained."""
+    if owner is None:
+        value: Any = Config()
+        *sections, name = name.split(".")
+        for section in sections:
+            value = getattr(value, section)
+        owner = type(value)
+    match = re.search(rf"^    {name}: [^#\n]*#\s*(.*)$", inspect.getsource(owner), re.MULTILINE)
+    return match[1] if match else ""
