@@ -1,0 +1,123 @@
+"""Checkpoints with Orbax: asynchronous, atomic, the newest few kept, restored onto any mesh.
+
+A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON
+part (coordinator, data position, weight version, what the summary has counted so far).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Sharding
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint can't be written or read. Names the folder, the cause and what to do."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder/<step>/`. An unfinished one is never listed: Orbax renames at the end."""
+
+    def __init__(self, folder: pathlib.Path, keep: int) -> None:
+        """Raises `CheckpointError` if the folder cannot be created."""
+        self.folder = folder.absolute()
+        self._keep = keep
+        self.failed: list[str] = []  # reasons, one for each checkpoint that could not be written
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, cleanup_tmp_directories=True)
+        try:
+            return ocp.CheckpointManager(self.folder, options=options)
+        except OSError as error:
+            raise CheckpointError(f"cannot create {self.folder}: {error.strerror}; set run_dir elsewhere") from error
+
+    def latest(self) -> int | None:
+        """The newest complete checkpoint's step."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, arrays: Any, state: dict[str, Any]) -> bool:
+        """Starts writing; returns once the arrays are copied, so that the trainer may donate them.
+
+        A checkpoint that cannot be written (a full disk) is logged and counted in `failed` and the run goes on:
+        earlier checkpoints are untouched, the next one tries again. Returns whether all went well so far.
+        """
+        ok = self._settle()
+        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
+        try:
+            self._manager.save(step, args=args, force=True)
+        except _WRITE_ERRORS as error:
+            self._note_failure(error)
+            return False
+        return ok
+
+    def wait(self) -> bool:
+        """Waits for the write under way; False if it failed."""
+        return self._settle()
+
+    def restore(self, abstract: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
+        """The checkpoint of `step` (the newest by default) as `(step, arrays, state)`.
+
+        `abstract` is a pytree of `ShapeDtypeStruct` with the shardings wanted now: see `like`.
+        Raises `CheckpointError` if there is none, or if its arrays do not fit the model of the configuration.
+        """
+        step = self.latest() if step is None else step
+        if step is None:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}")
+        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract), state=ocp.args.JsonRestore())
+        try:
+            restored = self._manager.restore(step, args=args)
+        except (ValueError, KeyError, FileNotFoundError) as error:
+            raise CheckpointError(
+                f"the checkpoint {self.folder / str(step)} does not fit this configuration's model, or is damaged: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+        return step, restored["arrays"], restored["state"]
+
+    def close(self) -> None:
+        self._settle()
+        self._manager.close()
+
+    def _settle(self) -> bool:
+        try:
+            self._manager.wait_until_finished()
+        except _WRITE_ERRORS as error:
+            self._note_failure(error)
+            return False
+        return True
+
+    def _note_failure(self, error: Exception) -> None:
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "ENOSPC" in str(error)
+        reason = "the disk is full" if full else text
+        self.failed.append(reason)
+        kept = self.latest()
+        log.error(
+            "checkpoint not written to %s: %s. %s The run goes on and tries again at the next checkpoint.",
+            self.folder,
+            reason,
+            "No earlier checkpoint exists." if kept is None else f"The newest good one is step {kept}.",
+        )
+        # A manager that has failed once keeps reporting it: start afresh, which also removes the partial folder.
+        self._manager = self._open()
+
+
+_WRITE_ERRORS = (OSError, ValueError, RuntimeError)
+
+
+def like(arrays: Any, shardings: Any = None) -> Any:
+    """Abstract copies of `arrays`: same shapes and types, on `shardings` (a matching pytree) or where they are now."""
+
+    def one(array: jax.Array, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    if shardings is None:
+        shardings = jax.tree.map(lambda array: array.sharding, arrays)
+    return jax.tree.map(one, arrays, shardings)

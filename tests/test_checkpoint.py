@@ -1,0 +1,100 @@
+"""Checkpoints: exact, atomic, newest few kept, onto other meshes, and honest when the disk is full."""
+
+import logging
+import pathlib
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fluxjax.checkpoint import CheckpointError, Checkpoints, like
+
+
+def arrays_on(devices: int, spec: P):
+    mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    sharding = NamedSharding(mesh, spec)
+    params = {"w": jax.device_put(jnp.arange(64.0).reshape(16, 4), sharding)}
+    return {"params": params, "opt": jax.jit(optax.adam(1e-3).init)(params)}
+
+
+def test_round_trip_is_exact_and_survives_donation(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    arrays = arrays_on(4, P("d"))
+    expected = jax.tree.map(np.asarray, arrays)
+    assert checkpoints.save(3, arrays, {"version": 3, "data": {"position": [1, 2]}})
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 + 7, tree), donate_argnums=0)
+    arrays = overwrite(arrays)
+    assert checkpoints.wait()
+    step, restored, state = checkpoints.restore(like(arrays))
+    assert step == 3 and state == {"version": 3, "data": {"position": [1, 2]}}
+    jax.tree.map(np.testing.assert_array_equal, restored, expected)
+    assert restored["params"]["w"].sharding == arrays["params"]["w"].sharding
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_restores_onto_another_mesh(tmp_path, devices):
+    checkpoints = Checkpoints(tmp_path / "c", keep=1)
+    arrays = arrays_on(4, P("d"))
+    checkpoints.save(1, arrays, {})
+    target = arrays_on(devices, P(None, "d") if devices < 8 else P("d"))
+    _, restored, _ = checkpoints.restore(like(target))
+    np.testing.assert_array_equal(restored["params"]["w"], arrays["params"]["w"])
+    assert restored["params"]["w"].sharding == target["params"]["w"].sharding
+    checkpoints.close()
+
+
+def test_keeps_the_newest(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, arrays_on(1, P()), {})
+    checkpoints.close()
+    assert sorted(p.name for p in (tmp_path / "c").iterdir() if p.is_dir()) == ["2", "3"]
+
+
+def test_errors_name_the_folder(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c", keep=1)
+    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path / 'c'}"):
+        checkpoints.restore({})
+    checkpoints.save(1, arrays_on(1, P()), {})
+    other = {"params": {"v": jnp.zeros(3)}}
+    with pytest.raises(CheckpointError, match="does not fit"):
+        checkpoints.restore(like(other))
+    checkpoints.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot create"):
+        Checkpoints(tmp_path / "file" / "c", keep=1)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 2 MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.decode().strip()}")
+    yield pathlib.Path(mount)
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_full_disk_loses_nothing_and_says_so(small_disk, caplog):
+    checkpoints = Checkpoints(small_disk / "c", keep=3)
+    good = {"w": jnp.arange(1000.0)}
+    assert checkpoints.save(1, good, {"step": 1}) and checkpoints.wait()
+    noise = jax.random.normal(jax.random.key(0), (2_000_000,))
+    with caplog.at_level(logging.ERROR):
+        checkpoints.save(2, {"w": noise}, {"step": 2})
+        assert not checkpoints.wait()
+    assert checkpoints.failed and "disk is full" in caplog.text and "newest good one is step 1" in caplog.text
+    step, restored, state = checkpoints.restore(like(good))
+    assert step == 1 and state == {"step": 1}
+    np.testing.assert_array_equal(restored["w"], good["w"])
+    assert checkpoints.save(3, good, {"step": 3}) and checkpoints.wait()
+    assert checkpoints.latest() == 3
+    checkpoints.close()
