@@ -22,16 +22,28 @@ class VisionInput:
     Patches stand in groups of `merge_size ** 2` that become one merged feature each, groups stand window
     by window, windows frame pair by frame pair. Both attention patterns of the tower are therefore
     contiguous runs, and merged feature `m` comes from patches `m * merge_size**2 ...`.
+
+    `frame_bound` is part of the compiled shape: no frame pair has more patches than that, which lets attention
+    skip everything further away; 0 if unknown (correct, but slow). Whoever packs inputs sets it with
+    `frame_bound(frame_segments_P)`, or the maximum of the parts' bounds.
     """
 
     patches_PX: Any  # f32, normalised pixels
     positions_P2: Any  # i32, (row, column) of the patch in its frame, for the 2-D rotary embedding
     frame_segments_P: Any  # i32, from 1; which frame pair a patch belongs to; 0 is padding
     window_segments_P: Any  # i32, from 1; which attention window; 0 is padding
+    frame_bound: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def num_patches(self) -> int:
         return self.patches_PX.shape[0]
+
+
+def frame_bound(frame_segments_P: np.ndarray) -> int:
+    """The length of the longest frame pair, rounded up to a power of two so that few shapes are compiled."""
+    counts = np.bincount(frame_segments_P)[1:]
+    longest = int(counts.max()) if counts.size else 1
+    return 1 << (longest - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)
