@@ -1,0 +1,1 @@
+"""What the user sees: live display, metrics files, pictures and the summary of a run."""

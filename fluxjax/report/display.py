@@ -1,0 +1,119 @@
+"""The live view of a run: a rich panel on a terminal, one plain line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_PLAIN_SECONDS = 5.0
+
+
+class Display:
+    """Shows where a run stands. Use as a context manager; `note` prints a line that stays."""
+
+    def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stdout, soft_wrap=True)
+        self._terminal = self._console.is_terminal
+        self._total = total_steps
+        self._rewards: deque[float] = deque(maxlen=60)
+        self._last_line = 0.0
+        self._seconds: dict[str, float] = {}
+        self._eval: dict[str, float] = {}
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+        self._phase = ""
+        self._phase_started: tuple[float, int] = (0.0, 0)
+        self._live = Live(self._progress, console=self._console, refresh_per_second=4) if self._terminal else None
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    def phase(self, name: str, total: int, done: int = 0) -> None:
+        """A new phase of the run of `total` steps begins, `done` of them already behind (resume)."""
+        self._phase = name
+        self._phase_started = (time.monotonic(), done)
+        self._total = total
+        self._rewards.clear()
+        self._progress.reset(self._task, description=name, total=total, completed=done)
+
+    def evaluated(self, accuracy: Mapping[str, float]) -> None:
+        self._eval = dict(accuracy)
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        """`step` steps are done; `metrics` as in `metrics.jsonl`; `seconds` a stage of this step."""
+        self._rewards.append(metrics.get("reward/mean", -metrics.get("loss", 0.0)))
+        self._seconds = {name: value + 0.9 * self._seconds.get(name, 0.0) for name, value in seconds.items()}
+        self._progress.update(self._task, completed=step)
+        if self._live:
+            self._live.update(Group(self._progress, self._table(metrics)))
+        elif time.monotonic() - self._last_line > _PLAIN_SECONDS or step == self._total:
+            self._last_line = time.monotonic()
+            self.note(self._line(step, metrics))
+
+    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
+        begun, done = self._phase_started
+        per_step = (time.monotonic() - begun) / max(1, step - done)
+        parts = [f"{self._phase} {step}/{self._total}", *self._numbers(metrics).values(), self._shares()]
+        parts.append(f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s")
+        return " | ".join(part for part in parts if part)
+
+    def _numbers(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        shown = {}
+        if "reward/mean" in metrics:
+            shown["reward"] = f"reward {metrics['reward/mean']:.3f}"
+            each = [f"{k.removeprefix('accuracy/')} {v:.0%}" for k, v in metrics.items() if k.startswith("accuracy/")]
+            shown["training"] = "sampled " + ", ".join(each)
+        elif "loss" in metrics:
+            shown["loss"] = f"loss {metrics['loss']:.3f}"
+        if self._eval:
+            shown["held out"] = "held out " + ", ".join(f"{k} {v:.0%}" for k, v in self._eval.items())
+        if "tokens_per_second" in metrics:
+            shown["speed"] = f"{metrics['tokens_per_second']:,.0f} tok/s"
+        if "rollout_trainer_logprob_gap" in metrics:
+            shown["gap"] = f"gap {metrics['rollout_trainer_logprob_gap']:.1e}"
+        return shown
+
+    def _shares(self) -> str:
+        total = sum(self._seconds.values())
+        if not total:
+            return ""
+        return " ".join(f"{name} {value / total:.0%}" for name, value in self._seconds.items())
+
+    def _table(self, metrics: Mapping[str, float]) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name, text in self._numbers(metrics).items():
+            table.add_row(f"[dim]{name}", text)
+        if self._seconds:
+            table.add_row("[dim]time", self._shares())
+        table.add_row("[dim]trend", self._sparkline())
+        return table
+
+    def _sparkline(self) -> str:
+        low, high = min(self._rewards), max(self._rewards)
+        scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+        return "".join(_SPARKS[int((value - low) * scale)] for value in self._rewards)

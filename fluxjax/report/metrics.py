@@ -1,0 +1,74 @@
+"""Metrics of a run: one JSON line a step, TensorBoard event files, and optionally a Prometheus port."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import prometheus_client
+from tensorboardX import SummaryWriter
+
+
+class MetricsLog:
+    """Appends to `run_dir/metrics.jsonl` and `run_dir/tensorboard/`.
+
+    A resumed run passes the step it resumes from: later lines, written by the run that was killed, are dropped, so
+    that the file never holds a step twice.
+    """
+
+    def __init__(self, run_dir: pathlib.Path, *, resume_step: int | None = None, prometheus_port: int = 0) -> None:
+        """Raises OSError if the folder cannot be written or the port is taken."""
+        self.file = run_dir / "metrics.jsonl"
+        kept = [] if resume_step is None else [r for r in read(self.file) if not _later(r, resume_step)]
+        self.file.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self._stream = self.file.open("a", buffering=1)
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
+        self._gauges: dict[str, prometheus_client.Gauge] = {}
+        self._registry = prometheus_client.CollectorRegistry()
+        self._server = None
+        if prometheus_port:
+            self._server, _ = prometheus_client.start_http_server(prometheus_port, registry=self._registry)
+
+    def log(self, phase: str, step: int, metrics: Mapping[str, float]) -> None:
+        """`phase` is warm_start, rl or eval; `metrics` maps names like `reward/digits` to numbers."""
+        record = {"phase": phase, "step": step, "time": round(time.time(), 3), **metrics}
+        self._stream.write(json.dumps(record) + "\n")
+        for name, value in metrics.items():
+            tag = name if phase == "rl" else f"{phase}/{name}"
+            self._board.add_scalar(tag, value, step)
+            if self._server is not None:
+                self._gauge(tag).set(value)
+
+    def _gauge(self, tag: str) -> prometheus_client.Gauge:
+        if tag not in self._gauges:
+            name = "fluxjax_" + "".join(c if c.isalnum() else "_" for c in tag)
+            self._gauges[tag] = prometheus_client.Gauge(name, tag, registry=self._registry)
+        return self._gauges[tag]
+
+    def close(self) -> None:
+        self._stream.close()
+        self._board.close()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+
+def _later(record: Mapping[str, Any], step: int) -> bool:
+    # An evaluation at step k looks at the weights after k steps, as the checkpoint of step k does.
+    return record["phase"] != "warm_start" and record["step"] > step
+
+
+def read(file: pathlib.Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, in order; a last line cut by a kill is left out."""
+    return list(_complete_lines(file)) if file.exists() else []
+
+
+def _complete_lines(file: pathlib.Path) -> Iterator[dict[str, Any]]:
+    for line in file.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
