@@ -1,0 +1,159 @@
+"""Rotary positions and window order against transformers' own functions, exactly (integers)."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.processing.vision_input import concatenate, pack_patches, pad
+from models.qwen2_5_vl.positions import rope_index
+
+IMAGE, VIDEO, START, END = 900, 901, 902, 903
+MERGE = 2
+
+
+class Layout:
+    patch_size, spatial_merge_size, window_size = 14, MERGE, 112
+
+
+grids = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6)).map(lambda g: (g[0], g[1] * 2, g[2] * 2))
+media = st.lists(
+    st.one_of(
+        st.tuples(st.just("image"), grids.map(lambda g: (1, g[1], g[2])), st.just(0.0)),
+        st.tuples(st.just("video"), grids, st.floats(0.05, 5.0)),
+        st.tuples(st.just("text"), st.integers(1, 9), st.just(0.0)),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+def prompt_of(items):
+    """Token ids of a prompt with these parts, and the grids and times of its media."""
+    ids, images, videos, seconds = [1], [], [], []
+    for kind, what, time in items:
+        if kind == "text":
+            ids += range(2, 2 + what)
+            continue
+        ids += [START, *[IMAGE if kind == "image" else VIDEO] * (int(np.prod(what)) // MERGE**2), END]
+        (images if kind == "image" else videos).append(what)
+        if kind == "video":
+            seconds.append(time)
+    return np.array(ids, np.int32), images, videos, seconds
+
+
+@settings(max_examples=150, deadline=None)
+@given(items=media, tokens_per_second=st.sampled_from([1, 2, 4, 25]))
+def test_rope_index_equals_transformers(items, tokens_per_second):
+    torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
+    modeling = pytest.importorskip(
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", reason="parity needs the `parity` extra"
+    )
+    transformers = pytest.importorskip("transformers")
+    ids, images, videos, seconds = prompt_of(items)
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config={"spatial_merge_size": MERGE, "tokens_per_second": tokens_per_second}
+    )
+    # only its methods are needed: no weights
+    model = modeling.Qwen2_5_VLModel.__new__(modeling.Qwen2_5_VLModel)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    expected, delta = model.get_rope_index(
+        torch.tensor(ids, dtype=torch.long)[None],
+        mm_token_type_ids=torch.tensor((ids == IMAGE) * 1 + (ids == VIDEO) * 2)[None],
+        image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor(videos) if videos else None,
+        second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32) if seconds else None,
+    )
+    positions, next_position = rope_index(
+        ids,
+        images,
+        videos,
+        seconds,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        spatial_merge_size=MERGE,
+        tokens_per_second=tokens_per_second,
+    )
+    np.testing.assert_array_equal(positions, expected[:, 0].numpy())
+    assert next_position == len(ids) + int(delta[0, 0])
+
+
+def test_text_behind_a_long_video_overlaps_its_time_axis():
+    """A published quirk, kept on purpose: do not "fix" without a checkpoint that was trained otherwise."""
+    ids, images, videos, seconds = prompt_of([("video", (4, 2, 2), 2.0), ("text", 2, 0.0)])
+    positions, next_position = rope_index(
+        ids, images, videos, seconds, image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=2,
+        tokens_per_second=2,
+    )  # fmt: skip
+    np.testing.assert_array_equal(positions[0], [0, 1, 2, 6, 10, 14, 3, 4, 5])
+    assert next_position == 15
+
+
+@pytest.mark.parametrize(
+    ("images", "videos", "seconds"),
+    [([], [], []), ([(1, 4, 4), (1, 2, 2)], [], []), ([(1, 2, 2)], [], []), ([(1, 4, 4)], [(1, 2, 2)], [])],
+)
+def test_rope_index_refuses_grids_that_do_not_match(images, videos, seconds):
+    ids, *_ = prompt_of([("image", (1, 4, 4), 0.0)])
+    with pytest.raises(ValueError, match=r"placeholders|frame pair"):
+        rope_index(
+            ids, images, videos, seconds, image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=2,
+            tokens_per_second=2,
+        )  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(grids, min_size=1, max_size=4), window=st.sampled_from([28, 56, 84, 112]))
+def test_window_order_equals_transformers(sizes, window):
+    torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
+    vision = pytest.importorskip("transformers.vision_utils", reason="parity needs the `parity` extra")
+    layout = Layout()
+    layout.window_size = window
+    num_patches = sum(int(np.prod(size)) for size in sizes)
+    patches = np.arange(num_patches, dtype=np.float32)[:, None]
+    packed, feature_order = pack_patches(patches, sizes, layout)
+
+    grid = torch.tensor(sizes)
+    index, window_ends = vision.get_vision_window_index(grid, MERGE, window, Layout.patch_size)
+    frame_ends = vision.get_vision_cu_seqlens(grid)
+    positions = vision.get_vision_position_ids(grid, MERGE).numpy()
+    order = (index.numpy()[:, None] * MERGE**2 + np.arange(MERGE**2)).ravel()
+    np.testing.assert_array_equal(packed.patches_PX[:, 0], order)
+    np.testing.assert_array_equal(packed.positions_P2, positions[order])
+    np.testing.assert_array_equal(feature_order, np.argsort(index.numpy()))
+    rows = np.arange(num_patches)
+    np.testing.assert_array_equal(packed.window_segments_P, np.searchsorted(window_ends.numpy(), rows, "right"))
+    np.testing.assert_array_equal(packed.frame_segments_P, np.searchsorted(frame_ends.numpy(), rows, "right"))
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(grids, min_size=2, max_size=4), extra=st.integers(0, 9))
+def test_concatenating_is_packing_together(sizes, extra):
+    counts = [int(np.prod(size)) for size in sizes]
+    patches = np.arange(sum(counts), dtype=np.float32)[:, None]
+    together, _ = pack_patches(patches, sizes, Layout())
+    splits = np.split(patches, np.cumsum(counts)[:-1])
+    joined = concatenate([pack_patches(p, [size], Layout())[0] for p, size in zip(splits, sizes, strict=True)])
+    for name in ("patches_PX", "positions_P2", "frame_segments_P", "window_segments_P"):
+        np.testing.assert_array_equal(getattr(joined, name), getattr(together, name))
+        assert getattr(joined, name).dtype == getattr(together, name).dtype
+
+    padded = pad(together, sum(counts) + extra)
+    assert padded.num_patches == sum(counts) + extra
+    assert not padded.frame_segments_P[sum(counts) :].any() and not padded.window_segments_P[sum(counts) :].any()
+    # padding inside a part stays padding, and ids go on behind it
+    again = concatenate([padded, together])
+    assert again.frame_segments_P[-1] == 2 * together.frame_segments_P[-1]
+    assert np.count_nonzero(again.window_segments_P == 0) == extra
+
+
+def test_packing_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="hold 16"):
+        pack_patches(np.zeros((12, 3), np.float32), [(1, 4, 4)], Layout())
+    with pytest.raises(ValueError, match="multiples of the merge size"):
+        pack_patches(np.zeros((6, 3), np.float32), [(1, 2, 3)], Layout())
+    with pytest.raises(ValueError, match="do not fit into 3"):
+        pad(pack_patches(np.zeros((4, 3), np.float32), [(1, 2, 2)], Layout())[0], 3)
+    with pytest.raises(ValueError, match="vision=None"):
+        concatenate([])
