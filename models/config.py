@@ -1,0 +1,178 @@
+"""The architectures as frozen dataclasses, read from and written to Hugging Face `config.json` dictionaries.
+
+Every field that changes a forward pass is a typed field here; a setting that this code cannot honour is refused
+when it is read, never ignored. Fields that only matter to other programs are kept in `extra` and written back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+
+class ModelConfigError(ValueError):
+    """A `config.json` asks for something that is not supported. The message names the field and what is."""
+
+
+class NameLayout(enum.Enum):
+    """The two ways in which Qwen2.5-VL weights are named on disk."""
+
+    FLAT = "flat"  # `visual.*`, `model.*`: the published checkpoints
+    NESTED = "nested"  # `model.visual.*`, `model.language_model.*`
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. `mrope_section` counts frequencies a position axis (time, height, width) and sums to half
+    the head size; empty means one position axis. `factor` and what follows is read by `linear` and `yarn` only."""
+
+    theta: float = 10000.0
+    mrope_section: tuple[int, ...] = ()
+    kind: str = "default"  # default, linear, yarn
+    factor: float = 1.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0  # 0: as the YaRN paper recommends
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """The decoder: grouped-query attention with biases on q, k, v, SwiGLU, RMS norms (Qwen2, Qwen2.5)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelConfigError(
+                f"num_attention_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ModelConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        section = self.rope.mrope_section
+        if section and sum(section) != self.head_dim // 2:
+            raise ModelConfigError(f"mrope_section={list(section)} must sum to head_dim / 2 = {self.head_dim // 2}")
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """The tower: patches of `temporal_patch_size` frames, windowed attention except in `full_attention_layers`."""
+
+    hidden_size: int
+    intermediate_size: int
+    depth: int
+    num_heads: int
+    out_hidden_size: int
+    full_attention_layers: tuple[int, ...]
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    window_size: int = 112  # pixels
+    in_channels: int = 3
+    tokens_per_second: float = 4.0
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or self.head_dim % 4:
+            raise ModelConfigError(
+                f"vision hidden_size={self.hidden_size} must give each of num_heads={self.num_heads} a size "
+                "divisible by 4 (two spatial axes, sine and cosine)"
+            )
+        if self.window_size % (self.patch_size * self.spatial_merge_size):
+            raise ModelConfigError(
+                f"window_size={self.window_size} must be a multiple of patch_size * spatial_merge_size = "
+                f"{self.patch_size * self.spatial_merge_size}"
+            )
+        wrong = [layer for layer in self.full_attention_layers if not 0 <= layer < self.depth]
+        if wrong:
+            raise ModelConfigError(f"fullatt_block_indexes {wrong} are not among the {self.depth} vision layers")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Values of one flattened patch (`X`): channels, frames, rows, columns, slowest first."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def merge_unit(self) -> int:
+        """Patches that become one feature."""
+        return self.spatial_merge_size**2
+
+    @property
+    def window_patches(self) -> int:
+        """The most patches that one attention window holds."""
+        return (self.window_size // self.patch_size) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen2Config:
+    """Qwen2 and Qwen2.5 text models (`Qwen2ForCausalLM`)."""
+
+    text: TextConfig
+    extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # the config.json it came from
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Qwen2Config:
+        from .hf_config import read_text
+
+        return cls(text=read_text(config, config), extra=json.dumps(config))
+
+    def to_hf(self) -> dict[str, Any]:
+        """A `config.json` dictionary; what this was read from, with every typed field brought up to date."""
+        from .hf_config import write_qwen2
+
+        return write_qwen2(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen25VLConfig:
+    """Qwen2.5-VL and what shares its architecture, like MiMo-VL (`Qwen2_5_VLForConditionalGeneration`)."""
+
+    text: TextConfig
+    vision: VisionConfig
+    image_token_id: int = 151655
+    video_token_id: int = 151656
+    vision_start_token_id: int = 151652
+    vision_end_token_id: int = 151653
+    names: NameLayout = NameLayout.FLAT  # of the weights in the checkpoint
+    extra: str = dataclasses.field(default="{}", compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.vision.out_hidden_size != self.text.hidden_size:
+            raise ModelConfigError(
+                f"vision out_hidden_size={self.vision.out_hidden_size} must equal the text hidden_size="
+                f"{self.text.hidden_size}"
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Qwen25VLConfig:
+        from .hf_config import read_qwen2_5_vl
+
+        return read_qwen2_5_vl(config)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A `config.json` dictionary; what this was read from, with every typed field brought up to date."""
+        from .hf_config import write_qwen2_5_vl
+
+        return write_qwen2_5_vl(self)
+
+
+AnyConfig: TypeAlias = Qwen2Config | Qwen25VLConfig

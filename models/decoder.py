@@ -1,0 +1,123 @@
+"""The decoder as a stack of layers: embed -> layer[i] ... -> norm -> head. Attention is handed in.
+
+Callers differ in how they walk the stack (`sharding.walk`) and in how tokens see each other (`attend`): training
+masks packed rows, decoding writes a cache and reads it. The layer knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sharding.walk import Walk
+from sharding.weights import WeightSpec, weight
+
+from .config import AnyConfig, TextConfig
+from .inputs import VisionInput
+from .layers import Embedding, GatedMLP, RMSNorm, add_bias, normal, rotary_frequencies, rotate, zeros
+
+Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, H], float32
+Attend: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Any]]
+
+
+class SelfAttention(nnx.Module):
+    """Projections of grouped-query attention; biases on q, k and v only."""
+
+    def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None) -> None:
+        D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        init = normal(config.initializer_range)
+        self.q = weight(rngs, WeightSpec((D, N, H), ("D", "N", "H"), init), stack)
+        self.k = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init), stack)
+        self.v = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init), stack)
+        self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init), stack)
+        self.q_bias = weight(rngs, WeightSpec((N, H), ("N", "H"), zeros), stack)
+        self.k_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
+        self.v_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
+
+    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend) -> tuple[Float[Array, "B T D"], Any]:
+        q = add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias[...])
+        k = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias[...])
+        v = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias[...])
+        out, aux = attend(rotate(q, rotary), rotate(k, rotary), v)
+        return jnp.einsum("BTNH,NHD->BTD", out, self.o[...]), aux
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs, stack)
+        self.attention = SelfAttention(config, rngs, stack)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs, stack)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            bias=False,
+            std=config.initializer_range,
+            rngs=rngs,
+            stack=stack,
+        )
+
+    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend) -> tuple[Float[Array, "B T D"], Any]:
+        """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k; `aux` is handed back."""
+        out, aux = self.attention(self.attention_norm(x), rotary, attend)
+        x = x + out
+        return x + self.mlp(self.mlp_norm(x)), aux
+
+
+class Decoder(nnx.Module):
+    """Base of every model: what a strategy or an engine walks. `embed` is where architectures differ."""
+
+    config: AnyConfig
+
+    def __init__(self, config: AnyConfig, rngs: nnx.Rngs) -> None:
+        text = config.text
+        self.config = config
+        self.embedding = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)
+        self.layers = DecoderLayer(text, rngs, stack=text.num_layers)
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, rngs)
+        if not text.tie_word_embeddings:
+            self.head = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)
+
+    def embed(
+        self,
+        walk: Walk,
+        tokens_BT: Int[Array, "B T"],
+        feature_index_BT: Int[Array, "B T"] | None = None,
+        vision: VisionInput | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Token embeddings; a text model has no use for the last two arguments and refuses pixels."""
+        if vision is not None:
+            raise ValueError("this is a text model; it can't read images or videos")
+        return walk.use(self.embedding)(tokens_BT)
+
+    def rotary(self, positions_3BT: Int[Array, "3 B T"]) -> Rotary:
+        """(cosine, sine) `[B, T, H]` float32 of the positions (time, height, width).
+
+        Frequencies are dealt to the position axes in sections (M-RoPE); a text model has one section, of time.
+        """
+        rope = self.config.text.rope
+        frequencies, factor = rotary_frequencies(rope, self.config.text.head_dim)
+        sections = rope.mrope_section or (len(frequencies),)
+        axis = np.repeat(np.arange(len(sections)) % 3, sections)
+        angles = jnp.moveaxis(positions_3BT.astype(jnp.float32)[axis], 0, -1)
+        angles = angles * jnp.broadcast_to(frequencies, angles.shape)
+        angles = jnp.concatenate([angles, angles], axis=-1)
+        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+    def final_norm(self, walk: Walk, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return walk.use(self.norm)(x_BTD)
+
+    def head_weight(self, walk: Walk) -> Float[Array, "V D"]:
+        """The output projection: the input embedding again when tied."""
+        tied = self.config.text.tie_word_embeddings
+        return walk.use(self.embedding if tied else self.head).table[...]
+
+
+def parameter_count(model: nnx.Module) -> int:
+    """Number of weights; works on abstract models too."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -1,0 +1,54 @@
+"""The forward pass over packed rows: hidden states, log-probabilities of the packed tokens, whole logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from sharding.kernels.attention import Mask, attention
+from sharding.walk import Walk
+
+from .decoder import Decoder, DecoderLayer
+from .inputs import PackedTokens
+
+
+def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T D"]:
+    """Normed hidden states of every token, under the attention rules of `PackedTokens`."""
+    inputs = jax.tree.map(jnp.asarray, inputs)
+    x = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
+    rotary = model.rotary(inputs.positions_3BT)
+    allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        return attention(q, k, v, allowed), None
+
+    def step(layer: DecoderLayer, x: Array, _: None) -> tuple[Array, None]:
+        return layer(x, rotary, attend)
+
+    x, _ = walk.scan(model.layers, x, step)
+    return model.final_norm(walk, x)
+
+
+def logits(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T V"]:
+    """Next-token logits of every token, float32. Whole in memory: for tests and small models."""
+    hidden = hidden_states(model, inputs, walk)
+    return jnp.einsum("BTD,VD->BTV", hidden, model.head_weight(walk), preferred_element_type=jnp.float32)
+
+
+def logprobs(
+    model: Decoder, inputs: PackedTokens, walk: Walk, *, temperature: float = 1.0, vocab_chunk: int = 0
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), float32.
+
+    Both under `softmax(logits / temperature)`. Where a token has no predecessor (the first of a segment, padding)
+    the values are finite and meaningless. `vocab_chunk` bounds the tokens whose logits exist at once; 0 chooses.
+    """
+    from sharding.vocab import token_logprobs
+
+    hidden = hidden_states(model, inputs, walk)
+    predecessor = jnp.asarray(inputs.predecessor_BT)
+    before = jnp.take_along_axis(hidden, jnp.maximum(predecessor, 0)[..., None], axis=1)
+    return token_logprobs(
+        before, model.head_weight(walk), jnp.asarray(inputs.tokens_BT), chunk=vocab_chunk, temperature=temperature
+    )

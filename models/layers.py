@@ -1,0 +1,108 @@
+"""The parts that every architecture here is built of. Each weight is declared once, next to its use.
+
+`stack` creates a whole stack of layers: the same module, its weights with a leading layer axis.
+Norms, softmax and rotary embeddings compute in float32; everything else in the dtype of the weights.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sharding.weights import WeightSpec, weight
+
+from .config import RopeConfig
+
+ones = nnx.initializers.ones_init()
+zeros = nnx.initializers.zeros_init()
+
+
+def normal(std: float) -> nnx.Initializer:
+    return nnx.initializers.normal(std)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int, eps: float, rngs: nnx.Rngs, stack: int | None = None) -> None:
+        self.eps = eps
+        self.scale = weight(rngs, WeightSpec((size,), ("D",), ones), stack)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        scale = self.scale[...].astype(jnp.float32)
+        return (wide * jnp.broadcast_to(scale, wide.shape)).astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+    """`down(silu(gate(x)) * up(x))`, with or without biases."""
+
+    def __init__(
+        self, width: int, inner: int, *, bias: bool, std: float, rngs: nnx.Rngs, stack: int | None = None
+    ) -> None:
+        self.gate = weight(rngs, WeightSpec((width, inner), ("D", "F"), normal(std)), stack)
+        self.up = weight(rngs, WeightSpec((width, inner), ("D", "F"), normal(std)), stack)
+        self.down = weight(rngs, WeightSpec((inner, width), ("F", "D"), normal(std)), stack)
+        self.bias = bias
+        if bias:
+            self.gate_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros), stack)
+            self.up_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros), stack)
+            self.down_bias = weight(rngs, WeightSpec((width,), ("D",), zeros), stack)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        gate = jnp.einsum("...D,DF->...F", x, self.gate[...])
+        up = jnp.einsum("...D,DF->...F", x, self.up[...])
+        if self.bias:
+            gate, up = add_bias(gate, self.gate_bias[...]), add_bias(up, self.up_bias[...])
+        out = jnp.einsum("...F,FD->...D", jax.nn.silu(gate) * up, self.down[...])
+        return add_bias(out, self.down_bias[...]) if self.bias else out
+
+
+class Embedding(nnx.Module):
+    """A table of one row a token id: the input embedding, and the output head (tied or its own)."""
+
+    def __init__(self, vocab: int, width: int, std: float, rngs: nnx.Rngs) -> None:
+        self.table = weight(rngs, WeightSpec((vocab, width), ("V", "D"), normal(std)))
+
+    def __call__(self, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
+        return self.table[...][tokens]
+
+
+def add_bias(x: Array, bias: Array) -> Array:
+    """`x + bias` over the trailing axes of `x`; the broadcast is written out (rank promotion is an error here)."""
+    return x + jnp.broadcast_to(bias, x.shape)
+
+
+def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Angle a position step for each pair of the head, `[H/2]` float32, and the factor on cosine and sine.
+
+    `linear` divides positions by `factor`; `yarn` interpolates slow frequencies only (Peng et al., arXiv 2309.00071).
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = (np.float32(1) / np.float32(rope.theta) ** exponent).astype(np.float32)
+    if rope.kind == "linear":
+        return frequencies / np.float32(rope.factor), 1.0
+    if rope.kind == "yarn":
+
+        def turning_point(rotations: float) -> float:
+            # The pair that turns `rotations` times over the original context.
+            return head_dim * np.log(rope.original_max_positions / (rotations * 2 * np.pi)) / (2 * np.log(rope.theta))
+
+        low = max(np.floor(turning_point(rope.beta_fast)), 0)
+        high = min(np.ceil(turning_point(rope.beta_slow)), head_dim - 1)
+        ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1).astype(np.float32)
+        factor = rope.attention_factor or (0.1 * float(np.log(rope.factor)) + 1.0 if rope.factor > 1 else 1.0)
+        return frequencies / np.float32(rope.factor) * ramp + frequencies * (1 - ramp), factor
+    return frequencies, 1.0
+
+
+def rotate(
+    x: Float[Array, "*rows N H"], rotary: tuple[Float[Array, "*rows H"], Float[Array, "*rows H"]]
+) -> Float[Array, "*rows N H"]:
+    """Rotates each pair `(x[i], x[i + H/2])` by its angle; `rotary` is (cosine, sine), float32."""
+    cos, sin = (jnp.broadcast_to(part[..., None, :], x.shape) for part in rotary)
+    wide = x.astype(jnp.float32)
+    first, second = jnp.split(wide, 2, axis=-1)
+    return (wide * cos + jnp.concatenate([-second, first], axis=-1) * sin).astype(x.dtype)

@@ -1,0 +1,70 @@
+"""Exact attention within contiguous segments of a long packed axis, without a quadratic matrix.
+
+Segments are runs of equal numbers; 0 is padding. When no run is longer than `bound`, the axis is cut into blocks of
+`bound`, and a query finds its whole segment in its own block and the two beside it: cost grows as `3 * bound` a query
+instead of the length of the axis. Without a bound, or with one that saves nothing, queries are taken in chunks
+against all keys and recomputed in the backward pass, so that memory stays linear.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .attention import attention
+
+CHUNK = 512  # queries a chunk of the form without a bound
+
+
+def segment_attention(
+    q: Float[Array, "P N H"],
+    k: Float[Array, "P K H"],
+    v: Float[Array, "P K H"],
+    segments: Int[Array, " P"],
+    bound: int = 0,
+) -> Float[Array, "P N H"]:
+    """Bidirectional attention within segments; `bound` is static: the longest segment, 0 if unknown.
+
+    A `bound` smaller than a segment would cut it silently: it must come from the data (`inputs.frame_bound`) or
+    from the architecture (the window size). Padding returns zeros.
+    """
+    P = q.shape[0]
+    if P <= CHUNK and (not bound or 3 * bound >= P):
+        return _dense(q, k, v, segments, segments)
+    if not bound or 3 * bound >= P:
+        return _chunked(q, k, v, segments)
+    return _blocked(q, k, v, segments, bound)
+
+
+def _dense(q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array) -> Array:
+    allowed = (q_segments[:, None] == k_segments[None, :]) & (k_segments != 0)[None, :]
+    return attention(q[None], k[None], v[None], allowed[None])[0]
+
+
+def _chunked(q: Array, k: Array, v: Array, segments: Array) -> Array:
+    P = q.shape[0]
+    q, q_segments = (_blocks(x, CHUNK) for x in (q, segments))
+    one = jax.checkpoint(lambda chunk: _dense(chunk[0], k, v, chunk[1], segments))
+    return jax.lax.map(one, (q, q_segments)).reshape(-1, *q.shape[2:])[:P]
+
+
+def _blocked(q: Array, k: Array, v: Array, segments: Array, block: int) -> Array:
+    P = q.shape[0]
+    q, k, v, own = (_blocks(x, block) for x in (q, k, v, segments))
+    k, v, near = (_with_neighbours(x) for x in (k, v, own))
+    allowed = (own[:, :, None] == near[:, None, :]) & (near != 0)[:, None, :]
+    return attention(q, k, v, allowed).reshape(-1, *q.shape[2:])[:P]
+
+
+def _blocks(x: Array, size: int) -> Array:
+    """`[P, ...]` -> `[blocks, size, ...]`, the last one filled up with zeros (segment 0)."""
+    count = -(-x.shape[0] // size)
+    x = jnp.pad(x, [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(count, size, *x.shape[1:])
+
+
+def _with_neighbours(x: Array) -> Array:
+    """`[blocks, size, ...]` -> `[blocks, 3 * size, ...]`: the block before, itself, the block after."""
+    edge = jnp.zeros_like(x[:1])
+    return jnp.concatenate([jnp.concatenate([edge, x[:-1]]), x, jnp.concatenate([x[1:], edge])], axis=1)
