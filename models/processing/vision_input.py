@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from ..inputs import VisionInput
+from ..inputs import VisionInput, frame_bound
 
 Grid = tuple[int, int, int]  # frame pairs, patch rows, patch columns
 
@@ -97,7 +97,8 @@ def pack_patches(
     packed = blocks[order_M].reshape(patches_PX.shape)
     feature_order = np.empty(len(order_M), np.int32)
     feature_order[order_M] = np.arange(len(order_M), dtype=np.int32)
-    return VisionInput(packed, positions_P2, frame_segments_P, window_segments_P), feature_order
+    bound = frame_bound(frame_segments_P)
+    return VisionInput(packed, positions_P2, frame_segments_P, window_segments_P, frame_bound=bound), feature_order
 
 
 def concatenate(parts: Sequence[VisionInput]) -> VisionInput:
@@ -112,6 +113,7 @@ def concatenate(parts: Sequence[VisionInput]) -> VisionInput:
         np.concatenate([part.positions_P2 for part in parts]),
         _renumbered([part.frame_segments_P for part in parts]),
         _renumbered([part.window_segments_P for part in parts]),
+        frame_bound=max(part.frame_bound for part in parts) if all(part.frame_bound for part in parts) else 0,
     )
 
 
@@ -135,4 +137,5 @@ def pad(vision: VisionInput, num_patches: int) -> VisionInput:
         np.pad(vision.positions_P2, ((0, missing), (0, 0))),
         np.pad(vision.frame_segments_P, (0, missing)),
         np.pad(vision.window_segments_P, (0, missing)),
+        frame_bound=vision.frame_bound,
     )
