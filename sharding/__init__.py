@@ -1,0 +1,1 @@
+"""How work and weights are spread over devices. Knows no model, no algorithm and no configuration."""

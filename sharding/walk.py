@@ -12,11 +12,14 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from .weights import WeightSpec
 
 Gather = Callable[[WeightSpec, jax.Array], jax.Array]
 Module = TypeVar("Module", bound=nnx.Module)
+
+_WHOLE = "whole_weight"  # marks gathered weights, which must not be kept for the backward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Walk:
     """The single-device walk, and the base of all others.
 
     `gather(spec, local)` turns the local shard of an (unstacked) weight into the whole weight, in the compute
-    dtype. `remat` recomputes each layer in the backward pass.
+    dtype. `remat` recomputes each layer in the backward pass; without it all is kept but gathered weights, which are
+    gathered again, or else the whole model would lie on every device between forward and backward.
     """
 
     gather: Gather | None = None
@@ -38,7 +42,8 @@ class Walk:
         graphdef, state = nnx.split(module)
 
         def whole(variable: nnx.Variable) -> nnx.Variable:
-            return variable.replace(gather(variable.get_metadata("spec"), variable[...]))
+            weight = gather(variable.get_metadata("spec"), variable[...])
+            return variable.replace(checkpoint_name(weight, _WHOLE))
 
         return nnx.merge(graphdef, jax.tree.map(whole, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
 
@@ -55,4 +60,10 @@ class Walk:
             state, x = inputs
             return step(self.use(nnx.merge(graphdef, state)), carry, x)
 
-        return jax.lax.scan(jax.checkpoint(body) if self.remat else body, carry, (stacked, xs))
+        # Within a scan nothing can be merged across iterations, so the barrier against that is left out.
+        if self.remat:
+            body = jax.checkpoint(body, prevent_cse=False)
+        elif self.gather is not None:
+            policy = jax.checkpoint_policies.save_anything_except_these_names(_WHOLE)
+            body = jax.checkpoint(body, prevent_cse=False, policy=policy)
+        return jax.lax.scan(body, carry, (stacked, xs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,10 +46,19 @@ def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Pa
 
 
 @dataclasses.dataclass(frozen=True)
+class Cut:
+    """How one weight lies on a mesh: dimension `dim` of the (unstacked) weight is cut over `axes`, in their order."""
+
+    dim: int
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class ShardingRules:
     """Which logical axis of a weight FSDP cuts: the first of `order` whose size the mesh divides.
 
-    Weights with none (small norms and biases on odd device counts) are replicated.
+    Where the whole mesh divides none, the same with fewer mesh axes, outer ones left out first: the weight is then
+    cut over the largest suffix that fits, and replicated over the rest (all of it on a mesh of 3, say).
     """
 
     order: tuple[str, ...] = ("V", "F", "D", "N", "K", "H", "X")
@@ -58,29 +68,37 @@ class ShardingRules:
         if repeated:
             raise ValueError(f"sharding rules name these axes more than once: {', '.join(repeated)}")
 
-    def shard_dim(self, spec: WeightSpec, num_shards: int) -> int | None:
-        """The dimension of `spec.shape` to cut into `num_shards`, or None to replicate."""
-        for axis in self.order:
-            if axis in spec.axes:
-                dim = spec.axes.index(axis)
-                if spec.shape[dim] % num_shards == 0:
-                    return dim
+    def cut(self, spec: WeightSpec, mesh: Mesh) -> Cut | None:
+        """Where to cut this weight, or None to replicate it. Mesh axes of size one are left out."""
+        names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
+        for first in range(len(names)):
+            axes = names[first:]
+            num_shards = math.prod(mesh.shape[name] for name in axes)
+            for axis in self.order:
+                if axis in spec.axes and spec.shape[spec.axes.index(axis)] % num_shards == 0:
+                    return Cut(spec.axes.index(axis), axes)
         return None
 
 
-def shardings(model: nnx.Module, mesh: Mesh, axis_names: tuple[str, ...], rules: ShardingRules) -> dict[str, Any]:
-    """NamedShardings with the structure of the model's parameter dict, each weight cut over `axis_names`."""
-    num_shards = 1
-    for name in axis_names:
-        num_shards *= mesh.shape[name]
+def specs(model: nnx.Module) -> dict[str, Any]:
+    """The declarations of the model's weights, in the structure of its parameter dict."""
+    return _of_weights(model, lambda variable: variable.get_metadata("spec"))
+
+
+def shardings(model: nnx.Module, mesh: Mesh, rules: ShardingRules) -> dict[str, Any]:
+    """NamedShardings in the structure of the model's parameter dict. Works on abstract models."""
 
     def one(variable: nnx.Variable) -> NamedSharding:
         spec: WeightSpec = variable.get_metadata("spec")
-        dim = rules.shard_dim(spec, num_shards)
-        if dim is None:
+        cut = rules.cut(spec, mesh)
+        if cut is None:
             return NamedSharding(mesh, P())
         stacked = len(variable.shape) - len(spec.shape)
-        return NamedSharding(mesh, P(*[None] * (dim + stacked), axis_names))
+        return NamedSharding(mesh, P(*[None] * (cut.dim + stacked), cut.axes))
 
+    return _of_weights(model, one)
+
+
+def _of_weights(model: nnx.Module, function: Callable[[nnx.Variable], Any]) -> dict[str, Any]:
     state = nnx.state(model, nnx.Param)
-    return nnx.to_pure_dict(jax.tree.map(one, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+    return nnx.to_pure_dict(jax.tree.map(function, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))

@@ -1,4 +1,4 @@
-"""Attention over packed rows, in portable JAX. Masks are described, never materialised outside."""
+"""Attention over packed rows, in portable JAX. Masks are described; only as much of one exists as a chunk needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+WHOLE_SCORES = 1 << 26  # up to so many scores are computed at once: 256 MB in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,32 +20,67 @@ class Mask:
     branches: Int[Array, "B T"] | None = None
     causal: bool = True
 
-    def dense(self) -> Array:
-        """The mask as booleans `[B, T, S]`."""
-        query, key = self.segments[:, :, None], self.segments[:, None, :]
+    def dense(self) -> Bool[Array, "B T S"]:
+        """The mask as booleans."""
+        rows, tokens = self.segments.shape
+        index = jnp.broadcast_to(jnp.arange(tokens), (rows, tokens))
+        return self.of(self.segments, self.branches, index)
+
+    def of(self, segments: Array, branches: Array | None, index: Array) -> Bool[Array, "B T S"]:
+        """The mask of some queries of the rows, `[B, T]` each: their segments, branches and indices in the row."""
+        query, key = segments[:, :, None], self.segments[:, None, :]
         allowed = (query == key) & (key != 0)
-        if self.branches is not None:
+        if branches is not None and self.branches is not None:
             branch = self.branches[:, None, :]
-            allowed &= (branch == 0) | (branch == self.branches[:, :, None])
+            allowed &= (branch == 0) | (branch == branches[:, :, None])
         if self.causal:
-            index = jnp.arange(self.segments.shape[1])
-            allowed &= (index[:, None] >= index[None, :])[None]
+            allowed &= index[:, :, None] >= jnp.arange(self.segments.shape[1])[None, None, :]
         return allowed
 
 
 def attention(
-    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], allowed: Array
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    mask: Mask | Bool[Array, "B T S"],
+    *,
+    whole_scores: int = WHOLE_SCORES,
 ) -> Float[Array, "B T N H"]:
-    """Grouped-query attention; `allowed` is `[B, T, S]`. Scores and softmax are float32.
+    """Grouped-query attention. Scores and softmax are float32.
 
-    A query that reaches no key (padding) returns zeros, so that its gradient is zero too, never NaN.
+    A query that reaches no key (padding) returns zeros, so that its gradient is zero too, never NaN. More than
+    `whole_scores` scores (rows x heads x queries x keys) are computed for a chunk of queries at a time, and again in
+    the backward pass: memory is linear in the length. A `Mask` is then never whole either; booleans are.
     """
+    B, T, N, _ = q.shape
+    chunk = max(whole_scores // (B * N * k.shape[1]), 1)
+    if chunk >= T:
+        return _attend(q, k, v, mask.dense() if isinstance(mask, Mask) else mask)
+    chunks = -(-T // chunk)
+
+    def split(x: Array) -> Array:
+        """`[B, T, ...]` -> `[chunks, B, chunk, ...]`, filled up with zeros: segment 0, nothing allowed."""
+        x = jnp.pad(x, [(0, 0), (0, chunks * chunk - T)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, chunks, chunk, *x.shape[2:]), 1, 0)
+
+    if isinstance(mask, Mask):
+        index = jnp.broadcast_to(jnp.arange(T), (B, T))
+        described = jax.tree.map(split, (mask.segments, mask.branches, index))
+        one = jax.checkpoint(lambda part: _attend(part[0], k, v, mask.of(*part[1])))
+        out = jax.lax.map(one, (split(q), described))
+    else:
+        one = jax.checkpoint(lambda part: _attend(part[0], k, v, part[1]))
+        out = jax.lax.map(one, (split(q), split(mask)))
+    return jnp.moveaxis(out, 0, 1).reshape(B, chunks * chunk, *q.shape[2:])[:, :T]
+
+
+def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
     B, T, N, H = q.shape
     K = k.shape[2]
-    q = q.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * H**-0.5
-    mask = allowed[:, None, None]
-    scores = jnp.where(mask, scores, -1e30)
+    q = q.reshape(B, T, K, N // K, H)  # R query heads read each KV head
+    scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=jnp.float32) * H**-0.5
+    reach = allowed[:, None, None]
+    scores = jnp.where(reach, scores, -1e30)
     probs = jax.nn.softmax(scores, axis=-1)
-    probs = jnp.where(mask, probs, 0.0).astype(v.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", probs, v).reshape(B, T, N, H)
+    probs = jnp.where(reach, probs, 0.0).astype(v.dtype)
+    return jnp.einsum("BKRTS,BSKH->BTKRH", probs, v).reshape(B, T, N, H)

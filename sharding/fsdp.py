@@ -1,0 +1,124 @@
+"""Fully sharded data parallelism: every device holds a slice of every weight and computes its own rows.
+
+A layer's weights are gathered when the walk reaches the layer and dropped after it; the transpose of the gather
+scatters and sums their gradients, so that these are never whole on a device either. All of it is one fully manual
+`shard_map`: under automatic partitioning gradients came out replicated, without a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .strategy import Forward, Loss, Params, Plan, Tally, deal
+from .walk import Walk
+from .weights import ShardingRules, WeightSpec, shardings
+
+
+class Fsdp:
+    """FSDP of one model over all axes of `mesh`; any number of devices.
+
+    `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a
+    device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
+    a pytree like the batch, or a prefix of it. Weights are kept in their declared dtype and cast to `compute_dtype`
+    before they are sent, which halves the traffic of bf16; `remat` recomputes each layer in the backward pass.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: nnx.Module,
+        *,
+        forward: Forward,
+        loss: Loss,
+        row_dims: Callable[[Any], Any],
+        rules: ShardingRules | None = None,
+        compute_dtype: Any = jnp.float32,
+        remat: bool = False,
+    ) -> None:
+        self.mesh = mesh
+        self.shardings = shardings(model, mesh, rules or ShardingRules())
+        self._graphdef = nnx.graphdef(model)
+        self._rules = rules or ShardingRules()
+        self._forward = forward
+        self._loss = loss
+        self._row_dims = row_dims
+        self._compute_dtype = jnp.dtype(compute_dtype)
+        self._axes = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
+        weights_as_they_are = not self._axes and self._compute_dtype == jnp.float32
+        self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat)
+
+    def plan(self, lengths: Sequence[int], budget: int) -> Plan:
+        return deal(lengths, budget, self.mesh.size)
+
+    def shard(self, params: Params) -> Params:
+        return jax.device_put(params, self.shardings)
+
+    def place(self, batch: Any) -> Any:
+        """Raises ValueError if the devices do not divide the rows."""
+        self._check(batch)
+        placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
+        return jax.device_put(batch, placed)
+
+    def loss_and_grad(self, params: Params, batch: Any, plan: Plan | None = None) -> tuple[jax.Array, Tally, Params]:
+        """`plan` is not read: rows are dealt out where the batch is composed."""
+
+        def local(params: Params, batch: Any) -> tuple[jax.Array, Tally, Params]:
+            def objective(params: Params) -> tuple[jax.Array, Tally]:
+                return self._loss(nnx.merge(self._graphdef, params), batch, self._walk)
+
+            (loss, tally), grads = jax.value_and_grad(objective, has_aux=True)(params)
+            sums, maxima = self._reduce(jax.lax.psum, tally.sums), self._reduce(jax.lax.pmax, tally.maxima)
+            return self._reduce(jax.lax.psum, loss), Tally(sums, maxima), grads
+
+        specs = self._param_specs()
+        return self._on_mesh(local, (specs, self._row_specs(batch)), (P(), P(), specs))(params, batch)
+
+    def logprobs(self, params: Params, inputs: Any, plan: Plan | None = None) -> Any:
+        def local(params: Params, inputs: Any) -> Any:
+            return self._forward(nnx.merge(self._graphdef, params), inputs, self._walk)
+
+        return self._on_mesh(local, (self._param_specs(), self._row_specs(inputs)), self._rows(0))(params, inputs)
+
+    def _on_mesh(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        # Replication is checked: an output claimed to be equal on all devices that is not ends in an error here.
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    def _gather(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
+        cut = self._rules.cut(spec, self.mesh)
+        replicated_over = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
+        if replicated_over:
+            # Its transpose sums the gradient over these axes; here, it does so after the scatter, on the slice.
+            local = jax.lax.pcast(local, replicated_over, to="varying")
+        if jnp.issubdtype(local.dtype, jnp.floating):
+            local = local.astype(self._compute_dtype)
+        return local if cut is None else jax.lax.all_gather(local, cut.axes, axis=cut.dim, tiled=True)
+
+    def _reduce(self, reduction: Callable, tree: Any) -> Any:
+        return reduction(tree, self._axes) if self._axes else tree
+
+    def _param_specs(self) -> Any:
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
+
+    def _row_specs(self, batch: Any) -> Any:
+        return jax.tree.map(self._rows, self._row_dims(batch))
+
+    def _rows(self, dim: int) -> P:
+        return P(*[None] * dim, self._axes) if self._axes else P()
+
+    def _check(self, batch: Any) -> None:
+        def one(dim: int, arrays: Any) -> None:
+            for array in jax.tree.leaves(arrays):
+                if array.shape[dim] % self.mesh.size:
+                    raise ValueError(
+                        f"an array of shape {array.shape} can't be divided over {self.mesh.size} devices along "
+                        f"dimension {dim}; compose batches for {self.mesh.size} shards"
+                    )
+
+        jax.tree.map(one, self._row_dims(batch), batch)

@@ -1,0 +1,55 @@
+"""The device mesh: one outer axis (replicas or hosts), then axes of size two.
+
+Over axes of size two, a sequence-parallel group of any power-of-two degree `p` is the product of the last `log2(p)`
+axes, so that nested groups need no mesh of their own. FSDP shards over all axes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+REPLICA = "replica"  # the outer axis: whatever does not factor into twos, or more if asked
+
+
+class MeshError(ValueError):
+    """The devices can't be arranged as asked. The message says what is there and what was asked for."""
+
+
+def make_mesh(num_devices: int = 0, *, devices: Sequence[jax.Device] | None = None, replicas: int = 0) -> Mesh:
+    """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`.
+
+    `num_devices=0` takes all of them; `devices` are all that JAX sees unless given. `replicas` is the size of the
+    outer axis and leaves a power of two for the rest; 0 is the odd part of the device count (1 for 8, 3 for 6).
+    """
+    devices = jax.devices() if devices is None else devices
+    if not devices:
+        raise MeshError("a mesh needs at least one device, got an empty sequence")
+    count = num_devices or len(devices)
+    if count < 0:
+        raise MeshError(f"the number of devices must not be negative, got {num_devices}")
+    if count > len(devices):
+        raise MeshError(f"{count} devices asked for, but there are {len(devices)} ({devices[0].platform})")
+    odd = count // (count & -count)
+    outer = replicas or odd
+    if outer < 0 or count % outer or (count // outer) & (count // outer - 1):
+        raise MeshError(
+            f"{count} devices can't be cut into {outer} replicas of a power of two; "
+            f"use {odd} times a power of two up to {count}"
+        )
+    twos = (count // outer).bit_length() - 1
+    names = (REPLICA, *(f"s{i}" for i in reversed(range(twos))))
+    grid = np.array(devices[:count], dtype=object).reshape(outer, *[2] * twos)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def group_axes(mesh: Mesh, degree: int) -> tuple[str, ...]:
+    """The trailing axes whose product is `degree`: the axes of a nested group. Degree 1 is no axis at all."""
+    twos = degree.bit_length() - 1
+    if degree < 1 or degree != 1 << twos or twos > len(mesh.axis_names) - 1:
+        widest = 1 << (len(mesh.axis_names) - 1)
+        raise MeshError(f"no group of {degree} devices on this mesh; a power of two up to {widest}")
+    return mesh.axis_names[len(mesh.axis_names) - twos :]

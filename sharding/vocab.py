@@ -1,0 +1,94 @@
+"""Log-probabilities over the vocabulary in chunks of tokens: whole logits never exist, forward or backward.
+
+With a vocabulary of 152k and 16k tokens, logits are 10 GB in float32 and their gradient as much again. Here a chunk's
+logits are computed, used and dropped; the backward pass computes them again from the saved log-normaliser.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+CHUNK_LOGITS = 1 << 26  # logits of a chunk when the choice is ours: 256 MB in float32
+
+
+def token_logprobs(
+    hidden_BTD: Float[Array, "B T D"],
+    head_VD: Float[Array, "V D"],
+    targets_BT: Int[Array, "B T"],
+    *,
+    chunk: int = 0,
+    temperature: float = 1.0,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(log-probability of each target, entropy of its distribution) under `softmax(hidden @ head.T / temperature)`.
+
+    Both float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever
+    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses from V.
+    Raises ValueError for a chunk or a temperature that makes no sense.
+    """
+    if chunk < 0:
+        raise ValueError(f"chunk must not be negative, got {chunk}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}; greedy decoding scores with 1")
+    B, T, D = hidden_BTD.shape
+    tokens = B * T
+    chunk = min(chunk or max(CHUNK_LOGITS // head_VD.shape[0], 1), tokens)
+    chunks = -(-tokens // chunk)
+    padding = chunks * chunk - tokens
+    hidden = jnp.pad(hidden_BTD.reshape(tokens, D), ((0, padding), (0, 0))).reshape(chunks, chunk, D)
+    targets = jnp.pad(targets_BT.reshape(tokens), (0, padding)).reshape(chunks, chunk)
+    logprobs, entropies = _chunked(hidden, head_VD, targets, temperature)
+    return logprobs.reshape(-1)[:tokens].reshape(B, T), entropies.reshape(-1)[:tokens].reshape(B, T)
+
+
+# Below, C counts chunks and T the tokens of one chunk.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _chunked(hidden_CTD: Array, head_VD: Array, targets_CT: Array, temperature: float) -> tuple[Array, Array]:
+    return _forward(hidden_CTD, head_VD, targets_CT, temperature)[0]
+
+
+def _forward(hidden_CTD: Array, head_VD: Array, targets_CT: Array, temperature: float) -> tuple[tuple, tuple]:
+    def one(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        hidden_TD, targets_T = inputs
+        logits_TV = _logits(hidden_TD, head_VD, temperature)
+        normaliser_T = jax.nn.logsumexp(logits_TV, axis=-1)
+        mean_T = jnp.sum(jnp.exp(logits_TV - normaliser_T[:, None]) * logits_TV, axis=-1)
+        chosen_T = jnp.take_along_axis(logits_TV, targets_T[:, None], axis=-1)[:, 0]
+        return chosen_T - normaliser_T, normaliser_T - mean_T, normaliser_T
+
+    logprobs, entropies, normalisers = jax.lax.map(one, (hidden_CTD, targets_CT))
+    return (logprobs, entropies), (hidden_CTD, head_VD, targets_CT, entropies, normalisers)
+
+
+def _backward(temperature: float, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None]:
+    hidden_CTD, head_VD, *rest = residuals
+
+    def one(head_grad_VD: Array, inputs: tuple) -> tuple[Array, Array]:
+        hidden_TD, targets_T, entropies_T, normalisers_T, logprob_grads_T, entropy_grads_T = inputs
+        logs_TV = _logits(hidden_TD, head_VD, temperature) - normalisers_T[:, None]
+        probs_TV = jnp.exp(logs_TV)
+        hit_TV = jnp.arange(head_VD.shape[0])[None, :] == targets_T[:, None]
+        # d logprob / d logit_v = [v == target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy)
+        grads_TV = jnp.where(hit_TV, logprob_grads_T[:, None], 0.0) - probs_TV * (
+            logprob_grads_T[:, None] + entropy_grads_T[:, None] * (logs_TV + entropies_T[:, None])
+        )
+        grads_TV = (grads_TV / temperature).astype(hidden_TD.dtype)
+        hidden_grad_TD = jnp.einsum("TV,VD->TD", grads_TV, head_VD, preferred_element_type=jnp.float32)
+        head_grad_VD += jnp.einsum("TV,TD->VD", grads_TV, hidden_TD, preferred_element_type=jnp.float32)
+        return head_grad_VD, hidden_grad_TD.astype(hidden_TD.dtype)
+
+    zeros = jnp.zeros_like(head_VD, dtype=jnp.float32)
+    head_grad, hidden_grad = jax.lax.scan(one, zeros, (hidden_CTD, *rest, *cotangents))
+    return hidden_grad, head_grad.astype(head_VD.dtype), None
+
+
+_chunked.defvjp(_forward, _backward)
+
+
+def _logits(hidden_TD: Array, head_VD: Array, temperature: float) -> Array:
+    return jnp.einsum("TD,VD->TV", hidden_TD, head_VD, preferred_element_type=jnp.float32) / temperature
