@@ -139,6 +139,8 @@ def test_concatenating_is_packing_together(sizes, extra):
         np.testing.assert_array_equal(getattr(joined, name), getattr(together, name))
         assert getattr(joined, name).dtype == getattr(together, name).dtype
 
+    assert joined.frame_bound == together.frame_bound >= max(np.bincount(together.frame_segments_P))
+
     padded = pad(together, sum(counts) + extra)
     assert padded.num_patches == sum(counts) + extra
     assert not padded.frame_segments_P[sum(counts) :].any() and not padded.window_segments_P[sum(counts) :].any()
