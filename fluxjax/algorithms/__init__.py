@@ -1,0 +1,41 @@
+"""The algorithms by name. The trainer looks one up here and never asks which it got.
+
+An algorithm is a module with two functions: `advantages` runs on the host over scored groups, `token_loss`
+inside `jit` over a packed batch. Everything in between (normalising by tokens, sequences or a constant) is in
+the batch's loss weights, so a step's loss is `sum(loss_weights_BT * token_loss_BT)` for every algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from jaxtyping import Array, Float
+
+from ..config import Algorithm, AlgorithmConfig
+from ..types import Group, TrainBatch
+from . import grpo, sft
+
+
+class AlgorithmModule(Protocol):
+    def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
+        """The same groups with `Sample.advantage` filled in, from their rewards alone."""
+        ...
+
+    def token_loss(
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        entropies_BT: Float[Array, "B T"],
+        batch: TrainBatch,
+        cfg: AlgorithmConfig,
+    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+        """The loss of each token, and named per-token metrics; both are 0 where the loss weight is 0.
+
+        A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`).
+        """
+        ...
+
+
+ALGORITHMS: dict[Algorithm, AlgorithmModule] = {Algorithm.GRPO: grpo, Algorithm.SFT: sft}
+
+__all__ = ["ALGORITHMS", "AlgorithmModule"]

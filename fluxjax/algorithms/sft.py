@@ -1,0 +1,32 @@
+"""Supervised fine-tuning on given answers: the negative log-likelihood of each answer token, given what precedes it.
+
+Used for warm starts. Advantages, behaviour and reference log-probs play no part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxtyping import Array, Float
+
+from ..config import AlgorithmConfig
+from ..types import Group, TrainBatch
+from .loss import masked
+
+
+def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
+    """1 for every answer: each counts the same, whatever its reward."""
+    return [
+        dataclasses.replace(group, samples=tuple(dataclasses.replace(s, advantage=1.0) for s in group.samples))
+        for group in groups
+    ]
+
+
+def token_loss(
+    logprobs_BT: Float[Array, "B T"], entropies_BT: Float[Array, "B T"], batch: TrainBatch, cfg: AlgorithmConfig
+) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+    """`-log p(token)`. Metrics in nats: `nll` the same again, `entropy` of the model."""
+    trained_BT = batch.loss_weights_BT != 0.0
+    loss_BT = masked(-logprobs_BT, trained_BT)
+    return loss_BT, {"nll": loss_BT, "entropy": masked(entropies_BT, trained_BT)}
