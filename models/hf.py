@@ -1,0 +1,252 @@
+"""Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
+
+Weights are read tensor by tensor into the stacked buffer of one parameter, which goes to the device before the next
+is begun: beside the finished parameters, the host holds one of them. Writing goes shard by shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from . import registry
+from .config import AnyConfig, ModelConfigError, Qwen25VLConfig
+from .decoder import Decoder
+from .qwen2.params import tensor_names as qwen2_names
+from .qwen2_5_vl.params import name_layout
+from .qwen2_5_vl.params import tensor_names as qwen2_5_vl_names
+from .tensor_names import TensorName
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000  # as `transformers` splits by default
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
+
+
+class CheckpointError(ValueError):
+    """A checkpoint can't be read. The message names the file and, where there is one, the tensor."""
+
+
+def tensor_names(config: AnyConfig) -> list[TensorName]:
+    """Every weight of the architecture with its name and layout on disk."""
+    return qwen2_5_vl_names(config) if isinstance(config, Qwen25VLConfig) else qwen2_names(config)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; a checkpoint folder must hold it") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return content
+
+
+class _Files:
+    """The open safetensors files of a folder, and which of them holds which tensor."""
+
+    def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
+        self.folder = folder
+        claims: dict[str, str] = {}
+        if (folder / INDEX).exists():
+            claims = read_json(folder / INDEX).get("weight_map", {})
+            files = sorted(set(claims.values()))
+        elif (folder / SINGLE).exists():
+            files = [SINGLE]
+        else:
+            raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+        self.where: dict[str, str] = {}
+        self.open: dict[str, Any] = {}
+        for file in files:
+            try:
+                self.open[file] = stack.enter_context(safe_open(folder / file, framework="numpy"))
+            except FileNotFoundError:
+                raise CheckpointError(f"{folder / file}: no such file, but {INDEX} names it") from None
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{folder / file}: not a whole safetensors file: {error}") from error
+            for name in self.open[file].keys():  # noqa: SIM118 (not a dict)
+                if name in self.where:
+                    raise CheckpointError(f"{folder / file}: tensor {name} is also in {self.where[name]}")
+                self.where[name] = file
+        for name, file in claims.items():
+            if self.where.get(name) != file:
+                raise CheckpointError(f"{folder / file}: tensor {name} is missing, but {INDEX} says that it is there")
+
+    def path(self, name: str) -> pathlib.Path:
+        return self.folder / self.where.get(name, INDEX if len(self.open) > 1 else next(iter(self.open)))
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name not in self.where:
+            raise CheckpointError(f"{self.path(name)}: tensor {name} is missing")
+        file = self.open[self.where[name]]
+        found = tuple(file.get_slice(name).get_shape())
+        if found != shape:
+            raise CheckpointError(
+                f"{self.path(name)}: tensor {name} has shape {list(found)}, but config.json means {list(shape)}"
+            )
+        return file.get_tensor(name)
+
+
+def _check_names(files: _Files, names: list[TensorName], layers: Mapping[tuple[str, ...], int]) -> None:
+    """Missing and unexpected tensors are found before anything large is read."""
+    wanted = {full for entry in names for full in _full_names(entry, layers[entry.path])}
+    for name in sorted(wanted - files.where.keys()):
+        raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
+    for name in sorted(files.where.keys() - wanted):
+        if name.endswith(IGNORED_SUFFIXES):
+            continue
+        if name == "lm_head.weight" and _is_tied_copy(files, names):
+            continue
+        raise CheckpointError(f"{files.path(name)}: tensor {name} is unexpected; this architecture has no such weight")
+
+
+def _is_tied_copy(files: _Files, names: list[TensorName]) -> bool:
+    """Some tied checkpoints also store the head. It is redundant only if it equals the embedding."""
+    entry = next(entry for entry in names if entry.path == ("embedding", "table"))
+    head, embedding = (files.read(name, entry.disk_shape) for name in ("lm_head.weight", entry.name))
+    return head.dtype == embedding.dtype and head.tobytes() == embedding.tobytes()
+
+
+def _full_names(entry: TensorName, layers: int) -> list[str]:
+    return [entry.name.format(layer) for layer in range(layers)] if entry.stacked else [entry.name]
+
+
+def _layers(config: AnyConfig) -> dict[tuple[str, ...], int]:
+    """How many layers the stack has that a parameter belongs to."""
+    depth = {"layers": config.text.num_layers}
+    if isinstance(config, Qwen25VLConfig):
+        depth["visual"] = config.vision.depth
+    return {entry.path: depth.get(entry.path[0], 1) for entry in tensor_names(config)}
+
+
+def _read_parameter(files: _Files, entry: TensorName, layers: int, dtype: Any) -> np.ndarray:
+    if not entry.stacked:
+        value = entry.from_disk(files.read(entry.name, entry.disk_shape))
+        return np.ascontiguousarray(value, dtype=dtype or value.dtype)
+    buffer = None
+    for layer, name in enumerate(_full_names(entry, layers)):
+        value = files.read(name, entry.disk_shape)
+        if buffer is None:
+            first = value.dtype
+            buffer = np.empty((layers, *entry.shape), dtype or first)
+        elif value.dtype != first:
+            raise CheckpointError(
+                f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer 0 is {first}; "
+                "layers of one stack need one dtype (or load with dtype=...)"
+            )
+        buffer[layer] = entry.from_disk(value)
+    assert buffer is not None
+    return buffer
+
+
+def load(path: str | os.PathLike[str], dtype: Any = None, shardings: Mapping[str, Any] | None = None) -> Decoder:
+    """See `models.load`. `shardings` has the structure of the parameter dict: each parameter goes straight there."""
+    folder = pathlib.Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    raw = read_json(folder / "config.json")
+    try:
+        config = registry.read_config(raw)
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
+    with contextlib.ExitStack() as stack:
+        files = _Files(folder, stack)
+        if isinstance(config, Qwen25VLConfig):
+            config = dataclasses.replace(config, names=name_layout(files.where))
+        names, layers = tensor_names(config), _layers(config)
+        _check_names(files, names, layers)
+        params: dict[str, Any] = {}
+        for entry in names:
+            value = _read_parameter(files, entry, layers[entry.path], dtype)
+            inner = params
+            place: Any = shardings
+            for key in entry.path[:-1]:
+                inner = inner.setdefault(key, {})
+                place = place[key] if place is not None else None
+            place = place[entry.path[-1]] if place is not None else None
+            # `may_alias=False`: the buffer may be a view of the memory-mapped file
+            inner[entry.path[-1]] = jax.device_put(value, place, may_alias=False)
+    return nnx.merge(nnx.graphdef(registry.abstract(config)), params)
+
+
+def disk_tensors(config: AnyConfig, params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor as on disk) of every weight, one after the other: for export and for weight sync."""
+    layers = _layers(config)
+    for entry in tensor_names(config):
+        value: Any = params
+        for key in entry.path:
+            value = value[key]
+        if not entry.stacked:
+            yield entry.name, entry.to_disk(np.asarray(value))
+            continue
+        for layer, name in enumerate(_full_names(entry, layers[entry.path])):
+            yield name, entry.to_disk(np.asarray(value[layer]))
+
+
+def save(model: Decoder, path: str | os.PathLike[str], dtype: Any = None, shard_bytes: int = SHARD_BYTES) -> None:
+    """See `models.save`. Files are replaced one by one, `config.json` last; older weight files are removed."""
+    folder = pathlib.Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    params = nnx.to_pure_dict(nnx.state(model))
+    shards: list[list[str]] = []
+    held: dict[str, np.ndarray] = {}
+    total, size = 0, 0
+
+    def flush() -> None:
+        nonlocal held, size
+        shards.append(list(held))
+        # `transformers` wants to be told which framework's layout it is
+        save_file(held, folder / f"new-{len(shards):05d}.part", metadata={"format": "pt"})
+        held, size = {}, 0
+
+    for name, value in disk_tensors(model.config, params):
+        value = value.astype(dtype) if dtype is not None else value
+        if held and size + value.nbytes > shard_bytes:
+            flush()
+        held[name] = value
+        size, total = size + value.nbytes, total + value.nbytes
+    flush()
+
+    for old in (*folder.glob("model*.safetensors"), *folder.glob(INDEX)):
+        old.unlink()
+    files = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    )
+    for number, file in enumerate(files, start=1):
+        os.replace(folder / f"new-{number:05d}.part", folder / file)
+    if len(shards) > 1:
+        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+    stored = jnp.dtype(dtype if dtype is not None else params["embedding"]["table"].dtype).name
+    _write_json(folder / "config.json", _with_dtype(model.config.to_hf(), stored))
+
+
+def _with_dtype(config: dict[str, Any], stored: str) -> dict[str, Any]:
+    """The dictionary with the dtype of the weights in every place where it already says one, or at the top."""
+    said = ("dtype", "torch_dtype")
+    top = {} if any(config.get(key) for key in said) else {"torch_dtype": stored}
+    for section in ("text_config", "vision_config"):
+        if isinstance(config.get(section), dict):
+            top[section] = {k: stored if k in said and v else v for k, v in config[section].items()}
+    return {k: stored if k in said and v else v for k, v in config.items()} | top
+
+
+def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)
