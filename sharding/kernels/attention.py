@@ -75,12 +75,19 @@ def attention(
 
 
 def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
+    """Heads are brought in front first, and division by the softmax's sum comes last: on the CPU that halves the
+    time of the plain einsum of two batched axes, at short lengths it is a quarter."""
     B, T, N, H = q.shape
-    K = k.shape[2]
-    q = q.reshape(B, T, K, N // K, H)  # R query heads read each KV head
-    scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=jnp.float32) * H**-0.5
-    reach = allowed[:, None, None]
-    scores = jnp.where(reach, scores, -1e30)
-    probs = jax.nn.softmax(scores, axis=-1)
-    probs = jnp.where(reach, probs, 0.0).astype(v.dtype)
-    return jnp.einsum("BKRTS,BSKH->BTKRH", probs, v).reshape(B, T, N, H)
+    S, K = k.shape[1], k.shape[2]
+    R = N // K  # query heads that read each KV head
+    q = q.reshape(B, T, K, R, H).transpose(0, 2, 3, 1, 4).reshape(B, K, R * T, H)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("BKTH,BKSH->BKTS", q, k, preferred_element_type=jnp.float32) * H**-0.5
+    scores = jnp.where(allowed[:, None, None], scores.reshape(B, K, R, T, S), -1e30)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights.astype(v.dtype).reshape(B, K, R * T, S)
+    out = jnp.einsum("BKTS,BKSH->BKTH", weights, v, preferred_element_type=jnp.float32).reshape(B, K, R, T, H)
+    reached = allowed.any(axis=-1)[:, None, None, :, None]
+    out = jnp.where(reached, out / total, 0.0).astype(v.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
