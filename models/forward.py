@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sharding.kernels.attention import Mask, attention
+from sharding.vocab import token_logprobs
 from sharding.walk import Walk
 
 from .decoder import Decoder, DecoderLayer
@@ -18,10 +19,10 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     inputs = jax.tree.map(jnp.asarray, inputs)
     x = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
     rotary = model.rotary(inputs.positions_3BT)
-    allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
+    mask = Mask(inputs.segments_BT, inputs.branches_BT)
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        return attention(q, k, v, allowed), None
+        return attention(q, k, v, mask), None
 
     def step(layer: DecoderLayer, x: Array, _: None) -> tuple[Array, None]:
         return layer(x, rotary, attend)
@@ -44,8 +45,6 @@ def logprobs(
     Both under `softmax(logits / temperature)`. Where a token has no predecessor (the first of a segment, padding)
     the values are finite and meaningless. `vocab_chunk` bounds the tokens whose logits exist at once; 0 chooses.
     """
-    from sharding.vocab import token_logprobs
-
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)
     before = jnp.take_along_axis(hidden, jnp.maximum(predecessor, 0)[..., None], axis=1)

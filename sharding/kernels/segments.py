@@ -2,19 +2,16 @@
 
 Segments are runs of equal numbers; 0 is padding. When no run is longer than `bound`, the axis is cut into blocks of
 `bound`, and a query finds its whole segment in its own block and the two beside it: cost grows as `3 * bound` a query
-instead of the length of the axis. Without a bound, or with one that saves nothing, queries are taken in chunks
-against all keys and recomputed in the backward pass, so that memory stays linear.
+instead of the length of the axis. Without a bound, or with one that saves nothing, all keys are looked at
+(`attention` bounds the memory of that).
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .attention import attention
-
-CHUNK = 512  # queries a chunk of the form without a bound
+from .attention import Mask, attention
 
 
 def segment_attention(
@@ -29,24 +26,9 @@ def segment_attention(
     A `bound` smaller than a segment would cut it silently: it must come from the data (`inputs.frame_bound`) or
     from the architecture (the window size). Padding returns zeros.
     """
-    P = q.shape[0]
-    if P <= CHUNK and (not bound or 3 * bound >= P):
-        return _dense(q, k, v, segments, segments)
-    if not bound or 3 * bound >= P:
-        return _chunked(q, k, v, segments)
-    return _blocked(q, k, v, segments, bound)
-
-
-def _dense(q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array) -> Array:
-    allowed = (q_segments[:, None] == k_segments[None, :]) & (k_segments != 0)[None, :]
-    return attention(q[None], k[None], v[None], allowed[None])[0]
-
-
-def _chunked(q: Array, k: Array, v: Array, segments: Array) -> Array:
-    P = q.shape[0]
-    q, q_segments = (_blocks(x, CHUNK) for x in (q, segments))
-    one = jax.checkpoint(lambda chunk: _dense(chunk[0], k, v, chunk[1], segments))
-    return jax.lax.map(one, (q, q_segments)).reshape(-1, *q.shape[2:])[:P]
+    if bound and 3 * bound < q.shape[0]:
+        return _blocked(q, k, v, segments, bound)
+    return attention(q[None], k[None], v[None], Mask(segments[None], causal=False))[0]
 
 
 def _blocked(q: Array, k: Array, v: Array, segments: Array, block: int) -> Array:
