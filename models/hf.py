@@ -136,19 +136,17 @@ def _read_parameter(files: _Files, entry: TensorName, layers: int, dtype: Any) -
     if not entry.stacked:
         value = entry.from_disk(files.read(entry.name, entry.disk_shape))
         return np.ascontiguousarray(value, dtype=dtype or value.dtype)
-    buffer = None
-    for layer, name in enumerate(_full_names(entry, layers)):
+    names = _full_names(entry, layers)
+    first = files.read(names[0], entry.disk_shape)
+    buffer = np.empty((layers, *entry.shape), dtype or first.dtype)
+    for layer, name in enumerate(names):
         value = files.read(name, entry.disk_shape)
-        if buffer is None:
-            first = value.dtype
-            buffer = np.empty((layers, *entry.shape), dtype or first)
-        elif value.dtype != first:
+        if value.dtype != first.dtype and dtype is None:
             raise CheckpointError(
-                f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer 0 is {first}; "
+                f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer 0 is {first.dtype}; "
                 "layers of one stack need one dtype (or load with dtype=...)"
             )
         buffer[layer] = entry.from_disk(value)
-    assert buffer is not None
     return buffer
 
 
@@ -239,7 +237,7 @@ def save(model: Decoder, path: str | os.PathLike[str], dtype: Any = None, shard_
 def _with_dtype(config: dict[str, Any], stored: str) -> dict[str, Any]:
     """The dictionary with the dtype of the weights in every place where it already says one, or at the top."""
     said = ("dtype", "torch_dtype")
-    top = {} if any(config.get(key) for key in said) else {"torch_dtype": stored}
+    top: dict[str, Any] = {} if any(config.get(key) for key in said) else {"torch_dtype": stored}
     for section in ("text_config", "vision_config"):
         if isinstance(config.get(section), dict):
             top[section] = {k: stored if k in said and v else v for k, v in config[section].items()}
