@@ -1,0 +1,110 @@
+"""Small groups with real patch and position layouts, and a tiny Qwen2.5-VL configuration, for packing tests."""
+
+import numpy as np
+
+from fluxjax.config import Config
+from fluxjax.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
+from models.config import Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.inputs import ModelInput
+from models.processing.vision_input import pack_patches
+from models.qwen2_5_vl.positions import rope_index
+
+IMAGE, VIDEO, START, END = 60, 61, 62, 63  # token ids; text has the ids below
+TEXT_VOCABULARY = 60
+
+MODEL = Qwen25VLConfig(
+    text=TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope=RopeConfig(mrope_section=(2, 3, 3)),
+    ),
+    vision=VisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        depth=2,
+        num_heads=2,
+        out_hidden_size=32,
+        full_attention_layers=(1,),
+        patch_size=4,
+        window_size=16,
+    ),
+    image_token_id=IMAGE,
+    video_token_id=VIDEO,
+    vision_start_token_id=START,
+    vision_end_token_id=END,
+)
+
+# What a prompt is made of: numbers are runs of text tokens, tuples are media of a grid (frame pairs, rows, columns).
+Content = list[int | tuple[int, int, int]]
+
+
+def model_input(content: Content, rng: np.random.Generator) -> ModelInput:
+    """A prompt of these parts with random text and pixels. A grid of one frame pair is an image."""
+    vision = MODEL.vision
+    grids = [part for part in content if isinstance(part, tuple)]
+    tokens: list[int] = []
+    for part in content:
+        if isinstance(part, tuple):
+            mark = IMAGE if part[0] == 1 else VIDEO
+            tokens += [START, *[mark] * (part[0] * part[1] * part[2] // vision.merge_unit), END]
+        else:
+            tokens += rng.integers(0, TEXT_VOCABULARY, part).tolist()
+    token_ids = np.array(tokens, np.int32)
+    videos = [grid for grid in grids if grid[0] > 1]
+    positions, next_position = rope_index(
+        token_ids,
+        [grid for grid in grids if grid[0] == 1],
+        videos,
+        [0.5] * len(videos),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        spatial_merge_size=vision.spatial_merge_size,
+        tokens_per_second=vision.tokens_per_second,
+    )
+    feature_index = np.full(len(token_ids), -1, np.int32)
+    if not grids:
+        return ModelInput(token_ids, positions, feature_index, next_position)
+    patches = rng.normal(size=(sum(t * h * w for t, h, w in grids), vision.patch_values)).astype(np.float32)
+    packed, order = pack_patches(patches, grids, vision)
+    feature_index[(token_ids == IMAGE) | (token_ids == VIDEO)] = order
+    return ModelInput(token_ids, positions, feature_index, next_position, packed)
+
+
+def make_groups(
+    contents: list[Content], lengths: list[list[int]], seed: int = 0, vocabulary: int = TEXT_VOCABULARY
+) -> tuple[list[Group], dict[int, PreparedPrompt]]:
+    """One group for each prompt content, with responses of these lengths and random everything else."""
+    rng = np.random.default_rng(seed)
+    groups, prepared = [], {}
+    for index, (content, sizes) in enumerate(zip(contents, lengths, strict=True)):
+        draw = 100 + 3 * index
+        prompt = Prompt(f"prompt-{draw}", "test", "?", "!", draw=draw)
+        prepared[draw] = PreparedPrompt(prompt, model_input(content, rng))
+        samples = []
+        for sample, size in enumerate(sizes):
+            response = Response(
+                rid=f"{draw}/{sample}",
+                draw=draw,
+                sample=sample,
+                token_ids=tuple(rng.integers(0, vocabulary, size).tolist()),
+                logprobs=tuple(np.float32(-rng.uniform(0.1, 5.0, size)).tolist()),
+                versions=tuple(rng.integers(0, 9, size).tolist()),
+                finish="stop",
+            )
+            samples.append(Sample(response, Reward(float(rng.normal()), False), float(np.float32(rng.normal()))))
+        groups.append(Group(prompt, tuple(samples)))
+    return groups, prepared
+
+
+def make_config(tokens_per_row: int = 48, rows: int = 4, patches: int = 128, share: bool = True) -> Config:
+    config = Config()
+    config.packing.tokens_per_row = tokens_per_row
+    config.packing.rows_per_device = rows
+    config.packing.patches_per_device = patches
+    config.packing.share_prompts = share
+    return config
