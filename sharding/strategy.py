@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -20,13 +20,10 @@ Params: TypeAlias = dict[str, Any]  # nested, one leaf a weight; stacked layers 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """What a microbatch contributes to a step. Every entry is a float32 scalar.
+    """What a microbatch contributes to a step, by name. Every entry is a float32 scalar."""
 
-    `sums` add over rows, devices and microbatches; of `maxima` the largest counts.
-    """
-
-    sums: Mapping[str, jax.Array]
-    maxima: Mapping[str, jax.Array]
+    sums: dict[str, Any]  # they add over rows, devices and microbatches
+    maxima: dict[str, Any]  # the largest counts
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(

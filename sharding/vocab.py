@@ -57,9 +57,9 @@ def _forward(hidden_CTD: Array, head_VD: Array, targets_CT: Array, temperature: 
         hidden_TD, targets_T = inputs
         logits_TV = _logits(hidden_TD, head_VD, temperature)
         normaliser_T = jax.nn.logsumexp(logits_TV, axis=-1)
-        mean_T = jnp.sum(jnp.exp(logits_TV - normaliser_T[:, None]) * logits_TV, axis=-1)
-        chosen_T = jnp.take_along_axis(logits_TV, targets_T[:, None], axis=-1)[:, 0]
-        return chosen_T - normaliser_T, normaliser_T - mean_T, normaliser_T
+        logs_TV = logits_TV - normaliser_T[:, None]
+        logprobs_T = jnp.take_along_axis(logs_TV, targets_T[:, None], axis=-1)[:, 0]
+        return logprobs_T, -jnp.sum(jnp.exp(logs_TV) * logs_TV, axis=-1), normaliser_T
 
     logprobs, entropies, normalisers = jax.lax.map(one, (hidden_CTD, targets_CT))
     return (logprobs, entropies), (hidden_CTD, head_VD, targets_CT, entropies, normalisers)

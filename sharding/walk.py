@@ -12,14 +12,16 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from .weights import WeightSpec
 
 Gather = Callable[[WeightSpec, jax.Array], jax.Array]
 Module = TypeVar("Module", bound=nnx.Module)
 
-_WHOLE = "whole_weight"  # marks gathered weights, which must not be kept for the backward pass
+
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A rematerialisation policy: keep everything for the backward pass but what came out of an all-gather."""
+    return not primitive.name.startswith("all_gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,7 @@ class Walk:
         graphdef, state = nnx.split(module)
 
         def whole(variable: nnx.Variable) -> nnx.Variable:
-            weight = gather(variable.get_metadata("spec"), variable[...])
-            return variable.replace(checkpoint_name(weight, _WHOLE))
+            return variable.replace(gather(variable.get_metadata("spec"), variable[...]))
 
         return nnx.merge(graphdef, jax.tree.map(whole, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
 
@@ -64,6 +65,5 @@ class Walk:
         if self.remat:
             body = jax.checkpoint(body, prevent_cse=False)
         elif self.gather is not None:
-            policy = jax.checkpoint_policies.save_anything_except_these_names(_WHOLE)
-            body = jax.checkpoint(body, prevent_cse=False, policy=policy)
+            body = jax.checkpoint(body, prevent_cse=False, policy=_all_but_gathered)
         return jax.lax.scan(body, carry, (stacked, xs))

@@ -1,0 +1,250 @@
+"""The learner: owns parameters and optimizer state on the mesh and turns microbatches into optimizer steps.
+
+Two compiled programs make a step: `accumulate` adds a microbatch's gradients to those of the step, `apply` clips,
+updates and reports. Nothing is fetched until the end of the step, and then one small array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from models.forward import logprobs as model_logprobs
+from models.inputs import PackedTokens
+from sharding.fsdp import Fsdp
+from sharding.mesh import make_mesh
+from sharding.strategy import Params, Tally
+from sharding.walk import Walk
+
+from .config import AlgorithmConfig, Config, OptimConfig, Remat, Schedule
+from .types import TrainBatch
+
+# (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, metrics by name, each [B, T])
+TokenLoss: TypeAlias = Callable[[Array, Array, TrainBatch, AlgorithmConfig], tuple[Array, dict[str, Array]]]
+
+GAP = "rollout_trainer_logprob_gap"
+
+
+class Learner:
+    """Trains `model` with an algorithm's `token_loss`.
+
+    `params` are never overwritten in place: an engine or a checkpoint may hold on to them through later steps.
+    The optimizer's moments are. `version` counts the steps taken since the last `reset`.
+    """
+
+    params: Params
+    opt_state: optax.OptState
+    version: int
+
+    def __init__(self, config: Config, model: nnx.Module, token_loss: TokenLoss, *, mesh: Mesh | None = None) -> None:
+        """`model` keeps its own weights: the learner starts from a copy, spread over `mesh` (default: as
+        `config.sharding.devices` says). Raises `sharding.mesh.MeshError` if there are not so many."""
+        self.config = config
+        self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
+        self._model = model
+        self.reset(token_loss)
+        self.params = jax.device_put(
+            nnx.to_pure_dict(nnx.state(model, nnx.Param)), self._strategy.shardings, may_alias=False
+        )
+        self.opt_state = self._init(self.params)
+
+    def reset(
+        self,
+        token_loss: TokenLoss,
+        *,
+        optim: OptimConfig | None = None,
+        steps: int | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        """Begins a phase (warm start, then RL): parameters stay; optimizer, schedule and version start afresh.
+
+        `optim` and `steps`, the length of the schedule, default to the configuration's. So does `temperature`, that
+        of the distribution which log-probs are of: the rollout's, or 1 where rollouts are greedy.
+        """
+        optim = optim or self.config.optim
+        self._temperature = self.config.rollout.temperature if temperature is None else temperature
+        self._temperature = self._temperature or 1.0
+        self._token_loss = token_loss
+        self._schedule = learning_rate(optim, steps or self.config.steps)
+        self._optimizer = optimizer(optim, self._schedule)
+        self._strategy = Fsdp(
+            self.mesh,
+            self._model,
+            forward=self._forward,
+            loss=self._loss,
+            row_dims=_row_dims,
+            compute_dtype=jnp.dtype(self.config.model.compute_dtype.value),
+            remat=self.config.sharding.remat is Remat.LAYER,
+        )
+        self._compile()
+        self.version = 0
+        if hasattr(self, "params"):
+            self.opt_state = self._init(self.params)
+
+    def step(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+        """One optimizer step over the sum of the microbatches' losses. Blocks until it is done.
+
+        Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics
+        over trained tokens; for tokens that an engine generated, the mean and maximum absolute difference between
+        its log-probs and the trainer's before the update. Gradients that are not finite change nothing and are
+        reported by `skipped_nonfinite` = 1.
+
+        Raises ValueError without a microbatch, or if the devices do not divide its rows.
+        """
+        if not batches:
+            raise ValueError("an optimizer step needs at least one microbatch")
+        placed = self._strategy.place(batches[0])
+        _, tally, _ = jax.eval_shape(self._loss_and_grad, self.params, placed)
+        grads, tally = self._zeros(tuple(tally.sums), tuple(tally.maxima))
+        for batch in batches:
+            placed = self._strategy.place(batch)
+            grads, tally = self._accumulate(self.params, grads, tally, placed)
+        self.params, self.opt_state, report = self._apply(self.params, self.opt_state, grads, tally)
+        self.version += 1
+        return _metrics(tally, np.asarray(report))
+
+    def logprobs(self, inputs: PackedTokens, params: Params | None = None) -> tuple[jax.Array, jax.Array]:
+        """(log-probability of each token, entropy of its distribution), `[B, T]` float32, under the learner's
+        parameters or others of the same layout (a frozen reference). Meaningless where a token has no predecessor."""
+        return self._logprobs(self.params if params is None else params, self._strategy.place(inputs))
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the rest of training depends on, as a pytree of arrays for a checkpoint."""
+        return {
+            "params": self.params,
+            "opt_state": self.opt_state,
+            "version": jax.device_put(np.int32(self.version), NamedSharding(self.mesh, P())),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes over what `state` returned, here or on another mesh."""
+        self.params = self._strategy.shard(state["params"])
+        self.opt_state = jax.device_put(state["opt_state"], self._opt_shardings, may_alias=False)
+        self.version = int(state["version"])
+
+    def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> tuple[Array, Array]:
+        return model_logprobs(
+            model, inputs, walk, temperature=self._temperature, vocab_chunk=self.config.sharding.vocab_chunk
+        )
+
+    def _loss(self, model: Any, batch: TrainBatch, walk: Walk) -> tuple[Float[Array, ""], Tally]:
+        logprobs_BT, entropies_BT = self._forward(model, batch.inputs, walk)
+        token_loss_BT, metrics = self._token_loss(logprobs_BT, entropies_BT, batch, self.config.algorithm)
+        trained_BT = batch.loss_weights_BT != 0.0
+        generated_BT = trained_BT & (batch.versions_BT >= 0)
+        gap_BT = jnp.where(generated_BT, jnp.abs(logprobs_BT - batch.behaviour_logprobs_BT), 0.0)
+        loss = jnp.sum(jnp.where(trained_BT, batch.loss_weights_BT * token_loss_BT, 0.0))
+        sums = {name: jnp.sum(jnp.where(trained_BT, metric_BT, 0.0)) for name, metric_BT in metrics.items()}
+        sums |= {
+            "entropy": jnp.sum(jnp.where(trained_BT, entropies_BT, 0.0)),
+            "loss": loss,
+            "trained_tokens": jnp.sum(trained_BT, dtype=jnp.float32),
+            "generated_tokens": jnp.sum(generated_BT, dtype=jnp.float32),
+            GAP: jnp.sum(gap_BT),
+        }
+        return loss, Tally(sums, {f"{GAP}_max": jnp.max(gap_BT)})
+
+    def _compile(self) -> None:
+        """The programs of a phase; each is compiled at its first use, `accumulate` once for each batch shape."""
+        shardings, replicated = self._strategy.shardings, NamedSharding(self.mesh, P())
+        abstract = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(self._model, nnx.Param)))
+        self._opt_shardings = optax.tree_utils.tree_map_params(
+            self._optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self._optimizer.init, abstract),
+            shardings,
+            transform_non_params=lambda _: replicated,
+        )
+        # `jit(init)` alone would put all of it on the first device.
+        self._init = jax.jit(self._optimizer.init, out_shardings=self._opt_shardings)
+        self._loss_and_grad = jax.jit(self._strategy.loss_and_grad)
+        self._logprobs = jax.jit(self._strategy.logprobs)
+
+        def zeros(sums: tuple[str, ...], maxima: tuple[str, ...]) -> tuple[Params, Tally]:
+            grads = jax.tree.map(lambda weight: jnp.zeros(weight.shape, weight.dtype), abstract)
+            return grads, Tally(dict.fromkeys(sums, jnp.float32(0)), dict.fromkeys(maxima, jnp.float32(0)))
+
+        self._zeros = jax.jit(zeros, static_argnums=(0, 1), out_shardings=(shardings, replicated))
+
+        def accumulate(params: Params, grads: Params, tally: Tally, batch: TrainBatch) -> tuple[Params, Tally]:
+            _, more_tally, more_grads = self._loss_and_grad(params, batch)
+            return jax.tree.map(jnp.add, grads, more_grads), tally + more_tally
+
+        self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=(shardings, replicated))
+
+        def apply(
+            params: Params, opt_state: optax.OptState, grads: Params, tally: Tally
+        ) -> tuple[Params, optax.OptState, Array]:
+            grad_norm = optax.tree_utils.tree_norm(grads)
+            finite = jnp.isfinite(grad_norm) & jnp.isfinite(tally.sums["loss"])
+            lr = jnp.asarray(self._schedule(opt_state[-1].count), jnp.float32)
+            updates, new_opt_state = self._optimizer.update(grads, opt_state, params)
+            new = optax.apply_updates(params, updates), new_opt_state
+            params, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (params, opt_state))
+            skipped = jnp.where(finite, 0.0, 1.0)
+            return params, opt_state, jnp.stack([lr, grad_norm, skipped, *jax.tree.leaves(tally)])
+
+        # The new parameters take the place of the gradients; the old ones may still be in use elsewhere.
+        self._apply = jax.jit(apply, donate_argnums=(1, 2), out_shardings=(shardings, self._opt_shardings, replicated))
+
+
+def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
+    """Optimizer step (from 0) -> learning rate: linear warm-up that starts above zero, then the schedule down to
+    zero at `steps`."""
+    decay_steps = max(steps - optim.warmup_steps, 1)
+    if optim.schedule is Schedule.LINEAR:
+        decay = optax.linear_schedule(optim.lr, 0.0, decay_steps)
+    elif optim.schedule is Schedule.COSINE:
+        decay = optax.cosine_decay_schedule(optim.lr, decay_steps)
+    else:
+        decay = optax.constant_schedule(optim.lr)
+    if optim.warmup_steps == 0:
+        return decay
+    first = optim.lr / optim.warmup_steps
+    warmup = optax.linear_schedule(first, optim.lr, max(optim.warmup_steps - 1, 1))
+    return optax.join_schedules([warmup, decay], [optim.warmup_steps])
+
+
+def optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW (decoupled weight decay on every weight) after clipping by the global norm; 0 clips nothing.
+
+    The last part of its state counts the steps."""
+    return optax.chain(
+        optax.clip_by_global_norm(optim.max_grad_norm or math.inf),
+        optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps),
+        optax.add_decayed_weights(optim.weight_decay),
+        optax.scale_by_schedule(lambda count: -schedule(count)),
+    )
+
+
+def _row_dims(batch: TrainBatch | PackedTokens) -> Any:
+    """Rows and patches are the first dimension of everything but the rotary positions."""
+
+    def one(path: tuple, _: Any) -> int:
+        return 1 if getattr(path[-1], "name", "") == "positions_3BT" else 0
+
+    return jax.tree_util.tree_map_with_path(one, batch)
+
+
+def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
+    """Names the entries of `apply`'s report; sums over tokens become means."""
+    names = [*sorted(tally.sums), *sorted(tally.maxima)]  # pytrees of dicts are in the order of their keys
+    lr, grad_norm, skipped, *values = report.tolist()
+    tallied = dict(zip(names, values, strict=True))
+    loss, trained, generated = (tallied.pop(key) for key in ("loss", "trained_tokens", "generated_tokens"))
+    gap, gap_max = tallied.pop(GAP), tallied.pop(f"{GAP}_max")
+    metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "trained_tokens": trained, "skipped_nonfinite": skipped}
+    metrics |= {name: value / max(trained, 1.0) for name, value in tallied.items()}
+    if generated:
+        metrics |= {GAP: gap / generated, f"{GAP}_max": gap_max}
+    return metrics

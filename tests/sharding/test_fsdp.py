@@ -1,0 +1,207 @@
+"""FSDP on any number of devices: same loss, gradients and log-probs as one device; nothing whole, nothing replicated.
+
+The toy's sizes are chosen so that 8 devices divide some weights, only 4 or 2 others, and none the odd bias.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from sharding.fsdp import Fsdp
+from sharding.mesh import make_mesh
+from sharding.strategy import Tally
+from sharding.vocab import token_logprobs
+from sharding.weights import Cut, ShardingRules, WeightSpec, shardings, specs, weight
+
+B, T, D, F, V, L = 24, 5, 12, 18, 24, 3
+normal = nnx.initializers.normal(0.3)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs, stack, width, inner):
+        self.up = weight(rngs, WeightSpec((width, inner), ("D", "F"), normal), stack)
+        self.down = weight(rngs, WeightSpec((inner, width), ("F", "D"), normal), stack)
+        self.scale = weight(rngs, WeightSpec((width,), ("D",), nnx.initializers.ones_init()), stack)
+        self.odd = weight(rngs, WeightSpec((5,), ("H",), normal), stack)
+
+    def __call__(self, x):
+        inner = jnp.tanh(jnp.einsum("BTD,DF->BTF", x * jnp.broadcast_to(self.scale[...], x.shape), self.up[...]))
+        return x + jnp.einsum("BTF,FD->BTD", inner, self.down[...]) * jnp.sum(self.odd[...])
+
+
+class Toy(nnx.Module):
+    def __init__(self, rngs, width=D, inner=F, layers=L):
+        self.table = Table(rngs, width)
+        self.layers = Layer(rngs, layers, width, inner)
+
+
+class Table(nnx.Module):
+    def __init__(self, rngs, width):
+        self.weight = weight(rngs, WeightSpec((V, width), ("V", "D"), normal))
+
+
+def forward(model, inputs, walk):
+    table = walk.use(model.table).weight[...]
+    hidden, _ = walk.scan(model.layers, table[inputs["tokens"]], lambda layer, x, _: (layer(x), None))
+    return token_logprobs(hidden, table, inputs["targets"], chunk=7)
+
+
+def loss(model, batch, walk):
+    logprobs, entropies = forward(model, batch["inputs"], walk)
+    weighted = -jnp.sum(batch["weights"] * logprobs)
+    return weighted, Tally({"entropy": jnp.sum(entropies), "loss": weighted}, {"worst": -jnp.min(logprobs)})
+
+
+def make_batch(rows=B):
+    rng = np.random.default_rng(3)
+    tokens, targets = rng.integers(0, V, (2, rows, T)).astype(np.int32)
+    weights = rng.normal(size=(rows, T)).astype(np.float32)
+    return {"inputs": {"tokens": tokens, "targets": targets}, "weights": weights}
+
+
+def toy(**sizes):
+    model = Toy(nnx.Rngs(0), **sizes)
+    return model, nnx.to_pure_dict(nnx.state(model))
+
+
+def strategy(devices, model, **options):
+    return Fsdp(
+        make_mesh(devices),
+        model,
+        forward=forward,
+        loss=loss,
+        row_dims=lambda batch: jax.tree.map(lambda _: 0, batch),
+        **options,
+    )
+
+
+def run(devices, **options):
+    model, params = toy()
+    fsdp = strategy(devices, model, **options)
+    batch = fsdp.place(make_batch())
+    params = fsdp.shard(params)
+    result = jax.jit(fsdp.loss_and_grad)(params, batch)
+    return result, jax.jit(fsdp.logprobs)(params, batch["inputs"]), fsdp
+
+
+@functools.cache
+def single():
+    return run(1)[:2]
+
+
+def assert_equal(got, want, relative):
+    def one(a, b):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=relative * np.abs(b).max()
+        )
+
+    jax.tree.map(one, got, want)
+
+
+def test_one_device_equals_plain_autodiff():
+    model, params = toy()
+    graphdef, batch = nnx.graphdef(model), make_batch()
+
+    def plain(params):
+        model = nnx.merge(graphdef, params)
+        x = model.table.weight[...][batch["inputs"]["tokens"]]
+        for layer in range(L):
+            w = jax.tree.map(lambda weights: weights[layer], params["layers"])  # noqa: B023
+            inner = jnp.tanh((x * jnp.broadcast_to(w["scale"], x.shape)) @ w["up"])
+            x = x + inner @ w["down"] * jnp.sum(w["odd"])
+        logs = jax.nn.log_softmax(jnp.einsum("BTD,VD->BTV", x, params["table"]["weight"]))
+        return -jnp.sum(batch["weights"] * jnp.take_along_axis(logs, batch["inputs"]["targets"][..., None], -1)[..., 0])
+
+    (value, _, grads), _ = single()
+    assert_equal((value, grads), jax.value_and_grad(plain)(params), 1e-5)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 6, 8])
+@pytest.mark.parametrize("remat", [False, True])
+def test_any_number_of_devices_equals_one(devices, remat):
+    result, logprobs, fsdp = run(devices, remat=remat)
+    assert_equal((result, logprobs), single(), 1e-5)
+    jax.tree.map(
+        lambda grad, sharding: (
+            grad.sharding.is_equivalent_to(sharding, grad.ndim)
+            or pytest.fail(f"gradient lies as {grad.sharding}, not as {sharding}")
+        ),
+        result[2],
+        fsdp.shardings,
+    )
+    assert logprobs[0].sharding.spec == P(fsdp.mesh.axis_names if devices in (3, 6) else fsdp.mesh.axis_names[1:])
+
+
+@pytest.mark.parametrize("devices", [1, 6, 8])
+def test_bfloat16_compute_stays_near_and_gradients_are_float32(devices):
+    (value, _, grads), _, _ = run(devices, compute_dtype=jnp.bfloat16)
+    (want, _, want_grads), _ = single()
+    assert {grad.dtype for grad in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+    assert float(value) != float(want)  # it did compute in another precision
+    assert_equal((value, grads), (want, want_grads), 0.05)
+
+
+def test_rules_cut_the_first_axis_that_divides():
+    rules = ShardingRules()
+
+    def cut(shape, axes, devices):
+        return rules.cut(WeightSpec(shape, axes, normal), make_mesh(devices))
+
+    assert cut((24, 12), ("V", "D"), 8) == Cut(0, ("s2", "s1", "s0"))
+    assert cut((12, 18), ("D", "F"), 6) == Cut(1, ("replica", "s0"))
+    assert cut((16, 18), ("D", "F"), 8) == Cut(0, ("s2", "s1", "s0"))  # F comes first, but 8 does not divide 18
+    assert cut((12, 18), ("D", "F"), 8) == Cut(0, ("s1", "s0"))  # 4 divides D, so two copies of four slices
+    assert cut((4, 10), ("N", "H"), 6) == Cut(0, ("s0",))
+    assert cut((5,), ("H",), 8) is None
+    assert cut((4, 5), ("N", "H"), 3) is None
+    assert cut((24, 12), ("V", "D"), 1) is None
+    with pytest.raises(ValueError, match="more than once: D, V"):
+        ShardingRules(("V", "D", "F", "V", "D"))
+
+
+def test_layout_of_the_toy():
+    _, params = toy()
+    abstract = nnx.eval_shape(lambda: Toy(nnx.Rngs(0)))
+    layout = shardings(abstract, make_mesh(8), ShardingRules())
+    assert jax.tree.structure(layout) == jax.tree.structure(params)
+    assert layout["table"]["weight"].spec == P(("s2", "s1", "s0"))
+    assert layout["layers"]["up"].spec == P(None, ("s1", "s0"))
+    assert layout["layers"]["odd"].spec == P()
+    assert specs(abstract)["layers"]["up"].axes == ("D", "F")
+
+
+def compiled(devices, fsdp_options=None, **sizes):
+    model, params = toy(**sizes)
+    fsdp = strategy(devices, model, **(fsdp_options or {}))
+    return jax.jit(fsdp.loss_and_grad).lower(fsdp.shard(params), fsdp.place(make_batch())).compile()
+
+
+def test_gradients_are_scattered_not_summed_whole():
+    """With sizes that 8 divides: gathers and scatters, and only the odd bias and scalars are summed on all devices."""
+    text = compiled(8, width=16, inner=32).as_text()
+    assert re.search(r"= \S+ all-gather(-start)?\(", text)
+    assert re.search(r"= \S+ reduce-scatter\(", text)
+    summed = [int(size) for size in re.findall(r"= f32\[(\d+)\][^ ]* all-reduce", text)]
+    assert all(size <= 5 for size in summed)
+    assert not re.findall(r"= f32\[\d+,[\d,]+\][^ ]* all-reduce", text)
+
+
+def test_whole_weights_do_not_outlive_their_layer():
+    """The stack's weights, 4 MB of 16 layers, are never all gathered at once, with or without rematerialisation."""
+    sizes = {"width": 128, "inner": 256, "layers": 16}
+    whole = 2 * 128 * 256 * 16 * 4
+    temp = {remat: compiled(8, {"remat": remat}, **sizes).memory_analysis().temp_size_in_bytes for remat in (False, True)}
+    # Activations of the backward pass and the weights of a layer or two, but not the stack.
+    assert max(temp.values()) < whole / 2
+
+
+def test_rows_must_divide():
+    model, _ = toy()
+    with pytest.raises(ValueError, match=r"shape \(12, 5\) can't be divided over 8 devices along dimension 0"):
+        strategy(8, model).place(make_batch(12))
