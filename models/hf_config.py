@@ -94,7 +94,7 @@ def read_vision(config: Mapping[str, Any]) -> VisionConfig:
         spatial_merge_size=config.get("spatial_merge_size", 2),
         window_size=config.get("window_size", 112),
         in_channels=config.get("in_channels") or config.get("in_chans") or 3,
-        tokens_per_second=config.get("tokens_per_second", 4),
+        tokens_per_second=float(config.get("tokens_per_second", 4)),
         rope_theta=float((config.get("rope_parameters") or {}).get("rope_theta", 10000.0)),
         initializer_range=float(config.get("initializer_range", 0.02)),
     )

@@ -1,0 +1,214 @@
+"""Tiny random models of `transformers`, saved to disk and loaded by both sides, and prompts for them.
+
+Weights are drawn so that activations stay of order 1: a tolerance of 1e-4 then means something.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import models
+from models.decoder import Decoder
+from models.inputs import PackedTokens
+from models.processing.vision_input import pack_patches
+from models.qwen2_5_vl.positions import rope_index
+
+REASON = "parity needs PyTorch and transformers: pip install -e '.[parity]'"
+torch = pytest.importorskip("torch", reason=REASON)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # at import, about other packages
+    transformers = pytest.importorskip("transformers", reason=REASON)
+
+VOCAB = 160
+IMAGE, VIDEO, START, END = 150, 151, 152, 153
+TOLERANCE = 1e-4  # absolute, float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The same weights on both sides."""
+
+    reference: Any
+    model: Decoder
+    folder: pathlib.Path
+
+
+def randomise(module: Any, seed: int) -> None:
+    """Matrices with unit gain, scales around 1, biases around 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "embed_tokens" in name:
+                parameter.copy_(noise)
+            elif parameter.ndim > 1:
+                parameter.copy_(noise * parameter[0].numel() ** -0.5)
+            else:
+                parameter.copy_(0.2 * noise + (0 if name.endswith("bias") else 1))
+
+
+def text_settings(**changes: Any) -> dict[str, Any]:
+    """14 query heads over 2 KV heads: the ratio of 28 to 4."""
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 112,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **changes,
+    }
+
+
+def vl_config(text: dict[str, Any], **vision: Any) -> Any:
+    settings = {
+        "depth": 4,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_heads": 3,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 16,
+        "fullatt_block_indexes": [1, 3],
+        "out_hidden_size": text["hidden_size"],
+        "tokens_per_second": 2,
+        **vision,
+    }
+    rope = {"type": "mrope", "rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+    return transformers.Qwen2_5_VLConfig(
+        text_config={"rope_parameters": rope, **text},
+        vision_config=settings,
+        tie_word_embeddings=text["tie_word_embeddings"],
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+
+
+def build_vl(folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, seed: int = 0, **text: Any) -> Pair:
+    config = vl_config(text_settings(tie_word_embeddings=tied, **text))
+    return _pair(transformers.Qwen2_5_VLForConditionalGeneration(config), folder, dtype, seed)
+
+
+def build_text(folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, seed: int = 0, **text: Any) -> Pair:
+    config = transformers.Qwen2Config(**text_settings(tie_word_embeddings=tied, **text))
+    return _pair(transformers.Qwen2ForCausalLM(config), folder, dtype, seed)
+
+
+def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
+    randomise(reference, seed)
+    reference = reference.to(dtype or torch.float32).eval()
+    reference.save_pretrained(folder)
+    return Pair(reference, models.load(folder), folder)
+
+
+def layer_of(stack: nnx.Module, index: int) -> Any:
+    """Layer `index` of a stack, as one layer."""
+    graphdef, state = nnx.split(stack)
+    return nnx.merge(graphdef, jax.tree.map(lambda value: value[index], state))
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    return value.detach().to(torch.float32).numpy()
+
+
+def worst(ours: Any, reference: Any) -> float:
+    """The largest absolute difference; shapes must agree."""
+    ours, reference = np.asarray(ours), to_numpy(reference)
+    assert ours.shape == reference.shape
+    return float(np.abs(ours - reference).max())
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One prompt for both sides: `reference` are keyword arguments of the torch model."""
+
+    inputs: PackedTokens
+    reference: dict[str, Any]
+
+
+def question(model: Decoder, *parts: Any, seed: int = 0) -> Question:
+    """A prompt of `parts`: a number of text tokens, ("image", (1, rows, columns)) or ("video", grid, seconds)."""
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = []
+    media = []
+    for part in parts:
+        if isinstance(part, int):
+            tokens += rng.integers(0, 140, part).tolist()
+            continue
+        count = int(np.prod(part[1])) // 4
+        tokens += [START, *[IMAGE if part[0] == "image" else VIDEO] * count, END]
+        media.append(part)
+    ids = np.asarray(tokens, np.int32)
+    reference: dict[str, Any] = {"input_ids": torch.as_tensor(ids[None]).long()}
+    T = len(ids)
+    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (3, T))
+    feature_index, vision = np.full(T, -1, np.int32), None
+    if media:
+        config = model.config.vision  # type: ignore[union-attr]
+        patches = [rng.normal(size=(int(np.prod(grid)), config.patch_values)) for _, grid, *_ in media]
+        patches = [pixels.astype(np.float32) for pixels in patches]
+        vision, order = pack_patches(np.concatenate(patches), [part[1] for part in media], config)
+        feature_index[(ids == IMAGE) | (ids == VIDEO)] = order
+        grids = {kind: [part[1] for part in media if part[0] == kind] for kind in ("image", "video")}
+        seconds = [part[2] for part in media if part[0] == "video"]
+        positions, _ = rope_index(
+            ids,
+            grids["image"],
+            grids["video"],
+            seconds,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            spatial_merge_size=config.spatial_merge_size,
+            tokens_per_second=config.tokens_per_second,
+        )
+        kinds = (ids == IMAGE).astype(np.int32) + 2 * (ids == VIDEO)
+        reference["mm_token_type_ids"] = torch.as_tensor(kinds[None])
+        for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            if grids[kind]:
+                pixels = [rows for rows, part in zip(patches, media, strict=True) if part[0] == kind]
+                reference[name] = torch.as_tensor(np.concatenate(pixels))
+                reference[f"{kind}_grid_thw"] = torch.as_tensor(grids[kind])
+        if seconds:
+            reference["second_per_grid_ts"] = torch.as_tensor(seconds)
+    inputs = PackedTokens(
+        tokens_BT=ids[None],
+        segments_BT=np.ones((1, T), np.int32),
+        branches_BT=np.zeros((1, T), np.int32),
+        positions_3BT=positions[:, None],
+        predecessor_BT=np.maximum(np.arange(T, dtype=np.int32) - 1, 0)[None],
+        feature_index_BT=feature_index[None],
+        vision=vision,
+    )
+    return Question(inputs, reference)
+
+
+QUESTIONS: dict[str, tuple[Any, ...]] = {
+    "text": (17,),
+    "image": (5, ("image", (1, 6, 10)), 7),
+    "video": (3, ("video", (4, 6, 4), 1.5), 6),
+    "mixed": (
+        4,
+        ("image", (1, 4, 4)),
+        3,
+        ("video", (2, 8, 6), 0.5),
+        ("image", (1, 10, 6)),
+        2,
+        ("video", (3, 4, 4), 2.0),
+        5,
+    ),
+}

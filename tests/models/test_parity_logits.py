@@ -1,0 +1,116 @@
+"""Whole logits, log-probabilities and gradients equal those of `transformers`, 1e-4 absolute in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_reference import QUESTIONS, TOLERANCE, Pair, build_text, build_vl, question, torch, worst
+
+import models
+from models.forward import logits, logprobs
+from models.hf import tensor_names
+from sharding.walk import Walk
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def vl(request, tmp_path_factory) -> Pair:
+    return build_vl(tmp_path_factory.mktemp("vl"), tied=request.param)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def text(request, tmp_path_factory) -> Pair:
+    return build_text(tmp_path_factory.mktemp("text"), tied=request.param)
+
+
+def compute(model, function, inputs, **settings):
+    graphdef, params = models.split(model)
+    return jax.jit(lambda params, inputs: function(models.merge(graphdef, params), inputs, Walk(), **settings))(
+        params, inputs
+    )
+
+
+@pytest.mark.parametrize("kind", QUESTIONS)
+def test_logits_of_qwen2_5_vl(vl: Pair, kind: str, record_property) -> None:
+    asked = question(vl.model, *QUESTIONS[kind])
+    with torch.no_grad():
+        reference = vl.reference(**asked.reference).logits
+    error = worst(compute(vl.model, logits, asked.inputs), reference)
+    record_property("max_error", error)
+    assert reference.std() > 0.3, "values of order 1, or the tolerance says nothing"
+    assert error < TOLERANCE
+
+
+def test_logits_of_qwen2(text: Pair, record_property) -> None:
+    asked = question(text.model, 40)
+    with torch.no_grad():
+        reference = text.reference(**asked.reference).logits
+    error = worst(compute(text.model, logits, asked.inputs), reference)
+    record_property("max_error", error)
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_entropies(vl: Pair, temperature: float) -> None:
+    asked = question(vl.model, *QUESTIONS["mixed"], seed=1)
+    with torch.no_grad():
+        logs = torch.log_softmax(vl.reference(**asked.reference).logits / temperature, -1)[:, :-1]
+    targets = asked.reference["input_ids"][:, 1:, None]
+    chosen, entropies = compute(vl.model, logprobs, asked.inputs, temperature=temperature, vocab_chunk=8)
+    assert worst(chosen[:, 1:], logs.gather(-1, targets)[..., 0]) < TOLERANCE
+    assert worst(entropies[:, 1:], -(logs.exp() * logs).sum(-1)) < TOLERANCE
+    assert np.isfinite(chosen).all()
+
+
+def test_gradients_of_every_weight(vl: Pair, record_property) -> None:
+    """Of the mean log-loss of a prompt with images and videos, in the reference and here, remat included."""
+    asked = question(vl.model, *QUESTIONS["mixed"], seed=2)
+    vl.reference.zero_grad()
+    output = vl.reference(**asked.reference).logits[:, :-1]
+    targets = asked.reference["input_ids"][:, 1:]
+    torch.nn.functional.cross_entropy(output[0], targets[0]).backward()
+    wanted = {name: parameter.grad for name, parameter in vl.reference.state_dict(keep_vars=True).items()}
+
+    graphdef, params = models.split(vl.model)
+
+    @jax.jit
+    def gradient(params):
+        def loss(params):
+            chosen, _ = logprobs(models.merge(graphdef, params), asked.inputs, Walk(remat=True))
+            return -jnp.mean(chosen[:, 1:])
+
+        return jax.grad(loss)(params)
+
+    found = gradient(params)
+    compared, largest = 0, 0.0
+    for entry in tensor_names(vl.model.config):
+        ours = found
+        for key in entry.path:
+            ours = ours[key]
+        for layer in range(ours.shape[0] if entry.stacked else 1):
+            # in memory the reference always has the nested names
+            name = entry.name.format(layer)
+            name = name.replace("visual.", "model.visual.").replace("model.", "model.language_model.", 1)
+            name = name.replace("model.language_model.visual.", "model.visual.")
+            expected = wanted[name].numpy()
+            actual = entry.to_disk(np.asarray(ours[layer] if entry.stacked else ours))
+            largest = max(largest, float(np.abs(actual - expected).max()))
+            assert np.abs(actual - expected).max() < TOLERANCE, name
+            assert np.abs(expected).max() > 1e-6, f"{name} has no gradient: the comparison is empty"
+            compared += 1
+    record_property("max_error", largest)
+    assert compared == len(list(vl.reference.parameters()))
+
+
+def test_yarn_and_linear_rope(tmp_path, record_property) -> None:
+    """Long-context settings of the text models."""
+    for kind in ("yarn", "linear"):
+        rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+        if kind == "linear":
+            del rope["original_max_position_embeddings"]
+        pair = build_text(tmp_path / kind, rope_parameters=rope)
+        asked = question(pair.model, 60)
+        with torch.no_grad():
+            reference = pair.reference(**asked.reference).logits
+        error = worst(compute(pair.model, logits, asked.inputs), reference)
+        record_property(f"max_error_{kind}", error)
+        assert error < TOLERANCE, kind
