@@ -6,6 +6,17 @@ import dataclasses
 
 from ..types import Group, Prompt, Response, Reward
 
+
+def request_id(draw: int, attempt: int) -> str:
+    """The id of one generation of a prompt. Fixed length: SGLang aborts by prefix, so none may begin another."""
+    return f"{draw:08d}.{attempt:02d}"
+
+
+def response_id(draw: int, attempt: int, sample: int) -> str:
+    """The id of one response of it, as `GenerateRequest` names them."""
+    return f"{request_id(draw, attempt)}/{sample}"
+
+
 # --- events: things that happened ---------------------------------------------------------------
 
 
@@ -62,9 +73,16 @@ class CheckpointSaved:
 
 @dataclasses.dataclass(frozen=True)
 class EngineFailed:
-    """The engine lost everything in flight for these requests (prompt draws); they must be generated again."""
+    """The engine lost everything in flight for these requests; their prompts must be generated again."""
 
-    draws: tuple[int, ...]
+    request_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StopRequested:
+    """Someone wants the run to end: at the next step boundary, with a checkpoint, so that it can be resumed."""
+
     reason: str
 
 
@@ -85,6 +103,7 @@ Event = (
     | Evaluated
     | CheckpointSaved
     | EngineFailed
+    | StopRequested
     | Tick
 )
 
@@ -108,6 +127,8 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Abort:
+    """End a request (all its responses) or one response; ids that have ended already do no harm."""
+
     rid: str
 
 
@@ -117,8 +138,17 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True)
+class Skip:
+    """Give this prompt up: it will not be trained on. `reason` goes into the run's summary."""
+
+    prompt: Prompt
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Train:
-    """One optimizer step over these groups, in this order; advantages are not yet filled in."""
+    """One optimizer step over these groups, in this order; advantages are not yet filled in.
+    Steps count from 1: after it, `step` steps are done."""
 
     step: int
     groups: tuple[Group, ...]
@@ -131,20 +161,29 @@ class PublishWeights:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
+    """Measure the published weights on held-out prompts; `full` at the start and the end of the run."""
+
     step: int
+    full: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveCheckpoint:
+    """Save the state as it is now, before any later instruction is carried out."""
+
     step: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-    """The run is complete after `step` steps. `reason` is for people."""
+    """Nothing is left to do, `step` steps are done. `reason` is for people; `complete` is False when the run was
+    stopped early and can be resumed."""
 
     step: int
     reason: str
+    complete: bool = True
 
 
-Instruction = DrawPrompts | Generate | Abort | Score | Train | PublishWeights | Evaluate | SaveCheckpoint | Finish
+Instruction = (
+    DrawPrompts | Generate | Abort | Score | Skip | Train | PublishWeights | Evaluate | SaveCheckpoint | Finish
+)

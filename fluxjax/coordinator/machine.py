@@ -1,0 +1,268 @@
+"""The coordinator: a pure state machine. Events go in, instructions come out.
+
+No I/O, no clock, no threads, no randomness. Three parts share the work:
+
+- the `Ledger` knows where every prompt and response is,
+- the `Coordinator` below enters events and instructions into the books and refuses what contradicts them,
+- a `Policy` reads the books and decides what to do next. Each policy is a file of its own beside this one.
+
+The runtime (asyncio, or a simulation on virtual time) carries the instructions out and reports what happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from ..config import Config
+from .ledger import CoordinatorError, Ledger
+from .messages import (
+    Abort,
+    CheckpointSaved,
+    DrawPrompts,
+    EngineFailed,
+    Evaluate,
+    Evaluated,
+    Event,
+    Finish,
+    Generate,
+    Instruction,
+    PromptsDrawn,
+    PublishWeights,
+    ResponseFinished,
+    RewardReady,
+    SaveCheckpoint,
+    Score,
+    Skip,
+    Started,
+    StopRequested,
+    Tick,
+    Train,
+    Trained,
+    WeightsPublished,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the coordinator needs of the configuration."""
+
+    steps: int  # optimizer steps of the run
+    prompts_per_step: int
+    group_size: int  # responses a prompt
+    evaluate_every: int = 0  # steps; 0: only at the start and the end
+    checkpoint_every: int = 0  # steps; 0: only at the end
+    max_attempts: int = 3  # generations of a prompt before it is given up
+    max_skipped_in_a_row: int = 1000  # prompts that can't be prepared, before the data is declared unusable
+
+    def __post_init__(self) -> None:
+        if self.prompts_per_step < 1 or self.group_size < 1 or not 1 <= self.max_attempts < 100 or self.steps < 0:
+            raise ValueError(f"no run is possible with {self}")
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        return cls(
+            steps=config.steps,
+            prompts_per_step=config.rollout.prompts_per_step,
+            group_size=config.rollout.group_size,
+            evaluate_every=config.evaluation.every,
+            checkpoint_every=config.checkpoint.every,
+        )
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides; never changes the books itself. Called after every event, again and again until it says nothing."""
+
+    def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """The next instructions, all possible in the state as it is; empty: wait for events."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serialisable; what the policy remembers from step to step."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Coordinator:
+    """See the module's docstring. Everything public here is for policies and displays to read."""
+
+    def __init__(self, settings: Settings, policy: Policy) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.ledger = Ledger()
+        self.step = 0  # optimizer steps done
+        self.version = -1  # of the weights that the trainer holds; -1 before the start
+        self.served = -1  # of the weights that the engines serve
+        self.awaiting: dict[type, Instruction] = {}  # instructions not answered yet, at most one of each of `_ANSWERED`
+        self.exhausted = False  # the data has no more prompts
+        self.stop_reason = ""  # why someone wants the run to stop
+        self.finished: Finish | None = None
+        self.now = 0.0  # seconds, as of the last tick
+        self._evaluated = (-1, False)  # step and whether it was a full evaluation
+        self._saved = -1  # step of the last checkpoint
+
+    # --- reading --------------------------------------------------------------------------------
+
+    @property
+    def ending(self) -> str:
+        """Why no further step will be begun; empty while there is one to do. Only meaningful between steps."""
+        if self.step >= self.settings.steps:
+            return f"all {self.settings.steps} steps are done"
+        return "the data is exhausted" if self.exhausted else ""
+
+    def evaluation_due(self) -> Evaluate | None:
+        """What to evaluate before the next step: at step 0 and the end in full, in between every n steps."""
+        every = self.settings.evaluate_every
+        full = self.step == 0 or bool(self.ending)
+        if not full and not (every and self.step % every == 0):
+            return None
+        step, was_full = self._evaluated
+        done = step == self.step and (was_full or not full)
+        return None if done else Evaluate(self.step, full)
+
+    def checkpoint_due(self) -> SaveCheckpoint | None:
+        """What to save before the next step: every n steps and at the end, however it comes."""
+        every = self.settings.checkpoint_every
+        due = self.ending or self.stop_reason or (every and self.step and self.step % every == 0)
+        return SaveCheckpoint(self.step) if due and self._saved != self.step else None
+
+    # --- events in, instructions out ------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Takes one event in and returns what to do now, in this order.
+
+        Responses and rewards may come late or twice; those change nothing. Raises `CoordinatorError` for an event
+        that can't be true, and for a policy that would break the books or wait for nothing.
+        """
+        if self.finished:
+            return []
+        self._enter(event)
+        if self.served < 0:
+            return []  # not started yet
+        said: list[Instruction] = []
+        while not self.finished and (decided := self.policy.decide(self)):
+            for instruction in decided:
+                self._commit(instruction)
+            said += decided
+        if not (self.finished or self.awaiting or self.ledger.awaits_something):
+            raise CoordinatorError(f"after {event}, {type(self.policy).__name__} waits although nothing is under way")
+        return said
+
+    def _enter(self, event: Event) -> None:
+        ledger = self.ledger
+        match event:
+            case Started():
+                if self.served >= 0:
+                    raise CoordinatorError("started twice")
+                self.served = event.version
+                # A resumed trainer may be ahead of freshly started engines: the policy publishes first.
+                self.version = event.version if self.version < 0 else self.version
+            case PromptsDrawn():
+                self._enter_prompts(event)
+            case ResponseFinished():
+                ledger.finish(event.response, max(self.version, self.served))
+            case RewardReady():
+                ledger.reward(event.rid, event.reward)
+            case EngineFailed():
+                ledger.fail(event.request_ids, event.reason)
+            case Trained():
+                if event.version <= self.version:
+                    raise CoordinatorError(f"trained version {event.version} after version {self.version}")
+                self.step = self._answered(Train, event).step
+                self.version = event.version
+                ledger.train_done()
+            case WeightsPublished():
+                self._check("version", event.version, self._answered(PublishWeights, event).version)
+                self.served = event.version
+            case Evaluated():
+                self._check("step", event.step, self._answered(Evaluate, event).step)
+            case CheckpointSaved():
+                self._check("step", event.step, self._answered(SaveCheckpoint, event).step)
+            case StopRequested():
+                self.stop_reason = self.stop_reason or event.reason or "stopped"
+            case Tick():
+                self.now = event.now
+
+    def _enter_prompts(self, event: PromptsDrawn) -> None:
+        count = self._answered(DrawPrompts, event).count
+        if len(event.prompts) > count:
+            raise CoordinatorError(f"{len(event.prompts)} prompts drawn, {count} asked for")
+        self.ledger.draw(event.prompts, event.skipped)
+        # A source may replace what it skips, or leave that to us; too few of both together means the end.
+        self.exhausted = len(event.prompts) + len(event.skipped) < count
+        if self.ledger.skipped_in_a_row >= self.settings.max_skipped_in_a_row:
+            raise CoordinatorError(
+                f"{self.ledger.skipped_in_a_row} prompts in a row could not be prepared, the last one because: "
+                f"{self.ledger.skipped[-1].reason}"
+            )
+
+    def _answered(self, kind: type[Any], event: Event) -> Any:
+        if kind not in self.awaiting:
+            raise CoordinatorError(f"{event} answers no {kind.__name__} under way")
+        return self.awaiting.pop(kind)
+
+    @staticmethod
+    def _check(what: str, got: int, wanted: int) -> None:
+        if got != wanted:
+            raise CoordinatorError(f"{what} {got} was reported done, {what} {wanted} was asked for")
+
+    def _commit(self, instruction: Instruction) -> None:
+        ledger = self.ledger
+        match instruction:
+            case Generate():
+                for prompt in instruction.prompts:
+                    ledger.generate(prompt, instruction.n, instruction.attempt)
+            case Score():
+                ledger.score(instruction.response)
+            case Skip():
+                ledger.skip(instruction.prompt, instruction.reason)
+            case Train():
+                self._check("step", instruction.step, self.step + 1)
+                ledger.train(instruction.groups)
+            case Evaluate():
+                self._evaluated = (instruction.step, instruction.full)
+            case SaveCheckpoint():
+                # Now, not when it is saved: the checkpoint itself must say that this step has one.
+                self._saved = instruction.step
+            case Finish():
+                if ledger.live or self.awaiting:
+                    raise CoordinatorError(f"finished with {ledger.live} prompts and {len(self.awaiting)} jobs open")
+                self.finished = instruction
+            case DrawPrompts() | PublishWeights() | Abort():
+                pass
+        if type(instruction) in _ANSWERED:
+            if type(instruction) in self.awaiting:
+                raise CoordinatorError(f"{instruction} while another one is under way")
+            self.awaiting[type(instruction)] = instruction
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serialisable; everything that decides the rest of the run. Taken between steps, when `SaveCheckpoint`
+        is said; raises `CoordinatorError` while prompts are in flight."""
+        return {
+            "step": self.step,
+            "version": self.version,
+            "evaluated": list(self._evaluated),
+            "saved": self._saved,
+            "ledger": self.ledger.state_dict(),
+            "policy": self.policy.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state` was taken. Call before `Started`; the settings may have changed since."""
+        if self.served >= 0:
+            raise CoordinatorError("state can only be loaded before the start")
+        self.step = state["step"]
+        self.version = state["version"]
+        step, full = state["evaluated"]
+        self._evaluated = (step, full)
+        self._saved = state["saved"]
+        self.ledger.load_state_dict(state["ledger"])
+        self.policy.load_state_dict(state["policy"])
+
+
+_ANSWERED = frozenset({DrawPrompts, Train, PublishWeights, Evaluate, SaveCheckpoint})
