@@ -1,0 +1,98 @@
+"""The device side of the embedded engine: weights, cache, and the turns. Used by one thread at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.config import TextConfig
+
+from .engine import EngineError
+from .kv_cache import KVCache
+from .programs import Programs
+from .turns import Limits, RoundPlan, StartPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTokens:
+    """New tokens of some slots, on the host: the only thing that is copied from the device."""
+
+    slots_B: np.ndarray
+    tokens_BR: np.ndarray
+    logprobs_BR: np.ndarray
+    count_B: np.ndarray  # how many of each row count
+
+    def check_finite(self, version: int) -> None:
+        """Broken weights must stop the engine, not fill it with arbitrary tokens."""
+        counted_BR = np.arange(self.tokens_BR.shape[1]) < self.count_B[:, None]
+        wrong = int((~np.isfinite(self.logprobs_BR[counted_BR])).sum())
+        if wrong:
+            raise EngineError(f"{wrong} sampled tokens have a log-prob that is not finite under weights {version}")
+
+
+class DeviceState:
+    def __init__(
+        self, programs: Programs, params: Mapping[str, Any], text: TextConfig, limits: Limits, device: Any,
+        dtype: Any,
+    ) -> None:  # fmt: skip
+        self.programs, self.limits, self.device = programs, limits, device
+        self._text, self._dtype = text, dtype
+        self.params = self._copy(params)
+        self.cache: KVCache | None = None  # made when needed; None after a failure or while asleep
+        self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # program and bucketed sizes of every call so far
+
+    def update(self, params: Mapping[str, Any]) -> None:
+        """Replaces the weights by a copy. Raises EngineError where structure or shapes differ from the old ones."""
+        old, new = (
+            {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+            for tree in (self.params, params)
+        )
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                raise EngineError(f"weight {name} has shape {new.get(name)}, the engine serves {old.get(name)}")
+        self.params = self._copy(params)
+
+    def _copy(self, params: Mapping[str, Any]) -> Any:
+        """A copy on this device that shares no buffer with `params`, complete when this returns."""
+
+        def one(x: Any) -> jax.Array:
+            x = jax.device_put(x, self.device, may_alias=False)
+            return x if self._dtype is None else x.astype(self._dtype)
+
+        return jax.block_until_ready(jax.tree.map(one, dict(params)))
+
+    def start(self, plan: StartPlan) -> list[NewTokens]:
+        """Prefills prompts into slots and draws the first token of each sample."""
+        for batch in plan.prefills:
+            vision = batch.inputs.vision
+            patches = (vision.num_patches, vision.frame_bound) if vision is not None else ()
+            self.shapes.add(("prefill", (*batch.inputs.tokens_BT.shape, *patches)))
+            batch.outputs = self.programs.prefill(self.params, batch.inputs)
+        drawn = []
+        for batch, slots_B, starts in plan.starts:
+            self.shapes.add(("start", (*batch.inputs.tokens_BT.shape, *starts.source_BT.shape)))
+            self.cache, *new = self.programs.start(self.params, self._ready_cache(), *batch.outputs, starts)
+            drawn.append((slots_B, new))
+        results = []
+        for slots_B, new in drawn:
+            tokens_B, logprobs_B = jax.device_get(new)
+            J = len(slots_B)
+            results.append(NewTokens(slots_B, tokens_B[:J, None], logprobs_B[:J, None], np.ones_like(slots_B)))
+        return results
+
+    def decode(self, plan: RoundPlan) -> list[NewTokens]:
+        """Up to `steps_per_sync` tokens for each running sample."""
+        self.shapes.add(("decode", (len(plan.batch.slots_B), plan.view_length)))
+        self.cache, *new = self.programs.decode(self.params, self._ready_cache(), plan.batch, plan.view_length)
+        return [NewTokens(plan.slots_B, *(x[: len(plan.slots_B)] for x in jax.device_get(new)))]
+
+    def _ready_cache(self) -> KVCache:
+        if self.cache is None:
+            dtype = jax.tree.leaves(self.params)[0].dtype
+            limits = self.limits
+            self.cache = KVCache.create(self._text, limits.slots, limits.max_sequence_tokens, dtype, self.device)
+        return self.cache

@@ -1,0 +1,251 @@
+"""The embedded engine: continuous batching in this process, on one JAX device, behind `rollout.engine.Engine`.
+
+The engine works in turns, each one call into a worker thread: a *start* prefills waiting prompts into free slots
+and draws their first tokens, a *round* gives every running sample up to `steps_per_sync` tokens. Between turns it
+delivers chunks and applies aborts and new weights. A weight update discards the cached keys and values: running
+samples are prefilled again, so that the log-probs of their later tokens are those of the new weights alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+import models
+from models.config import Qwen25VLConfig
+from models.decoder import Decoder
+from sharding.walk import Walk
+
+from . import turns
+from .device import DeviceState
+from .engine import EngineError, EngineStats, GenerateRequest
+from .programs import programs
+from .scheduler import Delivery, Job, Scheduler
+from .stream import Mailbox, TokenStream
+
+Result = TypeVar("Result")
+
+
+class JaxEngine:
+    """See `rollout.engine.Engine`. All methods belong to one event loop (or to one after another).
+
+    `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response.
+    `steps_per_sync` tokens a sample are decoded between two looks of the host: more is cheaper, fewer lets chunks,
+    aborts and new weights through sooner; what is sampled does not depend on it. `prefill_tokens` and
+    `prefill_patches` bound one prefill call. `compute_dtype` casts the weights as they come in (None: as they are).
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        slots: int = 256,
+        max_sequence_tokens: int = 128,
+        steps_per_sync: int = 4,
+        prefill_tokens: int = 4096,
+        prefill_patches: int = 4096,
+        compute_dtype: Any = None,
+        device: Any = None,
+        walk: Walk | None = None,
+        version: int = 0,
+    ) -> None:
+        if min(slots, max_sequence_tokens, steps_per_sync) < 1:
+            raise EngineError(
+                f"slots={slots}, max_sequence_tokens={max_sequence_tokens} and steps_per_sync={steps_per_sync} "
+                "must all be positive"
+            )
+        graphdef, params = models.split(model)
+        config = model.config
+        self._reads_pixels = isinstance(config, Qwen25VLConfig)
+        self._limits = turns.Limits(
+            slots=slots,
+            max_sequence_tokens=max_sequence_tokens,
+            prefill_tokens=prefill_tokens,
+            prefill_patches=prefill_patches,
+            merge_unit=config.vision.merge_unit if isinstance(config, Qwen25VLConfig) else 1,
+        )
+        self._device = DeviceState(
+            programs(graphdef, walk if walk is not None else Walk(), steps_per_sync),
+            params,
+            config.text,
+            self._limits,
+            device if device is not None else jax.local_devices()[0],
+            compute_dtype,
+        )
+        self._scheduler = Scheduler(slots, max_sequence_tokens, config.text.vocab_size)
+        self._version = version
+        self._tokens_prefilled = self._decode_steps = 0
+        self._paused = self._asleep = self._closed = False
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # held while the device works; fair, so nobody waits longer than a turn
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        """Queues the request at once (not at the first `await`) and returns the stream of its chunks.
+
+        Raises EngineError for a request that can't be served. Closing, cancelling or dropping the stream aborts.
+        """
+        if request.prompt.vision is not None and not self._reads_pixels:
+            raise EngineError(f"request {request.rid!r} has images or videos, but the model is text-only")
+        self._attach()
+        mailbox = Mailbox()
+        job, deliveries = self._scheduler.submit(request, mailbox)
+        self._deliver(deliveries)
+        self._kick()
+        return TokenStream(mailbox, functools.partial(self._abandon, job))
+
+    async def abort(self, rid: str) -> None:
+        """Returns when the slots are free. Tokens of the turn in flight are kept, before the `ABORT`."""
+        self._scheduler.mark_aborted(rid)
+        async with self._between_turns():
+            pass
+
+    def _abandon(self, job: Job) -> None:
+        for sample in job.samples:
+            sample.aborted = True
+        if not self._turn.locked():  # else whoever holds it reaps
+            self._deliver(self._scheduler.reap())
+
+    # --- weights and memory ---------------------------------------------------------------------
+
+    async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
+        """Copies `params` (the caller may donate its buffers afterwards); serves them from the next token on.
+
+        Raises EngineError where names or shapes differ; the old weights then stay.
+        """
+        async with self._between_turns():
+            await self._in_thread(self._device.update, params)
+            self._version = version
+            self._scheduler.invalidate()
+
+    async def pause(self) -> None:
+        self._paused = True
+        async with self._between_turns():
+            pass
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._attach()
+        self._kick()
+
+    async def sleep(self) -> None:
+        async with self._between_turns():
+            if self._scheduler.running:
+                raise EngineError(f"can't sleep: {self._scheduler.running} samples are running; abort them first")
+            self._scheduler.invalidate()
+            self._device.cache = None
+            self._asleep = True
+
+    async def wake(self) -> None:
+        self._asleep = False
+        self._attach()
+        self._kick()
+
+    async def close(self) -> None:
+        """Waits for the turn in flight; streams that are still open fail with EngineError."""
+        async with self._between_turns():
+            self._closed = True
+            self._fail("the engine was closed")
+        self._thread.shutdown(wait=False)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            version=self._version,
+            running=self._scheduler.running,
+            waiting=len(self._scheduler.waiting),
+            slots=self._limits.slots,
+            tokens_generated=self._scheduler.tokens_generated,
+            tokens_prefilled=self._tokens_prefilled,
+            decode_steps=self._decode_steps,
+        )
+
+    @property
+    def compiled_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Every (program, bucketed sizes) used so far: each one was compiled once."""
+        return tuple(sorted(self._device.shapes))
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        """Binds to the running event loop. What an earlier loop left behind when it closed is dropped."""
+        if self._closed:
+            raise EngineError("the engine is closed")
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            raise EngineError("the engine is in use on another event loop")
+        self._loop, self._turn, self._task = loop, asyncio.Lock(), None
+        self._fail("the event loop of this request was closed")
+
+    def _kick(self) -> None:
+        """Starts the loop unless it runs already; it ends by itself when there is nothing to do."""
+        if self._ready() and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="rollout engine")
+
+    def _ready(self) -> bool:
+        return bool(self._scheduler.jobs) and not (self._paused or self._asleep or self._closed)
+
+    @contextlib.asynccontextmanager
+    async def _between_turns(self) -> AsyncIterator[None]:
+        """No turn is in flight inside; what was aborted in the meantime ends on the way out."""
+        self._attach()
+        async with self._turn:
+            try:
+                yield
+            finally:
+                self._deliver(self._scheduler.reap())
+
+    async def _run(self) -> None:
+        while self._ready():
+            async with self._between_turns():
+                if not self._ready():
+                    break
+                try:
+                    await self._one_turn()
+                except asyncio.CancelledError:
+                    self._fail("the event loop is shutting down")
+                    raise
+                except Exception as error:
+                    self._fail(f"{type(error).__name__}: {error}", error)
+
+    async def _one_turn(self) -> None:
+        scheduler = self._scheduler
+        scheduler.admit()
+        if scheduler.to_start():
+            plan = turns.plan_starts(scheduler, self._limits)
+            results = await self._in_thread(self._device.start, plan)
+            self._tokens_prefilled += sum(batch.tokens for batch in plan.prefills)
+        else:
+            results = await self._in_thread(self._device.decode, turns.plan_round(scheduler, self._limits))
+            self._decode_steps += max(int(new.count_B.max()) for new in results)
+        for new in results:
+            new.check_finite(self._version)
+        for new in results:
+            self._deliver(scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version))
+
+    async def _in_thread(self, function: Callable[..., Result], *args: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+        for job, chunk in deliveries:
+            job.sink.put(chunk)
+            if chunk.finish is not None and not job.open:
+                job.sink.close()
+
+    def _fail(self, reason: str, cause: Exception | None = None) -> None:
+        """Fails every open stream. The engine starts afresh with the next request; the cache may be lost."""
+        self._device.cache = None
+        for job in self._scheduler.clear():
+            error = EngineError(f"request {job.request.rid!r} was lost: {reason}")
+            error.__cause__ = cause
+            job.sink.close(error)

@@ -1,0 +1,91 @@
+"""The slotted KV cache: every running sample owns one row of fixed length, on the device.
+
+A round of decoding reads a *view*: the active slots, as long as the longest of them needs. New keys and values
+collect in a small buffer of the round and are written back once. So a nearly empty engine pays for what runs,
+not for all slots, and the loop over tokens never copies the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from models.config import TextConfig
+
+Rows = tuple[Array, Array]  # keys and values [L, B, T, K, H] of a prefill, a view, or a round
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys (rotated) and values of `B` slots and up to `S` tokens each. Entries beyond a slot's length are stale."""
+
+    k_LBSKH: Any
+    v_LBSKH: Any
+
+    @staticmethod
+    def create(text: TextConfig, slots: int, max_tokens: int, dtype: Any, device: Any = None) -> KVCache:
+        shape = (text.num_layers, slots, max_tokens, text.num_kv_heads, text.head_dim)
+        return KVCache(jnp.zeros(shape, dtype, device=device), jnp.zeros(shape, dtype, device=device))
+
+    @property
+    def max_tokens(self) -> int:
+        return self.k_LBSKH.shape[2]
+
+    def view(self, slots_B: Int[Array, " B"], length: int) -> Rows:
+        """The first `length` entries of some slots. An out-of-range slot (padding) reads another slot's entries."""
+        return jax.tree.map(
+            lambda x: jnp.take(x[:, :, :length], slots_B, axis=1, mode="clip"), (self.k_LBSKH, self.v_LBSKH)
+        )
+
+    def append(self, rows: Rows, slots_B: Int[Array, " B"], start_B: Int[Array, " B"]) -> KVCache:
+        """Writes `rows` behind the first `start_B` entries of each slot; what does not fit is dropped, and so is
+        everything for an out-of-range slot."""
+        offsets_BT = start_B[:, None] + jnp.arange(rows[0].shape[2])[None, :]
+
+        def write(x: Array, new: Array) -> Array:
+            return x.at[:, slots_B[:, None], offsets_BT].set(new, mode="drop")
+
+        return KVCache(write(self.k_LBSKH, rows[0]), write(self.v_LBSKH, rows[1]))
+
+    def insert(
+        self, rows: Rows, row_B: Int[Array, " B"], source_BT: Int[Array, "B T"], slots_B: Int[Array, " B"]
+    ) -> KVCache:
+        """Fills slots from prefilled rows: entry `t` of slot `slots_B[b]` becomes entry `source_BT[b, t]` of row
+        `row_B[b]`. Several slots may read one row: that is how samples share the prefill of their prompt."""
+        length = min(source_BT.shape[1], self.max_tokens)
+        source_BT = source_BT[:, :length]
+
+        def write(x: Array, new: Array) -> Array:
+            return x.at[:, slots_B, :length].set(new[:, row_B[:, None], source_BT], mode="drop")
+
+        return KVCache(write(self.k_LBSKH, rows[0]), write(self.v_LBSKH, rows[1]))
+
+
+def cached_attention(
+    q: Float[Array, "B 1 N H"],
+    cached: tuple[Array, Array],
+    fresh: tuple[Array, Array],
+    length_B: Int[Array, " B"],
+    step: Int[Array, ""],
+) -> Float[Array, "B 1 N H"]:
+    """Attention of one new token a slot over its first `length_B` cached entries (`[B, S, K, H]`) and the round's
+    own entries `0 .. step` (`[B, R, K, H]`). Scores and softmax are float32."""
+    B, _, N, H = q.shape
+    K = cached[0].shape[2]
+    q = q.reshape(B, K, N // K, H)
+
+    def scores(k: Array) -> Array:
+        return jnp.einsum("BKGH,BSKH->BKGS", q, k, preferred_element_type=jnp.float32) * H**-0.5
+
+    S, R = cached[0].shape[1], fresh[0].shape[1]
+    old = jnp.where((jnp.arange(S)[None, :] < length_B[:, None])[:, None, None], scores(cached[0]), -1e30)
+    new = jnp.where((jnp.arange(R) <= step)[None, None, None], scores(fresh[0]), -1e30)
+    probs = jax.nn.softmax(jnp.concatenate([old, new], axis=-1), axis=-1).astype(q.dtype)
+    out = jnp.einsum("BKGS,BSKH->BKGH", probs[..., :S], cached[1])
+    out += jnp.einsum("BKGS,BSKH->BKGH", probs[..., S:], fresh[1])
+    return out.reshape(B, 1, N, H)

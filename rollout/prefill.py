@@ -1,0 +1,142 @@
+"""From prompts, and responses already begun, to packed rows that one prefill computes.
+
+A row is a prompt followed by what its samples already have, each as a branch (`models.inputs.PackedTokens`):
+samples share the computation of their prompt whether they start, are continued, or must be recomputed because
+the weights changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from models.inputs import ModelInput, PackedTokens, VisionInput
+from models.processing.vision_input import concatenate, pad
+
+from .buckets import doubling, geometric
+
+LEAST_TOKENS = 16  # a row
+LEAST_FEATURES = 16  # of the vision tower
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """A prompt to prefill and what each of some samples already has (may be empty), in sample order."""
+
+    prompt: ModelInput
+    responses: tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a sample's entries stand: the row of the batch, and the start of its own tokens in that row."""
+
+    row: int
+    prompt_tokens: int
+    own_start: int
+    own_tokens: int
+
+    def source(self) -> np.ndarray:
+        """Index in the row of each of the sample's cache entries."""
+        own = np.arange(self.own_start, self.own_start + self.own_tokens, dtype=np.int32)
+        return np.concatenate([np.arange(self.prompt_tokens, dtype=np.int32), own])
+
+
+@dataclasses.dataclass
+class PrefillBatch:
+    """One call of the prefill program; `places[i][j]` is sample `j` of prefix `i`. The engine fills in `outputs`:
+    keys and values, and hidden states, on the device."""
+
+    inputs: PackedTokens
+    places: list[list[Place]]
+    tokens: int  # computed, padding not counted
+    outputs: Any = None
+
+
+def _layout(prefix: Prefix, row_tokens: int) -> tuple[list[int], list[Place]]:
+    """Lengths of the prefix's rows, and places counted from its first row. Samples fill a row up to `row_tokens`."""
+    start = len(prefix.prompt)
+    lengths, places = [start], []
+    for response in prefix.responses:
+        if lengths[-1] + len(response) > row_tokens and lengths[-1] > start:
+            lengths.append(start)
+        places.append(Place(len(lengths) - 1, start, lengths[-1], len(response)))
+        lengths[-1] += len(response)
+    return lengths, places
+
+
+def plan(
+    prefixes: Sequence[Prefix], *, row_tokens: int, batch_tokens: int, batch_patches: int, merge_unit: int
+) -> Iterator[tuple[list[int], PrefillBatch]]:
+    """Packs prefixes, in order, into batches of about `batch_tokens` (rows x row length) and `batch_patches`.
+
+    Yields the indices of the prefixes in a batch and the batch. A prefix is never divided between batches, so
+    one of any size gets a batch of its own. `merge_unit` patches make a feature.
+    """
+    members: list[int] = []
+    rows = longest = patches = 0
+    for index, prefix in enumerate(prefixes):
+        lengths, _ = _layout(prefix, row_tokens)
+        more = prefix.prompt.vision.num_patches if prefix.prompt.vision is not None else 0
+        area = doubling(rows + len(lengths), 1) * geometric(max(longest, *lengths, 1), LEAST_TOKENS)
+        if members and (area > batch_tokens or patches + more > batch_patches):
+            yield members, _pack([prefixes[i] for i in members], row_tokens, merge_unit)
+            members, rows, longest, patches = [], 0, 0, 0
+        members.append(index)
+        rows, longest, patches = rows + len(lengths), max(longest, *lengths), patches + more
+    if members:
+        yield members, _pack([prefixes[i] for i in members], row_tokens, merge_unit)
+
+
+def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int) -> PrefillBatch:
+    layouts = [_layout(prefix, row_tokens) for prefix in prefixes]
+    lengths = [length for row_lengths, _ in layouts for length in row_lengths]
+    B, T = doubling(len(lengths), 1), geometric(max(lengths), LEAST_TOKENS)
+    tokens_BT = np.zeros((B, T), np.int32)
+    segments_BT = np.zeros((B, T), np.int32)
+    branches_BT = np.zeros((B, T), np.int32)
+    positions_3BT = np.zeros((3, B, T), np.int32)
+    feature_index_BT = np.full((B, T), -1, np.int32)
+    visions: list[VisionInput] = []
+    places: list[list[Place]] = []
+    row = features = 0
+    for prefix, (row_lengths, own_places) in zip(prefixes, layouts, strict=True):
+        prompt, end = prefix.prompt, row + len(row_lengths)
+        P = len(prompt)
+        tokens_BT[row:end, :P] = prompt.token_ids_T
+        positions_3BT[:, row:end, :P] = prompt.positions_3T[:, None]
+        index = prompt.feature_index_T
+        feature_index_BT[row:end, :P] = np.where(index >= 0, index + features, -1)
+        for r, length in enumerate(row_lengths, start=row):
+            segments_BT[r, :length] = 1
+        places.append([dataclasses.replace(place, row=row + place.row) for place in own_places])
+        for branch, (place, response) in enumerate(zip(places[-1], prefix.responses, strict=True), start=1):
+            own = slice(place.own_start, place.own_start + place.own_tokens)
+            tokens_BT[place.row, own] = response
+            branches_BT[place.row, own] = branch
+            positions_3BT[:, place.row, own] = prompt.next_position + np.arange(len(response), dtype=np.int32)
+        if prompt.vision is not None:
+            visions.append(prompt.vision)
+            features += prompt.vision.num_patches // merge_unit
+        row = end
+    predecessor_BT = np.broadcast_to(np.maximum(np.arange(T, dtype=np.int32) - 1, 0), (B, T))  # not used here
+    inputs = PackedTokens(
+        tokens_BT,
+        segments_BT,
+        branches_BT,
+        positions_3BT,
+        predecessor_BT,
+        feature_index_BT,
+        _pack_vision(visions, merge_unit),
+    )
+    return PrefillBatch(inputs, places, sum(lengths))
+
+
+def _pack_vision(visions: Sequence[VisionInput], merge_unit: int) -> VisionInput | None:
+    if not visions:
+        return None
+    joined = concatenate(visions)
+    return pad(joined, merge_unit * geometric(joined.num_patches // merge_unit, LEAST_FEATURES))

@@ -1,0 +1,167 @@
+"""The three compiled programs of the embedded engine: prefill prompts, start samples, decode a round.
+
+They are pure functions of weights, cache and small host arrays. Nothing depends on values, only on bucketed
+shapes, so that the number of compilations stays small (`Programs.compiled`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from models.decoder import Decoder
+from models.inputs import PackedTokens
+from sharding.kernels.attention import Mask, attention
+from sharding.walk import Walk
+
+from .kv_cache import KVCache, Rows, cached_attention
+from .sampling import SlotSampling, allowed_tokens, sample, sample_keys, stopped
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Starts:
+    """Samples to start from prefilled rows. `index_B` counts the tokens of the response so far (0 without prefix)."""
+
+    slots_B: Any  # i32; out of range: padding
+    row_B: Any  # i32
+    source_BT: Any  # i32, where in the row the sample's entries stand
+    last_B: Any  # i32, where in the row its last token stands
+    index_B: Any  # i32
+    sampling: SlotSampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Samples to decode. Their last token is not in the cache yet: it is the first input."""
+
+    slots_B: Any  # i32; out of range: padding
+    token_B: Any  # i32, last token of the sample
+    position_B: Any  # i32, its rotary position
+    length_B: Any  # i32, entries in the cache
+    index_B: Any  # i32, tokens of the response so far
+    remaining_B: Any  # i32, tokens it may still get; 0: padding
+    sampling: SlotSampling
+
+
+class Programs:
+    """The compiled programs of one architecture. Engines of equal settings share them (`programs`)."""
+
+    def __init__(self, graphdef: Any, walk: Walk, steps: int) -> None:
+        self.graphdef, self.walk, self.steps = graphdef, walk, steps
+        self.prefill = jax.jit(self._prefill)
+        self.start = jax.jit(self._start, donate_argnums=1)
+        self.decode = jax.jit(self._decode, donate_argnums=1, static_argnums=3)
+
+    @property
+    def compiled(self) -> dict[str, int]:
+        """How many shapes of each program were compiled so far."""
+        return {name: getattr(self, name)._cache_size() for name in ("prefill", "start", "decode")}
+
+    def _model(self, params: Any) -> Decoder:
+        return nnx.merge(self.graphdef, params)
+
+    def _prefill(self, params: Any, inputs: PackedTokens) -> tuple[Rows, Array]:
+        """Keys, values `[L, B, T, K, H]` and final hidden states `[B, T, D]` of packed prompts."""
+        model = self._model(params)
+        allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
+        rotary = model.rotary(inputs.positions_3BT)
+
+        def step(layer: Any, x: Array, _: None) -> tuple[Array, Rows]:
+            return layer(x, rotary, lambda q, k, v: (attention(q, k, v, allowed), (k, v)))
+
+        x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
+        x, rows = self.walk.scan(model.layers, x, step)
+        return rows, model.final_norm(self.walk, x)
+
+    def _logits(self, model: Decoder, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        head = model.head_weight(self.walk)
+        return jnp.einsum("BD,VD->BV", hidden_BD, head, preferred_element_type=jnp.float32)
+
+    def _start(
+        self, params: Any, cache: KVCache, rows: Rows, hidden_BTD: Float[Array, "R T D"], starts: Starts
+    ) -> tuple[KVCache, Int[Array, " B"], Float[Array, " B"]]:
+        """Copies prefilled rows into the samples' slots and draws each one's first token."""
+        cache = cache.insert(rows, starts.row_B, starts.source_BT, starts.slots_B)
+        logits_BV = self._logits(self._model(params), hidden_BTD[starts.row_B, starts.last_B])
+        sampling = starts.sampling
+        allowed_BV = allowed_tokens(sampling.forbidden_ids_BI, logits_BV.shape[1])
+        keys_B = sample_keys(sampling.seed_B2, sampling.sample_B)
+        return cache, *sample(logits_BV, allowed_BV, sampling, keys_B, starts.index_B)
+
+    def _decode(
+        self, params: Any, cache: KVCache, batch: Round, view_length: int
+    ) -> tuple[KVCache, Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
+        """Up to `steps` tokens a sample: tokens and log-probs `[B, steps]`, and how many of them count.
+
+        A sample ends at a stop id (counted) or when nothing remains; the round ends with its last sample.
+        """
+        model = self._model(params)
+        text = model.config.text
+        B, steps = batch.slots_B.shape[0], self.steps
+        cached = cache.view(batch.slots_B, view_length)
+        sampling = batch.sampling
+        keys_B = sample_keys(sampling.seed_B2, sampling.sample_B)
+        allowed_BV = allowed_tokens(sampling.forbidden_ids_BI, text.vocab_size)
+        fresh_shape = (text.num_layers, B, steps, text.num_kv_heads, text.head_dim)
+        fresh = tuple(jnp.zeros(fresh_shape, x.dtype) for x in cached)
+
+        def forward(token_B: Array, fresh: Rows, i: Array) -> tuple[Array, Rows]:
+            positions_3B1 = jnp.broadcast_to((batch.position_B + i)[None, :, None], (3, B, 1))
+            rotary = model.rotary(positions_3B1)
+
+            def step(layer: Any, x: Array, xs: tuple[Rows, Rows]) -> tuple[Array, Rows]:
+                old, new = xs
+
+                def attend(q: Array, k: Array, v: Array) -> tuple[Array, Rows]:
+                    k_new, v_new = (
+                        jax.lax.dynamic_update_slice_in_dim(buffer, x, i, axis=1)
+                        for buffer, x in zip(new, (k, v), strict=True)
+                    )
+                    return cached_attention(q, old, (k_new, v_new), batch.length_B, i), (k_new, v_new)
+
+                return layer(x, rotary, attend)
+
+            no_features = jnp.full((B, 1), -1, jnp.int32)
+            x = model.embed(self.walk, token_B[:, None], no_features, None)
+            x, fresh = self.walk.scan(model.layers, x, step, (cached, fresh))
+            return model.final_norm(self.walk, x)[:, 0], fresh
+
+        def running(state: Any) -> Array:
+            return (state[0] < steps) & jnp.any(state[2])
+
+        def one(state: Any) -> Any:
+            i, token_B, alive_B, fresh, tokens_BR, logprobs_BR, count_B = state
+            hidden_BD, fresh = forward(token_B, fresh, i)
+            logits_BV = self._logits(model, hidden_BD)
+            token_B, logprob_B = sample(logits_BV, allowed_BV, sampling, keys_B, batch.index_B + i)
+            tokens_BR = jax.lax.dynamic_update_slice_in_dim(tokens_BR, token_B[:, None], i, axis=1)
+            logprobs_BR = jax.lax.dynamic_update_slice_in_dim(logprobs_BR, logprob_B[:, None], i, axis=1)
+            count_B = count_B + alive_B.astype(jnp.int32)
+            alive_B = alive_B & (count_B < batch.remaining_B) & ~stopped(token_B, sampling.stop_ids_BI)
+            return i + 1, token_B, alive_B, fresh, tokens_BR, logprobs_BR, count_B
+
+        state = (
+            jnp.int32(0),
+            batch.token_B,
+            batch.remaining_B > 0,
+            fresh,
+            jnp.zeros((B, steps), jnp.int32),
+            jnp.zeros((B, steps), jnp.float32),
+            jnp.zeros((B,), jnp.int32),
+        )
+        _, _, _, fresh, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(running, one, state)
+        cache = cache.append(fresh, batch.slots_B, batch.length_B)
+        return cache, tokens_BR, logprobs_BR, count_B
+
+
+@functools.lru_cache(maxsize=32)
+def programs(graphdef: Any, walk: Walk, steps: int) -> Programs:
+    return Programs(graphdef, walk, steps)

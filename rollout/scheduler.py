@@ -1,0 +1,230 @@
+"""Who runs in which slot: the engine's bookkeeping, pure host code without device, clock or event loop.
+
+Samples wait in the order of submission and take the lowest free slots in that order, so that equal submissions
+give equal batches. A slot whose sample has nothing in the cache (new, or the weights changed) is to be *started*
+from prefilled rows; all others are decoded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
+from .slots import SlotTable
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """One response in the making. `slot` is -1 while it waits and after it ended."""
+
+    job: Job
+    index: int
+    slot: int = -1
+    aborted: bool = False
+    ended: bool = False
+
+    @property
+    def waiting(self) -> bool:
+        return self.slot < 0 and not self.ended and not self.aborted
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request in flight. `rows` is kept here for `rollout.turns`: the batch in which its prompt was prefilled and
+    the places of its samples in it, as long as samples wait for a slot. `sink` is whoever gets the chunks."""
+
+    request: GenerateRequest
+    sink: Any = None
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    rows: Any = None
+
+    @property
+    def open(self) -> bool:
+        return any(not sample.ended for sample in self.samples)
+
+    def prefix(self, index: int) -> tuple[int, ...]:
+        return self.request.prefix_ids[index] if self.request.prefix_ids else ()
+
+
+Delivery = tuple[Job, TokenChunk]
+
+
+class Scheduler:
+    """Requests, samples and slots. Methods that end or advance samples return the chunks to deliver."""
+
+    def __init__(self, slots: int, max_sequence_tokens: int, vocabulary: int) -> None:
+        self.max_sequence_tokens, self.vocabulary = max_sequence_tokens, vocabulary
+        self.table = SlotTable(slots, max_sequence_tokens)
+        self.jobs: dict[str, Job] = {}
+        self.occupant: list[Sample | None] = [None] * slots
+        self.cached_N = np.zeros(slots, bool)  # the slot's cache holds its sample
+        self.waiting: deque[Sample] = deque()
+        self.tokens_generated = 0
+
+    @property
+    def running(self) -> int:
+        return sum(sample is not None for sample in self.occupant)
+
+    def submit(self, request: GenerateRequest, sink: Any = None) -> tuple[Job, list[Delivery]]:
+        """Queues a request. Raises EngineError for one that can never be served; chunks are of samples whose
+        prefix is already a whole response."""
+        self._check(request)
+        job = self.jobs[request.rid] = Job(request, sink)
+        job.samples = [Sample(job, index) for index in range(request.n)]
+        done: list[Delivery] = []
+        for sample in job.samples:
+            prefix = job.prefix(sample.index)
+            if prefix and prefix[-1] in request.sampling.stop_ids:
+                done.append(self._end(sample, FinishReason.STOP))
+            elif len(prefix) >= request.sampling.max_new_tokens:
+                done.append(self._end(sample, FinishReason.LENGTH))
+            else:
+                self.waiting.append(sample)
+        return job, done
+
+    def _check(self, request: GenerateRequest) -> None:
+        sampling, prompt = request.sampling, len(request.prompt)
+
+        def refuse(reason: str) -> EngineError:
+            return EngineError(f"request {request.rid!r}: {reason}")
+
+        if request.rid in self.jobs:
+            raise refuse("a request of this id is already in flight")
+        if request.n < 1 or prompt < 1 or sampling.max_new_tokens < 1:
+            raise refuse(
+                f"needs a prompt, a sample and a token to generate, got {prompt} prompt tokens, n={request.n}, "
+                f"max_new_tokens={sampling.max_new_tokens}"
+            )
+        if prompt + sampling.max_new_tokens > self.max_sequence_tokens:
+            raise refuse(
+                f"{prompt} prompt tokens + max_new_tokens={sampling.max_new_tokens} = "
+                f"{prompt + sampling.max_new_tokens} exceed rollout.max_sequence_tokens={self.max_sequence_tokens}"
+            )
+        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+            raise refuse(
+                "temperature must be >= 0, top_p in (0, 1] and top_k >= 0, got "
+                f"{sampling.temperature}, {sampling.top_p}, {sampling.top_k}"
+            )
+        if len({id for id in sampling.forbidden_ids if 0 <= id < self.vocabulary}) >= self.vocabulary:
+            raise refuse("every token of the vocabulary is forbidden")
+        if request.prefix_ids and len(request.prefix_ids) != request.n:
+            raise refuse(f"{len(request.prefix_ids)} prefixes for n={request.n} samples")
+        for ids in (request.prompt.token_ids_T, *map(np.asarray, request.prefix_ids)):
+            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary:
+                raise refuse(f"token ids {ids.min()} .. {ids.max()} leave the vocabulary of {self.vocabulary}")
+
+    def admit(self) -> None:
+        """Gives free slots to waiting samples."""
+        if not self.waiting:
+            return
+        for slot, occupant in enumerate(self.occupant):
+            if occupant is not None:
+                continue
+            if not self.waiting:
+                break
+            sample = self.waiting.popleft()
+            sample.slot = slot
+            self.occupant[slot] = sample
+            self.cached_N[slot] = False
+            job = sample.job
+            self.table.assign(slot, job.request, sample.index, job.prefix(sample.index))
+
+    def to_start(self) -> dict[Job, list[Sample]]:
+        """Samples that hold a slot and have nothing in its cache, by job, in the order of their slots."""
+        jobs: dict[Job, list[Sample]] = {}
+        for sample, cached in zip(self.occupant, self.cached_N, strict=True):
+            if sample is not None and not cached:
+                jobs.setdefault(sample.job, []).append(sample)
+        return jobs
+
+    def to_decode(self) -> np.ndarray:
+        """Slots with a sample in the cache, ascending."""
+        return np.flatnonzero(self.cached_N).astype(np.int32)
+
+    def response(self, sample: Sample) -> np.ndarray:
+        """What a sample has so far, its prefix included."""
+        if sample.slot < 0:
+            return np.asarray(sample.job.prefix(sample.index), np.int32)
+        return self.table.response(sample.slot)
+
+    def record(
+        self, slots_B: np.ndarray, tokens_BR: np.ndarray, logprobs_BR: np.ndarray, count_B: np.ndarray, version: int
+    ) -> list[Delivery]:
+        """Takes in the first `count_B` new tokens of each slot; ends what is complete and what was aborted."""
+        stop_B, full_B = self.table.extend(slots_B, tokens_BR, count_B)
+        self.cached_N[slots_B] = True
+        self.tokens_generated += int(count_B.sum())
+        deliveries: list[Delivery] = []
+        rows = zip(
+            slots_B.tolist(), tokens_BR.tolist(), logprobs_BR.tolist(), count_B.tolist(), stop_B.tolist(),
+            full_B.tolist(), strict=True,
+        )  # fmt: skip
+        for slot, tokens, logprobs, count, stop, full in rows:
+            sample = self.occupant[slot]
+            assert sample is not None, "slots are freed between turns only"
+            finish = FinishReason.STOP if stop else FinishReason.LENGTH if full else None
+            if finish is None and sample.aborted:
+                finish = FinishReason.ABORT
+            job, index = sample.job, sample.index
+            chunk = TokenChunk(
+                job.request.rid, index, tuple(tokens[:count]), tuple(logprobs[:count]), (version,) * count, finish
+            )
+            deliveries.append((job, chunk))
+            if finish is not None:
+                self._end(sample, finish)
+        return deliveries
+
+    def _end(self, sample: Sample, finish: FinishReason) -> Delivery:
+        """Frees the slot; returns the chunk for an end without new tokens."""
+        if sample.slot >= 0:
+            self.occupant[sample.slot] = None
+            self.cached_N[sample.slot] = False
+            sample.slot = -1
+        sample.ended = True
+        job = sample.job
+        if not job.open:
+            del self.jobs[job.request.rid]
+            job.rows = None
+        return job, TokenChunk(job.request.rid, sample.index, (), (), (), finish)
+
+    def mark_aborted(self, id: str) -> None:
+        """Marks a request (`rid`) or one sample (`rid/i`); unknown ids are ignored. `reap` ends what is marked."""
+        job = self.jobs.get(id)
+        if job is not None:
+            for sample in job.samples:
+                sample.aborted = True
+            return
+        rid, _, index = id.rpartition("/")
+        job = self.jobs.get(rid)
+        if job is not None and index.isdecimal() and int(index) < len(job.samples):
+            job.samples[int(index)].aborted = True
+
+    def reap(self) -> list[Delivery]:
+        """Ends all marked samples, running or waiting. Not to be called while a round is on the device."""
+        marked = [s for job in self.jobs.values() for s in job.samples if s.aborted and not s.ended]
+        if any(sample.slot < 0 for sample in marked):
+            self.waiting = deque(sample for sample in self.waiting if not sample.aborted)
+        return [self._end(sample, FinishReason.ABORT) for sample in marked]
+
+    def invalidate(self) -> None:
+        """The weights changed: nothing in the cache holds any more; running samples are to be started again."""
+        self.cached_N[:] = False
+        for job in self.jobs.values():
+            job.rows = None
+
+    def clear(self) -> list[Job]:
+        """Drops everything; returns the jobs that were open."""
+        jobs = list(self.jobs.values())
+        self.jobs.clear()
+        self.waiting.clear()
+        self.occupant = [None] * len(self.occupant)
+        self.cached_N[:] = False
+        for job in jobs:
+            job.rows = None
+            for sample in job.samples:
+                sample.slot, sample.ended = -1, True
+        return jobs

@@ -1,0 +1,107 @@
+"""What the two kinds of turn have to do, planned on the host between turns (`rollout.device` carries it out).
+
+A *start* prefills prompts and draws the first token of the samples that were given a slot; a *round* gives each
+running sample up to `steps_per_sync` tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from .buckets import doubling, geometric
+from .prefill import LEAST_TOKENS, Place, PrefillBatch, Prefix, plan
+from .programs import Round, Starts
+from .scheduler import Sample, Scheduler
+
+LEAST_SAMPLES = 8  # of a start
+LEAST_SLOTS = 32  # of a round
+LEAST_VIEW = 32  # cache entries read by a round
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    slots: int
+    max_sequence_tokens: int
+    prefill_tokens: int
+    prefill_patches: int
+    merge_unit: int  # patches a feature of the vision tower; 1 for text
+
+
+@dataclasses.dataclass
+class StartPlan:
+    """Batches to prefill, and for each batch (these, or earlier ones that samples still waited for) its starts."""
+
+    prefills: list[PrefillBatch]
+    starts: list[tuple[PrefillBatch, np.ndarray, Starts]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundPlan:
+    slots_B: np.ndarray
+    batch: Round
+    view_length: int
+
+
+def plan_starts(scheduler: Scheduler, limits: Limits) -> StartPlan:
+    """Prefills for the jobs whose rows are missing, and starts for every sample with a slot and no cache.
+
+    Rows are kept with a job as long as samples of it wait for a slot, so that a prompt is computed once.
+    """
+    jobs = scheduler.to_start()
+    missing = [job for job in jobs if job.rows is None]
+    wanted = [[s for s in job.samples if s in jobs[job] or s.waiting] for job in missing]
+    prefixes = [
+        Prefix(job.request.prompt, tuple(scheduler.response(s) for s in samples))
+        for job, samples in zip(missing, wanted, strict=True)
+    ]
+    prefills: list[PrefillBatch] = []
+    for members, batch in plan(
+        prefixes,
+        row_tokens=limits.max_sequence_tokens,
+        batch_tokens=limits.prefill_tokens,
+        batch_patches=limits.prefill_patches,
+        merge_unit=limits.merge_unit,
+    ):
+        prefills.append(batch)
+        for i, places in zip(members, batch.places, strict=True):
+            missing[i].rows = (batch, {s.index: place for s, place in zip(wanted[i], places, strict=True)})
+
+    by_batch: dict[int, tuple[PrefillBatch, list[tuple[Sample, Place]]]] = {}
+    for job, samples in jobs.items():
+        batch, places = job.rows
+        _, members = by_batch.setdefault(id(batch), (batch, []))
+        members.extend((sample, places[sample.index]) for sample in samples)
+        if not any(sample.waiting for sample in job.samples):
+            job.rows = None
+    return StartPlan(prefills, [_starts(scheduler, limits, *each) for each in by_batch.values()])
+
+
+def _starts(
+    scheduler: Scheduler, limits: Limits, batch: PrefillBatch, members: list[tuple[Sample, Place]]
+) -> tuple[PrefillBatch, np.ndarray, Starts]:
+    size = doubling(len(members), min(LEAST_SAMPLES, limits.slots), limits.slots)
+    slots_B = np.array([sample.slot for sample, _ in members], np.int32)
+    places = [(p.row, p.prompt_tokens, p.own_start, p.own_tokens) for _, p in members]
+    row_B, prompt_B, start_B, own_B = np.pad(np.array(places, np.int32), ((0, size - len(places)), (0, 0))).T
+    entries_B = prompt_B + own_B
+    row_tokens = batch.inputs.tokens_BT.shape[1]
+    entry_T = np.arange(min(geometric(int(entries_B.max()), LEAST_TOKENS), row_tokens), dtype=np.int32)
+    source_BT = np.where(entry_T < prompt_B[:, None], entry_T, entry_T + (start_B - prompt_B)[:, None])
+    starts = Starts(
+        slots_B=np.pad(slots_B, (0, size - len(slots_B)), constant_values=limits.slots),
+        row_B=row_B,
+        source_BT=np.minimum(source_BT, row_tokens - 1),
+        last_B=np.where(own_B > 0, start_B + own_B, prompt_B) - (entries_B > 0),
+        index_B=own_B,
+        sampling=scheduler.table.sampling(slots_B, size),
+    )
+    return batch, slots_B, starts
+
+
+def plan_round(scheduler: Scheduler, limits: Limits) -> RoundPlan:
+    slots_B = scheduler.to_decode()
+    batch = scheduler.table.round(slots_B, doubling(len(slots_B), min(LEAST_SLOTS, limits.slots), limits.slots))
+    view_length = doubling(int(batch.length_B.max()), LEAST_VIEW, limits.max_sequence_tokens)
+    return RoundPlan(slots_B, batch, view_length)
