@@ -1,0 +1,172 @@
+"""Preprocessing settings as typed values, read from and written to Hugging Face's JSON files.
+
+Defaults are those of transformers 5.23 (`Qwen2VLImageProcessor`, `Qwen2VLVideoProcessor`), except that videos are
+sampled at 2 frames a second where a checkpoint says nothing, as the authors' own `qwen-vl-utils` does.
+A setting that this code cannot honour is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchLayout:
+    """How pixels become patches, and patches windows: the part of `VisionConfig` that preprocessing needs."""
+
+    patch_size: int = 14  # pixels
+    temporal_patch_size: int = 2  # frames
+    spatial_merge_size: int = 2  # patches a side of a merge block
+    window_size: int = 112  # pixels
+    tokens_per_second: float | int = 4  # ticks of the rotary time axis
+
+    @property
+    def factor(self) -> int:
+        """Sides of a resized frame are multiples of this many pixels."""
+        return self.patch_size * self.spatial_merge_size
+
+
+@dataclasses.dataclass(frozen=True)
+class PixelSettings:
+    """Resizing and normalisation. `min_pixels` and `max_pixels` bound the area of one frame."""
+
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+    rescale_factor: float = 1 / 255
+    resample: int = 3  # a `PIL.Image.Resampling` value; 3 is bicubic
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_pixels <= self.max_pixels:
+            raise ValueError(f"0 < min_pixels <= max_pixels must hold, got {self.min_pixels} and {self.max_pixels}")
+        if len(self.mean) != 3 or len(self.std) != 3 or 0.0 in self.std:
+            raise ValueError(f"mean and std need three numbers, std none of them 0, got {self.mean} and {self.std}")
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameSettings:
+    """Which frames of a video are read: `num_frames` spread evenly, or `fps` a second, or all where both are 0."""
+
+    num_frames: int = 0
+    fps: float | int = 2
+    min_frames: int = 4  # bounds for `fps`
+    max_frames: int = 768
+    max_video_tokens: int = 0  # > 0: 90 % of so many tokens bound the pixels of a whole video
+
+
+VIDEO_PIXELS = PixelSettings(min_pixels=128 * 28 * 28, max_pixels=28 * 28 * 768)
+
+
+def read_pixels(config: Mapping[str, Any], default: PixelSettings) -> PixelSettings:
+    """Of a `preprocessor_config.json` dictionary. Raises ValueError for a step that is switched off."""
+    for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if config.get(step, True) is False:
+            raise ValueError(f"{step}=false is not supported")
+    size = config.get("size") or {}
+    # the older pair of names wins over `size`, as in transformers
+    low = config.get("min_pixels") or size.get("min_pixels") or size.get("shortest_edge")
+    high = config.get("max_pixels") or size.get("max_pixels") or size.get("longest_edge")
+    return PixelSettings(
+        min_pixels=int(low or default.min_pixels),
+        max_pixels=int(high or default.max_pixels),
+        mean=tuple(float(v) for v in config.get("image_mean") or default.mean),
+        std=tuple(float(v) for v in config.get("image_std") or default.std),
+        rescale_factor=float(config.get("rescale_factor") or default.rescale_factor),
+        resample=int(config.get("resample") or default.resample),
+    )
+
+
+def read_frames(config: Mapping[str, Any]) -> FrameSettings:
+    """Of a video processor's dictionary."""
+    num_frames = int(config.get("num_frames") or 0)
+    return FrameSettings(
+        num_frames=num_frames,
+        fps=0 if num_frames else config.get("fps") or 2,
+        min_frames=int(config.get("min_frames") or 4),
+        max_frames=int(config.get("max_frames") or 768),
+        max_video_tokens=int(config.get("max_video_tokens") or 128000) if config.get("cap_pixels_per_frame") else 0,
+    )
+
+
+def read_layout(config: Mapping[str, Any], default: PatchLayout) -> PatchLayout:
+    """Of an image processor's dictionary; `default` supplies what it does not say."""
+    return PatchLayout(
+        patch_size=int(config.get("patch_size") or default.patch_size),
+        temporal_patch_size=int(config.get("temporal_patch_size") or default.temporal_patch_size),
+        spatial_merge_size=int(config.get("merge_size") or default.spatial_merge_size),
+        window_size=int(config.get("window_size") or default.window_size),
+        tokens_per_second=config.get("tokens_per_second") or default.tokens_per_second,
+    )
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The dictionary in a JSON file, empty where there is no file. Raises ValueError naming a broken one."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+def read_configs(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The image and the video processor's dictionaries of a checkpoint folder, found as transformers finds them."""
+    both = read_json(folder / "processor_config.json")
+    single = read_json(folder / "preprocessor_config.json")
+    image = both.get("image_processor") or single
+    video = both.get("video_processor") or read_json(folder / "video_preprocessor_config.json") or single
+    return image, video
+
+
+def write_configs(
+    folder: pathlib.Path, layout: PatchLayout, image: PixelSettings, video: PixelSettings, frames: FrameSettings
+) -> None:
+    """Writes `preprocessor_config.json` and `video_preprocessor_config.json`, readable by transformers too."""
+
+    def common(pixels: PixelSettings) -> dict[str, Any]:
+        return {
+            "do_resize": True,
+            "do_rescale": True,
+            "do_normalize": True,
+            "do_convert_rgb": True,
+            "size": {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels},
+            "image_mean": list(pixels.mean),
+            "image_std": list(pixels.std),
+            "rescale_factor": pixels.rescale_factor,
+            "resample": pixels.resample,
+            "patch_size": layout.patch_size,
+            "temporal_patch_size": layout.temporal_patch_size,
+            "merge_size": layout.spatial_merge_size,
+        }
+
+    image_config = common(image) | {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        # read back where no config.json stands beside
+        "window_size": layout.window_size,
+        "tokens_per_second": layout.tokens_per_second,
+    }
+    sampling = {"num_frames": frames.num_frames} if frames.num_frames else {"fps": frames.fps}
+    video_config = common(video) | {
+        "video_processor_type": "Qwen2VLVideoProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "do_sample_frames": True,
+        "min_frames": frames.min_frames,
+        "max_frames": frames.max_frames,
+        "cap_pixels_per_frame": frames.max_video_tokens > 0,
+        **({"max_video_tokens": frames.max_video_tokens} if frames.max_video_tokens else {}),
+        **sampling,
+    }
+    for name, config in (("preprocessor_config.json", image_config), ("video_preprocessor_config.json", video_config)):
+        (folder / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
