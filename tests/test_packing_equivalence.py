@@ -1,0 +1,271 @@
+"""A packed step is the same step: loss and gradients of the real model equal those of every response alone.
+
+Float32, the tiny Qwen2.5-VL of `packing_cases`, groups with images, videos, both, and neither.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from packing_cases import MODEL, make_config, make_groups
+
+import models
+from fluxjax.algorithms import grpo
+from fluxjax.batching import compose, unpack, with_reference
+from fluxjax.config import AlgorithmConfig, LossAggregation
+from fluxjax.types import TrainBatch
+from models.forward import logprobs
+from models.inputs import PackedTokens
+from models.processing.vision_input import concatenate, pad
+from sharding.walk import Walk
+
+TOLERANCE = 1e-5  # float32; of the largest gradient of each weight, and of the loss
+CFG = AlgorithmConfig(kl_coefficient=0.2)
+CONTENTS = [
+    [3, (1, 4, 4), 2],  # image
+    [2, (2, 4, 2), 4],  # video
+    [7],  # text
+    [1, (1, 2, 2), 2, (3, 2, 2), 1],  # image and video
+    [4, (1, 6, 4), (1, 2, 2)],  # two images
+]
+LENGTHS = [[3, 8, 1, 5], [4, 4, 9], [6, 2, 7, 7, 1], [5, 0, 3], [2, 6]]
+ALONE_TOKENS, ALONE_PATCHES = 32, 32  # one shape for all responses alone
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """The model with weights so large that attention is far from uniform, and what masks it wrongly shows."""
+    wide = dataclasses.replace(
+        MODEL,
+        text=dataclasses.replace(MODEL.text, initializer_range=0.15),
+        vision=dataclasses.replace(MODEL.vision, initializer_range=0.15),
+    )
+    return models.split(models.create(wide, seed=3))
+
+
+@functools.cache
+def compiled(graphdef):
+    def loss(params, batch):
+        logprobs_BT, entropies_BT = logprobs(models.merge(graphdef, params), batch.inputs, Walk())
+        loss_BT, _ = grpo.token_loss(logprobs_BT, entropies_BT, batch, CFG)
+        return jnp.sum(batch.loss_weights_BT * loss_BT), (logprobs_BT, entropies_BT)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def run(policy, batches):
+    """Loss and gradients summed over the batches, and (log-probs, entropies) of each."""
+    graphdef, params = policy
+    total, gradients, outputs = 0.0, None, []
+    for batch in batches:
+        (loss, output), gradient = compiled(graphdef)(params, jax.tree.map(jnp.asarray, batch))
+        total += float(loss)
+        gradients = gradient if gradients is None else jax.tree.map(jnp.add, gradients, gradient)
+        outputs.append(output)
+    return total, gradients, outputs
+
+
+def alone(group, sample, prompt, weight, reference):
+    """One response behind its prompt in a batch of its own: built here, without the composer."""
+    response = sample.response
+    P, G = len(prompt), len(response.token_ids)
+
+    def row(values, dtype, fill=0):
+        values = np.asarray(values, dtype)
+        width = [(0, 0)] * (values.ndim - 1) + [(0, ALONE_TOKENS - P - G)]
+        return np.expand_dims(np.pad(values, width, constant_values=fill), -2)
+
+    def answer(values, fill=0.0):
+        return row([fill] * P + list(values), np.float32)
+
+    generated = np.tile(prompt.next_position + np.arange(G), (3, 1))
+    inputs = PackedTokens(
+        tokens_BT=row([*prompt.token_ids_T, *response.token_ids], np.int32),
+        segments_BT=row([1] * (P + G), np.int32),
+        branches_BT=row([0] * (P + G), np.int32),
+        positions_3BT=row(np.concatenate([prompt.positions_3T, generated], axis=1), np.int32),
+        predecessor_BT=np.maximum(np.arange(ALONE_TOKENS, dtype=np.int32) - 1, 0)[None],
+        feature_index_BT=row([*prompt.feature_index_T, *[-1] * G], np.int32, -1),
+        vision=None if prompt.vision is None else pad(prompt.vision, ALONE_PATCHES),
+    )
+    return TrainBatch(
+        inputs,
+        loss_weights_BT=answer([weight] * G),
+        advantages_BT=answer([sample.advantage] * G),
+        behaviour_logprobs_BT=answer(response.logprobs),
+        reference_logprobs_BT=answer(reference),
+        versions_BT=row([-1] * P + list(response.versions), np.int32, -1),
+    )
+
+
+def weight_of(aggregation, length, max_new_tokens):
+    lengths = [n for sizes in LENGTHS for n in sizes]
+    return {
+        LossAggregation.TOKEN_MEAN: 1 / sum(lengths),
+        LossAggregation.SEQUENCE_MEAN: 1 / (length * sum(n > 0 for n in lengths)),
+        LossAggregation.CONSTANT: 1 / (len(lengths) * max_new_tokens),
+    }[aggregation]
+
+
+@pytest.fixture(scope="module")
+def case(policy):
+    """Groups whose behaviour log-probs lie near the policy's, so that some ratios are clipped and some are not."""
+    groups, prepared = make_groups(CONTENTS, LENGTHS, seed=5)
+    composition = compose(groups, prepared, make_config(), vision=MODEL.vision)
+    own = unpack(composition, [output[0] for output in run(policy, composition.batches)[2]])
+    rng = np.random.default_rng(0)
+    near = []
+    for group in groups:
+        samples = []
+        for sample in group.samples:
+            values = own.get((sample.response.draw, sample.response.sample), np.zeros(0))
+            noisy = tuple((values + rng.uniform(-0.4, 0.4, len(values))).astype(np.float32).tolist())
+            samples.append(dataclasses.replace(sample, response=dataclasses.replace(sample.response, logprobs=noisy)))
+        near.append(dataclasses.replace(group, samples=tuple(samples)))
+    references = {key: (v + rng.uniform(-0.4, 0.4, len(v))).astype(np.float32) for key, v in own.items()}
+    return near, prepared, references
+
+
+@functools.cache
+def _alone_results():
+    return {}
+
+
+def alone_results(policy, case, aggregation):
+    if aggregation not in _alone_results():
+        groups, prepared, references = case
+        batches, keys = [], []
+        for group in groups:
+            for sample in group.samples:
+                response = sample.response
+                if response.token_ids:
+                    weight = weight_of(aggregation, len(response.token_ids), make_config().rollout.max_new_tokens)
+                    key = (response.draw, response.sample)
+                    prompt = prepared[response.draw].inputs
+                    batches.append(alone(group, sample, prompt, weight, references[key]))
+                    keys.append((key, len(prompt), len(response.token_ids)))
+        total, gradients, outputs = run(policy, batches)
+        per_token = {
+            key: tuple(np.asarray(values)[0, start : start + length] for values in output)
+            for (key, start, length), output in zip(keys, outputs, strict=True)
+        }
+        _alone_results()[aggregation] = total, gradients, per_token
+    return _alone_results()[aggregation]
+
+
+def fill_reference(composition, references):
+    arrays = []
+    edge = 0
+    for batch in composition.batches:
+        flat = np.zeros(batch.loss_weights_BT.size, np.float32)
+        for key, start, length in zip(composition.keys, composition.starts, composition.lengths, strict=True):
+            if edge <= start < edge + flat.size:
+                flat[start - edge : start - edge + length] = references[key]
+        edge += flat.size
+        arrays.append(flat.reshape(batch.loss_weights_BT.shape))
+    return with_reference(composition, arrays)
+
+
+def shards_of(batch, num_shards):
+    """What each device sees of a batch: its rows and its patches."""
+
+    def part(x, axis):
+        return np.split(x, num_shards, axis)
+
+    inputs = batch.inputs
+    for shard in range(num_shards):
+        rows = {
+            field.name: part(getattr(inputs, field.name), 1 if "3BT" in field.name else 0)[shard]
+            for field in dataclasses.fields(PackedTokens)
+            if field.name != "vision"
+        }
+        vision = jax.tree.map(lambda x, shard=shard: part(x, 0)[shard], inputs.vision)
+        targets = {
+            field.name: part(getattr(batch, field.name), 0)[shard]
+            for field in dataclasses.fields(TrainBatch)
+            if field.name != "inputs"
+        }
+        yield TrainBatch(PackedTokens(**rows, vision=vision), **targets)
+
+
+def assert_equal_step(policy, case, batches, composition, aggregation=LossAggregation.TOKEN_MEAN):
+    expected_loss, expected_gradients, per_token = alone_results(policy, case, aggregation)
+    loss, gradients, outputs = run(policy, batches)
+    assert abs(loss - expected_loss) < TOLERANCE * max(1.0, abs(expected_loss))
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(expected_gradients), strict=True
+    ):
+        scale = max(float(jnp.abs(b).max()), 1e-3)
+        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * scale, err_msg=jax.tree_util.keystr(path))
+    if len(outputs) == len(composition.batches):
+        for place, name in enumerate(("logprobs", "entropies")):
+            for key, values in unpack(composition, [output[place] for output in outputs]).items():
+                np.testing.assert_allclose(values, per_token[key][place], atol=TOLERANCE, err_msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("aggregation", LossAggregation)
+@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared_prompts"])
+def test_packed_equals_alone(policy, case, share, aggregation):
+    groups, prepared, references = case
+    config = make_config(share=share)
+    config.algorithm.loss_aggregation = aggregation
+    composition = fill_reference(compose(groups, prepared, config, vision=MODEL.vision), references)
+    assert_equal_step(policy, case, composition.batches, composition, aggregation)
+
+
+def test_groups_split_over_rows_equal_alone(policy, case):
+    groups, prepared, references = case
+    config = make_config(tokens_per_row=30, rows=8)  # several groups need two rows
+    composition = fill_reference(compose(groups, prepared, config, vision=MODEL.vision), references)
+    assert_equal_step(policy, case, composition.batches, composition)
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared_prompts"])
+def test_shards_and_microbatches_equal_alone(policy, case, share):
+    groups, prepared, references = case
+    config = make_config(tokens_per_row=40, rows=1, patches=64, share=share)
+    composition = fill_reference(compose(groups, prepared, config, 2, vision=MODEL.vision), references)
+    assert len(composition.batches) > 1
+    parts = [part for batch in composition.batches for part in shards_of(batch, 2)]
+    assert_equal_step(policy, case, parts, composition)
+
+
+def test_a_prompt_is_computed_once_for_its_group(case):
+    groups, prepared, _ = case
+    shared = compose(groups, prepared, make_config(), vision=MODEL.vision)
+    plain = compose(groups, prepared, make_config(share=False), vision=MODEL.vision)
+    tokens = [sum(np.count_nonzero(b.inputs.segments_BT) for b in c.batches) for c in (shared, plain)]
+    prompts = [len(prepared[group.prompt.draw].inputs) for group in groups]
+    assert tokens[0] < sum(prompts) + sum(map(sum, LENGTHS)) + max(prompts) * len(prompts)
+    assert tokens[1] == sum(
+        len(prepared[g.prompt.draw].inputs) + len(s.response.token_ids)
+        for g in groups
+        for s in g.samples
+        if s.response.token_ids
+    )
+    assert tokens[0] < tokens[1]
+
+
+def test_packing_padding_and_neighbours_do_not_leak(policy, case):
+    """Other pixels and tokens in one group leave every other group's log-probs as they are, bit for bit."""
+    groups, prepared, _ = case
+    composition = compose(groups, prepared, make_config(), vision=MODEL.vision)
+    victim = groups[0].prompt.draw
+    changed = dict(prepared)
+    inputs = prepared[victim].inputs
+    pixels = dataclasses.replace(concatenate([inputs.vision]), patches_PX=-inputs.vision.patches_PX)
+    tokens = np.where(inputs.feature_index_T < 0, (inputs.token_ids_T + 1) % 60, inputs.token_ids_T).astype(np.int32)
+    changed[victim] = dataclasses.replace(
+        prepared[victim], inputs=dataclasses.replace(inputs, token_ids_T=tokens, vision=pixels)
+    )
+    other = compose(groups, changed, make_config(), vision=MODEL.vision)
+    before = unpack(composition, [output[0] for output in run(policy, composition.batches)[2]])
+    after = unpack(other, [output[0] for output in run(policy, other.batches)[2]])
+    for key, values in before.items():
+        if key[0] == victim:
+            assert np.abs(values - after[key]).max() > 1e-3
+        else:
+            np.testing.assert_array_equal(values, after[key])
