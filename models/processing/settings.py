@@ -13,6 +13,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from ..config import VisionConfig
+
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -26,6 +28,10 @@ class PatchLayout:
     spatial_merge_size: int = 2  # patches a side of a merge block
     window_size: int = 112  # pixels
     tokens_per_second: float | int = 4  # ticks of the rotary time axis
+
+    @classmethod
+    def of(cls, vision: VisionConfig) -> PatchLayout:
+        return cls(**{field.name: getattr(vision, field.name) for field in dataclasses.fields(cls)})
 
     @property
     def factor(self) -> int:

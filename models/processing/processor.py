@@ -1,0 +1,267 @@
+"""Text with media marks to a `ModelInput`: tokenise, decode media, expand placeholders, place features."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ..config import Qwen25VLConfig
+from ..inputs import ModelInput
+from ..qwen2_5_vl.positions import rope_index
+from . import chat
+from .errors import PromptError
+from .images import Source, load_image, resized, source_name, target_size
+from .patches import normalise, patchify
+from .settings import (
+    VIDEO_PIXELS,
+    FrameSettings,
+    PatchLayout,
+    PixelSettings,
+    read_configs,
+    read_frames,
+    read_json,
+    read_layout,
+    read_pixels,
+    write_configs,
+)
+from .videos import load_video
+from .vision_input import Grid, pack_patches
+
+MARKS = {"<image>": "image", "<video>": "video"}
+MARK = re.compile("|".join(MARKS))
+PADS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+MEDIA_TOKENS = (VISION_START, VISION_END, "<|vision_pad|>", *PADS.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Medium:
+    patches_PX: np.ndarray
+    grid: Grid
+    seconds_per_grid: float  # 0 for an image
+
+
+@dataclasses.dataclass(frozen=True)
+class Processor:
+    """What turns prompts into model inputs, and ids back into text. Immutable; can be pickled to workers.
+
+    `vision` is False for a text-only checkpoint, which refuses media.
+    """
+
+    tokenizer: Tokenizer
+    vision: bool = True
+    layout: PatchLayout = dataclasses.field(default_factory=PatchLayout)
+    image: PixelSettings = dataclasses.field(default_factory=PixelSettings)
+    video: PixelSettings = VIDEO_PIXELS
+    frames: FrameSettings = dataclasses.field(default_factory=FrameSettings)
+    eos_ids: tuple[int, ...] = ()
+    chat_template: str = ""
+    tokenizer_config: str = "{}"  # tokenizer_config.json, as it was read
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Processor:
+        """Of a local checkpoint folder. Raises FileNotFoundError or ValueError, naming the file, for what is wrong."""
+        folder = pathlib.Path(path)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}: no such folder")
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such file")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{file} is not a tokenizer: {error}") from error
+        tokenizer_config = read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "config.json")
+        image, video = read_configs(folder)
+        return cls(
+            tokenizer=tokenizer,
+            vision="vision_config" in config if config else bool(image),
+            layout=_layout(folder, config, image),
+            image=read_pixels(image, PixelSettings()),
+            video=read_pixels(video, VIDEO_PIXELS),
+            frames=read_frames(video),
+            eos_ids=_eos_ids(folder, config, tokenizer_config, tokenizer),
+            chat_template=chat.find_template(folder),
+            tokenizer_config=json.dumps(tokenizer_config),
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes tokenizer, template and preprocessing files, which `load` and transformers read."""
+        folder = pathlib.Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(json.loads(self.tokenizer_config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        if self.chat_template:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+        if not (folder / "generation_config.json").exists() and self.eos_ids:
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_ids)}) + "\n")
+        if self.vision:
+            write_configs(folder, self.layout, self.image, self.video, self.frames)
+
+    def configured(self, *, min_pixels: int = 0, max_pixels: int = 0, num_frames: int = 0) -> Processor:
+        """A processor with other bounds for images and videos; 0 keeps what the checkpoint says."""
+
+        def bounded(pixels: PixelSettings) -> PixelSettings:
+            low, high = min_pixels or pixels.min_pixels, max_pixels or pixels.max_pixels
+            # giving one bound may cross the checkpoint's other one: the given one wins
+            low = min(low, high) if not min_pixels else low
+            high = max(low, high) if not max_pixels else high
+            return dataclasses.replace(pixels, min_pixels=low, max_pixels=high)
+
+        frames = dataclasses.replace(self.frames, num_frames=num_frames) if num_frames else self.frames
+        return dataclasses.replace(self, image=bounded(self.image), video=bounded(self.video), frames=frames)
+
+    @property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """Ids that stand for media and must never be generated; empty if the vocabulary has none."""
+        ids = (self.tokenizer.token_to_id(token) for token in MEDIA_TOKENS)
+        return tuple(id for id in ids if id is not None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids. Raises PromptError for characters that the vocabulary has no way to write."""
+        try:
+            return self.tokenizer.encode(text).ids
+        except Exception as error:  # the library raises bare Exceptions
+            unknown = sorted({c for c in text if self.tokenizer.token_to_id(c) is None})
+            raise PromptError(f"cannot be written with this vocabulary ({error}); unknown: {unknown}") from error
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def prepare(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
+        """The model input of `text`, in which each `<image>` or `<video>` stands for one of `media`, in order.
+
+        `media` are pairs of "image" or "video" and a path or an encoded file's bytes. Raises PromptError where marks
+        and media differ, MediaError for a file that can't be used.
+        """
+        self._check_marks(text, media)
+        marked = MARK.sub(lambda mark: f"{VISION_START}{PADS[MARKS[mark[0]]]}{VISION_END}", text) if media else text
+        return self._build(marked, media)
+
+    def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
+        """Like `prepare`, with `text` as the user's turn in the checkpoint's chat template, if it has one."""
+        if not self.chat_template:
+            return self.prepare(text, media)
+        self._check_marks(text, media)
+        content: str | list[dict[str, str]] = text  # a plain string where possible: text templates know no parts
+        if media:
+            content = []
+            for part in re.split(f"({MARK.pattern})", text):
+                if part in MARKS:
+                    content.append({"type": MARKS[part]})
+                elif part:
+                    content.append({"type": "text", "text": part})
+        config = json.loads(self.tokenizer_config)
+        special = {name: _token(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+        return self._build(chat.render(self.chat_template, [{"role": "user", "content": content}], **special), media)
+
+    def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
+        marks = [MARKS[mark] for mark in MARK.findall(text)]
+        kinds = [kind for kind, _ in media]
+        if wrong := set(kinds) - set(PADS):
+            raise PromptError(f"media are of kind image or video, not {', '.join(sorted(wrong))}")
+        if marks != kinds:
+            raise PromptError(
+                f"the text marks {len(marks)} media ({', '.join(marks) or 'none'}), "
+                f"{len(kinds)} were given ({', '.join(kinds) or 'none'}); it needs one mark for each, in order"
+            )
+        if media and not self.vision:
+            raise PromptError("this checkpoint reads text only, but media were given")
+
+    def _load(self, kind: str, source: Source) -> _Medium:
+        if kind == "image":
+            picture = load_image(source)
+            name = source_name(source)
+            height, width = target_size(name, picture.width, picture.height, self.layout.factor, self.image)
+            patches, grid = patchify(resized(picture, height, width, self.image.resample)[None], self.layout)
+            return _Medium(normalise(patches, self.image, fused=False), grid, 0.0)
+        video = load_video(source, self.layout, self.video, self.frames)
+        patches, grid = patchify(video.frames, self.layout)
+        seconds = video.seconds_per_grid(self.layout.temporal_patch_size)
+        return _Medium(normalise(patches, self.video, fused=True), grid, seconds)
+
+    def _build(self, text: str, media: Sequence[tuple[str, Source]]) -> ModelInput:
+        """`text` holds one unexpanded placeholder token for each medium."""
+        ids = np.array(self.encode(text), np.int32)
+        if not self.vision:
+            positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids))).copy()
+            return ModelInput(ids, positions, np.full(len(ids), -1, np.int32), len(ids))
+        pad_of = {}
+        for kind, token in PADS.items():
+            if (pad_id := self.tokenizer.token_to_id(token)) is None:
+                raise PromptError(f"the tokenizer has no {token}")
+            pad_of[kind] = pad_id
+        slots = np.flatnonzero(np.isin(ids, list(pad_of.values())))
+        if ids[slots].tolist() != [pad_of[kind] for kind, _ in media]:
+            raise PromptError(
+                f"the tokenised prompt has {len(slots)} media placeholders for {len(media)} media: "
+                "does the text spell out a placeholder token, or the template drop a medium?"
+            )
+
+        loaded = [self._load(kind, source) for kind, source in media]
+        merge = self.layout.spatial_merge_size**2
+        repeats = np.ones(len(ids), np.int64)
+        repeats[slots] = [int(np.prod(medium.grid)) // merge for medium in loaded]
+        tokens_T = np.repeat(ids, repeats)
+        grids = {kind: [m.grid for (k, _), m in zip(media, loaded, strict=True) if k == kind] for kind in PADS}
+        positions_3T, next_position = rope_index(
+            tokens_T,
+            grids["image"],
+            grids["video"],
+            [m.seconds_per_grid for (kind, _), m in zip(media, loaded, strict=True) if kind == "video"],
+            image_token_id=pad_of["image"],
+            video_token_id=pad_of["video"],
+            spatial_merge_size=self.layout.spatial_merge_size,
+            tokens_per_second=self.layout.tokens_per_second,
+        )
+        feature_index_T = np.full(len(tokens_T), -1, np.int32)
+        if not loaded:
+            return ModelInput(tokens_T, positions_3T, feature_index_T, next_position)
+        patches = [medium.patches_PX for medium in loaded]
+        patches_PX = patches[0] if len(patches) == 1 else np.concatenate(patches)
+        vision, feature_order = pack_patches(patches_PX, [m.grid for m in loaded], self.layout)
+        feature_index_T[np.isin(tokens_T, list(pad_of.values()))] = feature_order
+        return ModelInput(tokens_T, positions_3T, feature_index_T, next_position, vision)
+
+
+def _token(entry: Any) -> str:
+    """A special token of tokenizer_config.json: a string, or a dictionary with its content."""
+    return entry.get("content", "") if isinstance(entry, dict) else entry or ""
+
+
+def _layout(folder: pathlib.Path, config: dict[str, Any], image: dict[str, Any]) -> PatchLayout:
+    """From config.json, which the weights fit to; the preprocessing settings must agree with it."""
+    if "vision_config" not in config:
+        return read_layout(image, PatchLayout())
+    layout = PatchLayout.of(Qwen25VLConfig.from_hf(config).vision)
+    said = read_layout(image, layout)
+    if said != layout:
+        raise ValueError(f"{folder}: preprocessor_config.json ({said}) contradicts config.json ({layout})")
+    return layout
+
+
+def _eos_ids(
+    folder: pathlib.Path, config: dict[str, Any], tokenizer_config: dict[str, Any], tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """Where generation ends: generation_config.json, else config.json, else the tokenizer's own end token."""
+    text = config.get("text_config") or {}
+    for value in (
+        read_json(folder / "generation_config.json").get("eos_token_id"),
+        config.get("eos_token_id"),
+        text.get("eos_token_id"),
+        tokenizer.token_to_id(_token(tokenizer_config.get("eos_token"))),
+    ):
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    return ()

@@ -1,0 +1,81 @@
+"""A processor for tiny models: single characters and a few whole words as tokens, small patches, few frames."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+
+from .processor import MARK, Processor
+from .settings import FrameSettings, PatchLayout, PixelSettings
+
+END = "<|endoftext|>"
+# In the order of Qwen's own vocabularies. `<|endoftext|>` has id 0: it pads, and ends an answer.
+SPECIAL_TOKENS = (
+    END,
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+
+def build_tokenizer(texts: Iterable[str], words: Sequence[str] = ()) -> Tokenizer:
+    """A token for every character of `texts` and `words`, and one for each of `words` standing as a whole word.
+
+    Ids depend on the sets of characters and words only, not on their order. Media marks in the texts are skipped.
+    There is no token for unknown characters: encoding one is an error, not a silent loss.
+    """
+    characters = sorted(set("".join(MARK.sub("", text) for text in texts)) | set("".join(words)))
+    whole = sorted(set(words) - set(characters))
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters, *whole))}
+    tokenizer = Tokenizer(WordLevel(vocabulary))
+    any_of = "|".join(re.escape(word) for word in sorted(whole, key=len, reverse=True))
+    pattern = rf"\b(?:{any_of})\b|[\s\S]" if whole else r"[\s\S]"
+    tokenizer.pre_tokenizer = Split(Regex(pattern), behavior="isolated")
+    tokenizer.decoder = Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def build(
+    texts: Iterable[str],
+    words: Sequence[str] = (),
+    *,
+    layout: PatchLayout | None = None,
+    min_pixels: int = 16 * 16,
+    max_pixels: int = 128 * 128,
+    num_frames: int = 4,
+) -> Processor:
+    """A processor whose tokenizer covers `texts` and `words`; text-only where `layout` is None.
+
+    `layout` must say what the model's `VisionConfig` says (`PatchLayout.of(config.vision)`). Every answer ends with
+    `<|endoftext|>`, the only end id.
+    """
+    tokenizer = build_tokenizer(texts, words)
+    pixels = PixelSettings(min_pixels=min_pixels, max_pixels=max_pixels)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "clean_up_tokenization_spaces": False,
+        **({} if layout is None else {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}),
+    }
+    return Processor(
+        tokenizer=tokenizer,
+        vision=layout is not None,
+        layout=layout or PatchLayout(),
+        image=pixels,
+        video=pixels,
+        frames=FrameSettings(num_frames=num_frames, fps=0),
+        eos_ids=(SPECIAL_TOKENS.index(END),),
+        tokenizer_config=json.dumps(config),
+    )
