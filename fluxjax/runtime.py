@@ -1,0 +1,318 @@
+"""Carries out what the coordinator says, with asyncio: engines generate, the scorer scores, the trainer trains.
+
+The only place where the pure state machine meets the clock, threads and failures. One loop takes an event, asks the
+coordinator, and starts a task for each instruction; a task ends by posting the next event. Whatever raises ends the
+run at once with its own error: every other task is cancelled and awaited first, a thread at work is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams, TokenChunk
+
+from .collaborators import Checkpointer, Evaluator, Observer, PromptSource, Scorer, StepReport, Trainer
+from .coordinator import Coordinator, CoordinatorError
+from .coordinator.messages import (
+    Abort,
+    CheckpointSaved,
+    DrawPrompts,
+    EngineFailed,
+    Evaluate,
+    Evaluated,
+    Event,
+    Finish,
+    Generate,
+    Instruction,
+    PromptsDrawn,
+    PublishWeights,
+    ResponseFinished,
+    RewardReady,
+    SaveCheckpoint,
+    Score,
+    Skip,
+    Started,
+    StopRequested,
+    Train,
+    Trained,
+    WeightsPublished,
+    request_id,
+    response_id,
+)
+from .timeline import Timeline
+from .types import PreparedPrompt, Prompt, Response
+
+T = TypeVar("T")
+
+
+class Runtime:
+    """One run: `await Runtime(...).run()`. Engines, threads of others and files stay the caller's to close."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        engines: Sequence[Engine],
+        source: PromptSource,
+        scorer: Scorer,
+        trainer: Trainer,
+        evaluator: Evaluator,
+        checkpointer: Checkpointer,
+        sampling: SamplingParams,
+        seed: int = 0,
+        observers: Sequence[Observer] = (),
+        timeline: Timeline | None = None,
+    ) -> None:
+        """`seed` and the draw of a prompt decide its random numbers, never the time or the engine."""
+        self.coordinator = coordinator
+        self.timeline = timeline or Timeline()
+        self._engines = tuple(engines)
+        self._source = source
+        self._scorer = scorer
+        self._trainer = trainer
+        self._evaluator = evaluator
+        self._checkpointer = checkpointer
+        self._sampling = sampling
+        self._seed = seed
+        self._observers = tuple(observers)
+        self._prepared: dict[int, PreparedPrompt] = {}  # by draw, while the prompt is in flight
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._submitting = asyncio.Lock()
+        self._routes: dict[str, Engine] = {}  # by request id, while its stream is open
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
+        self._report: StepReport | None = None  # trained, not yet published
+
+    async def run(self) -> Finish:
+        """Runs until the coordinator is finished; once. Raises what a collaborator raised, or `CoordinatorError`."""
+        self._loop = asyncio.get_running_loop()
+        self._post(Started(self._engines[0].stats().version))
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                finish = await self._serve()
+        except BaseExceptionGroup as failures:
+            error = _first(failures)
+            raise error from error.__cause__  # its own cause, not the group around it
+        finally:
+            self._thread.shutdown()
+        self._tell(lambda observer: observer.on_finish(finish))
+        return finish
+
+    def request_stop(self, reason: str = "stopped") -> None:
+        """Ends the run at the next step boundary, with a checkpoint. From any thread, also before `run`."""
+        if self._loop is None:
+            self._post(StopRequested(reason))
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._post, StopRequested(reason))
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    async def _serve(self) -> Finish:
+        while True:
+            event = await self._events.get()
+            try:
+                instructions = self.coordinator.handle(event)
+            except CoordinatorError as error:
+                raise error from self._engine_error if isinstance(event, EngineFailed) else None
+            for instruction in instructions:
+                if isinstance(instruction, Finish):
+                    for task in self._running:
+                        task.cancel()
+                    return instruction
+                self._carry_out(instruction)
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        """Begins it. What must happen before the next instruction happens here, the rest in a task of its own."""
+        step = self.coordinator.step + 1  # the one under way
+        match instruction:
+            case DrawPrompts():
+                self._spawn(self._draw(instruction, step))
+            case Generate():
+                prepared = [self._prepared[prompt.draw] for prompt in instruction.prompts]
+                self._spawn(self._generate(instruction, prepared, step))
+            case Abort():
+                self._spawn(self._abort(instruction))
+            case Score():
+                prompt = self._prepared[instruction.response.draw].prompt
+                self._spawn(self._score(instruction, prompt, step))
+            case Skip():
+                del self._prepared[instruction.prompt.draw]
+                self._tell(lambda observer: observer.on_skip(instruction.prompt, instruction.reason))
+            case Train():
+                draws = [group.prompt.draw for group in instruction.groups]
+                self._spawn(self._train(instruction, {draw: self._prepared.pop(draw) for draw in draws}))
+            case PublishWeights():
+                self._spawn(self._publish(instruction, self.coordinator.step))
+            case Evaluate():
+                self._spawn(self._evaluate(instruction))
+            case SaveCheckpoint():
+                state = {"coordinator": self.coordinator.state_dict(), "source": self._source.state_dict()}
+                self._spawn(self._save(instruction, state))
+
+    def _post(self, event: Event) -> None:
+        self._events.put_nowait(event)
+
+    def _tell(self, what: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            what(observer)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None
+        task = self._tasks.create_task(_not_silently_cancelled(work))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    # --- instructions ---------------------------------------------------------------------------
+
+    async def _draw(self, order: DrawPrompts, step: int) -> None:
+        with self.timeline.span("data", "data", step):
+            prepared, skipped = await self._source.draw(order.count)
+        self._prepared.update({p.prompt.draw: p for p in prepared})
+        for prompt, reason in skipped:
+            self._tell(lambda observer, p=prompt, r=reason: observer.on_skip(p, r))
+        self._post(PromptsDrawn(tuple(p.prompt for p in prepared), tuple(skipped)))
+
+    async def _generate(self, order: Generate, prepared: Sequence[PreparedPrompt], step: int) -> None:
+        """Engines stand still until every request is queued, so that nothing but this order decides what they do."""
+        async with self._submitting:
+            await self._on_engines(lambda engine: engine.pause())
+            for one in prepared:
+                self._spawn(self._stream(one, order, step))
+            await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
+            await self._on_engines(lambda engine: engine.resume())
+
+    async def _stream(self, prepared: PreparedPrompt, order: Generate, step: int) -> None:
+        """Generates for one prompt; each response is reported as it ends. A retry goes to the next engine."""
+        draw = prepared.prompt.draw
+        number = (draw + order.attempt) % len(self._engines)
+        request = GenerateRequest(
+            rid=request_id(draw, order.attempt),
+            prompt=prepared.inputs,
+            sampling=self._sampling,
+            n=order.n,
+            seed=(self._seed * 0x9E3779B1 + draw) % 2**31,  # all draws of a run differ; fits an int32
+        )
+        self._routes[request.rid] = self._engines[number]
+        try:
+            with self.timeline.span("rollout", f"engine {number}", step):
+                await self._collect(self._engines[number], request, draw, order)
+        except EngineError as error:
+            self._engine_error = error
+            self._post(EngineFailed((request.rid,), str(error)))
+        finally:
+            del self._routes[request.rid]
+
+    async def _collect(self, engine: Engine, request: GenerateRequest, draw: int, order: Generate) -> None:
+        open_samples: dict[int, list[TokenChunk]] = {sample: [] for sample in range(order.n)}
+        stream = engine.generate(request)
+        try:
+            async for chunk in stream:
+                if chunk.sample not in open_samples:
+                    raise EngineError(f"request {request.rid}: chunk for sample {chunk.sample}, which is not open")
+                open_samples[chunk.sample].append(chunk)
+                if chunk.finish is not None:
+                    rid = response_id(draw, order.attempt, chunk.sample)
+                    chunks = open_samples.pop(chunk.sample)
+                    self._post(ResponseFinished(_join(rid, draw, chunks, chunk.finish.value)))
+        finally:
+            if (close := getattr(stream, "aclose", None)) is not None:
+                await close()
+        if open_samples:
+            raise EngineError(f"request {request.rid}: the stream ended before samples {sorted(open_samples)} did")
+
+    async def _abort(self, order: Abort) -> None:
+        engine = self._routes.get(order.rid.partition("/")[0])
+        if engine is not None:
+            with contextlib.suppress(EngineError):  # an engine that is gone has nothing to abort
+                await engine.abort(order.rid)
+
+    async def _score(self, order: Score, prompt: Prompt, step: int) -> None:
+        with self.timeline.span("reward", "reward", step):
+            reward = await self._scorer.score(prompt, order.response)
+        self._post(RewardReady(order.response.rid, reward))
+
+    async def _train(self, order: Train, prepared: Mapping[int, PreparedPrompt]) -> None:
+        with self.timeline.span("train", "trainer", order.step):
+            metrics = await self._in_thread(self._trainer.train, order.step, order.groups, prepared)
+        version = self._trainer.version
+        self._report = StepReport(order.step, version, order.groups, metrics, {})
+        self._post(Trained(version))
+
+    async def _publish(self, order: PublishWeights, step: int) -> None:
+        if self._trainer.version != order.version:
+            raise CoordinatorError(f"the trainer holds version {self._trainer.version}, not {order.version}")
+        with self.timeline.span("sync", "trainer", step):
+            params = await self._in_thread(self._trainer.weights)
+            await self._on_engines(lambda engine: engine.update_weights(order.version, params))
+        if self._report is not None:  # before anything of the next boundary happens: it belongs to this step
+            report = dataclasses.replace(self._report, seconds=self.timeline.seconds(self._report.step))
+            self._report = None
+            self._tell(lambda observer: observer.on_step(report))
+        self._post(WeightsPublished(order.version))
+
+    async def _evaluate(self, order: Evaluate) -> None:
+        with self.timeline.span("eval", "eval", order.step):
+            result = await self._evaluator.evaluate(order.step, order.full)
+        self._tell(lambda observer: observer.on_evaluation(order.step, order.full, result))
+        self._post(Evaluated(order.step))
+
+    async def _save(self, order: SaveCheckpoint, state: dict[str, Any]) -> None:
+        with self.timeline.span("checkpoint", "trainer", order.step):
+            await self._in_thread(self._checkpointer.save, order.step, state)
+        self._tell(lambda observer: observer.on_checkpoint(order.step))
+        self._post(CheckpointSaved(order.step))
+
+    # --- ways to work ---------------------------------------------------------------------------
+
+    async def _on_engines(self, call: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for engine in self._engines:
+                group.create_task(_not_silently_cancelled(call(engine)))
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs in the trainer's thread. When cancelled, waits for it: nothing of a run goes on after the run."""
+        job = self._thread.submit(work, *args)
+        future = asyncio.wrap_future(job)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if not job.cancel():
+                await asyncio.wait([future])
+            raise
+
+
+def _join(rid: str, draw: int, chunks: Sequence[TokenChunk], finish: str) -> Response:
+    return Response(
+        rid=rid,
+        draw=draw,
+        sample=chunks[0].sample,
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        versions=tuple(version for chunk in chunks for version in chunk.versions),
+        finish=finish,
+    )
+
+
+async def _not_silently_cancelled(work: Coroutine[Any, Any, None]) -> None:
+    """A task group overlooks a task that ends as cancelled. Where nobody cancelled it, a collaborator's own inner
+    cancellation leaked out, and the event that everyone waits for would never come."""
+    try:
+        await work
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and not task.cancelling():
+            raise RuntimeError(f"{getattr(work, '__qualname__', work)} was cancelled from inside") from error
+        raise
+
+
+def _first(failures: BaseExceptionGroup) -> BaseException:
+    error = failures.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,73 @@
+"""Where the time of a run goes: named spans on lanes, for the stage times of each step and the Gantt picture."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """`name` is the stage (data, rollout, reward, train, sync, eval, checkpoint), `lane` who was busy with it.
+    `start` and `end` are seconds on the timeline's clock; `step` is the step (from 1) it was done for."""
+
+    name: str
+    lane: str
+    start: float
+    end: float
+    step: int
+
+
+class Timeline:
+    """Records spans as they end and keeps those of the last `keep_steps` steps."""
+
+    def __init__(self, keep_steps: int = 10, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._keep = max(1, keep_steps)
+        self._clock = clock
+        self._steps: dict[int, list[Span]] = {}
+
+    @contextlib.contextmanager
+    def span(self, name: str, lane: str, step: int) -> Iterator[None]:
+        """Records the time its body takes, also when that fails."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.add(Span(name, lane, start, self._clock(), step))
+
+    def add(self, span: Span) -> None:
+        self._steps.setdefault(span.step, []).append(span)
+        for step in sorted(self._steps)[: -self._keep]:
+            del self._steps[step]
+
+    def spans(self) -> list[Span]:
+        """Of the steps kept, by start. What one lane did for one stage of one step is joined where it overlaps."""
+        by_bar: dict[tuple[str, str, int], list[Span]] = {}
+        for span in (span for spans in self._steps.values() for span in spans):
+            by_bar.setdefault((span.name, span.lane, span.step), []).append(span)
+        bars = [
+            Span(name, lane, start, end, step)
+            for (name, lane, step), spans in by_bar.items()
+            for start, end in _union(spans)
+        ]
+        return sorted(bars, key=lambda bar: (bar.start, bar.lane))
+
+    def seconds(self, step: int) -> dict[str, float]:
+        """The wall seconds during which each stage of `step` was under way; what overlaps counts once a stage."""
+        stages: dict[str, list[Span]] = {}
+        for span in self._steps.get(step, ()):
+            stages.setdefault(span.name, []).append(span)
+        return {name: sum(end - start for start, end in _union(spans)) for name, spans in stages.items()}
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Disjoint intervals, ascending, that cover the same time."""
+    merged: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if merged and span.start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], span.end))
+        else:
+            merged.append((span.start, span.end))
+    return merged
