@@ -1,0 +1,114 @@
+"""A tiny Qwen2.5-VL and a tiny Qwen2, and random packed rows for them; no PyTorch needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+import models
+from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.decoder import Decoder
+from models.inputs import PackedTokens
+from models.processing.vision_input import pack_patches
+
+GRID = (1, 4, 8)  # of the image of every prompt: 32 patches, 8 features
+
+
+def text_config(**changes: Any) -> TextConfig:
+    settings = {
+        "vocab_size": 64,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rope": RopeConfig(mrope_section=(2, 1, 1)),
+        "initializer_range": 0.15,
+        **changes,
+    }
+    return TextConfig(**settings)
+
+
+def vl_config(**text: Any) -> Qwen25VLConfig:
+    vision = VisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        depth=3,
+        num_heads=2,
+        out_hidden_size=48,
+        full_attention_layers=(1,),
+        patch_size=4,
+        window_size=16,
+        initializer_range=0.15,
+    )
+    return Qwen25VLConfig(text_config(**text), vision, image_token_id=60, video_token_id=61)
+
+
+def qwen2_config(**text: Any) -> Qwen2Config:
+    return Qwen2Config(text_config(rope=RopeConfig(), **text))
+
+
+def run(model: Decoder, function: Any, inputs: PackedTokens, *args: Any, **settings: Any) -> Any:
+    """`function(model, inputs, ...)` in one jit, the way everything here is called."""
+    graphdef, params = models.split(model)
+    return jax.jit(lambda params, inputs: function(models.merge(graphdef, params), inputs, *args, **settings))(
+        params, inputs
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """A prompt with one image (if `pixels`), then text; as one row of its own."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    features: np.ndarray
+    pixels: np.ndarray | None
+
+
+def sequence(rng: np.random.Generator, length: int, image: bool) -> Sequence:
+    tokens = rng.integers(0, 60, length).astype(np.int32)
+    features = np.full(length, -1, np.int32)
+    pixels = None
+    if image:
+        features[2:10] = np.arange(8)
+        pixels = rng.normal(size=(32, 96)).astype(np.float32)
+    # any positions will do here, as long as the three axes differ
+    return Sequence(tokens, rng.integers(0, 30, (3, length)).astype(np.int32), features, pixels)
+
+
+def rows(packed: list[list[Sequence]], width: int, config: Qwen25VLConfig | Qwen2Config) -> PackedTokens:
+    """Plain packing: every sequence its own segment, padding at the end of each row."""
+    B = len(packed)
+    result = PackedTokens(
+        tokens_BT=np.zeros((B, width), np.int32),
+        segments_BT=np.zeros((B, width), np.int32),
+        branches_BT=np.zeros((B, width), np.int32),
+        positions_3BT=np.zeros((3, B, width), np.int32),
+        predecessor_BT=np.zeros((B, width), np.int32),
+        feature_index_BT=np.full((B, width), -1, np.int32),
+        vision=None,
+    )
+    pixels: list[np.ndarray] = []
+    for b, sequences in enumerate(packed):
+        start = 0
+        for number, part in enumerate(sequences, start=1):
+            stop = start + len(part.tokens)
+            result.tokens_BT[b, start:stop] = part.tokens
+            result.segments_BT[b, start:stop] = number
+            result.positions_3BT[:, b, start:stop] = part.positions
+            result.predecessor_BT[b, start:stop] = np.maximum(np.arange(start, stop) - 1, start)
+            if part.pixels is not None:
+                shift = 8 * len(pixels)
+                result.feature_index_BT[b, start:stop] = np.where(part.features < 0, -1, part.features + shift)
+                pixels.append(part.pixels)
+            start = stop
+    if not pixels or isinstance(config, Qwen2Config):
+        return result
+    vision, order = pack_patches(np.concatenate(pixels), [GRID] * len(pixels), config.vision)
+    index = result.feature_index_BT
+    return dataclasses.replace(result, vision=vision, feature_index_BT=np.where(index < 0, -1, order[index]))
