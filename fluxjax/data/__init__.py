@@ -1,0 +1,53 @@
+"""Prompts: where they come from, in which order they are drawn, and how they are made ready for the model."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+
+from ..config import DataConfig
+from .errors import DataError, RecordError
+from .fields import Fields
+from .sources import Source, all_texts, common_words, open_source
+
+__all__ = [
+    "DataError",
+    "Fields",
+    "RecordError",
+    "Source",
+    "all_texts",
+    "common_words",
+    "open_held_out",
+    "open_source",
+    "open_sources",
+]
+
+
+def open_sources(config: DataConfig) -> dict[str, Source]:
+    """The training records of every source; embedded data sets are built when they are missing.
+
+    Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
+    """
+    return {
+        name: open_source(source.path or _embedded(config, name) / "train.jsonl", name)
+        for name, source in config.sources.items()
+    }
+
+
+def open_held_out(config: DataConfig) -> dict[str, Source]:
+    """The held-out records of every source that has some."""
+    result: dict[str, Source] = {}
+    for name, source in config.sources.items():
+        if source.eval_path or not source.path:
+            result[name] = open_source(source.eval_path or _embedded(config, name) / "eval.jsonl", name)
+        else:
+            logging.getLogger("fluxjax.data").warning(
+                "data.sources.%s has no eval_path: its accuracy is not measured", name
+            )
+    return result
+
+
+def _embedded(config: DataConfig, name: str) -> pathlib.Path:
+    from .embedded import ensure
+
+    return ensure(name, config.root)

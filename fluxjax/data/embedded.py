@@ -1,0 +1,65 @@
+"""The data sets of the embedded runs: real files made once, on this machine, from data inside installed packages.
+
+    digits   PNG strips of handwritten digits to transcribe     1 to 12 digits
+    pans     h264 clips panned over photographs                 left, right, up, down
+    reverse  strings to write backwards                         text only
+
+Each lies in a folder whose name has a hash of its recipe: another recipe is another folder, and what is there is
+never rebuilt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+
+from ..config import ConfigError
+from .building import build_once
+from .digits import DigitsRecipe, build_digits
+from .pans import PansRecipe, build_pans
+from .strings import StringsRecipe, build_reverse
+
+Recipe = DigitsRecipe | PansRecipe | StringsRecipe
+
+RECIPES: dict[str, Recipe] = {"digits": DigitsRecipe(), "pans": PansRecipe(), "reverse": StringsRecipe()}
+
+
+def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = None) -> pathlib.Path:
+    """The folder of an embedded data set (`train.jsonl`, `eval.jsonl`, media), built if it is missing.
+
+    Raises `ConfigError` for an unknown name, `DataError` when it cannot be written.
+    """
+    if name not in RECIPES:
+        raise ConfigError(
+            f"data.sources.{name} has no path and is no embedded data set; embedded are {', '.join(RECIPES)}"
+        )
+    recipe = recipe or RECIPES[name]
+    folder = (pathlib.Path(root).expanduser() if root else default_root()) / f"{name}-{digest(recipe)}"
+
+    def write(temporary: pathlib.Path) -> None:
+        match recipe:
+            case DigitsRecipe():
+                build_digits(temporary, recipe)
+            case PansRecipe():
+                build_pans(temporary, recipe)
+            case StringsRecipe():
+                build_reverse(temporary, recipe)
+        (temporary / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
+
+    build_once(folder, write)
+    return folder
+
+
+def default_root() -> pathlib.Path:
+    """`$XDG_CACHE_HOME/fluxjax`, by default `~/.cache/fluxjax`."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache") / "fluxjax"
+
+
+def digest(recipe: Recipe) -> str:
+    """12 hexadecimal digits of everything that determines the content."""
+    text = json.dumps([type(recipe).__name__, dataclasses.asdict(recipe)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,19 @@
+"""What goes wrong with data, in one line each that names the file, the line and the fix."""
+
+from __future__ import annotations
+
+
+class DataError(ValueError):
+    """A data set cannot be used: an unreadable file, a wrong field, a full disk. The message is for the user."""
+
+
+class RecordError(ValueError):
+    """One record cannot be used; the others can. `reason` is short and without names, so that it can be counted."""
+
+    def __init__(self, id: str, reason: str) -> None:
+        super().__init__(f"{id}: {reason}")
+        self.id = id
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.id, self.reason)

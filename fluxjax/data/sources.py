@@ -1,0 +1,162 @@
+"""Records of prompts: the source protocol, JSONL manifests, and opening whatever the configuration names."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..types import Media, MediaKind, Prompt
+from .errors import DataError
+from .fields import Fields, order_by_marks, place_marks, resolve
+
+log = logging.getLogger("fluxjax.data")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_MARK = re.compile("<image>|<video>")
+
+
+class Source(Protocol):
+    """A fixed number of prompts, read one at a time in any order, from any thread."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Raises `RecordError` when this one record cannot be used."""
+        ...
+
+    def texts(self) -> Iterator[str]:
+        """Every prompt and every answer, without reading media."""
+        ...
+
+
+class JsonlSource:
+    """A manifest: one JSON object a line, e.g. `{"id": "a", "prompt": "<image>How many?", "answer": "3",
+    "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder.
+
+    The whole file is checked when it is opened (media files are not touched): `DataError` names file and line.
+    """
+
+    def __init__(self, path: pathlib.Path, name: str, fields: Fields | None = None) -> None:
+        self.path = path
+        self.prompts: list[Prompt] = []
+        lines: dict[str, int] = {}
+        for number, record in _read_lines(path):
+            where = f"{path}:{number}"
+            prompt = _to_prompt(record, name, str(number), path.parent, fields or Fields(), where)
+            if prompt.id in lines:
+                raise DataError(f"{where}: the id {prompt.id!r} was already used in line {lines[prompt.id]}")
+            lines[prompt.id] = number
+            self.prompts.append(prompt)
+        if not self.prompts:
+            raise DataError(f"{path}: the file has no records")
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    def texts(self) -> Iterator[str]:
+        for prompt in self.prompts:
+            yield prompt.text
+            yield prompt.answer
+
+
+def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None) -> Source:
+    """A `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards. Raises `DataError`."""
+    path = pathlib.Path(path).expanduser()
+    if not path.exists():
+        raise DataError(f"data.sources.{name}: {path} does not exist")
+    if path.is_dir() or path.suffix == ".parquet":
+        from .parquet import ParquetSource  # pyarrow takes a third of a second to import
+
+        return ParquetSource(path, name, fields)
+    if path.suffix in (".jsonl", ".ndjson"):
+        return JsonlSource(path, name, fields)
+    raise DataError(f"data.sources.{name}: {path} is neither .jsonl nor .parquet nor a folder of .parquet files")
+
+
+def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        with open(path, "rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if not raw.strip():
+                    continue
+                try:
+                    record = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except json.JSONDecodeError as error:
+                    raise DataError(f"{path}:{number}: not valid JSON: {error.msg} at column {error.colno}") from error
+                except UnicodeDecodeError as error:
+                    raise DataError(f"{path}:{number}: not valid UTF-8: {error.reason}") from error
+                if not isinstance(record, dict):
+                    raise DataError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
+                yield number, record
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _to_prompt(
+    record: Mapping[str, Any], source: str, default_id: str, folder: pathlib.Path, wanted: Fields, where: str
+) -> Prompt:
+    fields = resolve(record, wanted, where)
+    text = record[fields.prompt]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {fields.prompt!r} must be a string, found {text!r}")
+    answer = answer_text(record[fields.answer])
+    if answer is None:
+        raise DataError(f"{where}: {fields.answer!r} must be a string or a number, found {record[fields.answer]!r}")
+    media: dict[MediaKind, list[Media]] = {}
+    for kind, field in ((MediaKind.IMAGE, fields.images), (MediaKind.VIDEO, fields.videos)):
+        value = record.get(field) or [] if field else []
+        paths = [value] if isinstance(value, str) else value
+        if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+            raise DataError(f"{where}: {field!r} must be a path or a list of paths, found {value!r}")
+        media[kind] = [Media(kind, str(folder / path)) for path in paths]
+    id = record[fields.id] if fields.id else default_id
+    if isinstance(id, bool) or not isinstance(id, (str, int)):
+        raise DataError(f"{where}: {fields.id!r} must be a string or an integer, found {id!r}")
+    try:
+        return make_prompt(str(id), source, text, answer, media)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def answer_text(value: Any) -> str | None:
+    """An answer as text, or None where the value is neither text nor a number."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    return None
+
+
+def make_prompt(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
+    """A prompt whose media stand in the order of the marks. Raises `ValueError` when marks and media disagree."""
+    kinds = [kind for kind in MediaKind for _ in media.get(kind, ())]
+    text = place_marks(text, kinds)
+    queues = {kind: iter(items) for kind, items in media.items()}
+    return Prompt(id, source, text, answer, tuple(next(queues[kind]) for kind in order_by_marks(text)))
+
+
+def all_texts(sources: Iterable[Source]) -> Iterator[str]:
+    """Every prompt and answer: what a tokenizer built for these sources must be able to write."""
+    for source in sources:
+        yield from source.texts()
+
+
+def common_words(sources: Iterable[Source], share: float = 0.02) -> list[str]:
+    """Words of two letters or more that stand in at least `share` of the texts of some source: the words of its
+    questions and of a small set of answers. Sorted."""
+    words: set[str] = set()
+    for source in sources:
+        counts: collections.Counter[str] = collections.Counter()
+        total = 0
+        for text in source.texts():
+            counts.update(set(_WORD.findall(_MARK.sub(" ", text))))
+            total += 1
+        words.update(word for word, count in counts.items() if count >= share * total)
+    return sorted(words)
