@@ -21,6 +21,7 @@ from .errors import PromptError
 from .images import Source, load_image, resized, source_name, target_size
 from .patches import normalise, patchify
 from .settings import (
+    BICUBIC,
     VIDEO_PIXELS,
     FrameSettings,
     PatchLayout,
@@ -82,6 +83,8 @@ class Processor:
         tokenizer_config = read_json(folder / "tokenizer_config.json")
         config = read_json(folder / "config.json")
         image, video = read_configs(folder)
+        if video.get("resample", BICUBIC) != BICUBIC:
+            raise ValueError(f"{folder}: videos are resized bicubically (resample 3), not {video['resample']}")
         return cls(
             tokenizer=tokenizer,
             vision="vision_config" in config if config else bool(image),

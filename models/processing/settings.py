@@ -17,6 +17,7 @@ from ..config import VisionConfig
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+BICUBIC = 3  # of `PIL.Image.Resampling`; videos know no other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class PixelSettings:
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
     rescale_factor: float = 1 / 255
-    resample: int = 3  # a `PIL.Image.Resampling` value; 3 is bicubic
+    resample: int = BICUBIC  # a `PIL.Image.Resampling` value
 
     def __post_init__(self) -> None:
         if not 0 < self.min_pixels <= self.max_pixels:

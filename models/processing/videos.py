@@ -17,10 +17,10 @@ from av.container import InputContainer
 from av.error import FFmpegError
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
-from PIL import Image
 
 from .errors import MediaError
-from .images import Source, check_source, resized, target_size
+from .images import Source, check_source, target_size
+from .resize import resize_frame
 from .settings import FrameSettings, PatchLayout, PixelSettings
 
 MAX_PASSES = 4
@@ -154,9 +154,9 @@ def _decode(
                 image = _upright(reformatter.reformat(frame, format="rgb24", threads=1 if small else 0), frame.rotation)
                 if pixels is None:
                     limited = _bounded(settings, frames, len(indices), layout)
-                    height, width = target_size(name, image.width, image.height, layout.factor, limited)
+                    height, width = target_size(name, image.shape[1], image.shape[0], layout.factor, limited)
                     pixels = np.empty((len(indices), height, width, 3), np.uint8)
-                pixels[slot] = resized(image, pixels.shape[1], pixels.shape[2], settings.resample)
+                pixels[slot] = resize_frame(image, pixels.shape[1], pixels.shape[2])
             times.append(frame.pts)
             last = frame
             count += 1
@@ -165,11 +165,9 @@ def _decode(
     return _Pass(pixels, count, _span(times, last, _rated(count, stream)))
 
 
-def _upright(frame: av.VideoFrame, rotation: int) -> Image.Image:
+def _upright(frame: av.VideoFrame, rotation: int) -> np.ndarray:
     """An RGB frame turned as its display matrix says (phones store portrait videos lying down)."""
-    array = frame.to_ndarray()
-    turns = round(rotation / 90) % 4  # counter-clockwise
-    return Image.fromarray(np.ascontiguousarray(np.rot90(array, turns)) if turns else array)
+    return np.rot90(frame.to_ndarray(), round(rotation / 90) % 4)  # both count counter-clockwise
 
 
 def _bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:
