@@ -20,7 +20,7 @@ from sharding.weights import WeightSpec, weight
 
 from .config import AnyConfig, TextConfig
 from .inputs import VisionInput
-from .layers import Embedding, GatedMLP, RMSNorm, add_bias, normal, rotary_frequencies, rotate, zeros
+from .layers import Embedding, GatedMLP, Normal, RMSNorm, add_bias, rotary_frequencies, rotate, zeros
 
 Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, H], float32
 Attend: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -31,7 +31,7 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None) -> None:
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        init = normal(config.initializer_range)
+        init = Normal(config.initializer_range)
         self.q = weight(rngs, WeightSpec((D, N, H), ("D", "N", "H"), init), stack)
         self.k = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init), stack)
         self.v = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init), stack)

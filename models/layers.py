@@ -6,6 +6,9 @@ Norms, softmax and rotary embeddings compute in float32; everything else in the 
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +23,17 @@ ones = nnx.initializers.ones_init()
 zeros = nnx.initializers.zeros_init()
 
 
-def normal(std: float) -> nnx.Initializer:
-    return nnx.initializers.normal(std)
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """Initial values with mean 0. Called by JAX code; `on_host` draws the same distribution without compiling."""
+
+    std: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return self.std * jax.random.normal(key, shape, dtype)
+
+    def on_host(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        return np.float32(self.std) * rng.standard_normal(shape, np.float32)
 
 
 class RMSNorm(nnx.Module):
@@ -42,9 +54,9 @@ class GatedMLP(nnx.Module):
     def __init__(
         self, width: int, inner: int, *, bias: bool, std: float, rngs: nnx.Rngs, stack: int | None = None
     ) -> None:
-        self.gate = weight(rngs, WeightSpec((width, inner), ("D", "F"), normal(std)), stack)
-        self.up = weight(rngs, WeightSpec((width, inner), ("D", "F"), normal(std)), stack)
-        self.down = weight(rngs, WeightSpec((inner, width), ("F", "D"), normal(std)), stack)
+        self.gate = weight(rngs, WeightSpec((width, inner), ("D", "F"), Normal(std)), stack)
+        self.up = weight(rngs, WeightSpec((width, inner), ("D", "F"), Normal(std)), stack)
+        self.down = weight(rngs, WeightSpec((inner, width), ("F", "D"), Normal(std)), stack)
         self.bias = bias
         if bias:
             self.gate_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros), stack)
@@ -64,7 +76,7 @@ class Embedding(nnx.Module):
     """A table of one row a token id: the input embedding, and the output head (tied or its own)."""
 
     def __init__(self, vocab: int, width: int, std: float, rngs: nnx.Rngs) -> None:
-        self.table = weight(rngs, WeightSpec((vocab, width), ("V", "D"), normal(std)))
+        self.table = weight(rngs, WeightSpec((vocab, width), ("V", "D"), Normal(std)))
 
     def __call__(self, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
         return self.table[...][tokens]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+
+from sharding.weights import WeightSpec
 
 from .config import AnyConfig, ModelConfigError, Qwen2Config, Qwen25VLConfig
 from .decoder import Decoder
+from .layers import Normal
 from .qwen2.modeling import Qwen2
 from .qwen2_5_vl.modeling import Qwen25VL
 
@@ -45,11 +51,19 @@ def abstract(config: AnyConfig) -> Decoder:
 
 
 def create(config: AnyConfig, seed: int = 0) -> Decoder:
-    """All weights are drawn in one compiled program."""
-    graphdef = nnx.graphdef(abstract(config))
+    """Weights are drawn on the host, each from a generator of its own (`seed` and its path): the values depend on no
+    other weight, no device and no compiler, and a tiny model is there at once."""
+    graphdef, state = nnx.split(abstract(config))
 
-    @jax.jit
-    def draw(key: jax.Array) -> dict[str, Any]:
-        return nnx.to_pure_dict(nnx.state(build(config, nnx.Rngs(params=key))))
+    def draw(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
+        spec: WeightSpec = variable.get_metadata("spec")
+        if isinstance(spec.init, Normal):
+            name = ".".join(str(key.key) for key in path).encode()
+            rng = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(name)]))
+            value = jnp.asarray(spec.init.on_host(rng, variable.shape), spec.dtype)
+        else:  # a constant
+            value = spec.init(jax.random.key(0), variable.shape, spec.dtype)
+        return variable.replace(value)
 
-    return nnx.merge(graphdef, draw(jax.random.key(seed)))
+    state = jax.tree.map_with_path(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return nnx.merge(graphdef, state)

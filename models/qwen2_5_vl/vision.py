@@ -18,7 +18,7 @@ from sharding.weights import WeightSpec, weight
 
 from ..config import VisionConfig
 from ..inputs import VisionInput
-from ..layers import GatedMLP, RMSNorm, add_bias, normal, rotate, zeros
+from ..layers import GatedMLP, Normal, RMSNorm, add_bias, rotate, zeros
 
 NORM_EPS = 1e-6  # not a setting of the published configurations
 
@@ -28,7 +28,7 @@ class PatchEmbed(nnx.Module):
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
         shape = (config.patch_values, config.hidden_size)
-        self.kernel = weight(rngs, WeightSpec(shape, ("X", "D"), normal(config.initializer_range)))
+        self.kernel = weight(rngs, WeightSpec(shape, ("X", "D"), Normal(config.initializer_range)))
 
     def __call__(self, patches: Float[Array, "P X"]) -> Float[Array, "P D"]:
         kernel = self.kernel[...]
@@ -40,7 +40,7 @@ class VisionBlock(nnx.Module):
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
         D, N, H = config.hidden_size, config.num_heads, config.head_dim
-        init = normal(config.initializer_range)
+        init = Normal(config.initializer_range)
         self.attention_norm = RMSNorm(D, NORM_EPS, rngs, stack)
         self.qkv = weight(rngs, WeightSpec((D, 3, N, H), ("D", "C", "N", "H"), init), stack)
         self.qkv_bias = weight(rngs, WeightSpec((3, N, H), ("C", "N", "H"), zeros), stack)
@@ -65,7 +65,7 @@ class PatchMerger(nnx.Module):
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
         inner = config.hidden_size * config.merge_unit
-        init = normal(config.initializer_range)
+        init = Normal(config.initializer_range)
         self.width = inner
         self.norm = RMSNorm(config.hidden_size, NORM_EPS, rngs)
         self.up = weight(rngs, WeightSpec((inner, inner), ("X", "F"), init))
