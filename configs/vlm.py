@@ -7,7 +7,7 @@ Nothing is downloaded: strips of handwritten digits (PNG) and clips panned over 
 from data inside scikit-learn and scikit-image.
 """
 
-from fluxjax.config import Config, ConfigError, SourceConfig
+from fluxjax.config import Config, ConfigError, LossAggregation, Schedule, SourceConfig
 
 
 def get_config(variant: str = "") -> Config:
@@ -16,6 +16,23 @@ def get_config(variant: str = "") -> Config:
         "digits": SourceConfig(reward="digits"),
         "pans": SourceConfig(reward="exact"),
     }
+    config.steps = 700
+    config.warm_start.steps = 300
+    config.warm_start.records = 100
+    config.rollout.prompts_per_step = 46
+    config.rollout.max_new_tokens = 13
+    config.rollout.max_sequence_tokens = 48
+    config.rollout.slots = 368
+    config.packing.tokens_per_row = 128
+    config.packing.rows_per_device = 24
+    config.packing.patches_per_device = 1536
+    config.algorithm.loss_aggregation = LossAggregation.SEQUENCE_MEAN
+    config.algorithm.entropy_coefficient = 0.01
+    config.optim.schedule = Schedule.LINEAR
+    config.optim.beta2 = 0.95
+    config.optim.warmup_steps = 10
+    config.evaluation.samples = 400
+    config.evaluation.every = 100
     if variant == "debug":
         config.name = "vlm-debug"
         config.steps = 4

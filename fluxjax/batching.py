@@ -129,7 +129,7 @@ def with_reference(composition: Composition, logprobs_BT: Sequence[Any]) -> Comp
 def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[int]]) -> list[Group]:
     """One group for each prompt, with the given answer (stop id included) as its only response.
 
-    Log-probs are 0 and versions 0: no engine produced these tokens.
+    Log-probs are 0 and versions -1: no engine produced these tokens.
     """
     groups = []
     for one, ids in zip(prompts, answer_ids, strict=True):
@@ -140,7 +140,7 @@ def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[
             sample=0,
             token_ids=token_ids,
             logprobs=(0.0,) * len(token_ids),
-            versions=(0,) * len(token_ids),
+            versions=(-1,) * len(token_ids),
             finish="stop",
         )
         groups.append(Group(one.prompt, (Sample(response, Reward(1.0, True, "given answer"), advantage=1.0),)))

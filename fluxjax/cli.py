@@ -55,7 +55,7 @@ def load(argv: Sequence[str]) -> Config:
             overrides.append((name.removeprefix("config."), value))
     config = read_file(selected)
     for field, value in overrides:
-        _override(config, field, value)
+        config = _override(config, field, value)
     config.validate()
     return config
 
@@ -77,13 +77,15 @@ def read_file(selected: str) -> Config:
     return config
 
 
-def _override(config: Config, field: str, value: str) -> None:
+def _override(config: Config, field: str, value: str) -> Config:
+    """The configuration with one field set from text, as the type it has."""
     current = _current(config, field)
     values = flags.FlagValues()
     flag = f"--config.{field}={value}"
     try:
         config_flags.DEFINE_config_dataclass("config", config, flag_values=values, sys_argv=["fluxjax", flag])
         values(["fluxjax", flag])
+        return values["config"].value
     except (flags.Error, ValueError, TypeError):
         raise ConfigError(f"--config.{field}: {value!r} is not {_kind(current)}") from None
 

@@ -48,19 +48,22 @@ class Schedule(enum.Enum):
 class ModelConfig:
     path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, random weights
     vision: bool = True  # tiny model only: Qwen2.5-VL with a vision tower, or Qwen2 text
-    hidden_size: int = 96
-    intermediate_size: int = 256
-    num_layers: int = 2
+    hidden_size: int = 64
+    intermediate_size: int = 160
+    num_layers: int = 3
     num_heads: int = 4
     num_kv_heads: int = 2
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: bool = False
+    rope_theta: float = 30.0  # tiny model: sequences of a few dozen tokens
+    mrope_section: tuple[int, ...] = (2, 3, 3)  # frequencies a position axis (time, height, width)
+    initializer_range: float = 0.1
     vision_hidden_size: int = 64
     vision_intermediate_size: int = 128
     vision_depth: int = 2
     vision_num_heads: int = 4
     vision_full_attention_layers: tuple[int, ...] = (1,)
     patch_size: int = 8
-    window_size: int = 32  # pixels
+    window_size: int = 16  # pixels
     compute_dtype: DType = DType.FLOAT32  # master weights stay float32
 
 
@@ -90,7 +93,8 @@ class WarmStartConfig:
 
     steps: int = 0
     batch_size: int = 64
-    lr: float = 1e-3
+    lr: float = 2e-3
+    records: int = 0  # labelled examples used of each source; 0: all
 
 
 @dataclasses.dataclass
@@ -111,6 +115,7 @@ class AlgorithmConfig:
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
     clip_low: float = 0.2
     clip_high: float = 0.2  # larger than clip_low: clip-higher (DAPO)
+    entropy_coefficient: float = 0.0  # > 0 rewards undecided next-token distributions
     kl_coefficient: float = 0.0  # > 0 keeps a frozen reference model
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
 
@@ -261,6 +266,7 @@ _NOT_NEGATIVE = [
     "algorithm.clip_low",
     "algorithm.clip_high",
     "algorithm.kl_coefficient",
+    "algorithm.entropy_coefficient",
     "optim.warmup_steps",
     "optim.weight_decay",
     "warm_start.steps",

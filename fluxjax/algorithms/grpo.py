@@ -2,7 +2,8 @@
 
 The loss of token t of response i, with A_i the group's relative advantage (no critic):
 
-    -min(r A_i, clip(r, 1 - clip_low, 1 + clip_high) A_i) + kl_coefficient * k3(reference, policy),
+    -min(r A_i, clip(r, 1 - clip_low, 1 + clip_high) A_i) + kl_coefficient * k3(reference, policy)
+        - entropy_coefficient * entropy,
     r = policy(o_t) / behaviour(o_t)
 
 Behaviour log-probs are those that the engine reported when it sampled the token, so r also corrects for what
@@ -80,6 +81,8 @@ def token_loss(
         "behaviour_kl": k3(log_ratio_BT),
         "entropy": masked(entropies_BT, trained_BT),
     }
+    if cfg.entropy_coefficient > 0.0:
+        loss_BT = loss_BT - cfg.entropy_coefficient * masked(entropies_BT, trained_BT)
     if cfg.kl_coefficient > 0.0:
         reference_kl_BT = k3(masked(batch.reference_logprobs_BT - logprobs_BT, trained_BT))
         loss_BT = loss_BT + cfg.kl_coefficient * reference_kl_BT

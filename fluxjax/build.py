@@ -1,0 +1,89 @@
+"""From the configuration to a model and its processor: a checkpoint folder, or the tiny model drawn at random."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+
+import models
+from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.decoder import Decoder
+from models.processing import Processor
+from models.processing.processor import MARK
+from models.processing.settings import PatchLayout
+from models.processing.tiny import SPECIAL_TOKENS
+from models.processing.tiny import build as build_processor
+
+from .config import Config, ConfigError, ModelConfig
+
+
+def build_model(config: Config, texts: Iterable[str]) -> tuple[Decoder, Processor]:
+    """The model with float32 master weights, and its processor.
+
+    `texts` are all prompts and answers of the training data: the tiny tokenizer is built from them.
+    Raises `ConfigError` when `model.path` is no checkpoint folder.
+    """
+    data = config.data
+    if config.model.path:
+        path = pathlib.Path(config.model.path)
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"model.path: {path} is not a Hugging Face checkpoint folder (it has no config.json)")
+        processor = Processor.load(path).configured(
+            min_pixels=data.min_pixels, max_pixels=data.max_pixels, num_frames=data.video_frames
+        )
+        return models.load(path, dtype=jnp.float32), processor
+    texts = list(texts)
+    vision = tiny_vision(config.model) if config.model.vision else None
+    words = {word for text in texts for word in re.findall(r"[A-Za-z]{2,}", MARK.sub("", text))}
+    processor = build_processor(
+        texts,
+        words=sorted(words),
+        layout=PatchLayout.of(vision) if vision else None,
+        num_frames=data.video_frames or 4,
+        **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
+    )
+    return models.create(tiny_model(config.model, processor, vision), config.seed), processor
+
+
+def tiny_vision(model: ModelConfig) -> VisionConfig:
+    return VisionConfig(
+        hidden_size=model.vision_hidden_size,
+        intermediate_size=model.vision_intermediate_size,
+        depth=model.vision_depth,
+        num_heads=model.vision_num_heads,
+        out_hidden_size=model.hidden_size,
+        full_attention_layers=model.vision_full_attention_layers,
+        patch_size=model.patch_size,
+        window_size=model.window_size,
+        initializer_range=model.initializer_range,
+    )
+
+
+def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | None) -> Qwen2Config | Qwen25VLConfig:
+    """The architecture of the embedded runs, in the proportions that the configuration gives."""
+    text = TextConfig(
+        vocab_size=processor.tokenizer.get_vocab_size(),
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.hidden_size // model.num_heads,
+        rope=RopeConfig(theta=model.rope_theta, mrope_section=model.mrope_section if vision else ()),
+        tie_word_embeddings=model.tie_word_embeddings,
+        initializer_range=model.initializer_range,
+    )
+    if vision is None:
+        return Qwen2Config(text=text)
+    ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+    return Qwen25VLConfig(
+        text=text,
+        vision=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )

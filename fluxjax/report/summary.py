@@ -1,0 +1,56 @@
+"""The machine-readable end of a run: `summary.json`, written atomically."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+FILE = "summary.json"
+
+
+@dataclasses.dataclass
+class Summary:
+    """What a run did. Accuracies are held-out, exact match, greedy, in [0, 1], one entry a source.
+
+    It is part of every checkpoint, so that a resumed run reports the whole run.
+    """
+
+    name: str = ""
+    complete: bool = False  # False: the run was stopped early and can be resumed
+    seed: int = 0
+    parameters: int = 0  # of the model, a count
+    devices: int = 0
+    steps: int = 0  # RL steps done
+    accuracy: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # source -> start, end
+    blind: dict[str, float] = dataclasses.field(default_factory=dict)  # the final model, every pixel blanked
+    chance: dict[str, float] = dataclasses.field(default_factory=dict)  # the best constant answer
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # wall time a stage, and `total`
+    logprob_gap_max: float = 0.0  # over steps, of the mean absolute gap of a step
+    logprob_gap_alarms: int = 0  # steps whose gap exceeded `report.logprob_gap_alarm`
+    samples_trained: int = 0  # responses
+    tokens_trained: int = 0  # response tokens
+    samples_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # reason -> prompts
+    checkpoints_failed: int = 0
+    resumed_from: list[int] = dataclasses.field(default_factory=list)  # steps
+
+    def add_seconds(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    def write(self, run_dir: pathlib.Path) -> pathlib.Path:
+        file = run_dir / FILE
+        temporary = file.with_suffix(".tmp")
+        values = dataclasses.asdict(self)
+        values["seconds"] = {stage: round(seconds, 2) for stage, seconds in self.seconds.items()}
+        temporary.write_text(json.dumps(values, indent=2) + "\n")
+        os.replace(temporary, file)
+        return file
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Summary:
+        return cls(**state)

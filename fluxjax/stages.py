@@ -1,0 +1,101 @@
+"""Training and evaluating as the runtime calls them: small adapters around learner and held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from models.config import VisionConfig
+from rollout.engine import Engine
+
+from .algorithms import ALGORITHMS
+from .algorithms.grpo import zero_variance_groups
+from .batching import compose, with_reference
+from .config import Config
+from .held_out import HeldOut
+from .learner import Learner
+from .types import Group, PreparedPrompt
+
+
+class PolicyTrainer:
+    """One optimizer step over scored groups: advantages, packing, reference log-probs, learner."""
+
+    def __init__(
+        self, config: Config, learner: Learner, vision: VisionConfig | None, reference: dict[str, Any] | None
+    ) -> None:
+        self._config = config
+        self._algorithm = ALGORITHMS[config.algorithm.name]
+        self._learner = learner
+        self._vision = vision
+        self._reference = reference
+        self.last_groups: list[Group] = []  # of the last step, with their advantages
+
+    @property
+    def version(self) -> int:
+        return self._learner.version
+
+    def weights(self) -> Mapping[str, Any]:
+        return self._learner.params
+
+    def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> dict[str, float]:
+        """Metrics are those of the learner, and of the rewards: see `reward_metrics`."""
+        scored = self._algorithm.advantages(groups, self._config.algorithm)
+        composition = compose(
+            scored,
+            prepared,
+            self._config,
+            self._learner.mesh.size,
+            vision=self._vision,
+            skip_idle=not (self._config.algorithm.kl_coefficient or self._config.algorithm.entropy_coefficient),
+        )
+        if self._reference is not None:
+            reference = self._reference
+            scores = [self._learner.logprobs(batch.inputs, reference)[0] for batch in composition.batches]
+            composition = with_reference(composition, scores)
+        metrics = self._learner.step(composition.batches)
+        self.last_groups = scored
+        tokens_fill, patches_fill = composition.fill()
+        return (
+            metrics
+            | reward_metrics(scored)
+            | {
+                "packing/microbatches": float(len(composition.batches)),
+                "packing/token_fill": tokens_fill,
+                "packing/patch_fill": patches_fill,
+            }
+        )
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean rewards and sampled accuracies, over all and a source; response lengths in tokens; groups that teach
+    nothing."""
+    samples = [(group.prompt.source, sample) for group in groups for sample in group.samples]
+    lengths = [len(sample.response.token_ids) for _, sample in samples]
+    metrics = {
+        "reward/mean": float(np.mean([sample.reward.value for _, sample in samples])),
+        "response/mean_tokens": float(np.mean(lengths)),
+        "response/max_tokens": float(np.max(lengths)),
+        "response/cut_off": float(np.mean([sample.response.finish == "length" for _, sample in samples])),
+        "groups/zero_variance": zero_variance_groups(groups) / len(groups),
+        "rewards/failed": float(sum(bool(sample.reward.reason) for _, sample in samples)),
+    }
+    for source in sorted({source for source, _ in samples}):
+        own = [sample.reward for name, sample in samples if name == source]
+        metrics[f"reward/{source}"] = float(np.mean([reward.value for reward in own]))
+        metrics[f"accuracy/{source}"] = float(np.mean([reward.correct for reward in own]))
+    return metrics
+
+
+class HeldOutEvaluator:
+    """Held-out accuracy of what the engine serves: all prompts at the start and the end, some in between."""
+
+    def __init__(self, config: Config, held_out: HeldOut, engine: Engine) -> None:
+        self._settings = config.evaluation
+        self._held_out = held_out
+        self._engine = engine
+
+    async def evaluate(self, step: int, full: bool) -> Mapping[str, float]:
+        limit = self._settings.samples if full else self._settings.samples_during
+        return await self._held_out.accuracy(self._engine, limit)
