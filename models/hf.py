@@ -168,15 +168,17 @@ def load(path: str | os.PathLike[str], dtype: Any = None, shardings: Mapping[str
         _check_names(files, names, layers)
         params: dict[str, Any] = {}
         for entry in names:
-            value = _read_parameter(files, entry, layers[entry.path], dtype)
             inner = params
             place: Any = shardings
             for key in entry.path[:-1]:
                 inner = inner.setdefault(key, {})
                 place = place[key] if place is not None else None
             place = place[entry.path[-1]] if place is not None else None
-            # `may_alias=False`: the buffer may be a view of the memory-mapped file
-            inner[entry.path[-1]] = jax.device_put(value, place, may_alias=False)
+            # No name is bound to the buffer: it is gone before the next is made. It may also be a view of the
+            # memory-mapped file, hence no aliasing.
+            inner[entry.path[-1]] = jax.block_until_ready(
+                jax.device_put(_read_parameter(files, entry, layers[entry.path], dtype), place, may_alias=False)
+            )
     return nnx.merge(nnx.graphdef(registry.abstract(config)), params)
 
 

@@ -1,0 +1,111 @@
+"""Checkpoints written by `transformers` come back bit for bit, and theirs read ours."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_reference import build_text, build_vl, torch, transformers
+from safetensors import safe_open
+
+import models
+from models import hf
+from models.config import NameLayout
+
+
+def tensors(folder: pathlib.Path) -> dict[str, tuple[str, bytes]]:
+    """Name -> (dtype and shape, bytes) over all weight files of a folder."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                value = file.get_tensor(name)
+                found[name] = (f"{value.dtype}{value.shape}", value.tobytes())
+    return found
+
+
+BUILD = {"qwen2": build_text, "qwen2_5_vl": build_vl}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", BUILD)
+def test_round_trip_keeps_names_bits_and_config(tmp_path, kind: str, tied: bool, dtype: str) -> None:
+    pair = BUILD[kind](tmp_path / "theirs", tied=tied, dtype=getattr(torch, dtype))
+    models.save(pair.model, tmp_path / "ours")
+    assert tensors(tmp_path / "ours") == tensors(tmp_path / "theirs")
+    assert ("lm_head.weight" in tensors(tmp_path / "ours")) == (not tied)
+    assert (tmp_path / "ours/config.json").read_text() == (tmp_path / "theirs/config.json").read_text()
+    leaves = jax.tree.leaves(models.split(pair.model)[1])
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
+
+
+def test_both_name_layouts(tmp_path) -> None:
+    """`transformers` 5 still writes the names of the published files unless told otherwise; older 4.5x the others."""
+    pair = build_vl(tmp_path / "flat")
+    pair.reference.save_pretrained(tmp_path / "nested", save_original_format=False)
+    flat, nested = tensors(tmp_path / "flat"), tensors(tmp_path / "nested")
+    assert "visual.merger.ln_q.weight" in flat
+    assert "model.visual.merger.ln_q.weight" in nested
+    model = models.load(tmp_path / "nested")
+    assert (pair.model.config.names, model.config.names) == (NameLayout.FLAT, NameLayout.NESTED)
+    for one, two in zip(*(jax.tree.leaves(models.split(m)[1]) for m in (pair.model, model)), strict=True):
+        np.testing.assert_array_equal(one, two)
+    models.save(model, tmp_path / "nested again")
+    assert tensors(tmp_path / "nested again") == nested
+    models.save(pair.model, tmp_path / "flat again")
+    assert tensors(tmp_path / "flat again") == flat
+
+
+def test_several_files_with_an_index(tmp_path) -> None:
+    pair = build_vl(tmp_path / "one")
+    pair.reference.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    model = models.load(tmp_path / "theirs")
+    hf.save(model, tmp_path / "ours", shard_bytes=200_000)
+    assert tensors(tmp_path / "ours") == tensors(tmp_path / "theirs") == tensors(tmp_path / "one")
+    ours, theirs = (json.loads((tmp_path / who / hf.INDEX).read_text()) for who in ("ours", "theirs"))
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    # a smaller number of files leaves none of the old ones behind
+    models.save(model, tmp_path / "ours")
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == ["config.json", "model.safetensors"]
+    assert tensors(tmp_path / "ours") == tensors(tmp_path / "one")
+
+
+@pytest.mark.parametrize("kind", BUILD)
+def test_transformers_reads_what_was_never_theirs(tmp_path, kind: str) -> None:
+    """A model created here, in several files, without a `config.json` to copy from."""
+    shape = BUILD[kind](tmp_path / "shape").model.config
+    config = type(shape).from_hf({**shape.to_hf(), "model_type": shape.to_hf()["model_type"]})
+    bare = config.__class__(**{**vars(config), "extra": "{}"})
+    model = models.create(bare, seed=5)
+    hf.save(model, tmp_path / "ours", shard_bytes=200_000)
+    auto = transformers.AutoModelForCausalLM if kind == "qwen2" else transformers.AutoModelForImageTextToText
+    theirs = auto.from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert tensors(tmp_path / "theirs") == tensors(tmp_path / "ours")
+    again = models.load(tmp_path / "theirs")
+    assert again.config == bare, "every setting that matters survives their reading and writing"
+
+
+def test_float32_masters_of_a_bfloat16_checkpoint(tmp_path) -> None:
+    pair = build_vl(tmp_path / "theirs", dtype=torch.bfloat16)
+    model = models.load(tmp_path / "theirs", dtype=jnp.float32)
+    assert {leaf.dtype for leaf in jax.tree.leaves(models.split(model)[1])} == {jnp.dtype("float32")}
+    models.save(model, tmp_path / "wide")
+    assert json.loads((tmp_path / "wide/config.json").read_text())["dtype"] == "float32"
+    models.save(model, tmp_path / "narrow", dtype=jnp.bfloat16)
+    assert tensors(tmp_path / "narrow") == tensors(tmp_path / "theirs")
+    assert (tmp_path / "narrow/config.json").read_text() == (tmp_path / "theirs/config.json").read_text()
+    assert pair.model.config == model.config
+
+
+def test_disk_tensors_are_those_of_the_file(tmp_path) -> None:
+    pair = build_vl(tmp_path / "theirs")
+    stream = dict(hf.disk_tensors(pair.model.config, models.split(pair.model)[1]))
+    assert {name: value.tobytes() for name, value in stream.items()} == {
+        name: raw for name, (_, raw) in tensors(tmp_path / "theirs").items()
+    }
