@@ -215,5 +215,6 @@ def _spread(items: Sequence[Item], rows: Sequence[Row], budget: Budget) -> list[
         size = next(size for size in budget.rows if size >= max(map(len, shards)))
         buffer = next(size for size in budget.patches if size >= max(patches))
         plan.append(Microbatch(size, buffer, tuple(tuple(shard) for shard in shards)))
+        assert len(left) < len(waiting), "a row has more patches than a shard may hold"
         waiting = left
     return plan

@@ -108,6 +108,11 @@ def test_media_that_fill_the_patch_budget_go_to_the_next_microbatch():
     assert len(plan) == 3  # one medium a shard, two shards
 
 
+def test_media_count_once_for_all_responses_of_a_group_in_a_row():
+    plan = pack([Item("x", 10, (5, 5, 5), patches=40)], Budget(64, (1,), (64,)), share_prompts=False)
+    assert [(len(rows_of([micro])[0]), micro.patches) for micro in plan] == [(3, 64)]
+
+
 def test_shards_are_filled_evenly():
     plan = pack([Item(str(i), 40, (20,)) for i in range(20)], Budget(64, grid(16), (0,), 4))
     assert [[len(shard) for shard in micro.shards] for micro in plan] == [[5, 5, 5, 5]]
