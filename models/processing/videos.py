@@ -7,6 +7,7 @@ counted if that was wrong. Only sampled frames are converted and resized; no oth
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import io
 import itertools
 import os
@@ -141,7 +142,7 @@ def _decode(
     """One pass: the frames at `indices`, resized, and the number of frames and their time span as decoded."""
     slots = {int(index): slot for slot, index in enumerate(indices)}
     pixels: np.ndarray | None = None
-    count, times, last = 0, [], None
+    count, times, durations, base = 0, [], [], None
     small = stream.width * stream.height * total < SMALL_VIDEO
     stream.codec_context.thread_count = 1 if small else min(MAX_THREADS, os.cpu_count() or 1)
     stream.thread_type = "SLICE" if small else "AUTO"
@@ -158,11 +159,12 @@ def _decode(
                     pixels = np.empty((len(indices), height, width, 3), np.uint8)
                 pixels[slot] = resize_frame(image, pixels.shape[1], pixels.shape[2])
             times.append(frame.pts)
-            last = frame
+            durations.append(frame.duration or 0)
+            base = frame.time_base
             count += 1
     except (FFmpegError, OSError) as error:
         raise MediaError(name, f"decoding fails after {count} frames: {_reason(error)}") from error
-    return _Pass(pixels, count, _span(times, last, _rated(count, stream)))
+    return _Pass(pixels, count, _span(times, durations, base, _rated(count, stream)))
 
 
 def _upright(frame: av.VideoFrame, rotation: int) -> np.ndarray:
@@ -179,17 +181,21 @@ def _bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout:
     return dataclasses.replace(settings, max_pixels=max(share, int(settings.min_pixels * 1.05)))
 
 
-def _span(times: list[int | None], last: av.VideoFrame | None, rated: float | None) -> float | None:
+def _span(
+    times: list[int | None], durations: list[int], base: fractions.Fraction | None, rated: float | None
+) -> float | None:
     """Seconds from the first frame's start to the last one's end, or None where nothing tells.
 
-    Timestamps count where they are complete and increasing; else the header's rate (`rated`) does.
+    Timestamps count where they are complete and increasing; else the frames' own durations, which a bare stream has
+    from its parameter sets; else the header's rate (`rated`), which for a bare stream is the demuxer's guess.
     """
     known = [time for time in times if time is not None]
-    base = last.time_base if last is not None else None
-    if last is not None and base and len(known) == len(times) and all(a < b for a, b in itertools.pairwise(known)):
+    if base and known and len(known) == len(times) and all(a < b for a, b in itertools.pairwise(known)):
         span = known[-1] - known[0]
-        if last.duration:
-            return float((span + last.duration) * base)
+        if durations[-1]:
+            return float((span + durations[-1]) * base)
         if span:
             return float(span * base) * len(known) / (len(known) - 1)
+    if base and durations and all(durations):
+        return float(sum(durations) * base)
     return rated
