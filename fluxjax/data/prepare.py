@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from models.inputs import ModelInput
 from models.processing.errors import MediaError, PromptError
@@ -25,6 +25,7 @@ _LOGGED = 5  # skips of one reason that are logged one by one; the rest is count
 _HOPELESS = 1000  # skips in a row that end the run: the data, or where it is looked for, must be wrong
 
 
+@runtime_checkable
 class TextAndMedia(Protocol):
     """The part of `models.processing.Processor` that is used here."""
 

@@ -8,7 +8,7 @@ import logging
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..types import Media, MediaKind, Prompt
 from .errors import DataError
@@ -19,6 +19,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _MARK = re.compile("<image>|<video>")
 
 
+@runtime_checkable
 class Source(Protocol):
     """A fixed number of prompts, read one at a time in any order, from any thread."""
 

@@ -1,0 +1,167 @@
+"""Parquet as the hub has it: embedded images, row groups read when drawn."""
+
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from fluxjax.data import DataError, Fields, RecordError, open_source, parquet
+from fluxjax.types import MediaKind
+
+STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def png(value):
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (value, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def geometry(count, start=0):
+    """A table with the columns of Geometry3K."""
+    return pa.table(
+        {
+            "images": pa.array([[{"bytes": png(start + i), "path": None}] for i in range(count)], pa.list_(STRUCT)),
+            "problem": [f"<image>Find x{start + i}." for i in range(count)],
+            "answer": [str(start + i) for i in range(count)],
+        }
+    )
+
+
+def test_rows_with_embedded_images(tmp_path):
+    pq.write_table(geometry(10), tmp_path / "train.parquet", row_group_size=3)
+    source = open_source(tmp_path / "train.parquet", "geometry")
+    assert len(source) == 10
+    for index in np.random.default_rng(0).permutation(10):
+        prompt = source[int(index)]
+        assert (prompt.id, prompt.source) == (f"train:{index}", "geometry")
+        assert (prompt.text, prompt.answer) == (f"<image>Find x{index}.", str(index))
+        (media,) = prompt.media
+        assert media.kind is MediaKind.IMAGE and media.path == f"train.parquet#{index}/images/0"
+        assert Image.open(io.BytesIO(media.data)).getpixel((0, 0)) == (index, 0, 0)
+    assert list(source.texts())[:2] == ["<image>Find x0.", "0"]
+    with pytest.raises(IndexError):
+        source[10]
+    source.close()
+
+
+def test_shards_follow_each_other(tmp_path):
+    pq.write_table(geometry(4), tmp_path / "train-00000-of-00002.parquet", row_group_size=3)
+    pq.write_table(geometry(5, start=4), tmp_path / "train-00001-of-00002.parquet")
+    source = open_source(tmp_path, "geometry")
+    assert [source[i].answer for i in range(9)] == [str(i) for i in range(9)]
+    assert source[4].id == "train-00001-of-00002:0"
+
+
+def test_only_the_row_group_of_a_row_is_read_and_few_are_kept(tmp_path, monkeypatch):
+    pq.write_table(geometry(12), tmp_path / "train.parquet", row_group_size=3)
+    source = open_source(tmp_path / "train.parquet", "geometry")
+    read = []
+    original = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda self, i, columns: read.append(i) or original(self, i, columns)
+    )
+    assert [source[i].answer for i in (7, 8, 6, 0, 7)] == ["7", "8", "6", "0", "7"]
+    assert read == [2, 0]
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 0)
+    assert [source[i].answer for i in (3, 4, 7)] == ["3", "4", "7"]
+    assert read == [2, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "expected"),
+    [
+        ("image", pa.array([b"one", b"two"]), [b"one"]),
+        ("image", pa.array([{"bytes": b"one", "path": "a"}] * 2, STRUCT), [b"one"]),
+        ("images", pa.array([[b"one", b"two"], []]), [b"one", b"two"]),
+        ("images", pa.array([["a.png"], None], pa.list_(pa.string())), "a.png"),
+        ("images", pa.array([[{"bytes": None, "path": "a.png"}], []], pa.list_(STRUCT)), "a.png"),
+    ],
+)
+def test_media_columns_in_all_their_forms(tmp_path, column, values, expected):
+    table = pa.table({column: values, "question": ["q", "r"], "solution": ["1", "2"]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    prompt = open_source(tmp_path / "x.parquet", "s")[0]
+    if isinstance(expected, str):
+        assert [(m.path, m.data) for m in prompt.media] == [(str(tmp_path / expected), None)]
+    else:
+        assert [m.data for m in prompt.media] == expected
+    assert prompt.text == "<image>" * len(prompt.media) + "q"
+
+
+def test_videos_and_given_columns(tmp_path):
+    table = pa.table({"clip": [[b"v"]], "q": ["<video>what?"], "n": [7], "uid": ["k"], "prompt": ["unused"]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    prompt = open_source(tmp_path / "x.parquet", "s", Fields(prompt="q", answer="n", videos="clip"))[0]
+    assert (prompt.id, prompt.text, prompt.answer) == ("k", "<video>what?", "7")
+    assert [(m.kind, m.data) for m in prompt.media] == [(MediaKind.VIDEO, b"v")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"promt": ["x"], "answer": ["y"]}, "no prompt field; found 'promt', expected 'prompt'"),
+        ({"problem": [["x"]], "answer": ["y"]}, "column 'problem' must hold text, found list"),
+        ({"problem": [1], "answer": ["y"]}, "column 'problem' must hold text, found int64"),
+        ({"problem": ["x"], "answer": [{"a": 1}]}, "column 'answer' must hold text, found struct"),
+        ({"problem": ["x"], "answer": ["y"], "images": [[1.0]]}, "column 'images' must hold bytes, paths"),
+        ({"problem": ["x"], "answer": ["y"], "imagse": [b""]}, "unknown field 'imagse'; did you mean 'images'"),
+        ({"problem": ["x"] * 2, "answer": ["y"] * 2, "id": [5, 5]}, "row 1 has the id 5, already used by x.parquet#0"),
+        ({"problem": pa.array([], pa.string()), "answer": pa.array([], pa.string())}, "the file has no records"),
+    ],
+)
+def test_a_wrong_file_is_refused_when_it_is_opened(tmp_path, columns, message):
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=message):
+        open_source(tmp_path / "x.parquet", "s")
+
+
+def test_a_file_that_is_no_parquet_and_shards_that_differ(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match=r"a.parquet: not a readable parquet file"):
+        open_source(tmp_path / "a.parquet", "s")
+    pq.write_table(geometry(1), tmp_path / "a.parquet")
+    pq.write_table(geometry(1).drop_columns(["images"]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet: no column 'images', which a.parquet has"):
+        open_source(tmp_path, "s")
+
+
+def test_a_damaged_row_group_is_a_clear_error(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(geometry(50), path, row_group_size=10, compression="zstd")
+    content = bytearray(path.read_bytes())
+    content[50:400] = bytes(350)
+    path.write_bytes(content)
+    source = open_source(path, "s")
+    with pytest.raises(DataError, match=r"x.parquet: row group 0 cannot be read"):
+        source[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"problem": None, "answer": "y", "images": []}, "no prompt"),
+        ({"problem": "x", "answer": None, "images": []}, "no answer"),
+        ({"problem": "x", "answer": "y", "images": [{"bytes": None, "path": None}]}, "an empty image"),
+        ({"problem": "<image>x", "answer": "y", "images": []}, "1 <image> and 0 <video> marks in the prompt for 0"),
+    ],
+)
+def test_a_bad_row_is_a_record_error_and_the_others_are_usable(tmp_path, row, reason):
+    schema = pa.schema([("problem", pa.string()), ("answer", pa.string()), ("images", pa.list_(STRUCT))])
+    good = {"problem": "q", "answer": "a", "images": []}
+    pq.write_table(pa.Table.from_pylist([row, good], schema), tmp_path / "x.parquet")
+    source = open_source(tmp_path / "x.parquet", "s")
+    with pytest.raises(RecordError) as caught:
+        source[0]
+    assert caught.value.id == "x:0" and caught.value.reason.startswith(reason)
+    assert source[1].text == "q"
+
+
+def test_large_row_groups_are_pointed_out(tmp_path, monkeypatch, caplog):
+    pq.write_table(geometry(4), tmp_path / "x.parquet")
+    monkeypatch.setattr(parquet, "LARGE_ROW_GROUP", 100)
+    open_source(tmp_path / "x.parquet", "s")
+    assert "row_group_size=100" in caplog.text
