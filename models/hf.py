@@ -137,17 +137,23 @@ def _read_parameter(files: _Files, entry: TensorName, layers: int, dtype: Any) -
         value = entry.from_disk(files.read(entry.name, entry.disk_shape))
         return np.ascontiguousarray(value, dtype=dtype or value.dtype)
     names = _full_names(entry, layers)
-    first = files.read(names[0], entry.disk_shape)
-    buffer = np.empty((layers, *entry.shape), dtype or first.dtype)
+    first = files.read(names[0], entry.disk_shape).dtype
+    buffer = np.empty((layers, *entry.shape), dtype or first)
     for layer, name in enumerate(names):
         value = files.read(name, entry.disk_shape)
-        if value.dtype != first.dtype and dtype is None:
+        if value.dtype != first and dtype is None:
             raise CheckpointError(
-                f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer 0 is {first.dtype}; "
+                f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer 0 is {first}; "
                 "layers of one stack need one dtype (or load with dtype=...)"
             )
         buffer[layer] = entry.from_disk(value)
     return buffer
+
+
+@jax.jit
+def _drop_buffers(nothing: jax.Array) -> jax.Array:
+    """The runtime lets go of host buffers whose transfer is done at the next dispatch; this is that dispatch."""
+    return nothing
 
 
 def load(path: str | os.PathLike[str], dtype: Any = None, shardings: Mapping[str, Any] | None = None) -> Decoder:
@@ -179,6 +185,7 @@ def load(path: str | os.PathLike[str], dtype: Any = None, shardings: Mapping[str
             inner[entry.path[-1]] = jax.block_until_ready(
                 jax.device_put(_read_parameter(files, entry, layers[entry.path], dtype), place, may_alias=False)
             )
+            _drop_buffers(np.float32(0))
     return nnx.merge(nnx.graphdef(registry.abstract(config)), params)
 
 

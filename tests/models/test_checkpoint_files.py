@@ -156,7 +156,7 @@ def test_settings_that_would_change_the_result_are_refused(folder, changes, mess
 def test_peak_memory_is_the_model_and_one_parameter(tmp_path) -> None:
     """numpy's allocations are traced; device arrays are not, so what is left is what the host holds beside them."""
     model = models.create(
-        qwen2_config(num_layers=6, vocab_size=512, hidden_size=96, head_dim=16, intermediate_size=512)
+        qwen2_config(num_layers=12, vocab_size=512, hidden_size=96, head_dim=16, intermediate_size=512)
     )
     models.save(model, tmp_path)
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(models.split(model)[1])]
