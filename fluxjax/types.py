@@ -121,4 +121,4 @@ class TrainBatch:
     advantages_BT: Any  # f32
     behaviour_logprobs_BT: Any  # f32, as reported by the engine
     reference_logprobs_BT: Any  # f32, of the frozen reference model; 0 where there is none
-    versions_BT: Any  # i32, weight version of each generated token; -1 for prompt tokens and padding
+    versions_BT: Any  # i32, weight version of each generated token; -1 for prompts, given answers and padding
