@@ -198,7 +198,7 @@ def test_grpo_by_hand():
     np.testing.assert_allclose(loss, [[-1.3, 2.0, -0.5, 0.8]], rtol=1e-6)
     np.testing.assert_array_equal(metrics["clip_fraction"], [[1.0, 0.0, 0.0, 1.0]])
     np.testing.assert_allclose(metrics["ratio"], ratios, rtol=1e-6)
-    np.testing.assert_allclose(metrics["logprob_gap"], np.abs(np.log(ratios)), rtol=1e-6)
+    np.testing.assert_allclose(metrics["behaviour_kl"], ratios - 1 - np.log(ratios), rtol=1e-5)
     assert "reference_kl" not in metrics
 
     # k3 of reference over policy 1/2 and 2: 1/2 + log 2 - 1 and 2 - log 2 - 1.
@@ -208,6 +208,16 @@ def test_grpo_by_hand():
     kl = [[0.5 + math.log(2) - 1] * 2 + [2 - math.log(2) - 1] * 2]
     np.testing.assert_allclose(metrics["reference_kl"], kl, rtol=1e-5)
     np.testing.assert_allclose(loss_kl - loss, 0.1 * np.array(kl), rtol=1e-4)
+
+
+def test_entropy_bonus_by_hand():
+    logprobs, entropies, batch = random_case(0)
+    cfg, bonus = AlgorithmConfig(), AlgorithmConfig(entropy_coefficient=0.05)
+    plain, _ = loss_of(grpo, jnp.asarray(logprobs), entropies, batch, cfg)
+    value, _ = loss_of(grpo, jnp.asarray(logprobs), entropies, batch, bonus)
+    np.testing.assert_allclose(value, plain - 0.05 * np.sum(batch.loss_weights_BT * entropies), atol=1e-6)
+    gradient = jax.grad(lambda x: loss_of(grpo, jnp.asarray(logprobs), x, batch, bonus)[0])(entropies)
+    np.testing.assert_allclose(gradient, -0.05 * batch.loss_weights_BT, atol=1e-8)
 
 
 def test_on_policy_gradient_is_the_policy_gradient():

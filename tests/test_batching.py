@@ -331,6 +331,7 @@ def test_sft_groups_are_composed_like_any_other():
     tokens = unpack(composition, [batch.inputs.tokens_BT for batch in composition.batches])
     assert {key: ids.tolist() for key, ids in tokens.items()} == {(100, 0): [7, 8, 9], (103, 0): [3, 2]}
     assert np.isclose(sum(batch.loss_weights_BT.sum() for batch in composition.batches), 1.0)
+    assert all((batch.versions_BT == -1).all() for batch in composition.batches)  # no engine generated them
 
 
 # --- what is refused ----------------------------------------------------------------------------

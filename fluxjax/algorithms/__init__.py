@@ -31,7 +31,8 @@ class AlgorithmModule(Protocol):
     ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
         """The loss of each token, and named per-token metrics; both are 0 where the loss weight is 0.
 
-        A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`).
+        A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The learner
+        adds what is the same for all: entropy, and the gap between the engine's log-probs and the trainer's.
         """
         ...
 

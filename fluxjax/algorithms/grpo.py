@@ -63,11 +63,9 @@ def zero_variance_groups(groups: Sequence[Group]) -> int:
 def token_loss(
     logprobs_BT: Float[Array, "B T"], entropies_BT: Float[Array, "B T"], batch: TrainBatch, cfg: AlgorithmConfig
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-    """The loss in the head of this file. Metrics, in nats where they are log-probs or entropies:
-
-    `ratio` policy over behaviour; `clip_fraction` 1 where the bound cuts the gradient off; `logprob_gap` the
-    absolute difference of policy and behaviour log-prob; `behaviour_kl` the k3 estimate of KL(behaviour ||
-    policy); `entropy` of the policy; `reference_kl` the k3 estimate of KL(policy || reference) if there is one.
+    """The loss in the head of this file. Metrics: `ratio` policy over behaviour; `clip_fraction` 1 where the bound
+    cuts the gradient off; and in nats, by the k3 estimate, `behaviour_kl`, KL(behaviour || policy), and if there is
+    a reference `reference_kl`, KL(policy || reference).
     """
     trained_BT = batch.loss_weights_BT != 0.0
     log_ratio_BT = masked(logprobs_BT - batch.behaviour_logprobs_BT, trained_BT)
@@ -77,9 +75,7 @@ def token_loss(
     metrics = {
         "ratio": masked(ratio_BT, trained_BT),
         "clip_fraction": masked(clipped_BT, trained_BT),
-        "logprob_gap": jnp.abs(log_ratio_BT),
         "behaviour_kl": k3(log_ratio_BT),
-        "entropy": masked(entropies_BT, trained_BT),
     }
     if cfg.entropy_coefficient > 0.0:
         loss_BT = loss_BT - cfg.entropy_coefficient * masked(entropies_BT, trained_BT)

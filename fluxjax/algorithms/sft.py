@@ -26,7 +26,7 @@ def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
 def token_loss(
     logprobs_BT: Float[Array, "B T"], entropies_BT: Float[Array, "B T"], batch: TrainBatch, cfg: AlgorithmConfig
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-    """`-log p(token)`. Metrics in nats: `nll` the same again, `entropy` of the model."""
+    """`-log p(token)` in nats; `nll` is the same again: its mean over tokens, whatever the loss weights."""
     trained_BT = batch.loss_weights_BT != 0.0
     loss_BT = masked(-logprobs_BT, trained_BT)
-    return loss_BT, {"nll": loss_BT, "entropy": masked(entropies_BT, trained_BT)}
+    return loss_BT, {"nll": loss_BT}
