@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from models.inputs import ModelInput
 
@@ -79,6 +79,7 @@ class EngineError(RuntimeError):
     """The engine can't serve: a request it cannot fit, a dead server, weights of another shape."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """An inference engine. All methods are called from one asyncio loop and never block it."""
 
