@@ -25,15 +25,22 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in `folder/<step>/`. An unfinished one is never listed: Orbax renames at the end."""
 
-    def __init__(self, folder: pathlib.Path, keep: int) -> None:
-        """Raises `CheckpointError` if the folder cannot be created."""
+    def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False) -> None:
+        """`read_only` leaves alone what a run that is still going on may be writing. Raises `CheckpointError` if the
+        folder cannot be created."""
         self.folder = folder.absolute()
         self._keep = keep
+        self._read_only = read_only
         self.failed: list[str] = []  # reasons, one for each checkpoint that could not be written
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            create=not self._read_only,
+            cleanup_tmp_directories=not self._read_only,
+            read_only=self._read_only,
+        )
         try:
             return ocp.CheckpointManager(self.folder, options=options)
         except OSError as error:

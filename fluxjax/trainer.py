@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
 import pathlib
-import signal
-import threading
+import sys
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import models
 from models.config import Qwen25VLConfig
@@ -25,29 +23,29 @@ from .algorithms import ALGORITHMS
 from .build import build_model
 from .callbacks import Callback
 from .checkpoint import CheckpointError, Checkpoints, like
-from .config import Config
+from .config import Config, ConfigError
 from .coordinator import Coordinator, Settings, Synchronous
 from .coordinator.messages import Finish
 from .data import Source, open_held_out, open_sources
 from .data.errors import DataError
 from .data.loader import PromptLoader
 from .data.prepare import Preparer
+from .event_loop import run_async, stop_on_signals
 from .held_out import HeldOut
-from .learner import GAP, Learner
+from .learner import Learner
 from .report import pictures
 from .report.display import Display
 from .report.metrics import MetricsLog, read
-from .report.samples import dump_samples
 from .report.summary import Summary
+from .reporter import Reporter, closing, opening
 from .rewards import Scorer
-from .runtime import Observer, Runtime, StepReport
+from .runtime import Runtime
 from .stages import HeldOutEvaluator, PolicyTrainer
 from .timeline import Timeline
 from .types import Prompt
 from .warm_start import warm_start
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +72,25 @@ class FluxTrainer:
     that cannot be read.
     """
 
-    def __init__(self, config: Config, *, callbacks: Sequence[Callback] = (), display: Display | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        callbacks: Sequence[Callback] = (),
+        display: Display | None = None,
+        read_only: bool = False,
+    ) -> None:
+        """Builds everything, starts nothing. `read_only` changes nothing in an existing run folder: to look at a run
+        that may still be going on (`load_checkpoint`, `evaluate`)."""
         config.validate()
         self.config = config
         self.callbacks = list(callbacks)
         self.display = display or Display(config.steps)
-        self.run_dir = run_folder.create(config)
+        self.run_dir = pathlib.Path(config.run_dir) if read_only else run_folder.create(config)
         self.timeline = Timeline(keep_steps=config.report.timeline_steps)
         self.summary = Summary(name=config.name, seed=config.seed)
         self._runtime: Runtime | None = None
+        self._began = time.monotonic()
 
         # --- data -------------------------------------------------------------------------------
         with self._stage("data"):
@@ -99,7 +107,7 @@ class FluxTrainer:
             self.algorithm = ALGORITHMS[config.algorithm.name]
             self.learner = Learner(config, self.model, self.algorithm.token_loss)
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
-            self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep)
+            self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
 
             # --- fleet --------------------------------------------------------------------------
             rollout = config.rollout
@@ -121,6 +129,7 @@ class FluxTrainer:
 
             # --- coordinator --------------------------------------------------------------------
             self.coordinator = self._new_coordinator()
+            self._loaded: int | None = None  # the step of the checkpoint that `fit` goes on from
         self.summary.parameters = parameter_count(self.model)
         self.summary.devices = self.learner.mesh.size
 
@@ -198,22 +207,35 @@ class FluxTrainer:
         self.source.load_state_dict(state["source"])
         self.summary = Summary.from_state_dict(state["summary"])
         self.summary.resumed_from.append(step)
+        self._loaded = step
         return step
+
+    def close(self) -> None:
+        """Ends threads and waits for checkpoints under way. A trainer is a context manager, too."""
+        self.source.close()
+        self.checkpoints.close()
+
+    def __enter__(self) -> FluxTrainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # --- the chapters of fit --------------------------------------------------------------------
 
     async def _fit(self) -> TrainingResult:
         config, summary = self.config, self.summary
-        began = time.monotonic()
+        if self._loaded is None and self.checkpoints.latest() is not None:
+            self.load_checkpoint()
+        resumed, summary = self._loaded, self.summary
+        if resumed is None:
+            self.coordinator = self._new_coordinator()
         with self._stage("data"):
-            self.source = self._new_source()
-            self.held_out = self._new_held_out()
-        resumed = self.load_checkpoint() if self.checkpoints.latest() is not None else None
-        summary = self.summary
+            _ = self.held_out  # decoded now, not within the first evaluation
         self.metrics = MetricsLog(self.run_dir, resume_step=resumed, prometheus_port=config.report.prometheus_port)
-        self._call(lambda callback: callback.on_fit_start(self))
+        self.call(lambda callback: callback.on_fit_start(self))
         with self.display, contextlib.closing(self.metrics):
-            self.display.note(self._opening(resumed))
+            self.display.note(opening(self, resumed))
             if resumed is None:
                 await self._warm_start()
             await self.engine.update_weights(self.learner.version, self.learner.params)
@@ -226,12 +248,12 @@ class FluxTrainer:
             summary.checkpoints_failed = len(self.checkpoints.failed)
             with self._stage("report"):
                 self._write_report()
-            summary.add_seconds("total", time.monotonic() - began)
+            self._count_total()
             result = TrainingResult(summary, self.run_dir)
             summary.write(self.run_dir)
-            self.display.note(self._closing(finish))
-        self._call(lambda callback: callback.on_fit_end(self, result))
-        await self._close()
+            self.display.note(closing(summary, finish.reason))
+            self.display.note(f"see {self.run_dir}/learning.png, timeline.png, summary.json and model/")
+        self.call(lambda callback: callback.on_fit_end(self, result))
         return result
 
     async def _warm_start(self) -> None:
@@ -264,10 +286,10 @@ class FluxTrainer:
             checkpointer=self,
             sampling=self.sampling,
             seed=config.seed,
-            observers=[_Reporter(self, trainer)],
+            observers=[Reporter(self, trainer)],
             timeline=self.timeline,
         )
-        with _stop_on_signals(self.stop):
+        with stop_on_signals(self.stop):
             return await self._runtime.run()
 
     async def _last_measurements(self) -> None:
@@ -285,29 +307,35 @@ class FluxTrainer:
         pictures.learning_curve(read(self.metrics.file), controls, self.run_dir / "learning.png")
         pictures.timeline(self.timeline.spans(), self.run_dir / "timeline.png")
 
-    async def _close(self) -> None:
-        self.source.close()
-        self.checkpoints.close()
-
     # --- parts ----------------------------------------------------------------------------------
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """For the runtime: starts a checkpoint; see `runtime.Checkpointer`."""
         self._save(step, state)
-        self._call(lambda callback: callback.on_checkpoint(self, step))
+        self.call(lambda callback: callback.on_checkpoint(self, step))
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
+        self._count_total()
         self.checkpoints.save(step, self._arrays(), state | {"summary": self.summary.state_dict()})
+
+    def _count_total(self) -> None:
+        now = time.monotonic()
+        self.summary.add_seconds("total", now - self._began)
+        self._began = now
 
     def _arrays(self) -> dict[str, Any]:
         arrays = {"learner": self.learner.state()}
         return arrays if self.reference is None else arrays | {"reference": self.reference}
 
-    def _new_source(self) -> Preparer:
+    @functools.cached_property
+    def source(self) -> Preparer:
+        """The training prompts in their drawing order, decoded ahead."""
         weights = {name: self.config.data.sources[name].weight for name in self.sources}
         return Preparer(self.processor, PromptLoader(self.sources, weights, self.config.seed), self.config)
 
-    def _new_held_out(self) -> HeldOut:
+    @functools.cached_property
+    def held_out(self) -> HeldOut:
+        """The held-out prompts, decoded and kept."""
         prompts = {}
         for name, source in self.eval_sources.items():
             count = min(self.config.evaluation.samples, len(source))
@@ -325,83 +353,9 @@ class FluxTrainer:
         finally:
             self.summary.add_seconds(name, time.monotonic() - started)
 
-    def _call(self, hook: Any) -> None:
+    def call(self, hook: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:
             hook(callback)
-
-    def _opening(self, resumed: int | None) -> str:
-        summary = self.summary
-        begin = "starting" if resumed is None else f"resuming after step {resumed}"
-        sources = ", ".join(f"{name} ({len(source):,})" for name, source in self.sources.items())
-        devices = f"{summary.devices} device{'s' if summary.devices > 1 else ''}"
-        return f"{begin}: {summary.parameters:,} parameters on {devices}, sources {sources}, run folder {self.run_dir}"
-
-    def _closing(self, finish: Finish) -> str:
-        summary = self.summary
-        lines = [f"{finish.reason} after {summary.steps} steps, {summary.seconds['total']:.0f} s"]
-        for source, accuracy in summary.accuracy.items():
-            parts = [f"{source}: held out {accuracy['start']:.1%} -> {accuracy.get('end', float('nan')):.1%}"]
-            parts += [f"blind {summary.blind[source]:.1%}"] if source in summary.blind else []
-            parts += [f"chance {summary.chance[source]:.1%}"] if source in summary.chance else []
-            lines.append(", ".join(parts))
-        lines.append(f"largest log-prob gap between engine and trainer {summary.logprob_gap_max:.1e}")
-        if summary.samples_skipped:
-            lines.append(f"skipped prompts: {summary.samples_skipped}")
-        lines.append(f"see {self.run_dir}/learning.png, timeline.png, summary.json")
-        return "\n".join(lines)
-
-
-class _Reporter(Observer):
-    """Writes down what the runtime reports."""
-
-    def __init__(self, owner: FluxTrainer, trainer: PolicyTrainer) -> None:
-        self._owner = owner
-        self._trainer = trainer
-
-    def on_step(self, report: StepReport) -> None:
-        owner, settings = self._owner, self._owner.config.report
-        summary, step = owner.summary, report.step
-        responses = [sample.response for group in report.groups for sample in group.samples]
-        tokens = sum(len(response.token_ids) for response in responses)
-        seconds = dict(report.seconds)
-        metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
-        metrics["tokens_per_second"] = tokens / max(sum(seconds.values()), 1e-9)
-        for stage, value in seconds.items():
-            summary.add_seconds(stage, value)
-        summary.samples_trained += len(responses)
-        summary.tokens_trained += tokens
-        gap = metrics.get(GAP, 0.0)
-        summary.logprob_gap_max = max(summary.logprob_gap_max, gap)
-        if gap > settings.logprob_gap_alarm:
-            summary.logprob_gap_alarms += 1
-            owner.display.note(
-                f"ALARM: step {step}: log-probs of engine and trainer differ by {gap:.1e} in the mean, more than "
-                f"report.logprob_gap_alarm = {settings.logprob_gap_alarm:.1e}: the engine serves another policy"
-            )
-        owner.metrics.log("rl", step, metrics)
-        if settings.dump_samples_every and step % settings.dump_samples_every == 0:
-            groups = self._trainer.last_groups
-            dump_samples(owner.run_dir / "samples", step, groups, owner.processor.decode, settings.dump_samples)
-        owner.display.step(step, metrics, seconds)
-        owner._call(lambda callback: callback.on_step(owner, step, report.groups, metrics))
-
-    def on_evaluation(self, step: int, full: bool, result: Mapping[str, float]) -> None:
-        owner = self._owner
-        owner.metrics.log("eval", step, {f"accuracy/{source}": value for source, value in result.items()})
-        owner.display.evaluated(result)
-        if full:
-            when = "start" if step == 0 else "end"
-            for source, value in result.items():
-                owner.summary.accuracy.setdefault(source, {})[when] = value
-            owner.display.note(
-                f"held out at the {when} of RL: "
-                + ", ".join(f"{source} {value:.1%}" for source, value in result.items())
-            )
-        owner._call(lambda callback: callback.on_evaluation(owner, step, result))
-
-    def on_skip(self, prompt: Prompt, reason: str) -> None:
-        skipped = self._owner.summary.samples_skipped
-        skipped[reason] = skipped.get(reason, 0) + 1
 
 
 def _by_source(prompts: Sequence[Prompt], config: Config) -> dict[str, Source]:
@@ -431,43 +385,12 @@ class _Given:
             yield from (prompt.text, prompt.answer)
 
 
-@contextlib.contextmanager
-def _stop_on_signals(stop: Any) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run cleanly at the next step; a second one does what it always does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {}
-
-    def handle(number: int, frame: Any) -> None:
-        signal.signal(number, previous[number])
-        log.warning("stopping after this step; once more to stop at once")
-        stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, also from within a running loop (a notebook), where it takes a thread of its own."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fit") as thread:
-        return thread.submit(asyncio.run, work).result()
-
-
 def main(config: Config) -> int:
     """The body of `python -m fluxjax.train`: 0 when complete or stopped on request, 2 for bad settings or data."""
     try:
-        FluxTrainer(config).fit()
-    except (ValueError, DataError, CheckpointError) as error:
-        log.error("%s", error)
+        with FluxTrainer(config) as trainer:
+            trainer.fit()
+    except (ConfigError, DataError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

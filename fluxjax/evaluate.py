@@ -1,0 +1,64 @@
+"""Held-out accuracy of a run: of its trained model, or of one of its checkpoints.
+
+    python -m fluxjax.evaluate --run DIR                 the newest checkpoint
+    python -m fluxjax.evaluate --run DIR --step 200      the checkpoint after step 200, if it was kept
+    python -m fluxjax.evaluate --run DIR --blind         with every pixel blanked
+    python -m fluxjax.evaluate --run DIR --json          one JSON line
+
+The run may still be going on: nothing in its folder is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m fluxjax.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--run", required=True, type=pathlib.Path, metavar="DIR", help="the run folder")
+    parser.add_argument("--step", type=int, default=None, help="the step of a checkpoint (default: the newest)")
+    parser.add_argument("--samples", type=int, default=None, help="prompts a source (default: as the run's settings)")
+    parser.add_argument("--blind", action="store_true", help="blank every pixel: what is answered without looking")
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    args = parser.parse_args(argv)
+
+    from .config import ConfigError
+    from .run_folder import read_config
+
+    try:
+        config = read_config(args.run)
+        if args.samples is not None:
+            config.evaluation.samples = args.samples
+        config.validate()
+        from .checkpoint import CheckpointError
+        from .data.errors import DataError
+        from .trainer import FluxTrainer
+
+        try:
+            trainer = FluxTrainer(config, read_only=True)
+            step = trainer.load_checkpoint(args.step)
+            accuracy = trainer.evaluate(blind=args.blind)
+            trainer.close()
+        except (CheckpointError, DataError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    counts = {source: len(prompts) for source, prompts in trainer.held_out.prompts.items()}
+    if args.json:
+        print(json.dumps({"step": step, "blind": args.blind, "accuracy": accuracy, "prompts": counts}))
+        return 0
+    print(f"step {step}{', blind' if args.blind else ''}")
+    for source, value in accuracy.items():
+        print(f"  {source:<16}{value:7.1%} of {counts[source]} held-out prompts")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

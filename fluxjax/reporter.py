@@ -1,0 +1,95 @@
+"""Writes down what happens in a run: metrics, summary, sample dumps, display, callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .learner import GAP
+from .report.samples import dump_samples
+from .report.summary import Summary
+from .runtime import Observer, StepReport
+from .stages import PolicyTrainer
+from .types import Prompt
+
+if TYPE_CHECKING:
+    from .trainer import FluxTrainer
+
+
+class Reporter(Observer):
+    """Writes down what the runtime reports."""
+
+    def __init__(self, owner: FluxTrainer, trainer: PolicyTrainer) -> None:
+        self._owner = owner
+        self._trainer = trainer
+
+    def on_step(self, report: StepReport) -> None:
+        owner, settings = self._owner, self._owner.config.report
+        summary, step = owner.summary, report.step
+        responses = [sample.response for group in report.groups for sample in group.samples]
+        tokens = sum(len(response.token_ids) for response in responses)
+        seconds = dict(report.seconds)
+        metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
+        metrics["tokens_per_second"] = tokens / max(sum(seconds.values()), 1e-9)
+        for stage, value in seconds.items():
+            summary.add_seconds(stage, value)
+        summary.samples_trained += len(responses)
+        summary.tokens_trained += tokens
+        gap = metrics.get(GAP, 0.0)
+        summary.logprob_gap_max = max(summary.logprob_gap_max, gap)
+        if gap > settings.logprob_gap_alarm:
+            summary.logprob_gap_alarms += 1
+            owner.display.note(
+                f"ALARM: step {step}: log-probs of engine and trainer differ by {gap:.1e} in the mean, more than "
+                f"report.logprob_gap_alarm = {settings.logprob_gap_alarm:.1e}: the engine serves another policy"
+            )
+        owner.metrics.log("rl", step, metrics)
+        if settings.dump_samples_every and step % settings.dump_samples_every == 0:
+            groups = self._trainer.last_groups
+            dump_samples(owner.run_dir / "samples", step, groups, owner.processor.decode, settings.dump_samples)
+        owner.display.step(step, metrics, seconds)
+        owner.call(lambda callback: callback.on_step(owner, step, report.groups, metrics))
+
+    def on_evaluation(self, step: int, full: bool, result: Mapping[str, float]) -> None:
+        owner = self._owner
+        owner.metrics.log("eval", step, {f"accuracy/{source}": value for source, value in result.items()})
+        owner.display.evaluated(result)
+        if full:
+            when = "start" if step == 0 else "end"
+            for source, value in result.items():
+                owner.summary.accuracy.setdefault(source, {})[when] = value
+            owner.display.note(
+                f"held out at the {when} of RL: "
+                + ", ".join(f"{source} {value:.1%}" for source, value in result.items())
+            )
+        owner.call(lambda callback: callback.on_evaluation(owner, step, result))
+
+    def on_skip(self, prompt: Prompt, reason: str) -> None:
+        skipped = self._owner.summary.samples_skipped
+        skipped[reason] = skipped.get(reason, 0) + 1
+
+
+def opening(trainer: FluxTrainer, resumed: int | None) -> str:
+    """The first line of a run."""
+    summary = trainer.summary
+    begin = "starting" if resumed is None else f"resuming after step {resumed}"
+    sources = ", ".join(f"{name} ({len(source):,})" for name, source in trainer.sources.items())
+    devices = f"{summary.devices} device{'s' if summary.devices > 1 else ''}"
+    return f"{begin}: {summary.parameters:,} parameters on {devices}, sources {sources}, run folder {trainer.run_dir}"
+
+
+def closing(summary: Summary, reason: str) -> str:
+    """The last lines of a run: what it reached, against which controls."""
+    lines = [f"{reason}: {summary.steps} steps in {summary.seconds['total']:.0f} s"]
+    for source, accuracy in summary.accuracy.items():
+        parts = [f"{source}: held out {accuracy['start']:.1%}"]
+        if "end" in accuracy:
+            parts[0] += f" -> {accuracy['end']:.1%} by RL"
+        parts += [f"blind {summary.blind[source]:.1%}"] if source in summary.blind else []
+        parts += [f"chance {summary.chance[source]:.1%}"] if source in summary.chance else []
+        lines.append(", ".join(parts))
+    lines.append(f"largest log-prob gap between engine and trainer: {summary.logprob_gap_max:.1e}")
+    if summary.samples_skipped:
+        skipped = ", ".join(f"{reason} ({count})" for reason, count in summary.samples_skipped.items())
+        lines.append(f"skipped prompts: {skipped}")
+    return "\n".join(lines)
