@@ -113,13 +113,17 @@ class Processor:
             write_configs(folder, self.layout, self.image, self.video, self.frames)
 
     def configured(self, *, min_pixels: int = 0, max_pixels: int = 0, num_frames: int = 0) -> Processor:
-        """A processor with other bounds for images and videos; 0 keeps what the checkpoint says."""
+        """A processor with other bounds for images and videos; 0 keeps what the checkpoint says.
+
+        Where one given bound crosses the checkpoint's other one, the given one counts. Raises ValueError where two
+        given ones contradict each other.
+        """
+        if min_pixels > max_pixels > 0:
+            raise ValueError(f"min_pixels={min_pixels} is above max_pixels={max_pixels}")
 
         def bounded(pixels: PixelSettings) -> PixelSettings:
-            low, high = min_pixels or pixels.min_pixels, max_pixels or pixels.max_pixels
-            # giving one bound may cross the checkpoint's other one: the given one wins
-            low = min(low, high) if not min_pixels else low
-            high = max(low, high) if not max_pixels else high
+            low = min_pixels or min(pixels.min_pixels, max_pixels or pixels.min_pixels)
+            high = max_pixels or max(pixels.max_pixels, low)
             return dataclasses.replace(pixels, min_pixels=low, max_pixels=high)
 
         frames = dataclasses.replace(self.frames, num_frames=num_frames) if num_frames else self.frames
@@ -139,8 +143,8 @@ class Processor:
             unknown = sorted({c for c in text if self.tokenizer.token_to_id(c) is None})
             raise PromptError(f"cannot be written with this vocabulary ({error}); unknown: {unknown}") from error
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = True) -> str:
+        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def prepare(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
         """The model input of `text`, in which each `<image>` or `<video>` stands for one of `media`, in order.

@@ -52,8 +52,9 @@ class PixelSettings:
     resample: int = BICUBIC  # a `PIL.Image.Resampling` value
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_pixels <= self.max_pixels:
-            raise ValueError(f"0 < min_pixels <= max_pixels must hold, got {self.min_pixels} and {self.max_pixels}")
+        # min_pixels above max_pixels is what transformers allows and resizes by: the upper bound is tried first
+        if min(self.min_pixels, self.max_pixels) < 1:
+            raise ValueError(f"min_pixels and max_pixels must be positive, got {self.min_pixels}, {self.max_pixels}")
         if len(self.mean) != 3 or len(self.std) != 3 or 0.0 in self.std:
             raise ValueError(f"mean and std need three numbers, std none of them 0, got {self.mean} and {self.std}")
 

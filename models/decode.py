@@ -1,0 +1,169 @@
+"""One prompt, decoded token by token with a KV cache of fixed size: prefill and loop are one compiled program.
+
+This is the plain way to generate, used by `python -m models.generate` and by parity tests. Many prompts at once are
+the business of a rollout engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+import models
+from sharding.kernels.attention import Mask, attention
+from sharding.walk import Walk
+
+from .decoder import Decoder, DecoderLayer
+from .inputs import ModelInput
+from .processing.vision_input import pad
+
+LEAST_TOKENS = 32  # sizes are rounded up to powers of two from here on, so that few shapes are compiled
+LEAST_PATCHES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What was generated. `logprobs` are natural logs under `softmax(logits / temperature)`, temperature 1 if greedy.
+
+    A stop id is the last token (`stopped`); without one, the limit was reached.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stopped: bool
+
+
+def generate(
+    model: Decoder,
+    prompt: ModelInput,
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
+    temperature: float | int = 0.0,
+    seed: int = 0,
+) -> Generation:
+    """Decodes greedily, or samples at a temperature above 0, token `i` by a draw of (seed, i).
+
+    Raises ValueError for an empty prompt, no tokens to generate, or ids outside the vocabulary.
+    """
+    if not len(prompt):
+        raise ValueError("the prompt is empty")
+    if max_new_tokens < 1 or temperature < 0:
+        raise ValueError(
+            f"max_new_tokens must be positive and temperature not negative: {max_new_tokens}, {temperature}"
+        )
+    vocabulary = model.config.text.vocab_size
+    if prompt.token_ids_T.min() < 0 or prompt.token_ids_T.max() >= vocabulary:
+        raise ValueError(f"the prompt has ids up to {prompt.token_ids_T.max()}, the model knows {vocabulary}")
+
+    graphdef, params = models.split(model)
+    T = _bucket(len(prompt), LEAST_TOKENS)
+    missing = T - len(prompt)
+    vision = prompt.vision
+    tokens, logprobs, count = _program(
+        graphdef,
+        params,
+        np.pad(prompt.token_ids_T, (0, missing)),
+        np.pad(prompt.positions_3T, ((0, 0), (0, missing))),
+        np.pad(prompt.feature_index_T, (0, missing), constant_values=-1),
+        None if vision is None else pad(vision, _bucket(vision.num_patches, LEAST_PATCHES)),
+        np.int32(len(prompt)),
+        np.int32(prompt.next_position),
+        np.int32(max_new_tokens),
+        np.asarray(stop_ids, np.int32),
+        jax.random.key(seed),
+        np.float32(temperature),
+        room=_bucket(max_new_tokens, LEAST_TOKENS),
+        greedy=temperature == 0,
+    )
+    count = int(count)
+    ids = tuple(np.asarray(tokens)[:count].tolist())
+    return Generation(ids, tuple(np.asarray(logprobs)[:count].tolist()), ids[-1] in stop_ids)
+
+
+def _bucket(size: int, least: int) -> int:
+    return max(least, 1 << (size - 1).bit_length())
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "room", "greedy"))
+def _program(
+    graphdef: Any,
+    params: Any,
+    tokens_T: Array,
+    positions_3T: Array,
+    feature_index_T: Array,
+    vision: Any,
+    length: Array,
+    next_position: Array,
+    limit: Array,
+    stop_ids: Array,
+    key: Array,
+    temperature: Array,
+    *,
+    room: int,
+    greedy: bool,
+) -> tuple[Array, Array, Array]:
+    """(tokens `[room]`, log-probs `[room]`, how many of them count). Token `i` is written to slot `length + i`."""
+    model, walk = models.merge(graphdef, params), Walk()
+    T = tokens_T.shape[0]
+
+    def run(x: Array, rotary: Any, attend: Any, caches: Any) -> tuple[Array, Any]:
+        """The stack over `x`, `attend(cache, q, k, v) -> (out, cache)`; returns normed states and the caches."""
+
+        def step(layer: DecoderLayer, x: Array, cache: Any) -> tuple[Array, Any]:
+            return layer(x, rotary, functools.partial(attend, cache))
+
+        x, caches = walk.scan(model.layers, x, step, caches)
+        return model.final_norm(walk, x), caches
+
+    def next_logits(hidden_D: Array) -> Array:
+        return jnp.einsum("D,VD->V", hidden_D, model.head_weight(walk), preferred_element_type=jnp.float32)
+
+    def attend_prompt(_: None, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        out = attention(q, k, v, Mask((jnp.arange(T) < length).astype(jnp.int32)[None]))
+        widths = [(0, 0), (0, room), (0, 0), (0, 0)]
+        return out, (jnp.pad(k, widths), jnp.pad(v, widths))
+
+    x = model.embed(walk, tokens_T[None], feature_index_T[None], vision)
+    hidden, caches = run(x, model.rotary(positions_3T[:, None]), attend_prompt, None)
+
+    def decode(i: Array, token: Array, caches: Any) -> tuple[Array, Any]:
+        slot = length + i
+        reach = (jnp.arange(T + room) <= slot)[None, None]
+
+        def attend(cache: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            keys, values = (
+                jax.lax.dynamic_update_slice_in_dim(c, n, slot, 1) for c, n in zip(cache, (k, v), strict=True)
+            )
+            return attention(q, keys, values, reach), (keys, values)
+
+        x = model.embed(walk, token[None, None])
+        position = jnp.broadcast_to(next_position + i, (3, 1, 1))
+        hidden, caches = run(x, model.rotary(position), attend, caches)
+        return next_logits(hidden[0, 0]), caches
+
+    def unfinished(state: Any) -> Array:
+        i, done, *_ = state
+        return (i < limit) & ~done
+
+    def body(state: Any) -> Any:
+        i, _, logits, caches, tokens, logprobs = state
+        logits = logits if greedy else logits / temperature
+        token = jnp.argmax(logits) if greedy else jax.random.categorical(jax.random.fold_in(key, i), logits)
+        token = token.astype(jnp.int32)
+        tokens = tokens.at[i].set(token)
+        logprobs = logprobs.at[i].set(jax.nn.log_softmax(logits)[token])
+        logits, caches = decode(i, token, caches)
+        return i + 1, jnp.any(stop_ids == token), logits, caches, tokens, logprobs
+
+    logits = next_logits(jax.lax.dynamic_index_in_dim(hidden[0], length - 1, keepdims=False))
+    state = (jnp.int32(0), jnp.bool(False), logits, caches, jnp.zeros(room, jnp.int32), jnp.zeros(room))
+    count, _, _, _, tokens, logprobs = jax.lax.while_loop(unfinished, body, state)
+    return tokens, logprobs, count
