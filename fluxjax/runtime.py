@@ -134,28 +134,28 @@ class Runtime:
         step = self.coordinator.step + 1  # the one under way
         match instruction:
             case DrawPrompts():
-                self._spawn(self._draw(instruction, step))
+                self._spawn(self._draw, instruction, step)
             case Generate():
                 prepared = [self._prepared[prompt.draw] for prompt in instruction.prompts]
-                self._spawn(self._generate(instruction, prepared, step))
+                self._spawn(self._generate, instruction, prepared, step)
             case Abort():
-                self._spawn(self._abort(instruction))
+                self._spawn(self._abort, instruction)
             case Score():
                 prompt = self._prepared[instruction.response.draw].prompt
-                self._spawn(self._score(instruction, prompt, step))
+                self._spawn(self._score, instruction, prompt, step)
             case Skip():
                 del self._prepared[instruction.prompt.draw]
                 self._tell(lambda observer: observer.on_skip(instruction.prompt, instruction.reason))
             case Train():
                 draws = [group.prompt.draw for group in instruction.groups]
-                self._spawn(self._train(instruction, {draw: self._prepared.pop(draw) for draw in draws}))
+                self._spawn(self._train, instruction, {draw: self._prepared.pop(draw) for draw in draws})
             case PublishWeights():
-                self._spawn(self._publish(instruction, self.coordinator.step))
+                self._spawn(self._publish, instruction, self.coordinator.step)
             case Evaluate():
-                self._spawn(self._evaluate(instruction))
+                self._spawn(self._evaluate, instruction)
             case SaveCheckpoint():
                 state = {"coordinator": self.coordinator.state_dict(), "source": self._source.state_dict()}
-                self._spawn(self._save(instruction, state))
+                self._spawn(self._save, instruction, state)
 
     def _post(self, event: Event) -> None:
         self._events.put_nowait(event)
@@ -164,9 +164,9 @@ class Runtime:
         for observer in self._observers:
             what(observer)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         assert self._tasks is not None
-        task = self._tasks.create_task(_not_silently_cancelled(work))
+        task = self._tasks.create_task(_not_silently_cancelled(work, *args))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -185,7 +185,7 @@ class Runtime:
         async with self._submitting:
             await self._on_engines(lambda engine: engine.pause())
             for one in prepared:
-                self._spawn(self._stream(one, order, step))
+                self._spawn(self._stream, one, order, step)
             await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
             await self._on_engines(lambda engine: engine.resume())
 
@@ -275,7 +275,7 @@ class Runtime:
     async def _on_engines(self, call: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
         async with asyncio.TaskGroup() as group:
             for engine in self._engines:
-                group.create_task(_not_silently_cancelled(call(engine)))
+                group.create_task(_not_silently_cancelled(call, engine))
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Runs in the trainer's thread. When cancelled, waits for it: nothing of a run goes on after the run."""
@@ -301,15 +301,15 @@ def _join(rid: str, draw: int, chunks: Sequence[TokenChunk], finish: str) -> Res
     )
 
 
-async def _not_silently_cancelled(work: Coroutine[Any, Any, None]) -> None:
+async def _not_silently_cancelled(work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
     """A task group overlooks a task that ends as cancelled. Where nobody cancelled it, a collaborator's own inner
     cancellation leaked out, and the event that everyone waits for would never come."""
     try:
-        await work
+        await work(*args)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and not task.cancelling():
-            raise RuntimeError(f"{getattr(work, '__qualname__', work)} was cancelled from inside") from error
+            raise RuntimeError(f"{work.__qualname__} was cancelled from inside") from error
         raise
 
 

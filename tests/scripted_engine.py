@@ -1,0 +1,106 @@
+"""A text-only engine without a model: it says what its script says, in the time its script says, on the real protocol.
+
+What it draws depends on the seed, sample and weight version only, as for a real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from rollout.engine import EngineError, EngineStats, FinishReason, GenerateRequest, TokenChunk
+
+Script = Callable[[GenerateRequest], str]
+
+
+class ScriptedEngine:
+    """`script(request)` is what happens to a request: `ok`, `error` (EngineError after the first sample), `refuse`
+    (EngineError at once), `crash` (another exception), `hang`, `short` (the stream ends early), `stray` (a chunk of an
+    unknown sample), `abort` (the last sample ends as aborted) or `cancel` (an inner cancellation leaks out).
+    `pace` makes turns take longer, by chance: a scheduler that must not change the results."""
+
+    def __init__(self, script: Script = lambda request: "ok", pace: random.Random | None = None) -> None:
+        self.script, self.pace = script, pace
+        self.version = 0
+        self.params: Mapping[str, Any] = {}
+        self.log: list[str] = []  # pause, resume, submissions and tokens, in order
+        self.aborted: list[str] = []
+        self.open_streams = 0
+        self._go = asyncio.Event()
+        self._go.set()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        self.log.append(f"submit {request.rid}")
+        fate = self.script(request)
+        self.open_streams += 1
+        try:
+            if fate == "refuse":
+                raise EngineError(f"{request.rid} does not fit")
+            if fate == "stray":
+                yield TokenChunk(request.rid, request.n, (1,), (-1.0,), (self.version,))
+            for sample in self._order(request):
+                if sample == request.n - 1 and fate not in ("ok", "abort"):
+                    await self._misbehave(fate, request)
+                    return
+                reason = FinishReason.ABORT if (fate, sample) == ("abort", request.n - 1) else FinishReason.STOP
+                draw = random.Random(f"{request.seed} {sample}")
+                length = draw.randint(1, 4)
+                for i in range(length):
+                    await self._turn()
+                    self.log.append(f"token {request.rid}")
+                    token = draw.randint(1, 99) * 1000 + self.version
+                    finish = reason if i == length - 1 else None
+                    yield TokenChunk(request.rid, sample, (token,), (-0.5,), (self.version,), finish)
+        finally:
+            self.open_streams -= 1
+
+    def _order(self, request: GenerateRequest) -> list[int]:
+        order = list(range(request.n - 1))
+        if self.pace is not None:
+            self.pace.shuffle(order)
+        return [*order, request.n - 1]
+
+    async def _turn(self) -> None:
+        await self._go.wait()
+        for _ in range(1 if self.pace is None else self.pace.randint(1, 5)):
+            await asyncio.sleep(0)
+
+    async def _misbehave(self, fate: str, request: GenerateRequest) -> None:
+        await self._turn()
+        if fate == "error":
+            raise EngineError(f"{request.rid} was lost")
+        if fate == "crash":
+            raise ZeroDivisionError(f"in {request.rid}")
+        if fate == "hang":
+            await asyncio.Event().wait()
+        if fate == "cancel":
+            inner = asyncio.ensure_future(asyncio.Event().wait())
+            asyncio.get_running_loop().call_soon(inner.cancel)
+            await inner
+        assert fate == "short"
+
+    async def abort(self, rid: str) -> None:
+        self.aborted.append(rid)
+
+    async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
+        await asyncio.sleep(0)
+        self.version, self.params = version, params
+
+    async def pause(self) -> None:
+        self._go.clear()
+        self.log.append("pause")
+
+    async def resume(self) -> None:
+        self._go.set()
+        self.log.append("resume")
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self.version, self.open_streams, 0, 1000, 0, 0, 0)
+
+    async def close(self) -> None: ...
