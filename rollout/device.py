@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models.config import TextConfig
@@ -34,6 +36,11 @@ class NewTokens:
             raise EngineError(f"{wrong} sampled tokens have a log-prob that is not finite under weights {version}")
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _copied(x: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.array(x, dtype=dtype, copy=True)
+
+
 class DeviceState:
     def __init__(
         self, programs: Programs, params: Mapping[str, Any], text: TextConfig, limits: Limits, device: Any,
@@ -57,13 +64,13 @@ class DeviceState:
         self.params = self._copy(params)
 
     def _copy(self, params: Mapping[str, Any]) -> Any:
-        """A copy on this device that shares no buffer with `params`, complete when this returns."""
+        """A copy on this device that shares no buffer with `params`, complete when this returns.
 
-        def one(x: Any) -> jax.Array:
-            x = jax.device_put(x, self.device, may_alias=False)
-            return x if self._dtype is None else x.astype(self._dtype)
-
-        return jax.block_until_ready(jax.tree.map(one, dict(params)))
+        `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
+        """
+        local = (jax.device_put(x, self.device) for x in jax.tree.leaves(dict(params)))
+        leaves = [jax.block_until_ready(_copied(x, self._dtype or x.dtype)) for x in local]
+        return jax.tree.unflatten(jax.tree.structure(dict(params)), leaves)
 
     def start(self, plan: StartPlan) -> list[NewTokens]:
         """Prefills prompts into slots and draws the first token of each sample."""

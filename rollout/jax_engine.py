@@ -237,8 +237,10 @@ class JaxEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+        deliveries = list(deliveries)
         for job, chunk in deliveries:
             job.sink.put(chunk)
+        for job, chunk in deliveries:
             if chunk.finish is not None and not job.open:
                 job.sink.close()
 

@@ -19,6 +19,7 @@ from models.processing.vision_input import concatenate, pad
 from .buckets import doubling, geometric
 
 LEAST_TOKENS = 16  # a row
+LEAST_AREA = 256  # rows x row length: less costs hardly less, and would be more shapes to compile
 LEAST_FEATURES = 16  # of the vision tower
 
 
@@ -68,6 +69,12 @@ def _layout(prefix: Prefix, row_tokens: int) -> tuple[list[int], list[Place]]:
     return lengths, places
 
 
+def _shape(rows: int, longest: int) -> tuple[int, int]:
+    """Rows and row length of a batch, rounded up."""
+    T = geometric(longest, LEAST_TOKENS)
+    return doubling(rows, max(1, LEAST_AREA // doubling(T, 1))), T
+
+
 def plan(
     prefixes: Sequence[Prefix], *, row_tokens: int, batch_tokens: int, batch_patches: int, merge_unit: int
 ) -> Iterator[tuple[list[int], PrefillBatch]]:
@@ -81,8 +88,8 @@ def plan(
     for index, prefix in enumerate(prefixes):
         lengths, _ = _layout(prefix, row_tokens)
         more = prefix.prompt.vision.num_patches if prefix.prompt.vision is not None else 0
-        area = doubling(rows + len(lengths), 1) * geometric(max(longest, *lengths, 1), LEAST_TOKENS)
-        if members and (area > batch_tokens or patches + more > batch_patches):
+        B, T = _shape(rows + len(lengths), max(longest, *lengths))
+        if members and (batch_tokens < B * T or patches + more > batch_patches):
             yield members, _pack([prefixes[i] for i in members], row_tokens, merge_unit)
             members, rows, longest, patches = [], 0, 0, 0
         members.append(index)
@@ -94,7 +101,7 @@ def plan(
 def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int) -> PrefillBatch:
     layouts = [_layout(prefix, row_tokens) for prefix in prefixes]
     lengths = [length for row_lengths, _ in layouts for length in row_lengths]
-    B, T = doubling(len(lengths), 1), geometric(max(lengths), LEAST_TOKENS)
+    B, T = _shape(len(lengths), max(lengths))
     tokens_BT = np.zeros((B, T), np.int32)
     segments_BT = np.zeros((B, T), np.int32)
     branches_BT = np.zeros((B, T), np.int32)

@@ -23,8 +23,14 @@ class Mailbox:
         self._news = asyncio.Event()
 
     def put(self, chunk: TokenChunk) -> None:
-        self._chunks.append(chunk)
-        self._news.set()
+        if not self._closed:
+            self._chunks.append(chunk)
+            self._news.set()
+
+    def discard(self) -> None:
+        """The consumer went away: nothing is kept for it."""
+        self._chunks.clear()
+        self.close()
 
     def close(self, error: Exception | None = None) -> None:
         """No more chunks; the consumer gets what is there, then the error or the end."""
@@ -67,8 +73,8 @@ class TokenStream(AsyncIterator[TokenChunk]):
         return chunk
 
     async def aclose(self) -> None:
-        """Aborts what is still running; the stream ends."""
-        self._mailbox.close()
+        """Aborts what is still running; the stream ends here, without what was not read yet."""
+        self._mailbox.discard()
         if self._dropped.detach() is not None:
             self._abandon()
 

@@ -15,7 +15,7 @@ from .prefill import LEAST_TOKENS, Place, PrefillBatch, Prefix, plan
 from .programs import Round, Starts
 from .scheduler import Sample, Scheduler
 
-LEAST_SAMPLES = 8  # of a start
+LEAST_SAMPLES = 32  # of a start
 LEAST_SLOTS = 32  # of a round
 LEAST_VIEW = 32  # cache entries read by a round
 

@@ -1,0 +1,266 @@
+"""The embedded engine on tiny real models. The rules, each tested under its number:
+
+1. Greedy ids are the argmax of the full forward pass; log-probs of all sampled tokens are its log-probs.
+2. A response ends at its first stop id (included) or at `max_new_tokens`, exactly, however many steps a turn has.
+3. Forbidden ids are never sampled; top-k and top-p bound what is.
+4. `n` samples share one prefill, also when they don't all get a slot at once.
+5. Token `t` of sample `i` depends on (seed, i, t) and the weights only: not on company, slots, or steps a turn.
+6. Equal submissions give equal bits.
+7. A continued response goes on as it would have without interruption; `max_new_tokens` counts its prefix.
+8. More samples than slots all complete, in the order of submission.
+9. Requests that can't be served are refused at once, with numbers and the name of the setting.
+10. Text and vision prompts run in one batch, and text-only models need no vision.
+"""
+
+import asyncio
+
+import numpy as np
+import pytest
+from rollout_cases import (
+    END,
+    IMAGE,
+    START,
+    TEXT,
+    TOLERANCE,
+    VIDEO,
+    VL,
+    VOCAB,
+    assert_logprobs,
+    build,
+    collect,
+    engine,
+    full_logits,
+    full_logprobs,
+    media_prompt,
+    request,
+    run,
+    text_prompt,
+)
+
+from rollout.engine import EngineError, FinishReason
+
+MEDIA = (IMAGE, VIDEO, START, END)
+
+
+def test_1_greedy_is_the_argmax_of_the_full_forward_pass():
+    model = build(TEXT)
+    prompts = [text_prompt(length, seed=length) for length in (1, 7, 16, 17, 40)]
+    requests = [request(f"r{i}", p, temperature=0.0, max_new_tokens=20) for i, p in enumerate(prompts)]
+    for prompt, (answer,) in zip(prompts, run(engine(model), *requests), strict=True):
+        assert answer.ids == tuple(full_logits(model, prompt, answer.ids).argmax(-1))
+        assert answer.finish is FinishReason.LENGTH
+        assert_logprobs(model, prompt, answer)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_1_logprobs_are_those_of_the_full_forward_pass(temperature):
+    model, prompt = build(TEXT), text_prompt(11)
+    asked = request("r", prompt, n=5, temperature=temperature, top_p=0.9, top_k=30, max_new_tokens=24)
+    for answer in run(engine(model), asked)[0]:
+        assert len(answer.ids) == 24
+        assert_logprobs(model, prompt, answer, temperature)
+
+
+def test_1_and_10_vision_text_and_several_media_in_one_batch():
+    model = build(VL)
+    prompts = [
+        media_prompt(3, ("image", (1, 8, 12)), 4, seed=1),
+        text_prompt(9, seed=2),
+        media_prompt(("video", (2, 4, 4)), 2, ("image", (1, 4, 4)), 1, seed=3),
+        media_prompt(1, ("image", (1, 4, 8)), ("video", (3, 4, 4)), 5, seed=4),
+    ]
+    requests = [request(f"r{i}", p, n=3, max_new_tokens=9, forbidden_ids=MEDIA) for i, p in enumerate(prompts)]
+    for prompt, answers in zip(prompts, run(engine(model), *requests), strict=True):
+        for answer in answers:
+            assert not set(answer.ids) & set(MEDIA)
+            assert_logprobs(model, prompt, answer)
+    # the pixels matter: another picture, another distribution
+    other = media_prompt(3, ("image", (1, 8, 12)), 4, seed=99)
+    blind = full_logprobs(model, other, answers[0].ids)
+    seen = full_logprobs(model, prompts[0], answers[0].ids)
+    assert np.abs(blind - seen).max() > 0.01
+
+
+def test_10_vision_greedy():
+    model, prompt = build(VL), media_prompt(2, ("video", (2, 4, 8)), 3, seed=5)
+    ((answer,),) = run(engine(model), request("r", prompt, temperature=0.0, max_new_tokens=12))
+    assert answer.ids == tuple(full_logits(model, prompt, answer.ids).argmax(-1))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_2_stop_ids_and_limits_are_exact(steps):
+    model, prompt = build(TEXT), text_prompt(6)
+    free = run(engine(model), request("r", prompt, n=16, max_new_tokens=17))[0]
+    stops = (free[0].ids[4], free[1].ids[9])
+    answers = run(engine(model, steps_per_sync=steps), request("r", prompt, n=16, max_new_tokens=13, stop_ids=stops))[0]
+    reasons = set()
+    for whole, answer in zip(free, answers, strict=True):
+        cut = next((t + 1 for t, id in enumerate(whole.ids[:13]) if id in stops), None)
+        assert answer.ids == whole.ids[: cut or 13]
+        assert answer.finish is (FinishReason.STOP if cut else FinishReason.LENGTH)
+        reasons.add(answer.finish)
+    assert len(reasons) == 2, "the example should show both ends"
+
+
+def test_2_a_single_token():
+    model = build(TEXT)
+    ((answer,),) = run(engine(model), request("r", text_prompt(5), max_new_tokens=1))
+    assert len(answer.ids) == 1 and answer.finish is FinishReason.LENGTH
+
+
+def test_3_forbidden_ids_are_never_sampled():
+    model, prompt = build(TEXT), text_prompt(8)
+    forbidden = tuple(range(0, VOCAB, 2))  # more than the engine's smallest list
+    ask = request("r", prompt, n=16, temperature=1.7, max_new_tokens=30, forbidden_ids=forbidden)
+    greedy = request("g", prompt, temperature=0.0, max_new_tokens=30, forbidden_ids=forbidden)
+    answers, (best,) = run(engine(model), ask, greedy)
+    seen = {id for a in answers for id in a.ids}
+    assert seen <= set(range(1, VOCAB, 2)) and len(seen) > 10
+    for answer in answers:
+        assert_logprobs(model, prompt, answer, 1.7)  # not renormalised
+    logits = full_logits(model, prompt, best.ids)
+    logits[:, list(forbidden)] = -np.inf
+    assert best.ids == tuple(logits.argmax(-1))
+
+
+def test_3_top_k_and_top_p_bound_the_support():
+    model, prompt = build(TEXT), text_prompt(8)
+    asked = [
+        request("k", prompt, n=8, temperature=2.0, top_k=3, max_new_tokens=20),
+        request("p", prompt, n=8, temperature=1.5, top_p=0.5, max_new_tokens=20),
+        request("one", prompt, n=8, temperature=2.0, top_k=1, max_new_tokens=20),
+        request("greedy", prompt, temperature=0.0, max_new_tokens=20),
+    ]
+    by_k, by_p, ones, (greedy,) = run(engine(model), *asked)
+    for answer in by_k:
+        ranks = (-full_logits(model, prompt, answer.ids)).argsort(-1).argsort(-1)
+        assert ranks[np.arange(20), list(answer.ids)].max() == 2
+    for answer in by_p:
+        logits = full_logits(model, prompt, answer.ids) / 1.5
+        probs = np.exp(logits - logits.max(-1, keepdims=True))
+        probs /= probs.sum(-1, keepdims=True)
+        own = probs[np.arange(20), list(answer.ids)][:, None]
+        assert (np.where(probs > own, probs, 0).sum(-1) < 0.5 + 1e-5).all()
+    assert {answer.ids for answer in ones} == {greedy.ids}
+
+
+def test_4_samples_share_the_prefill_of_their_prompt():
+    model, serving = build(TEXT), engine(build(TEXT))
+    prompts = [text_prompt(10, seed=1), text_prompt(23, seed=2)]
+    answers = run(serving, *(request(f"r{i}", p, n=8, max_new_tokens=6) for i, p in enumerate(prompts)))
+    assert serving.stats().tokens_prefilled == 33
+    assert serving.stats().tokens_generated == 96
+    for prompt, group in zip(prompts, answers, strict=True):
+        assert len({answer.ids for answer in group}) > 4
+        for answer in group:
+            assert_logprobs(model, prompt, answer)
+
+
+def test_4_one_prefill_although_slots_come_free_one_by_one():
+    model, serving = build(TEXT), engine(build(TEXT), slots=4)
+    prompt = text_prompt(13)
+    asked = request("r", prompt, n=11, max_new_tokens=14, stop_ids=tuple(range(6)))
+    (answers,) = run(serving, asked)
+    (expected,) = run(engine(model), asked)
+    assert [a.ids for a in answers] == [e.ids for e in expected]
+    assert serving.stats().tokens_prefilled == 13
+
+
+def test_5_ids_are_the_same_alone_and_in_company():
+    model = build(VL)
+    prompt = media_prompt(3, ("image", (1, 4, 8)), 4, seed=1)
+    own = request("own", prompt, n=3, seed=77, max_new_tokens=15)
+    company = [
+        request(f"c{i}", text_prompt(3 + i, seed=i), n=1 + i % 3, seed=i, temperature=0.5 * i, max_new_tokens=1 + i,
+                top_p=(1.0, 0.7)[i % 2], top_k=(0, 5, 9)[i % 3], stop_ids=tuple(range(i)))
+        for i in range(7)
+    ]  # fmt: skip
+    alone = run(engine(model, slots=4), own)[0]
+    beside = run(engine(model), *company[:4], own, *company[4:])[4]
+    for one, other in zip(alone, beside, strict=True):
+        assert one.ids == other.ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=TOLERANCE)
+
+
+def test_5_seed_and_sample_decide():
+    model, prompt = build(TEXT), text_prompt(6)
+    seeds = (0, 1, 2**32, -1)
+    answers = run(engine(model), *(request(f"r{s}", prompt, n=2, seed=s, max_new_tokens=12) for s in seeds))
+    assert len({answer.ids for group in answers for answer in group}) == 2 * len(seeds)
+
+
+def test_6_equal_submissions_give_equal_bits():
+    model = build(VL)
+    requests = [
+        request("a", media_prompt(2, ("image", (1, 4, 4)), 1), n=5, seed=3, max_new_tokens=11, stop_ids=(1, 2, 3)),
+        request("b", text_prompt(12, seed=2), n=7, seed=4, max_new_tokens=9, stop_ids=(5, 6, 7)),
+        request("c", media_prompt(("video", (2, 4, 4)), 2, seed=3), n=6, seed=5, max_new_tokens=13),
+    ]  # fmt: skip
+    first = run(engine(model, slots=4), *requests)
+    used = engine(model, slots=4)
+    run(used, request("before", text_prompt(3), n=5, max_new_tokens=3, forbidden_ids=tuple(range(20))))
+    assert run(used, *requests) == first == run(engine(model, slots=4), *requests)
+
+
+def test_7_continuation_equals_no_interruption():
+    model, prompt = build(VL), media_prompt(2, ("image", (1, 4, 8)), 1, seed=1)
+    whole = run(engine(model), request("r", prompt, n=5, seed=9, max_new_tokens=20, stop_ids=(3,)))[0]
+    cuts = [min(cut, len(answer.ids)) for cut, answer in zip((0, 1, 7, 12, 20), whole, strict=True)]
+    prefixes = tuple(answer.ids[:cut] for cut, answer in zip(cuts, whole, strict=True))
+    serving = engine(model)
+    asked = request("r", prompt, n=5, seed=9, prefix=prefixes, max_new_tokens=20, stop_ids=(3,))
+    rest = run(serving, asked)[0]
+    for cut, before, after in zip(cuts, whole, rest, strict=True):
+        assert after.ids == before.ids[cut:]
+        assert after.finish is before.finish
+        np.testing.assert_allclose(after.logprobs, before.logprobs[cut:], rtol=0, atol=TOLERANCE)
+    still_open = [p for p, answer in zip(prefixes, rest, strict=True) if answer.ids]
+    assert 0 < serving.stats().tokens_prefilled <= 2 * len(prompt) + sum(map(len, still_open))
+
+
+def test_8_more_samples_than_slots():
+    model, serving = build(TEXT), engine(build(TEXT), slots=4)
+    requests = [request(f"r{i}", text_prompt(4 + i, seed=i), n=3, seed=i, max_new_tokens=2 + i % 5) for i in range(9)]
+    answers = run(serving, *requests)
+    expected = run(engine(model), *requests)
+    assert [[a.ids for a in group] for group in answers] == [[e.ids for e in group] for group in expected]
+    assert (serving.stats().running, serving.stats().waiting) == (0, 0)
+
+
+def test_9_refusals():
+    async def refuse(match, serving=None, **how):
+        with pytest.raises(EngineError, match=match):
+            (serving or engine(build(TEXT))).generate(request("r", **{"prompt": text_prompt(60), **how}))
+
+    async def all_of_them():
+        await refuse(r"60 prompt tokens \+ max_new_tokens=5 = 65 .*rollout\.max_sequence_tokens=64", max_new_tokens=5)
+        await refuse("text-only", prompt=media_prompt(1, ("image", (1, 4, 4))), max_new_tokens=1)
+        await refuse("prefixes for n=2", n=2, prefix=((1,),), max_new_tokens=2)
+        await refuse("vocabulary of 40", prompt=text_prompt(3), prefix=((40,),), max_new_tokens=2)
+        await refuse("forbidden", prompt=text_prompt(3), forbidden_ids=tuple(range(VOCAB)), max_new_tokens=2)
+        await refuse("top_p", prompt=text_prompt(3), top_p=0.0, max_new_tokens=2)
+        await refuse("max_new_tokens=0", prompt=text_prompt(3), max_new_tokens=0)
+        serving = engine(build(TEXT))
+        first = serving.generate(request("r", text_prompt(3), max_new_tokens=2))
+        await refuse("already in flight", serving, prompt=text_prompt(3), max_new_tokens=2)
+        assert len((await collect(first, 1))[0].ids) == 2, "a refusal leaves others alone"
+        exact = serving.generate(request("r", text_prompt(60), max_new_tokens=4))
+        assert len((await collect(exact, 1))[0].ids) == 4, "what just fits is served"
+
+    asyncio.run(all_of_them())
+
+
+def test_sampled_frequencies_follow_the_models_softmax():
+    """Chi-square over six allowed ids, of first tokens (from the prefill) and of second ones (decoded) behind the
+    most frequent first; the limit is the 0.999 quantile for 5 degrees of freedom."""
+    model, prompt, allowed = build(TEXT), text_prompt(6), 6
+    forbidden = tuple(range(allowed, VOCAB))
+    asked = request("r", prompt, n=1024, seed=5, max_new_tokens=2, forbidden_ids=forbidden)
+    ids = np.array([answer.ids for answer in run(engine(model, slots=1024), asked)[0]])
+    for t, first in ((0, None), (1, np.bincount(ids[:, 0]).argmax())):
+        group = ids if first is None else ids[ids[:, 0] == first]
+        logits = full_logits(model, prompt, group[0])[t][:allowed]
+        expected = np.exp(logits) / np.exp(logits).sum() * len(group)
+        assert expected.min() >= 5, "too few for the test; take other weights"
+        counts = np.bincount(group[:, t], minlength=allowed)
+        assert ((counts - expected) ** 2 / expected).sum() < 20.52

@@ -1,0 +1,333 @@
+"""Abort, pause, weights, memory and failure of the embedded engine. The rules, each tested under its number:
+
+11. An abort ends a request, or one sample of it, keeps what was generated, frees the slots before it returns, and
+    disturbs nobody else. Unknown ids are ignored.
+12. A consumer that closes, is cancelled, or drops its stream (even unread) leaves no slot and no queue entry behind.
+13. `update_weights` copies: the caller may delete its buffers. Running samples go on, later tokens carry the new
+    version, and every token's log-prob is that of the full forward pass under its version's weights alone.
+14. Weights of other names or shapes are refused and change nothing.
+15. Paused, nothing is generated, requests queue up, and aborts still work.
+16. Asleep, the cache is gone and requests wait; sleep is refused while samples run.
+17. A failure on the device fails all open streams, loudly, and the engine serves the next request.
+18. Few shapes are compiled, and they don't depend on what the engine did before.
+"""
+
+import asyncio
+import gc
+
+import jax
+import numpy as np
+import pytest
+from rollout_cases import (
+    TEXT,
+    VL,
+    assert_logprobs,
+    build,
+    collect,
+    engine,
+    full_logits,
+    full_logprobs,
+    media_prompt,
+    request,
+    run,
+    serve,
+    text_prompt,
+)
+
+import models
+from rollout.engine import EngineError, FinishReason
+
+PROMPT = text_prompt(7)
+
+
+def within_a_minute(function):
+    """Runs an async test on a loop of its own; a hang fails it."""
+
+    def test():
+        asyncio.run(asyncio.wait_for(function(), 60))
+
+    test.__name__, test.__doc__ = function.__name__, function.__doc__
+    return test
+
+
+async def settled(serving):
+    """A dropped stream is noticed on the loop; give it a few turns."""
+    for _ in range(200):
+        if (serving.stats().running, serving.stats().waiting) == (0, 0):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"slots or queue entries leak: {serving.stats()}")
+
+
+def params_of(model):
+    return models.split(model)[1]
+
+
+@within_a_minute
+async def test_11_abort_keeps_what_was_generated():
+    model, serving = build(TEXT), engine(build(TEXT))
+    (whole,) = await serve(serving, [request("whole", PROMPT, n=4, max_new_tokens=50)])
+    stream = serving.generate(request("r", PROMPT, n=4, max_new_tokens=50))
+    other = asyncio.create_task(collect(serving.generate(request("r1", PROMPT, n=2, seed=1, max_new_tokens=20)), 2))
+    first = await anext(stream)
+    await serving.abort("r")
+    assert "r" not in serving._scheduler.jobs
+    answers = await collect_after(first, stream, 4)
+    for expected, answer in zip(whole, answers, strict=True):
+        assert answer.finish is FinishReason.ABORT
+        assert 0 < len(answer.ids) < 50
+        assert answer.ids == expected.ids[: len(answer.ids)]
+        assert_logprobs(model, PROMPT, answer)
+    assert all(answer.finish is FinishReason.LENGTH for answer in await other)
+    assert serving.stats().running == 0
+
+
+async def collect_after(first, stream, n):
+    async def chunks():
+        yield first
+        async for chunk in stream:
+            yield chunk
+
+    return await collect(chunks(), n)
+
+
+@within_a_minute
+async def test_11_abort_one_sample_and_unknown_ids():
+    serving = engine(build(TEXT), slots=4)
+    stream = serving.generate(request("r", PROMPT, n=6, max_new_tokens=30))
+    first = await anext(stream)
+    await serving.pause()
+    for id in ("r/1", "r/5", "r/6", "r/x", "r/", "nobody", "nobody/0", ""):  # running, waiting, and unknown ones
+        await serving.abort(id)
+    assert (serving.stats().running, serving.stats().waiting) == (3, 1)
+    await serving.resume()
+    answers = await collect_after(first, stream, 6)
+    assert [i for i, a in enumerate(answers) if a.finish is FinishReason.ABORT] == [1, 5]
+    assert answers[1].ids and not answers[5].ids
+    await serving.abort("r")  # finished
+
+
+@pytest.mark.parametrize("how", ["aclose", "cancel", "drop", "drop unread", "error in the loop"])
+def test_12_an_abandoned_stream_leaks_nothing(how):
+    async def scenario():
+        serving = engine(build(TEXT), slots=4)
+        ask = request("r", PROMPT, n=9, max_new_tokens=50)
+        if how == "aclose":
+            stream = serving.generate(ask)
+            await anext(stream)
+            await stream.aclose()
+            assert [chunk async for chunk in stream] == []
+        elif how == "cancel":
+            task = asyncio.create_task(collect(serving.generate(ask), 9))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how == "drop":
+            stream = serving.generate(ask)
+            await anext(stream)
+            del stream
+        elif how == "drop unread":
+            serving.generate(ask)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                async for _ in serving.generate(ask):
+                    raise ZeroDivisionError
+        gc.collect()
+        await settled(serving)
+        (answers,) = await serve(serving, [request("r", PROMPT, n=4, max_new_tokens=5)])  # the same id again
+        assert all(len(answer.ids) == 5 for answer in answers)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("config", [TEXT, VL], ids=["text", "vision"])
+def test_13_new_weights_in_the_middle_of_responses(config):
+    old, new = build(config), build(config, seed=1)
+    prompt = PROMPT if config is TEXT else media_prompt(2, ("image", (1, 4, 8)), 2, seed=3)
+
+    async def scenario():
+        serving = engine(old, slots=4, version=5)
+        stream = serving.generate(request("r", prompt, n=6, seed=3, max_new_tokens=24))
+        first = await anext(stream)
+        buffers = jax.tree.map(lambda x: x + np.float32(0), params_of(new))
+        await serving.update_weights(6, buffers)
+        overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)
+        jax.block_until_ready(overwrite(buffers))  # as an optimizer step does
+        assert serving.stats().version == 6
+        return await collect_after(first, stream, 6)
+
+    answers = asyncio.run(asyncio.wait_for(scenario(), 60))
+    mixed = 0
+    for answer in answers:
+        assert len(answer.ids) == 24
+        assert list(answer.versions) == sorted(answer.versions) and set(answer.versions) <= {5, 6}
+        before, after = full_logprobs(old, prompt, answer.ids), full_logprobs(new, prompt, answer.ids)
+        expected = np.where(np.array(answer.versions) == 5, before, after)
+        np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=1e-5)
+        assert np.abs(before - after).max() > 0.1, "the two weights should differ visibly"
+        mixed += len(set(answer.versions)) == 2
+    assert mixed == 4 and sum(set(answer.versions) == {6} for answer in answers) == 2
+
+
+@within_a_minute
+async def test_13_a_paused_update_is_exact_and_greedy_follows_it():
+    old, new = build(TEXT), build(TEXT, seed=1)
+    serving = engine(old)
+    stream = serving.generate(request("r", PROMPT, temperature=0.0, max_new_tokens=20))
+    first = await anext(stream)
+    await serving.pause()
+    await serving.update_weights(1, params_of(new))
+    await serving.update_weights(2, params_of(old))
+    await serving.update_weights(3, params_of(new))
+    await serving.resume()
+    (answer,) = await collect_after(first, stream, 1)
+    assert set(answer.versions) == {0, 3}
+    logits = [full_logits(model, PROMPT, answer.ids).argmax(-1) for model in (old, new)]
+    assert answer.ids == tuple(np.where(np.array(answer.versions) == 0, *logits))
+
+
+@within_a_minute
+async def test_13_numpy_weights_are_copied_too():
+    new = build(TEXT, seed=1)
+    buffers = jax.tree.map(np.array, params_of(new))
+    serving = engine(build(TEXT))
+    await serving.update_weights(1, buffers)
+    jax.tree.map(lambda x: x.fill(0), buffers)  # the caller's memory is the caller's
+    ((answer,),) = await serve(serving, [request("r", PROMPT, max_new_tokens=8)])
+    assert_logprobs(new, PROMPT, answer)
+
+
+@within_a_minute
+async def test_13_sharded_weights_arrive_whole():
+    new = build(TEXT, seed=1)
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+    def cut(x):
+        axes = [None] * (x.ndim - 1) + [("a", "b", "c")]
+        spec = jax.sharding.PartitionSpec(*axes) if x.shape[-1] % 8 == 0 else jax.sharding.PartitionSpec()
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+    serving = engine(build(TEXT))
+    await serving.update_weights(1, jax.tree.map(cut, params_of(new)))
+    ((answer,),) = await serve(serving, [request("r", PROMPT, max_new_tokens=8)])
+    assert_logprobs(new, PROMPT, answer)
+
+
+@within_a_minute
+async def test_14_weights_of_another_shape_are_refused():
+    serving = engine(build(TEXT))
+    wrong = jax.tree.map(lambda x: x, params_of(build(TEXT)))
+    wrong["norm"]["scale"] = np.zeros(31, np.float32)
+    with pytest.raises(EngineError, match=r"norm.*scale.*\(31,\).*\(32,\)"):
+        await serving.update_weights(1, wrong)
+    del wrong["norm"]["scale"]
+    with pytest.raises(EngineError, match=r"norm.*scale.*None"):
+        await serving.update_weights(1, wrong)
+    assert serving.stats().version == 0
+    ((answer,),) = await serve(serving, [request("r", PROMPT, max_new_tokens=4)])
+    assert_logprobs(build(TEXT), PROMPT, answer)
+
+
+@within_a_minute
+async def test_15_pause():
+    serving = engine(build(TEXT), slots=4)
+    stream = serving.generate(request("r", PROMPT, n=4, max_new_tokens=40))
+    first = await anext(stream)
+    await serving.pause()
+    before = serving.stats()
+    assert before.running == 4
+    late = serving.generate(request("late", PROMPT, n=2, max_new_tokens=4))
+    await asyncio.sleep(0.1)
+    assert serving.stats().tokens_generated == before.tokens_generated
+    assert serving.stats().waiting == 2
+    await serving.abort("r/0")
+    assert serving.stats().running == 3
+    await serving.resume()
+    answers = await collect_after(first, stream, 4)
+    assert [a.finish for a in answers] == [FinishReason.ABORT] + [FinishReason.LENGTH] * 3
+    assert [len(a.ids) for a in await collect(late, 2)] == [4, 4]
+    assert 0 < len(answers[0].ids) < 40
+
+
+@within_a_minute
+async def test_16_sleep_and_wake():
+    serving = engine(build(TEXT))
+    stream = serving.generate(request("r", PROMPT, max_new_tokens=40))
+    first = await anext(stream)
+    with pytest.raises(EngineError, match="1 samples are running"):
+        await serving.sleep()
+    (whole,) = await collect_after(first, stream, 1)
+    assert len(whole.ids) == 40
+    await serving.sleep()
+    assert serving._device.cache is None
+    late = serving.generate(request("r", PROMPT, max_new_tokens=40))
+    await asyncio.sleep(0.05)
+    assert serving.stats().waiting == 1 and serving._device.cache is None
+    await serving.wake()
+    assert (await collect(late, 1))[0].ids == whole.ids
+
+
+@within_a_minute
+async def test_17_broken_weights_fail_the_streams_and_not_the_engine():
+    good = params_of(build(TEXT))
+    serving = engine(build(TEXT), slots=4)
+    streams = [serving.generate(request(f"r{i}", PROMPT, n=2, max_new_tokens=50)) for i in range(3)]
+    await anext(streams[0])
+    await serving.update_weights(1, jax.tree.map(lambda x: x * np.float32(np.nan), good))
+    for stream, rid in zip(streams, ("r0", "r1", "r2"), strict=True):
+        with pytest.raises(EngineError, match=f"'{rid}' was lost.*not finite under weights 1"):
+            await collect(stream, 2)
+    assert (serving.stats().running, serving.stats().waiting) == (0, 0)
+    await serving.update_weights(2, good)
+    ((answer,),) = await serve(serving, [request("r0", PROMPT, max_new_tokens=6)])
+    assert_logprobs(build(TEXT), PROMPT, answer)
+
+
+@within_a_minute
+async def test_17_a_device_error_fails_the_streams():
+    serving = engine(build(TEXT))
+    stream = serving.generate(request("r", PROMPT, n=2, max_new_tokens=50))
+    await anext(stream)
+    jax.tree.map(lambda x: x.delete(), serving._device.params)
+    with pytest.raises(EngineError, match="'r' was lost") as caught:
+        await collect(stream, 2)
+    assert isinstance(caught.value.__cause__, Exception)
+    with pytest.raises(EngineError, match="'again' was lost"):
+        await collect(serving.generate(request("again", PROMPT, max_new_tokens=5)), 1)
+
+
+@within_a_minute
+async def test_17_close_fails_open_streams():
+    serving = engine(build(TEXT))
+    stream = serving.generate(request("r", PROMPT, max_new_tokens=50))
+    await anext(stream)
+    await serving.close()
+    with pytest.raises(EngineError, match="closed"):
+        await collect(stream, 1)
+    with pytest.raises(EngineError, match="closed"):
+        serving.generate(request("r", PROMPT, max_new_tokens=5))
+    assert serving.stats().running == 0
+
+
+def test_17_an_engine_outlives_its_event_loop():
+    serving = engine(build(TEXT))
+
+    async def leave():
+        await anext(serving.generate(request("r", PROMPT, max_new_tokens=50)))
+
+    asyncio.run(leave())
+    ((answer,),) = run(serving, request("r", PROMPT, max_new_tokens=5))
+    assert_logprobs(build(TEXT), PROMPT, answer)
+
+
+def test_18_shapes_are_few_and_independent_of_history():
+    requests = [request(f"r{i}", text_prompt(5 + i % 8, seed=i), n=4, max_new_tokens=2 + i) for i in range(12)]
+    fresh, used = engine(build(TEXT)), engine(build(TEXT))
+    run(fresh, *requests)
+    run(used, request("before", text_prompt(3), max_new_tokens=2))
+    warm_up = set(used.compiled_shapes)
+    run(used, *requests)
+    assert set(used.compiled_shapes) - warm_up <= set(fresh.compiled_shapes)
+    programs = [program for program, _ in fresh.compiled_shapes]
+    assert sorted(programs) == ["decode", "prefill", "start"]
