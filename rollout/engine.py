@@ -39,7 +39,8 @@ class GenerateRequest:
 
     `seed` makes the draw reproducible: token `t` of sample `i` depends on `(seed, i, t)` and the weights only,
     never on what else the engine is doing. `prefix_ids` continues responses begun earlier (partial rollouts,
-    migration): they are prefilled after the prompt and not returned again.
+    migration): they are prefilled after the prompt and not returned again, but count: token indices go on from
+    them, and `max_new_tokens` bounds the response with its prefix.
     """
 
     rid: str
