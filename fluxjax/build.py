@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
@@ -37,15 +38,22 @@ def build_model(config: Config, texts: Iterable[str]) -> tuple[Decoder, Processo
         return models.load(path, dtype=jnp.float32), processor
     texts = list(texts)
     vision = tiny_vision(config.model) if config.model.vision else None
-    words = {word for text in texts for word in re.findall(r"[A-Za-z]{2,}", MARK.sub("", text))}
     processor = build_processor(
         texts,
-        words=sorted(words),
+        words=common_words(texts),
         layout=PatchLayout.of(vision) if vision else None,
         num_frames=data.video_frames or 4,
         **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
     )
     return models.create(tiny_model(config.model, processor, vision), config.seed), processor
+
+
+def common_words(texts: Sequence[str]) -> list[str]:
+    """Words that stand in at least one text of a hundred become tokens of their own; the rest is spelt."""
+    counts = collections.Counter(
+        word for text in texts for word in set(re.findall(r"[A-Za-z]{2,}", MARK.sub("", text)))
+    )
+    return sorted(word for word, count in counts.items() if 100 * count >= len(texts))
 
 
 def tiny_vision(model: ModelConfig) -> VisionConfig:

@@ -305,7 +305,8 @@ class FluxTrainer:
         self.processor.save(folder)
         controls = {"blind": self.summary.blind, "chance": self.summary.chance}
         pictures.learning_curve(read(self.metrics.file), controls, self.run_dir / "learning.png")
-        pictures.timeline(self.timeline.spans(), self.run_dir / "timeline.png")
+        stages = [span for span in self.timeline.spans() if span.name != "eval"]  # minutes beside seconds
+        pictures.timeline(stages, self.run_dir / "timeline.png")
 
     # --- parts ----------------------------------------------------------------------------------
 
