@@ -107,8 +107,10 @@ class Processor:
         )
         if self.chat_template:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
-        if not (folder / "generation_config.json").exists() and self.eos_ids:
-            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_ids)}) + "\n")
+        if self.eos_ids:
+            generation = folder / "generation_config.json"
+            content = read_json(generation) | {"eos_token_id": list(self.eos_ids)}
+            generation.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if self.vision:
             write_configs(folder, self.layout, self.image, self.video, self.frames)
 
@@ -140,8 +142,9 @@ class Processor:
         try:
             return self.tokenizer.encode(text).ids
         except Exception as error:  # the library raises bare Exceptions
-            unknown = sorted({c for c in text if self.tokenizer.token_to_id(c) is None})
-            raise PromptError(f"cannot be written with this vocabulary ({error}); unknown: {unknown}") from error
+            plain = re.sub(r"<\|\w+\|>", "", text)
+            unknown = sorted({character for character in plain if self.tokenizer.token_to_id(character) is None})
+            raise PromptError(f"cannot be written with this vocabulary: {unknown} ({error})") from error
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)

@@ -1,0 +1,279 @@
+"""Greedy decoding equals transformers' `generate` on tiny random checkpoints, through files and the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import hf_reference
+import jax
+import numpy as np
+import pytest
+from hf_reference import torch, transformers
+from media_files import moving_frames, write_video
+from PIL import Image
+
+import models
+from models.decode import generate
+from models.forward import logprobs
+from models.generate import arrange, main
+from models.inputs import PackedTokens
+from models.processing import Processor, tiny
+from models.processing.settings import PatchLayout
+from sharding.walk import Walk
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TEXTS = ["abcdefghijklmnopqrstuvwxyz ?!.,:0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ\n"]
+PROMPTS = {
+    "text": "which way does it go?",
+    "image": "look: <image> what is it?",
+    "video": "<video>which way?",
+    "mixed": "a<image>b<video><image>c<video>!",
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("media")
+    for name, size in (("a.png", (20, 30)), ("b.png", (40, 18))):
+        Image.fromarray(moving_frames(1, *size, seed=size[0])[0]).save(folder / name)
+    for name, size in (("a.mp4", (24, 32)), ("b.mp4", (16, 40))):
+        write_video(folder / name, moving_frames(8, *size, seed=size[0]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vl(tmp_path_factory):
+    """A checkpoint with both sides' files, whose special ids are the tokenizer's."""
+    folder = tmp_path_factory.mktemp("vl")
+    config = hf_reference.vl_config(hf_reference.text_settings(vocab_size=90))
+    config.vision_start_token_id, config.vision_end_token_id = 3, 4
+    config.image_token_id, config.video_token_id = 6, 7
+    pair = hf_reference._pair(transformers.Qwen2_5_VLForConditionalGeneration(config), folder, None, 3)
+    layout = PatchLayout.of(pair.model.config.vision)
+    tiny.build(TEXTS, ["left", "right"], layout=layout, max_pixels=32 * 32).save(folder)
+    return pair
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    pair = hf_reference.build_text(folder, seed=5, vocab_size=90)
+    tiny.build(TEXTS, ["left", "right"]).save(folder)
+    return pair
+
+
+def media_of(prompt, files):
+    images, videos = prompt.count("<image>"), prompt.count("<video>")
+    return arrange(
+        prompt, [str(files / f"{n}.png") for n in "ab"[:images]], [str(files / f"{n}.mp4") for n in "ab"[:videos]]
+    )
+
+
+def reference_generate(reference, processor, prompt, media, **settings):
+    """Ids and log-probs of transformers' own greedy generation; patches in the raster order of its processors."""
+    loaded = {"image": [], "video": []}
+    for kind, path in media:
+        loaded[kind].append(processor._load(kind, path))
+    ids = prompt.token_ids_T
+    inputs = {"input_ids": torch.as_tensor(ids[None]).long(), "attention_mask": torch.ones(1, len(ids)).long()}
+    if media:
+        inputs["mm_token_type_ids"] = torch.as_tensor(((ids == 6) * 1 + (ids == 7) * 2)[None])
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if loaded[kind]:
+            inputs[name] = torch.as_tensor(np.concatenate([m.patches_PX for m in loaded[kind]]))
+            inputs[f"{kind}_grid_thw"] = torch.as_tensor([m.grid for m in loaded[kind]])
+    if loaded["video"]:
+        inputs["second_per_grid_ts"] = torch.as_tensor([m.seconds_per_grid for m in loaded["video"]])
+    out = reference.generate(
+        **inputs,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        **settings,
+    )
+    new = out.sequences[0, len(ids) :].numpy()
+    scores = torch.log_softmax(torch.cat(out.logits).float(), -1).numpy()
+    return new.tolist(), scores[np.arange(len(new)), new]
+
+
+def full_forward(model, prompt, token_ids):
+    """Log-probs of the generated tokens in one pass over prompt and answer, without a cache."""
+    T, extra = len(prompt), len(token_ids)
+    generated = np.broadcast_to(prompt.next_position + np.arange(extra, dtype=np.int32), (3, extra))
+    inputs = PackedTokens(
+        tokens_BT=np.concatenate([prompt.token_ids_T, token_ids]).astype(np.int32)[None],
+        segments_BT=np.ones((1, T + extra), np.int32),
+        branches_BT=np.zeros((1, T + extra), np.int32),
+        positions_3BT=np.concatenate([prompt.positions_3T, generated], axis=1)[:, None],
+        predecessor_BT=np.maximum(np.arange(T + extra, dtype=np.int32) - 1, 0)[None],
+        feature_index_BT=np.concatenate([prompt.feature_index_T, np.full(extra, -1, np.int32)])[None],
+        vision=prompt.vision,
+    )
+    graphdef, params = models.split(model)
+    whole, _ = jax.jit(lambda params: logprobs(models.merge(graphdef, params), inputs, Walk()))(params)
+    return np.asarray(whole)[0, T:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROMPTS)
+def test_greedy_equals_transformers_and_the_full_forward(vl, files, name):
+    processor = Processor.load(vl.folder)
+    marked, media = media_of(PROMPTS[name], files)
+    prompt = processor.prepare(marked, media)
+    own = generate(vl.model, prompt, max_new_tokens=20)
+    ids, scores = reference_generate(vl.reference, processor, prompt, media, max_new_tokens=20)
+    assert list(own.token_ids) == ids
+    assert not own.stopped and len(set(ids)) > 3  # a constant answer would prove little
+    np.testing.assert_allclose(own.logprobs, scores, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(own.logprobs, full_forward(vl.model, prompt, own.token_ids), atol=1e-4, rtol=0)
+
+
+def test_greedy_text_model_equals_transformers(text):
+    processor = Processor.load(text.folder)
+    prompt = processor.prepare(PROMPTS["text"])
+    own = generate(text.model, prompt, max_new_tokens=20)
+    ids, scores = reference_generate(text.reference, processor, prompt, [], max_new_tokens=20)
+    assert list(own.token_ids) == ids and len(set(ids)) > 3
+    np.testing.assert_allclose(own.logprobs, scores, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(own.logprobs, full_forward(text.model, prompt, own.token_ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_stops_where_transformers_stops(vl, files):
+    processor = Processor.load(vl.folder)
+    marked, media = media_of(PROMPTS["image"], files)
+    prompt = processor.prepare(marked, media)
+    free = generate(vl.model, prompt, max_new_tokens=20).token_ids
+    stop = next(token for index, token in enumerate(free) if index > 2 and token not in free[:index])
+    own = generate(vl.model, prompt, max_new_tokens=20, stop_ids=(1000, stop))
+    ids, _ = reference_generate(vl.reference, processor, prompt, media, max_new_tokens=20, eos_token_id=[stop])
+    assert own.stopped and own.token_ids[-1] == stop and own.token_ids == free[: len(own.token_ids)]
+    assert list(own.token_ids) == ids
+
+
+def test_lengths_share_a_program_and_change_nothing(vl):
+    """Padding of the prompt and a larger cache leave the answer as it is."""
+    processor = Processor.load(vl.folder)
+    prompt = processor.prepare("a" * 32)  # fills its bucket exactly
+    short = generate(vl.model, prompt, max_new_tokens=5)
+    long = generate(vl.model, prompt, max_new_tokens=40)
+    assert len(short.token_ids) == 5 and long.token_ids[:5] == short.token_ids
+    np.testing.assert_allclose(long.logprobs[:5], short.logprobs, atol=1e-5, rtol=0)
+
+
+def test_sampling_is_reproducible_and_follows_the_distribution(text):
+    processor = Processor.load(text.folder)
+    prompt = processor.prepare("ab")
+    model = text.model
+    one, same, other = (generate(model, prompt, max_new_tokens=12, temperature=0.7, seed=seed) for seed in (1, 1, 2))
+    assert one == same and one.token_ids != other.token_ids
+    # of one token, over many seeds: the log-probs reported are those of the frequencies seen
+    draws = [generate(model, prompt, max_new_tokens=1, temperature=0.7, seed=seed) for seed in range(300)]
+    counts = {}
+    for draw in draws:
+        counts.setdefault(draw.token_ids[0], []).append(draw.logprobs[0])
+    for scores in counts.values():
+        assert max(scores) == pytest.approx(min(scores), abs=1e-6)
+        probability = float(np.exp(scores[0]))
+        spread = np.sqrt(probability * (1 - probability) / len(draws))
+        assert abs(len(scores) / len(draws) - probability) < 5 * spread + 1e-9
+
+
+def test_refusals(text):
+    processor = Processor.load(text.folder)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        generate(text.model, processor.prepare(""), max_new_tokens=1)
+    with pytest.raises(ValueError, match="max_new_tokens must be positive"):
+        generate(text.model, processor.prepare("a"), max_new_tokens=0)
+
+
+def command(*arguments):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    return subprocess.run(
+        [sys.executable, "-m", "models.generate", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_command_line_json(vl, files):
+    """Media without marks stand in front, images first; one line of JSON."""
+    result = command(
+        "--model", str(vl.folder), "--prompt", "which?", "--video", str(files / "a.mp4"),
+        "--image", str(files / "a.png"), str(files / "b.png"), "--max-tokens", "6", "--json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n") == 1
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"prompt_ids", "output_ids", "logprobs", "text"}
+    processor = Processor.load(vl.folder)
+    media = [("image", str(files / "a.png")), ("image", str(files / "b.png")), ("video", str(files / "a.mp4"))]
+    prompt = processor.prepare("<image><image><video>which?", media)
+    own = generate(vl.model, prompt, max_new_tokens=6, stop_ids=processor.eos_ids)
+    assert answer["prompt_ids"] == prompt.token_ids_T.tolist()
+    assert answer["output_ids"] == list(own.token_ids)
+    np.testing.assert_allclose(answer["logprobs"], own.logprobs, atol=1e-5, rtol=0)
+    assert answer["text"] == processor.decode(own.token_ids)
+
+
+def test_command_line_stops_at_the_checkpoints_end_id(text, capsys, tmp_path):
+    processor = Processor.load(text.folder)
+    free = generate(text.model, processor.prepare("ab"), max_new_tokens=8).token_ids
+    end = next(token for index, token in enumerate(free) if index > 0 and token not in free[:index])
+    for file in text.folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    assert main(["--model", str(tmp_path), "--prompt", "ab", "--max-tokens", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["output_ids"] == list(free[: free.index(end) + 1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/gone"], "error: /gone: no such folder"),
+        (["--image", "/gone.png"], "error: /gone.png: no such file"),
+        (["--video", "/gone.mp4"], "error: /gone.mp4: no such file"),
+        (["--prompt", "<image>?"], "error: the prompt marks 1 image(s), but 0 were given"),
+        (["--prompt", "é"], "cannot be written"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(vl, capsys, arguments, message):
+    assert main(["--model", str(vl.folder), "--prompt", "a", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and message in captured.err and not captured.out
+
+
+def test_a_folder_without_weights_is_one_line(vl, capsys, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_bytes((vl.folder / name).read_bytes())
+    assert main(["--model", str(tmp_path), "--prompt", "a"]) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_text_model_refuses_media(text, files, capsys):
+    assert main(["--model", str(text.folder), "--prompt", "a", "--image", str(files / "a.png")]) == 2
+    assert "reads text only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--max-tokens", "0"], ["--temperature", "-1"], ["--nonsense"]])
+def test_wrong_flags_exit_with_2(arguments):
+    with pytest.raises(SystemExit) as end:
+        main(["--model", "m", "--prompt", "a", *arguments])
+    assert end.value.code == 2
+
+
+def test_help_needs_nothing_heavy():
+    code = (
+        "import sys\nfrom models.generate import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'jax', 'flax', 'numpy', 'av'} & set(sys.modules), 'heavy imports before --help'"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "--max-tokens" in result.stdout
