@@ -18,8 +18,8 @@ Script = Callable[[GenerateRequest], str]
 class ScriptedEngine:
     """`script(request)` is what happens to a request: `ok`, `error` (EngineError after the first sample), `refuse`
     (EngineError at once), `crash` (another exception), `hang`, `short` (the stream ends early), `stray` (a chunk of an
-    unknown sample), `abort` (the last sample ends as aborted) or `cancel` (an inner cancellation leaks out).
-    `pace` makes turns take longer, by chance: a scheduler that must not change the results."""
+    unknown sample), `abort` (the first sample ends as aborted, the others go on) or `cancel` (an inner cancellation
+    leaks out). `pace` makes turns take longer, by chance: a scheduler that must not change the results."""
 
     def __init__(self, script: Script = lambda request: "ok", pace: random.Random | None = None) -> None:
         self.script, self.pace = script, pace
@@ -28,10 +28,15 @@ class ScriptedEngine:
         self.log: list[str] = []  # pause, resume, submissions and tokens, in order
         self.aborted: list[str] = []
         self.open_streams = 0
+        self.streams: list[AsyncIterator[TokenChunk]] = []  # keeps them alive: nothing is closed by being forgotten
         self._go = asyncio.Event()
         self._go.set()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        self.streams.append(self._speak(request))
+        return self.streams[-1]
+
+    async def _speak(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         self.log.append(f"submit {request.rid}")
         fate = self.script(request)
         self.open_streams += 1
@@ -44,7 +49,7 @@ class ScriptedEngine:
                 if sample == request.n - 1 and fate not in ("ok", "abort"):
                     await self._misbehave(fate, request)
                     return
-                reason = FinishReason.ABORT if (fate, sample) == ("abort", request.n - 1) else FinishReason.STOP
+                reason = FinishReason.ABORT if (fate, sample) == ("abort", 0) else FinishReason.STOP
                 draw = random.Random(f"{request.seed} {sample}")
                 length = draw.randint(1, 4)
                 for i in range(length):
@@ -52,7 +57,12 @@ class ScriptedEngine:
                     self.log.append(f"token {request.rid}")
                     token = draw.randint(1, 99) * 1000 + self.version
                     finish = reason if i == length - 1 else None
+                    if request.rid in self.aborted:
+                        self.log.append(f"abort {request.rid}/{sample}")
+                        finish = FinishReason.ABORT
                     yield TokenChunk(request.rid, sample, (token,), (-0.5,), (self.version,), finish)
+                    if finish is FinishReason.ABORT:
+                        break
         finally:
             self.open_streams -= 1
 

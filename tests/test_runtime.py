@@ -149,7 +149,10 @@ class Run:
         return limited(self._go())
 
     async def _go(self) -> Finish:
-        return await clean(self.build().run())
+        try:
+            return await clean(self.build().run())
+        finally:
+            assert not any(engine.open_streams for engine in self.engines), "a stream was left open"
 
 
 async def clean(work: Coroutine[Any, Any, Any]) -> Any:
@@ -311,6 +314,22 @@ class TestFailures:
         assert content(run.trainer.trained) == content(calm.trainer.trained)
         assert run.trainer.trained[1][2].samples[0].response.rid == "00000005.02/0"
 
+    @pytest.mark.parametrize("deaf", [False, True])
+    def test_abort(self, deaf: bool) -> None:
+        """Rule 48: of a group that is generated again, the engine is told to stop what still runs; if it cannot, its
+        late replies change nothing."""
+        run = Run(ScriptedEngine(on_attempt({(1, 0): "abort"})), steps=1, group_size=8)
+
+        async def refuse(rid: str) -> None:
+            raise EngineError(f"{rid}: too late")
+
+        if deaf:
+            run.engines[0].abort = refuse
+        run.go()
+        stopped = [line for line in run.engines[0].log if line.startswith("abort")]
+        assert bool(stopped) != deaf and all(line.startswith("abort 00000001.00/") for line in stopped)
+        assert run.trainer.trained[0][1].samples[0].response.rid == "00000001.01/0"
+
     def test_giving_up(self) -> None:
         """Rule 49: a prompt that no engine can serve is skipped with the engine's words, and replaced."""
         run = Run(ScriptedEngine(lambda request: "refuse" if request.rid.startswith("00000001") else "ok"), steps=1)
@@ -353,7 +372,6 @@ class TestFailures:
         run = Run(ScriptedEngine(on_attempt({(0, 0): "hang", (2, 0): "hang", (1, 0): "crash"})))
         with pytest.raises(ZeroDivisionError, match=r"in 00000001\.00"):
             run.go()
-        assert run.engines[0].open_streams == 0
 
     def test_foreign_weights(self) -> None:
         """Rule 52: weights are published under the version they have, or not at all."""

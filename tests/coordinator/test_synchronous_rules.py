@@ -358,6 +358,15 @@ class TestStop:
         assert boundary.hear(StopRequested("no")) == []
         assert names(boundary.deliver()) == ["SaveCheckpoint"]
 
+    def test_in_the_last_step(self) -> None:
+        """Rule 22: a stop in the last step leaves the last evaluation to the run that resumes."""
+        world = World(steps=1)
+        world.until(Train)
+        world.hear(StopRequested("no"))
+        assert world.finish().all(Finish) == [Finish(1, "no", complete=False)]
+        resumed = World(steps=1, state=world.states[0][0], next_draw=2, served=1).finish()
+        assert resumed.said == [Evaluate(1, full=True), Finish(1, "all 1 steps are done")]
+
     def test_after_the_end(self) -> None:
         """Rule 23: after `Finish` nothing matters any more."""
         world = World(steps=1).finish()
