@@ -2,12 +2,16 @@
 
 Segments are runs of equal numbers; 0 is padding. When no run is longer than `bound`, the axis is cut into blocks of
 `bound`, and a query finds its whole segment in its own block and the two beside it: cost grows as `3 * bound` a query
-instead of the length of the axis. Without a bound, or with one that saves nothing, all keys are looked at
-(`attention` bounds the memory of that).
+instead of the length of the axis. The backward pass computes the scores again, which on the CPU is also faster than
+keeping them. Without a bound, or with one that saves nothing, all keys are looked at (`attention` bounds the memory of
+that).
 """
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -27,11 +31,11 @@ def segment_attention(
     from the architecture (the window size). Padding returns zeros.
     """
     if bound and 3 * bound < q.shape[0]:
-        return _blocked(q, k, v, segments, bound)
+        return jax.checkpoint(functools.partial(_blocked, block=bound))(q, k, v, segments)
     return attention(q[None], k[None], v[None], Mask(segments[None], causal=False))[0]
 
 
-def _blocked(q: Array, k: Array, v: Array, segments: Array, block: int) -> Array:
+def _blocked(q: Array, k: Array, v: Array, segments: Array, *, block: int) -> Array:
     P = q.shape[0]
     q, k, v, own = (_blocks(x, block) for x in (q, k, v, segments))
     k, v, near = (_with_neighbours(x) for x in (k, v, own))
