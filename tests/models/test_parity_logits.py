@@ -64,6 +64,7 @@ def test_logprobs_and_entropies(vl: Pair, temperature: float) -> None:
     assert np.isfinite(chosen).all()
 
 
+@pytest.mark.slow
 def test_gradients_of_every_weight(vl: Pair) -> None:
     """Of the mean log-loss of a prompt with images and videos, in the reference and here, remat included."""
     asked = question(vl.model, *QUESTIONS["mixed"], seed=2)
