@@ -1,0 +1,30 @@
+"""The notebook runs from top to bottom, as somebody who opens it would run it."""
+
+import pathlib
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((pathlib.Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of the kernel machinery
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebook_runs(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLUXJAX_NOTEBOOK_RUN", str(tmp_path / "run"))
+    monkeypatch.delenv("XLA_FLAGS")
+    notebook = nbformat.read(file, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(file.parent.parent)}}).execute()
+    assert any(output.output_type == "display_data" for cell in notebook.cells for output in cell.get("outputs", []))
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebook_is_committed_without_outputs(file):
+    notebook = nbformat.read(file, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
