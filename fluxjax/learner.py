@@ -43,7 +43,7 @@ class Learner:
     """
 
     params: Params
-    opt_state: optax.OptState
+    opt_state: Any
     version: int
 
     def __init__(self, config: Config, model: nnx.Module, token_loss: TokenLoss, *, mesh: Mesh | None = None) -> None:
@@ -101,17 +101,22 @@ class Learner:
 
         Raises ValueError without a microbatch, or if the devices do not divide its rows.
         """
-        if not batches:
-            raise ValueError("an optimizer step needs at least one microbatch")
-        placed = self._strategy.place(batches[0])
-        _, tally, _ = jax.eval_shape(self._loss_and_grad, self.params, placed)
-        grads, tally = self._zeros(tuple(tally.sums), tuple(tally.maxima))
-        for batch in batches:
-            placed = self._strategy.place(batch)
-            grads, tally = self._accumulate(self.params, grads, tally, placed)
+        grads, tally = self.accumulate(batches)
         self.params, self.opt_state, report = self._apply(self.params, self.opt_state, grads, tally)
         self.version += 1
         return _metrics(tally, np.asarray(report))
+
+    def accumulate(self, batches: Sequence[TrainBatch]) -> tuple[Params, Tally]:
+        """(gradients, tally) summed over the microbatches, laid out like the parameters; nothing is waited for."""
+        if not batches:
+            raise ValueError("an optimizer step needs at least one microbatch")
+        placed = self._strategy.place(batches[0])
+        _, abstract, _ = jax.eval_shape(self._loss_and_grad, self.params, placed)
+        grads, tally = self._zeros(tuple(abstract.sums), tuple(abstract.maxima))
+        for batch in batches:
+            placed = placed if batch is batches[0] else self._strategy.place(batch)
+            grads, tally = self._accumulate(self.params, grads, tally, placed)
+        return grads, tally
 
     def logprobs(self, inputs: PackedTokens, params: Params | None = None) -> tuple[jax.Array, jax.Array]:
         """(log-probability of each token, entropy of its distribution), `[B, T]` float32, under the learner's
@@ -182,13 +187,12 @@ class Learner:
 
         self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=(shardings, replicated))
 
-        def apply(
-            params: Params, opt_state: optax.OptState, grads: Params, tally: Tally
-        ) -> tuple[Params, optax.OptState, Array]:
+        def apply(params: Params, opt_state: Any, grads: Params, tally: Tally) -> tuple[Params, Any, Array]:
             grad_norm = optax.tree_utils.tree_norm(grads)
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(tally.sums["loss"])
-            lr = jnp.asarray(self._schedule(opt_state[-1].count), jnp.float32)
-            updates, new_opt_state = self._optimizer.update(grads, opt_state, params)
+            with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+                lr = jnp.asarray(self._schedule(opt_state[-1].count), jnp.float32)
+                updates, new_opt_state = self._optimizer.update(grads, opt_state, params)
             new = optax.apply_updates(params, updates), new_opt_state
             params, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (params, opt_state))
             skipped = jnp.where(finite, 0.0, 1.0)
@@ -223,7 +227,7 @@ def optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTra
         optax.clip_by_global_norm(optim.max_grad_norm or math.inf),
         optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps),
         optax.add_decayed_weights(optim.weight_decay),
-        optax.scale_by_schedule(lambda count: -schedule(count)),
+        optax.scale_by_learning_rate(schedule),
     )
 
 

@@ -7,6 +7,7 @@ axes, so that nested groups need no mesh of their own. FSDP shards over all axes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ class MeshError(ValueError):
     """The devices can't be arranged as asked. The message says what is there and what was asked for."""
 
 
-def make_mesh(num_devices: int = 0, *, devices: Sequence[jax.Device] | None = None, replicas: int = 0) -> Mesh:
+def make_mesh(num_devices: int = 0, *, devices: Sequence[Any] | None = None, replicas: int = 0) -> Mesh:
     """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`.
 
     `num_devices=0` takes all of them; `devices` are all that JAX sees unless given. `replicas` is the size of the

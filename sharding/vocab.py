@@ -40,7 +40,8 @@ def token_logprobs(
     padding = chunks * chunk - tokens
     hidden = jnp.pad(hidden_BTD.reshape(tokens, D), ((0, padding), (0, 0))).reshape(chunks, chunk, D)
     targets = jnp.pad(targets_BT.reshape(tokens), (0, padding)).reshape(chunks, chunk)
-    logprobs, entropies = _chunked(hidden, head_VD, targets, temperature)
+    scores: tuple[Array, Array] = _chunked(hidden, head_VD, targets, temperature)  # pyright: ignore[reportAssignmentType]
+    logprobs, entropies = scores
     return logprobs.reshape(-1)[:tokens].reshape(B, T), entropies.reshape(-1)[:tokens].reshape(B, T)
 
 
@@ -52,7 +53,9 @@ def _chunked(hidden_CTD: Array, head_VD: Array, targets_CT: Array, temperature: 
     return _forward(hidden_CTD, head_VD, targets_CT, temperature)[0]
 
 
-def _forward(hidden_CTD: Array, head_VD: Array, targets_CT: Array, temperature: float) -> tuple[tuple, tuple]:
+def _forward(
+    hidden_CTD: Array, head_VD: Array, targets_CT: Array, temperature: float
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     def one(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         hidden_TD, targets_T = inputs
         logits_TV = _logits(hidden_TD, head_VD, temperature)

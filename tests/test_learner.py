@@ -1,0 +1,323 @@
+"""The learner on tiny real models: any number of devices as one, precision, rematerialisation, metrics, state."""
+
+import copy
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from packing_cases import MODEL, make_config, make_groups
+
+import models
+from fluxjax.algorithms import grpo, sft
+from fluxjax.batching import compose
+from fluxjax.checkpoint import Checkpoints, like
+from fluxjax.config import DType, OptimConfig, Remat, Schedule
+from fluxjax.learner import GAP, Learner, learning_rate
+from models.config import Qwen2Config
+from models.forward import logprobs as forward_logprobs
+from sharding.mesh import make_mesh
+from sharding.walk import Walk
+
+TEXT = Qwen2Config(text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=())))
+CONTENTS = {
+    # text; an image; text of another length; a video and an image; ... : groups of uneven cost
+    "vision": [[5], [3, (1, 4, 4), 2], [9], [2, (2, 4, 8), 3, (1, 4, 4), 1], [4], [1, (1, 8, 4), 1]],
+    "text": [[5], [9], [4], [12], [3], [7]],
+}
+LENGTHS = [[3, 1, 6], [4, 4], [2, 5, 7, 1], [6, 3], [8], [1, 2, 3]]
+
+
+@functools.cache
+def tiny(kind):
+    """Weights large enough that attention is not uniform: then every gradient is well above rounding."""
+    model = models.create(MODEL if kind == "vision" else TEXT, seed=1)
+    graphdef, params = models.split(model)
+    rng = np.random.default_rng(2)
+    params = jax.tree.map(
+        lambda w: jnp.asarray(np.asarray(w) + 0.1 * rng.normal(size=w.shape).astype(np.float32)), params
+    )
+    return models.merge(graphdef, params)
+
+
+def config_for(rows=8, **optim):
+    config = make_config(rows=rows)
+    config.steps = 10
+    for name, value in optim.items():
+        setattr(config.optim, name, value)
+    return config
+
+
+def batches_for(kind, config, num_shards=1, seed=0):
+    groups, prepared = make_groups(CONTENTS[kind], LENGTHS, seed)
+    vision = MODEL.vision if kind == "vision" else None
+    return compose(groups, prepared, config, num_shards, vision=vision).batches
+
+
+def plain_logprobs(model, inputs, temperature=1.0):
+    """What the learner should compute, without it."""
+    graphdef, params = models.split(model)
+    return jax.jit(lambda p, x: forward_logprobs(models.merge(graphdef, p), x, Walk(), temperature=temperature))(
+        params, inputs
+    )
+
+
+def assert_close(got, want, relative=1e-5):
+    """Every leaf to `relative` of its largest magnitude."""
+
+    def one(path, a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=relative * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
+
+    jax.tree_util.tree_map_with_path(one, got, want)
+
+
+def gradients(learner, batches):
+    """Loss and gradients of a step, by the programs of the step itself."""
+    grads, tally = learner.accumulate(batches)
+    return np.asarray(tally.sums["loss"]), jax.tree.map(np.asarray, grads)
+
+
+# Adam divides by the root of the second moment, which turns rounding of near-zero gradients into whole steps.
+# A large epsilon keeps parameters comparable after several steps.
+SMOOTH = {"eps": 1e-2, "lr": 1e-2, "weight_decay": 0.1}
+
+
+@functools.cache
+def on_one_device(kind):
+    config = config_for(**SMOOTH)
+    learner = Learner(config, tiny(kind), grpo.token_loss, mesh=make_mesh(1))
+    first = gradients(learner, batches_for(kind, config))
+    metrics = [learner.step(batches_for(kind, config, seed=seed)) for seed in range(3)]
+    return first, metrics, learner.params
+
+
+@pytest.mark.parametrize("kind", ["vision", "text"])
+@pytest.mark.parametrize("devices", [2, 3, 6, 8])
+def test_any_number_of_devices_equals_one(kind, devices):
+    """Packed for that many devices, with other rows, padding and microbatches than on one."""
+    (loss, grads), want_metrics, want_params = on_one_device(kind)
+    config = config_for(rows=2, **SMOOTH)
+    learner = Learner(config, tiny(kind), grpo.token_loss, mesh=make_mesh(devices))
+    assert_close(gradients(learner, batches_for(kind, config, devices)), (loss, grads))
+    for seed in range(3):
+        metrics = learner.step(batches_for(kind, config, devices, seed))
+        assert metrics == pytest.approx(want_metrics[seed], rel=1e-4, abs=1e-6)
+    assert_close(learner.params, want_params)
+    layout = learner._strategy.shardings
+    for tree in (learner.params, learner.opt_state[1].mu, learner.opt_state[1].nu):
+        assert jax.tree.map(lambda leaf: leaf.sharding, tree) == layout
+
+
+def test_state_is_spread_over_the_devices():
+    learner = Learner(config_for(), tiny("text"), grpo.token_loss)
+    assert learner.mesh.size == 8
+    table = learner.params["embedding"]["table"]
+    assert table.sharding.spec == P(("s2", "s1", "s0"))
+    assert table.addressable_shards[0].data.size * 8 == table.size
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_rematerialisation_changes_nothing(devices):
+    config = config_for(rows=2)
+    plain = Learner(config, tiny("vision"), grpo.token_loss, mesh=make_mesh(devices))
+    config = copy.deepcopy(config)
+    config.sharding.remat = Remat.LAYER
+    remat = Learner(config, tiny("vision"), grpo.token_loss, mesh=make_mesh(devices))
+    batches = batches_for("vision", config, devices)
+    assert_close(gradients(remat, batches), gradients(plain, batches), 1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_bfloat16_compute_with_float32_masters(devices):
+    config = config_for(rows=2, **SMOOTH)
+    config.model.compute_dtype = DType.BFLOAT16
+    learner = Learner(config, tiny("vision"), grpo.token_loss, mesh=make_mesh(devices))
+    batches = batches_for("vision", config, devices)
+    metrics = learner.step(batches)
+    _, want, _ = on_one_device("vision")
+    assert {leaf.dtype for leaf in jax.tree.leaves(learner.params)} == {jnp.dtype(jnp.float32)}
+    assert metrics["entropy"] == pytest.approx(want[0]["entropy"], rel=0.02)
+    assert metrics["grad_norm"] == pytest.approx(want[0]["grad_norm"], rel=0.05)
+    assert metrics["grad_norm"] != pytest.approx(want[0]["grad_norm"], rel=1e-5)  # it was another precision
+
+
+def test_metrics_against_numpy():
+    """Everything reported about one step, recomputed from the log-probs of a plain forward pass."""
+    config = config_for(lr=0.25, weight_decay=0.0, max_grad_norm=0.5)
+    model = tiny("text")
+    learner = Learner(config, model, grpo.token_loss, mesh=make_mesh(1))
+    batches = batches_for("text", config)
+    _, grads = gradients(learner, batches)
+    metrics = learner.step(batches)
+
+    gaps, entropies, loss = [], [], 0.0
+    for batch in jax.tree.map(jnp.asarray, batches):
+        logprobs, entropy = (np.asarray(x) for x in plain_logprobs(model, batch.inputs))
+        trained = batch.loss_weights_BT != 0
+        token_loss, _ = grpo.token_loss(jnp.asarray(logprobs), jnp.asarray(entropy), batch, config.algorithm)
+        loss += float((batch.loss_weights_BT * token_loss).sum())
+        gaps += np.abs(logprobs - np.asarray(batch.behaviour_logprobs_BT))[trained].tolist()
+        entropies += entropy[trained].tolist()
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["trained_tokens"] == sum(map(sum, LENGTHS)) == len(gaps)
+    assert metrics[GAP] == pytest.approx(np.mean(gaps), rel=1e-5)
+    assert metrics[f"{GAP}_max"] == pytest.approx(np.max(gaps), rel=1e-5)
+    assert metrics["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(optax.tree_utils.tree_norm(grads)), rel=1e-5)
+    assert metrics["lr"] == 0.25
+    assert metrics["skipped_nonfinite"] == 0
+    assert "clip_fraction" in metrics
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_a_step_is_clipped_adamw():
+    """The update of one step against the formula of Adam's first step: `lr * g / (|g| + eps) + lr * decay * w`."""
+    config = config_for(lr=0.1, eps=0.01, weight_decay=0.3, max_grad_norm=0.5)
+    learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(1))
+    before = jax.tree.map(np.asarray, learner.params)
+    _, grads = gradients(learner, batches_for("text", config))
+    norm = float(optax.tree_utils.tree_norm(grads))
+    assert norm > 0.5
+    learner.step(batches_for("text", config))
+
+    def expected(weight, grad):
+        grad = grad * (0.5 / norm)
+        return weight - 0.1 * (grad / (np.abs(grad) + 0.01) + 0.3 * weight)
+
+    assert_close(learner.params, jax.tree.map(expected, before, grads), 1e-5)
+
+
+def test_microbatches_add_up():
+    config = config_for(rows=1)
+    many = batches_for("vision", config)
+    assert len(many) > 2
+    learner = Learner(config, tiny("vision"), grpo.token_loss, mesh=make_mesh(1))
+    assert_close(gradients(learner, many), on_one_device("vision")[0])
+    with pytest.raises(ValueError, match="at least one microbatch"):
+        learner.step([])
+
+
+def test_gradients_that_are_not_finite_change_nothing():
+    config = config_for()
+    learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(2))
+    good = batches_for("text", config, 2)
+    learner.step(good)
+    before = jax.tree.map(np.array, (learner.params, learner.opt_state))
+    poisoned = good[0].behaviour_logprobs_BT.copy()
+    poisoned[good[0].loss_weights_BT != 0] = -np.inf  # an infinite importance ratio
+    metrics = learner.step([dataclasses.replace(good[0], behaviour_logprobs_BT=poisoned), *good[1:]])
+    assert metrics["skipped_nonfinite"] == 1
+    assert not np.isfinite(metrics["grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, (learner.params, learner.opt_state)), before)
+    assert learner.step(good)["skipped_nonfinite"] == 0
+    assert learner.version == 3
+
+
+def test_parameters_handed_out_survive_later_steps():
+    """Engines, references and checkpoints keep what they were given, the model its own weights."""
+    model = tiny("text")
+    config = config_for()
+    learner = Learner(config, model, grpo.token_loss, mesh=make_mesh(1))
+    held, held_values = learner.params, jax.tree.map(np.array, learner.params)
+    for _ in range(2):
+        learner.step(batches_for("text", config))
+    jax.tree.map(np.testing.assert_array_equal, held, held_values)
+    jax.tree.map(np.testing.assert_array_equal, models.split(model)[1], held_values)
+    inputs = batches_for("text", config)[0].inputs
+    then = learner.logprobs(inputs, held)
+    assert_close(then, plain_logprobs(model, inputs))
+    assert np.abs(np.asarray(learner.logprobs(inputs)[0]) - np.asarray(then[0])).max() > 1e-3
+
+
+def test_logprobs_are_those_of_the_sampling_temperature():
+    config = config_for()
+    config.rollout.temperature = 0.5
+    inputs = batches_for("text", config, 2)[0].inputs
+
+    def learned(learner):
+        return learner.logprobs(inputs)
+
+    learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(2))
+    assert_close(learned(learner), plain_logprobs(tiny("text"), inputs, 0.5))
+    learner.reset(sft.token_loss, temperature=1.0)
+    assert_close(learned(learner), plain_logprobs(tiny("text"), inputs))
+    config.rollout.temperature = 0.0  # greedy: scored with 1
+    learner.reset(sft.token_loss)
+    assert_close(learned(learner), plain_logprobs(tiny("text"), inputs))
+
+
+def test_warm_start_then_rl():
+    """SFT brings the likelihood of its answers up; the reset keeps what was learned and forgets the optimizer."""
+    config = config_for()
+    learner = Learner(config, tiny("text"), sft.token_loss, mesh=make_mesh(2))
+    batches = batches_for("text", config, 2)
+    batches = [dataclasses.replace(b, versions_BT=np.full_like(b.versions_BT, -1)) for b in batches]
+    losses = [learner.step(batches) for _ in range(8)]
+    assert losses[-1]["nll"] < losses[0]["nll"] - 0.1
+    assert GAP not in losses[0]  # nothing here was generated by an engine
+    trained = jax.tree.map(np.array, learner.params)
+    learner.reset(grpo.token_loss, optim=OptimConfig(lr=0.5), steps=100)
+    jax.tree.map(np.testing.assert_array_equal, learner.params, trained)
+    assert learner.version == 0
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(learner.opt_state))
+    metrics = learner.step(batches_for("text", config, 2))
+    assert metrics["lr"] == 0.5
+    assert GAP in metrics
+
+
+def test_state_goes_through_a_checkpoint_onto_another_mesh(tmp_path):
+    """Three steps in a row equal one step, a checkpoint, a restore and two more: exactly on the same mesh."""
+    config = config_for(rows=2, **SMOOTH)
+
+    def learner_on(devices):
+        return Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(devices))
+
+    def two_more(learner, devices):
+        for seed in (1, 2):
+            learner.step(batches_for("text", config, devices, seed))
+        return jax.tree.map(np.asarray, learner.params)
+
+    first = learner_on(2)
+    first.step(batches_for("text", config, 2))
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert checkpoints.save(1, first.state(), {})
+    straight = two_more(first, 2)
+    checkpoints.wait()
+    for devices in (2, 6):
+        learner = learner_on(devices)
+        _, arrays, _ = checkpoints.restore(like(learner.state()))
+        learner.load_state(arrays)
+        assert learner.version == 1
+        resumed = two_more(learner, devices)
+        assert learner.version == 3
+        if devices == 2:
+            jax.tree.map(np.testing.assert_array_equal, resumed, straight)
+        else:
+            assert_close(resumed, straight)
+    checkpoints.close()
+
+
+def test_rows_must_divide_over_the_devices():
+    config = config_for(rows=1)
+    learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(8))
+    with pytest.raises(ValueError, match="can't be divided over 8 devices"):
+        learner.step(batches_for("text", config, 3))
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_learning_rate(schedule, warmup):
+    steps, lr = 20, 2.0
+    rate = learning_rate(OptimConfig(lr=lr, schedule=schedule, warmup_steps=warmup), steps)
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        rates = np.array([float(rate(jnp.int32(step))) for step in range(steps + 1)])
+    np.testing.assert_allclose(rates[:warmup], [lr * (i + 1) / warmup for i in range(warmup)], rtol=1e-6)
+    progress = np.arange(steps + 1 - warmup) / (steps - warmup)
+    shape = {Schedule.CONSTANT: np.ones_like(progress), Schedule.LINEAR: 1 - progress}
+    shape[Schedule.COSINE] = (1 + np.cos(np.pi * progress)) / 2
+    np.testing.assert_allclose(rates[warmup:], lr * shape[schedule], rtol=1e-5, atol=1e-6)
