@@ -1,0 +1,170 @@
+"""What both sides of a benchmark share: workers driven over pipes, and measures. Standard library only, because the
+peer's interpreter need not have anything of this project installed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MIB = 2**20
+
+
+class WorkerError(RuntimeError):
+    """A worker process ended, or answered with something else than a result. The message says how."""
+
+
+# --- measures -----------------------------------------------------------------------------------
+
+
+def peak_rss_mib() -> float:
+    """The most memory that this process ever had resident, in MiB."""
+    status = pathlib.Path("/proc/self/status")
+    if status.exists():  # unlike ru_maxrss, this begins at zero with the program
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return round(int(line.split()[1]) / 1024, 1)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes, or KiB
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB, 1)
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum, in seconds."""
+    return {
+        "median": round(statistics.median(seconds), 4),
+        "min": round(min(seconds), 4),
+        "max": round(max(seconds), 4),
+    }
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Stopwatch:
+    """Adds up the wall time of named parts.
+
+    with watch("rollout"): ...
+    watch.take() -> {"rollout": seconds}, and starts afresh
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+# --- the parent's end of the pipes --------------------------------------------------------------
+
+
+class Worker:
+    """A process that answers one JSON line a request: see `serve`. What it says on standard error passes through.
+
+    Its stages are `prepare`, `rollout`, `train` and `step`; all of them are measured by itself.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [*command, json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ) | dict(env),
+            start_new_session=True,  # a Ctrl-C reaches the parent, which then ends its workers
+        )
+        self.about = self._answer()
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Raises `WorkerError` if there is no answer."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `_answer` says how it ended
+        return self._answer()
+
+    def finish(self) -> dict[str, Any]:
+        """The worker's last words; waits for its end."""
+        last = self.ask(do="finish")
+        self._process.wait(60)
+        return last
+
+    def close(self) -> None:
+        """Ends the process, whatever it does."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            raise WorkerError(f"the {self.name} worker {how}; its messages are above")
+        return json.loads(line)
+
+
+# --- the worker's end ---------------------------------------------------------------------------
+
+
+class Channel:
+    """The worker's side. Takes standard output away from everybody else: what libraries print there goes to
+    standard error."""
+
+    def __init__(self) -> None:
+        self._out: TextIO = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def say(self, **answer: Any) -> None:
+        self._out.write(json.dumps(answer) + "\n")
+        self._out.flush()
+
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """All requests but the last, which is `finish`; also ends when the parent is gone."""
+        for line in sys.stdin:
+            request = json.loads(line)
+            if request["do"] == "finish":
+                return
+            yield request
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Environment variables that give a worker so many threads, set before its libraries load."""
+    return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }

@@ -1,0 +1,210 @@
+"""Speed and memory of one RL step: rollout, and one optimizer step on what it gave.
+
+    python benchmarks/train_step.py                                 the default model, configs/vlm.py
+    python benchmarks/train_step.py --config=configs/text.py        another configuration
+    python benchmarks/train_step.py --config.rollout.group_size=16  with a setting changed
+    python benchmarks/train_step.py --peer trl --peer-python PYTHON the same work in TRL/PyTorch too, interleaved
+
+Prints one JSON line on standard output and its progress on standard error. What is measured and how:
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from common import Worker, WorkerError, cores, spread, thread_environment
+
+from fluxjax.cli import DEFAULT_CONFIG, load
+from fluxjax.config import Config, ConfigError, DType, to_json
+
+STAGES = ("prepare", "rollout", "train", "sync", "step")
+NEEDED = ("trl", "torch", "transformers", "datasets", "PIL")
+
+
+def main(argv: Sequence[str]) -> int:
+    """0, or 2 with one line on standard error for settings that cannot work, 1 for a worker that failed."""
+    options, arguments = _parser().parse_known_args(argv)
+    try:
+        config = load(arguments)
+        _check(options, config)
+        if options.cores:
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+        result = measure(options, arguments, config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except WorkerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(result))
+    return 0
+
+
+def measure(options: argparse.Namespace, arguments: Sequence[str], config: Config) -> dict[str, Any]:
+    """The whole benchmark. Raises `WorkerError`."""
+    with contextlib.ExitStack() as stack:
+        load_before = os.getloadavg()[0]
+        exchange = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")) if options.peer else ""
+        _say("fluxjax: building")
+        ours = stack.enter_context(_ours(arguments, "step", exchange))
+        workers = {"fluxjax": ours}
+        if options.peer:
+            _say("trl: building")
+            workers["peer"] = stack.enter_context(_peer(options, config, exchange, ours.about["forbidden_ids"]))
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+        for index in range(options.warmup + options.repeats):
+            for name, worker in workers.items():  # one at a time; the others wait for their pipe
+                answers[name].append(worker.ask(do="step"))
+                _progress(name, index - options.warmup, answers[name][-1])
+        last = {name: worker.finish() for name, worker in workers.items()}
+        peaks: dict[str, Any] = {"step": last["fluxjax"]["peak_rss_mib"]}
+        if not options.peer:
+            for stage in ("rollout", "train"):
+                _say(f"fluxjax: {stage} alone, for its peak memory")
+                peaks[stage] = _alone(arguments, stage)
+
+        about = {name: worker.about for name, worker in workers.items()}
+        result = {
+            "benchmark": "train_step",
+            "config": next((a.partition("=")[2] for a in arguments if a.startswith("--config=")), DEFAULT_CONFIG),
+            "overrides": [a for a in arguments if not a.startswith("--config=")],
+            "batch": about["fluxjax"]["batch"],
+            "cores": cores(),
+            "load_average_before": round(load_before, 2),
+            "warmup": options.warmup,
+            "repeats": options.repeats,
+            "fluxjax": _side(about["fluxjax"], answers["fluxjax"], options.warmup) | {"peak_rss_mib": peaks},
+        }
+        if last["fluxjax"]["peak_device_mib"] is not None:
+            result["fluxjax"]["peak_device_mib"] = last["fluxjax"]["peak_device_mib"]
+        if options.peer:
+            peaks = {"step": last["peer"]["peak_rss_mib"]}
+            result["peer"] = _side(about["peer"], answers["peer"], options.warmup) | {"peak_rss_mib": peaks}
+            result["peer"] |= {"name": "trl", "microbatches": options.peer_microbatches}
+            result["ratio"] = _ratios(result["fluxjax"], result["peer"])
+            result["ratio_is"] = "peer / fluxjax, of medians: above 1, fluxjax is faster or smaller"
+        return result
+
+
+def _ours(arguments: Sequence[str], stage: str, exchange: str) -> Worker:
+    settings = {"arguments": list(arguments), "stage": stage, "videos": not exchange, "exchange": exchange}
+    command = [sys.executable, str(ROOT / "benchmarks" / "fluxjax_step.py")]
+    return Worker("fluxjax", command, settings, thread_environment(cores()))
+
+
+def _peer(options: argparse.Namespace, config: Config, exchange: str, forbidden_ids: Sequence[int]) -> Worker:
+    settings = to_json(config) | {
+        "exchange": exchange,
+        "threads": cores(),
+        "steps": max(config.steps, options.warmup + options.repeats),
+        "microbatches": options.peer_microbatches,
+        "forbidden_ids": list(forbidden_ids),
+    }
+    command = [options.peer_python, str(ROOT / "benchmarks" / "peers" / "trl_step.py")]
+    return Worker("trl", command, settings, thread_environment(cores()))
+
+
+def _alone(arguments: Sequence[str], stage: str) -> float:
+    """Peak resident MiB of a fresh process that does nothing but this stage."""
+    with _ours(arguments, stage, "") as worker:
+        for _ in range(2):
+            worker.ask(do="step")
+        return worker.finish()["peak_rss_mib"]
+
+
+def _side(about: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
+    """What one side is, and its measures. Rates are of medians."""
+    timed, first = answers[warmup:], answers[0]
+    seconds = {
+        stage: spread([answer["seconds"][stage] for answer in timed]) for stage in STAGES if stage in first["seconds"]
+    }
+    work = {"samples_per_second": timed[0]["samples"], "response_tokens_per_second": timed[0]["tokens"]}
+    processed = {"train": first["packing"]["tokens"]} if "packing" in first else {}
+    side: dict[str, Any] = {key: value for key, value in about.items() if key not in ("batch", "forbidden_ids")}
+    side["seconds"] = seconds
+    for stage in ("rollout", "train", "step"):
+        amounts = work | ({"processed_tokens_per_second": processed[stage]} if stage in processed else {})
+        side[stage] = {name: round(amount / seconds[stage]["median"], 1) for name, amount in amounts.items()}
+    side["first_step_seconds"] = round(first["seconds"]["step"], 2)
+    if "compile_seconds" in first:
+        side["compile_seconds"] = round(answers[-1]["compile_seconds"], 2)
+        side["compile_seconds_while_timed"] = round(
+            answers[-1]["compile_seconds"] - answers[warmup - 1]["compile_seconds"], 2
+        )
+    if "packing" in first:
+        side["packing"] = first["packing"]
+    if "logprob_gap" in first:
+        side["logprob_gap"] = max(answer["logprob_gap"] for answer in timed)
+    return side
+
+
+def _ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
+    stages = [stage for stage in STAGES if stage in ours["seconds"] and stage in peer["seconds"]]
+    ratios = {
+        stage: round(peer["seconds"][stage]["median"] / ours["seconds"][stage]["median"], 3) for stage in stages
+    }
+    return ratios | {"peak_rss": round(peer["peak_rss_mib"]["step"] / ours["peak_rss_mib"]["step"], 3)}
+
+
+def _check(options: argparse.Namespace, config: Config) -> None:
+    """Raises `ConfigError` for what cannot be measured or compared."""
+    if min(options.warmup, options.repeats, options.peer_microbatches) < 1 or options.cores < 0:
+        raise ConfigError("--warmup, --repeats and --peer-microbatches must be at least 1, --cores not negative")
+    if not options.peer:
+        return
+    if config.model.compute_dtype is not DType.FLOAT32:
+        raise ConfigError("--peer compares in float32; leave model.compute_dtype as it is")
+    probe = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
+    try:
+        found = subprocess.run(
+            [options.peer_python, "-c", probe, *NEEDED], capture_output=True, text=True, check=True, timeout=60
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"--peer-python={options.peer_python} does not run: {error}") from None
+    if found.stdout.strip():
+        raise ConfigError(
+            f"--peer trl: {options.peer_python} lacks {found.stdout.strip()}; benchmarks/README.md says how to make an "
+            "environment for --peer-python"
+        )
+
+
+def _progress(name: str, repeat: int, answer: Mapping[str, Any]) -> None:
+    parts = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in answer["seconds"].items())
+    _say(f"{name}: {'warm-up' if repeat < 0 else f'repeat {repeat + 1}'}: {parts}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--repeats", type=int, default=10, help="timed steps (default 10)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before, which also compile (default 2)")
+    parser.add_argument("--cores", type=int, default=0, help="CPU cores to use (default: all)")
+    parser.add_argument("--peer", choices=["trl"], help="also run this implementation, interleaved, on the CPU")
+    parser.add_argument("--peer-python", default=sys.executable, help="its interpreter (default: this one)")
+    parser.add_argument(
+        "--peer-microbatches", type=int, default=1, help="accumulation steps of the peer (default 1: all in one go)"
+    )
+    parser.epilog = "Settings of the run, --config=FILE[:variant] and --config.section.field=value, as in training."
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
