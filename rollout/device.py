@@ -16,6 +16,7 @@ from models.config import TextConfig
 from .engine import EngineError
 from .kv_cache import KVCache
 from .programs import Programs
+from .sampling import SlotSampling
 from .turns import Limits, RoundPlan, StartPlan
 
 
@@ -39,6 +40,10 @@ class NewTokens:
 @functools.partial(jax.jit, static_argnums=1)
 def _copied(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.array(x, dtype=dtype, copy=True)
+
+
+def _ids(sampling: SlotSampling) -> tuple[int, int]:
+    return sampling.stop_ids_BI.shape[1], sampling.forbidden_ids_BI.shape[1]
 
 
 class DeviceState:
@@ -81,7 +86,7 @@ class DeviceState:
             batch.outputs = self.programs.prefill(self.params, batch.inputs)
         drawn = []
         for batch, slots_B, starts in plan.starts:
-            self.shapes.add(("start", (*batch.inputs.tokens_BT.shape, *starts.source_BT.shape)))
+            self.shapes.add(("start", (*batch.inputs.tokens_BT.shape, *starts.source_BT.shape, *_ids(starts.sampling))))
             self.cache, *new = self.programs.start(self.params, self._ready_cache(), *batch.outputs, starts)
             drawn.append((slots_B, new))
         results = []
@@ -93,7 +98,7 @@ class DeviceState:
 
     def decode(self, plan: RoundPlan) -> list[NewTokens]:
         """Up to `steps_per_sync` tokens for each running sample."""
-        self.shapes.add(("decode", (len(plan.batch.slots_B), plan.view_length)))
+        self.shapes.add(("decode", (len(plan.batch.slots_B), plan.view_length, *_ids(plan.batch.sampling))))
         self.cache, *new = self.programs.decode(self.params, self._ready_cache(), plan.batch, plan.view_length)
         return [NewTokens(plan.slots_B, *(x[: len(plan.slots_B)] for x in jax.device_get(new)))]
 

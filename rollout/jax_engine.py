@@ -12,7 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -55,20 +55,19 @@ class JaxEngine:
         walk: Walk | None = None,
         version: int = 0,
     ) -> None:
-        if min(slots, max_sequence_tokens, steps_per_sync) < 1:
-            raise EngineError(
-                f"slots={slots}, max_sequence_tokens={max_sequence_tokens} and steps_per_sync={steps_per_sync} "
-                "must all be positive"
-            )
+        sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens, "steps_per_sync": steps_per_sync}
+        if min(sizes.values()) < 1:
+            raise EngineError(f"all of these must be positive: {sizes}")
         graphdef, params = models.split(model)
         config = model.config
-        self._reads_pixels = isinstance(config, Qwen25VLConfig)
+        vision = config.vision if isinstance(config, Qwen25VLConfig) else None
+        self._reads_pixels = vision is not None
         self._limits = turns.Limits(
             slots=slots,
             max_sequence_tokens=max_sequence_tokens,
             prefill_tokens=prefill_tokens,
             prefill_patches=prefill_patches,
-            merge_unit=config.vision.merge_unit if isinstance(config, Qwen25VLConfig) else 1,
+            merge_unit=vision.merge_unit if vision is not None else 1,
         )
         self._device = DeviceState(
             programs(graphdef, walk if walk is not None else Walk(), steps_per_sync),
@@ -236,12 +235,11 @@ class JaxEngine:
     async def _in_thread(self, function: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
-    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
-        deliveries = list(deliveries)
+    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         for job, chunk in deliveries:
             job.sink.put(chunk)
-        for job, chunk in deliveries:
-            if chunk.finish is not None and not job.open:
+        for job in dict.fromkeys(job for job, chunk in deliveries if chunk.finish is not None):
+            if not job.open:
                 job.sink.close()
 
     def _fail(self, reason: str, cause: Exception | None = None) -> None:

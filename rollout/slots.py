@@ -66,8 +66,8 @@ class SlotTable:
             self.temperature_N[slots_B],
             self.top_p_N[slots_B],
             self.top_k_N[slots_B],
-            self.stop_ids_NI[slots_B],
-            self.forbidden_ids_NI[slots_B],
+            _trimmed(self.stop_ids_NI[slots_B]),
+            _trimmed(self.forbidden_ids_NI[slots_B]),
             self.seed_N2[slots_B],
             self.sample_N[slots_B],
         )
@@ -94,6 +94,11 @@ class SlotTable:
 
 def _filled(x_B: np.ndarray, size: int, value: int) -> np.ndarray:
     return np.pad(x_B, (0, size - len(x_B)), constant_values=value).astype(np.int32)
+
+
+def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
+    """Only as wide as these slots need: other requests, past or present, must not decide the compiled shape."""
+    return ids_BI[:, : doubling(int((ids_BI >= 0).sum(axis=1).max()), LEAST_IDS)]
 
 
 def _with_ids(ids_NI: np.ndarray, slot: int, ids: tuple[int, ...]) -> np.ndarray:
