@@ -232,7 +232,12 @@ class FluxTrainer:
             self.coordinator = self._new_coordinator()
         with self._stage("data"):
             _ = self.held_out  # decoded now, not within the first evaluation
-        self.metrics = MetricsLog(self.run_dir, resume_step=resumed, prometheus_port=config.report.prometheus_port)
+        self.metrics = MetricsLog(
+            self.run_dir,
+            resume_step=resumed,
+            evaluated_step=self.coordinator.evaluated_step,
+            prometheus_port=config.report.prometheus_port,
+        )
         self.call(lambda callback: callback.on_fit_start(self))
         with self.display, contextlib.closing(self.metrics):
             self.display.note(opening(self, resumed))

@@ -113,6 +113,11 @@ class Coordinator:
             return f"all {self.settings.steps} steps are done"
         return "the data is exhausted" if self.exhausted else ""
 
+    @property
+    def evaluated_step(self) -> int:
+        """After how many steps the last evaluation was made; -1: none yet."""
+        return self._evaluated[0]
+
     def evaluation_due(self) -> Evaluate | None:
         """What to evaluate before the next step: at step 0 and the end in full, in between every n steps."""
         every = self.settings.evaluate_every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
@@ -15,15 +16,28 @@ from tensorboardX import SummaryWriter
 class MetricsLog:
     """Appends to `run_dir/metrics.jsonl` and `run_dir/tensorboard/`.
 
-    A resumed run passes the step it resumes from: later lines, written by the run that was killed, are dropped, so
-    that the file never holds a step twice.
+    A resumed run passes the step it resumes from and the step of the last evaluation that its checkpoint knows of:
+    later lines, written by the run that was killed, are dropped, so that the file never holds a step twice.
     """
 
-    def __init__(self, run_dir: pathlib.Path, *, resume_step: int | None = None, prometheus_port: int = 0) -> None:
-        """Raises OSError if the folder cannot be written or the port is taken."""
+    def __init__(
+        self,
+        run_dir: pathlib.Path,
+        *,
+        resume_step: int | None = None,
+        evaluated_step: int | None = None,
+        prometheus_port: int = 0,
+    ) -> None:
+        """`evaluated_step` defaults to `resume_step`. Raises OSError if the folder cannot be written or the port is
+        taken."""
         self.file = run_dir / "metrics.jsonl"
-        kept = [] if resume_step is None else [r for r in read(self.file) if not _later(r, resume_step)]
-        self.file.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        kept = []
+        if resume_step is not None:
+            last = {"rl": resume_step, "eval": resume_step if evaluated_step is None else evaluated_step}
+            kept = [r for r in read(self.file) if r["step"] <= last.get(r["phase"], r["step"])]
+        temporary = self.file.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(temporary, self.file)  # a run killed here has lost no line
         self._stream = self.file.open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
         self._gauges: dict[str, prometheus_client.Gauge] = {}
@@ -54,11 +68,6 @@ class MetricsLog:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
-
-
-def _later(record: Mapping[str, Any], step: int) -> bool:
-    # An evaluation at step k looks at the weights after k steps, as the checkpoint of step k does.
-    return record["phase"] != "warm_start" and record["step"] > step
 
 
 def read(file: pathlib.Path) -> list[dict[str, Any]]:
