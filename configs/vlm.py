@@ -17,8 +17,7 @@ def get_config(variant: str = "") -> Config:
         "pans": SourceConfig(reward="exact"),
     }
     config.steps = 700
-    config.warm_start.steps = 60
-    config.warm_start.records = 100
+    config.warm_start.steps = 150
     config.rollout.prompts_per_step = 46
     config.rollout.max_new_tokens = 13
     config.rollout.max_sequence_tokens = 48
@@ -33,6 +32,7 @@ def get_config(variant: str = "") -> Config:
     config.optim.warmup_steps = 10
     config.evaluation.samples = 400
     config.evaluation.every = 100
+    config.model.mrope_section = (1, 1, 6)  # strips are wide: most frequencies tell where in a row
     if variant == "debug":
         config.name = "vlm-debug"
         config.steps = 4

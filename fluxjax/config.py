@@ -74,7 +74,8 @@ class SourceConfig:
     path: str = ""  # .jsonl manifest or .parquet; empty: the embedded data set of the source's name
     eval_path: str = ""  # held-out records, same format
     weight: float = 1.0
-    reward: str = "exact"  # a name in `fluxjax.rewards`
+    reward: str = "exact"  # a name in `fluxjax.rewards`, or module:function
+    warm_start_path: str = ""  # records for the warm start, same format; empty: as embedded, or the training records
 
 
 @dataclasses.dataclass
@@ -94,7 +95,6 @@ class WarmStartConfig:
     steps: int = 0
     batch_size: int = 64
     lr: float = 2e-3
-    records: int = 0  # labelled examples used of each source; 0: all
 
 
 @dataclasses.dataclass

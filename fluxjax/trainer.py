@@ -26,7 +26,7 @@ from .checkpoint import CheckpointError, Checkpoints, like
 from .config import Config, ConfigError
 from .coordinator import Coordinator, Settings, Synchronous
 from .coordinator.messages import Finish
-from .data import Source, open_held_out, open_sources
+from .data import Source, open_held_out, open_sources, open_warm_start
 from .data.errors import DataError
 from .data.loader import PromptLoader
 from .data.prepare import Preparer
@@ -267,7 +267,8 @@ class FluxTrainer:
         if total:
             self.display.phase("warm start", total)
             with self._stage("warm_start"):
-                steps = warm_start(config, self.learner, self.sources, self.processor, self.vision)
+                sources = open_warm_start(config.data)
+                steps = warm_start(config, self.learner, sources, self.processor, self.vision)
                 async for step, metrics in steps:
                     self.metrics.log("warm_start", step, metrics)
                     self.display.step(step, metrics, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from models.config import VisionConfig
 from models.processing import Processor
@@ -14,25 +14,6 @@ from .data import Source
 from .data.loader import PromptLoader
 from .data.prepare import Preparer
 from .learner import Learner
-from .types import Prompt
-
-
-class FirstRecords:
-    """The first `count` records of a source."""
-
-    def __init__(self, source: Source, count: int) -> None:
-        self._source = source
-        self._count = min(count, len(source))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self._source[index]
-
-    def texts(self) -> Iterator[str]:
-        for index in range(len(self)):
-            yield from (self[index].text, self[index].answer)
 
 
 async def warm_start(
@@ -48,8 +29,6 @@ async def warm_start(
     `learner.reset` begins RL. Prompts that cannot be used are left out of their batch.
     """
     settings = config.warm_start
-    if settings.records:
-        sources = {name: FirstRecords(source, settings.records) for name, source in sources.items()}
     weights = {name: config.data.sources[name].weight for name in sources}
     learner.reset(
         sft.token_loss,

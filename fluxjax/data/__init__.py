@@ -47,6 +47,19 @@ def open_held_out(config: DataConfig) -> dict[str, Source]:
     return result
 
 
+def open_warm_start(config: DataConfig) -> dict[str, Source]:
+    """The records whose answers the warm start sees: a source's own, or else its training records."""
+    result: dict[str, Source] = {}
+    for name, source in config.sources.items():
+        path = source.warm_start_path
+        if not path and not source.path:
+            folder = _embedded(config, name)
+            own = folder / "warm_start.jsonl"
+            path = own if own.exists() else folder / "train.jsonl"
+        result[name] = open_source(path or source.path, name)
+    return result
+
+
 def _embedded(config: DataConfig, name: str) -> pathlib.Path:
     from .embedded import ensure
 

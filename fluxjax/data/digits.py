@@ -19,11 +19,13 @@ from .building import parallel, write_manifest
 
 @dataclasses.dataclass(frozen=True)
 class DigitsRecipe:
-    version: int = 1  # grows when the code below changes what it makes
+    version: int = 2  # grows when the code below changes what it makes
     seed: int = 0
     train: int = 6000  # strips
     held_out: int = 400
     train_scans: int = 1400  # of 1,797; the rest is held out
+    warm_start: int = 400  # strips with answers for the warm start, of every length alike
+    warm_start_scans: int = 1  # of each digit, all that the warm start sees of handwriting
     cell: int = 16  # pixels, square, one digit
     max_digits: int = 12
     length_exponent: float = 1.5  # P(n digits) ~ n ** -length_exponent
@@ -36,20 +38,24 @@ class DigitsRecipe:
 
 
 def build_digits(folder: pathlib.Path, recipe: DigitsRecipe) -> None:
-    """Writes `images/`, `train.jsonl` and `eval.jsonl`: 48 bytes to 1 kB a strip, `cell` x `cell * n` pixels."""
+    """Writes `images/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`: 48 bytes to 1 kB a strip, `cell` x
+    `cell * n` pixels."""
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
     scans = (data.images * (255 / 16)).astype(np.uint8)
     order = np.random.default_rng(recipe.seed).permutation(len(scans))
     split = {"train": order[: recipe.train_scans], "eval": order[recipe.train_scans :]}
+    by_digit = [[scan for scan in split["train"] if data.target[scan] == digit] for digit in range(10)]
+    split["warm_start"] = np.array([scan for scans in by_digit for scan in scans[: recipe.warm_start_scans]])
     (folder / "images").mkdir()
 
     def write(task: tuple[str, int]) -> dict[str, Any]:
         name, index = task
-        rng = np.random.default_rng([recipe.seed, ("train", "eval").index(name), index])
-        chosen = rng.choice(split[name], draw_length(rng, recipe))
-        cells = [_cell(scans[scan], recipe, rng if name == "train" else None) for scan in chosen]
+        rng = np.random.default_rng([recipe.seed, ("train", "eval", "warm_start").index(name), index])
+        length = 1 + index % recipe.max_digits if name == "warm_start" else draw_length(rng, recipe)
+        chosen = rng.choice(split[name], length)
+        cells = [_cell(scans[scan], recipe, None if name == "eval" else rng) for scan in chosen]
         buffer = io.BytesIO()
         Image.fromarray(np.concatenate(cells, axis=1)).save(buffer, "PNG")
         path = f"images/{name}-{index:05d}.png"
@@ -57,7 +63,7 @@ def build_digits(folder: pathlib.Path, recipe: DigitsRecipe) -> None:
         answer = "".join(str(data.target[scan]) for scan in chosen)
         return {"id": f"{name}-{index:05d}", "prompt": recipe.question, "answer": answer, "images": [path]}
 
-    sizes = {"train": recipe.train, "eval": recipe.held_out}
+    sizes = {"train": recipe.train, "eval": recipe.held_out, "warm_start": recipe.warm_start}
     tasks = [(name, index) for name, size in sizes.items() for index in range(size)]
     records = parallel("digit strips", write, tasks)
     for name in sizes:

@@ -23,9 +23,10 @@ DIRECTIONS = {"left": (0, 1), "right": (0, -1), "up": (1, 0), "down": (-1, 0)}
 
 @dataclasses.dataclass(frozen=True)
 class PansRecipe:
-    version: int = 1  # grows when the code below changes what it makes
+    version: int = 2  # grows when the code below changes what it makes
     seed: int = 0
     train: int = 3000  # clips
+    warm_start: int = 40  # of the training clips, whose answers the warm start sees
     held_out: int = 400
     held_out_photos: tuple[str, ...] = ("china", "flower", "coffee.png", "chelsea.png", "rocket.jpg")
     # Drawings, patterns and frames of an animation: no texture to see motion by.
@@ -52,8 +53,10 @@ class PansRecipe:
 
 
 def build_pans(folder: pathlib.Path, recipe: PansRecipe) -> None:
-    """Writes `videos/`, `train.jsonl` and `eval.jsonl`; about 3 kB a clip. Raises `DataError` when the photographs
-    that the recipe holds out are not where they should be."""
+    """Writes `videos/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`; about 3 kB a clip.
+
+    Raises `DataError` when the photographs that the recipe holds out are not where they should be.
+    """
     photos = load_photos(recipe)
     if missing := set(recipe.held_out_photos) - set(photos):
         raise DataError(f"the installed scikit-image and scikit-learn lack the photographs {sorted(missing)}")
@@ -76,6 +79,7 @@ def build_pans(folder: pathlib.Path, recipe: PansRecipe) -> None:
     records = parallel("video clips", write, tasks)
     for name in sizes:
         write_manifest(folder / f"{name}.jsonl", (r for r, task in zip(records, tasks, strict=True) if task[0] == name))
+    write_manifest(folder / "warm_start.jsonl", records[: recipe.warm_start])
 
 
 def load_photos(recipe: PansRecipe) -> dict[str, np.ndarray]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from itertools import pairwise
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -38,7 +40,7 @@ class Display:
         )
         self._task = self._progress.add_task("starting", total=None)
         self._phase = ""
-        self._phase_started: tuple[float, int] = (0.0, 0)
+        self._ended: deque[float] = deque(maxlen=30)  # when the last steps ended
         self._live = Live(self._progress, console=self._console, refresh_per_second=4) if self._terminal else None
 
     def __enter__(self) -> Display:
@@ -56,7 +58,8 @@ class Display:
     def phase(self, name: str, total: int, done: int = 0) -> None:
         """A new phase of the run of `total` steps begins, `done` of them already behind (resume)."""
         self._phase = name
-        self._phase_started = (time.monotonic(), done)
+        self._ended.clear()
+        self._ended.append(time.monotonic())
         self._total = total
         self._rewards.clear()
         self._progress.reset(self._task, description=name, total=total, completed=done)
@@ -66,6 +69,7 @@ class Display:
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """`step` steps are done; `metrics` as in `metrics.jsonl`; `seconds` a stage of this step."""
+        self._ended.append(time.monotonic())
         self._rewards.append(metrics.get("reward/mean", -metrics.get("loss", 0.0)))
         self._seconds = {name: value + 0.9 * self._seconds.get(name, 0.0) for name, value in seconds.items()}
         self._progress.update(self._task, completed=step)
@@ -76,8 +80,8 @@ class Display:
             self.note(self._line(step, metrics))
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
-        begun, done = self._phase_started
-        per_step = (time.monotonic() - begun) / max(1, step - done)
+        # The median: a step that compiles takes a hundred times as long as the next one.
+        per_step = statistics.median(b - a for a, b in pairwise(self._ended))
         parts = [f"{self._phase} {step}/{self._total}", *self._numbers(metrics).values(), self._shares()]
         parts.append(f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s")
         return " | ".join(part for part in parts if part)
