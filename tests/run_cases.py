@@ -1,0 +1,221 @@
+"""Tiny runs of the real command line: own data, processes that are killed, and what two runs must have in common."""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import av
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from PIL import Image
+from safetensors.numpy import load_file
+
+from fluxjax.report.metrics import read
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+SMALL = """
+    model.hidden_size=16 model.intermediate_size=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=1
+    model.vision_hidden_size=16 model.vision_intermediate_size=16 model.vision_num_heads=2 model.mrope_section=(1,1,2)
+    warm_start.steps=20 warm_start.batch_size=8 warm_start.lr=2e-2 optim.lr=5e-3
+    rollout.prompts_per_step=4 rollout.group_size=4 rollout.max_new_tokens=4 rollout.max_sequence_tokens=48
+    rollout.slots=16 packing.tokens_per_row=64 packing.rows_per_device=8 packing.patches_per_device=256
+    algorithm.entropy_coefficient=0.01 evaluation.samples=4 evaluation.samples_during=4 evaluation.every=3
+    checkpoint.every=3 checkpoint.keep=2 report.dump_samples_every=4 sharding.devices=1
+"""
+
+
+def flags(**own: object) -> list[str]:
+    """Command-line flags of `SMALL`, then `own` with `__` for a dot."""
+    small = [f"--config.{setting}" for setting in SMALL.split()]
+    return small + [f"--config.{name.replace('__', '.')}={value}" for name, value in own.items()]
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+def write_jsonl(file: pathlib.Path, records: list[dict]) -> pathlib.Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def letters(folder: pathlib.Path, count: int = 12) -> dict[str, object]:
+    """A text task for `configs/text.py`: `count` training records (3 steps of 4 prompts are an epoch)."""
+    rng = random.Random(0)
+    words = ["".join(rng.choice("abcd") for _ in range(3)) for _ in range(count + 4)]
+    records = [{"id": f"r{i}", "prompt": f"First of {word}:", "answer": word[0]} for i, word in enumerate(words)]
+    train = write_jsonl(folder / "train.jsonl", records[:count])
+    held_out = write_jsonl(folder / "eval.jsonl", records[count:])
+    return {"data__sources__reverse__path": train, "data__sources__reverse__eval_path": held_out}
+
+
+def picture(file: pathlib.Path, colour: tuple[int, int, int], size: tuple[int, int] = (32, 32)) -> pathlib.Path:
+    Image.new("RGB", size, colour).save(file)
+    return file
+
+
+def clip(file: pathlib.Path, colour: tuple[int, int, int], frames: int = 6) -> pathlib.Path:
+    """An h264 clip of 32 x 32 pixels with a bar moving over a coloured ground."""
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("libx264", rate=4)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        for index in range(frames):
+            pixels = np.full((32, 32, 3), colour, np.uint8)
+            pixels[:, 4 * index : 4 * index + 4] = 255
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+    return file
+
+
+COLOURS = {"red": (200, 30, 30), "blue": (30, 30, 200), "green": (30, 200, 30)}
+
+
+def colours(folder: pathlib.Path) -> dict[str, object]:
+    """Pictures and clips for `configs/vlm.py`: which colour is it?"""
+    made: dict[str, object] = {}
+    for source, field, suffix, make in (("digits", "images", "png", picture), ("pans", "videos", "mp4", clip)):
+        records = []
+        for index, (name, colour) in enumerate(COLOURS.items()):
+            make(folder / f"{name}.{suffix}", colour)
+            records.append({"id": str(index), "prompt": "Colour?", "answer": name[0], field: [f"{name}.{suffix}"]})
+        file = write_jsonl(folder / f"{source}.jsonl", records)
+        made |= {f"data__sources__{source}__path": file, f"data__sources__{source}__eval_path": file}
+        made[f"data__sources__{source}__reward"] = "exact"
+    return made
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+class Commands:
+    """Starts `python -m fluxjax.train` with a compilation cache that all runs of a test session share."""
+
+    def __init__(self, cache: pathlib.Path) -> None:
+        self.env = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        self.env.pop("XLA_FLAGS", None)
+
+    def start(self, run_dir: pathlib.Path, config: str, arguments: list[str], devices: int = 1) -> subprocess.Popen:
+        env = self.env | ({"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} if devices > 1 else {})
+        log = run_dir.parent / f"{run_dir.name}.log"
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "fluxjax.train", f"--config={config}", f"--config.run_dir={run_dir}", *arguments],
+                cwd=ROOT,
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def run(
+        self, run_dir: pathlib.Path, config: str, arguments: list[str], *, devices: int = 1, timeout: float = 300
+    ) -> str:
+        """To the end, which must be a good one; returns what it printed."""
+        process = self.start(run_dir, config, arguments, devices)
+        with ended(process):
+            code = process.wait(timeout)
+        text = (run_dir.parent / f"{run_dir.name}.log").read_text()
+        assert code == 0, text[-4000:]
+        return text
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen):
+    """No process outlives its test."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def signal_when(
+    process: subprocess.Popen, condition: Callable[[], bool], number: int = signal.SIGKILL, timeout: float = 300
+) -> int:
+    """Sends the signal as soon as the condition holds; returns the exit status (negative: of that signal)."""
+    with ended(process):
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert process.poll() is None, f"the run ended with {process.returncode} before it could be interrupted"
+            assert time.monotonic() < deadline, "the moment to interrupt the run never came"
+            time.sleep(0.0005)
+        process.send_signal(number)
+        return process.wait(timeout)
+
+
+# --- what a run left behind ---------------------------------------------------------------------
+
+
+def logged(run_dir: pathlib.Path, phase: str, step: int) -> Callable[[], bool]:
+    """Whether a step of a phase stands in metrics.jsonl."""
+    return lambda: any(r["phase"] == phase and r["step"] >= step for r in read(run_dir / "metrics.jsonl"))
+
+
+def checkpoint_steps(run_dir: pathlib.Path) -> list[int]:
+    folder = run_dir / "checkpoints"
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+
+
+def writing(run_dir: pathlib.Path, step: int) -> Callable[[], bool]:
+    """Whether the checkpoint of a step is being written: under the name Orbax gives it until it is complete."""
+    return lambda: any((run_dir / "checkpoints").glob(f"{step}.orbax-checkpoint-tmp*"))
+
+
+def summary(run_dir: pathlib.Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def checkpoint_arrays(run_dir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint by its path: parameters, optimizer state, version."""
+    folder = run_dir / "checkpoints" / str(step) / "arrays"
+    with ocp.StandardCheckpointer() as reader:
+        tree = reader.metadata(folder).item_metadata.tree
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+        arrays = reader.restore(folder, target)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(arrays)}
+
+
+def model_arrays(run_dir: pathlib.Path) -> dict[str, np.ndarray]:
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def without_times(records: list[dict]) -> list[dict]:
+    def timed(name: str) -> bool:
+        return name in ("time", "tokens_per_second") or name.startswith("seconds/")
+
+    return [{name: value for name, value in record.items() if not timed(name)} for record in records]
+
+
+def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name in one if one[name].tobytes() != other[name].tobytes()]
+    assert not different, f"{len(different)} of {len(one)} arrays differ: {different[:5]}"
+
+
+def assert_same_run(run_dir: pathlib.Path, reference: pathlib.Path) -> None:
+    """Bit for bit the same parameters, optimizer state, losses, rewards, accuracies and counts."""
+    last = checkpoint_steps(reference)[-1]
+    assert checkpoint_steps(run_dir)[-1] == last
+    assert_same_bits(model_arrays(run_dir), model_arrays(reference))
+    assert_same_bits(checkpoint_arrays(run_dir, last), checkpoint_arrays(reference, last))
+    mine, theirs = (without_times(read(folder / "metrics.jsonl")) for folder in (run_dir, reference))
+    assert [(r["phase"], r["step"]) for r in mine] == [(r["phase"], r["step"]) for r in theirs]
+    assert mine == theirs
+    own, other = summary(run_dir), summary(reference)
+    for values in (own, other):
+        del values["seconds"], values["resumed_from"]
+    assert own == other

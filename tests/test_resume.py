@@ -1,0 +1,152 @@
+"""A run that is killed and started again ends exactly as if nothing had happened.
+
+Real processes, real kills. Every interrupted run is compared bit for bit with one that was left alone: parameters,
+optimizer state, every logged number that is not a time, and the summary.
+"""
+
+import signal
+
+import numpy as np
+import pytest
+from run_cases import (
+    Commands,
+    assert_same_run,
+    checkpoint_arrays,
+    checkpoint_steps,
+    colours,
+    flags,
+    letters,
+    logged,
+    model_arrays,
+    signal_when,
+    summary,
+    writing,
+)
+
+from fluxjax.report.metrics import read
+
+pytestmark = pytest.mark.slow
+TEXT, VLM = "configs/text.py:debug", "configs/vlm.py:debug"
+STEPS = 9  # an epoch is 3 steps, and so is the time between checkpoints
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    return Commands(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return flags(steps=STEPS, **letters(tmp_path_factory.mktemp("letters")))
+
+
+@pytest.fixture(scope="module")
+def reference(commands, text, tmp_path_factory):
+    """The uninterrupted run. It compiles everything; the others load the compiled programs."""
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    commands.run(run_dir, TEXT, text)
+    return run_dir
+
+
+def test_the_reference_learns_something(reference):
+    # Without gradients or with one and the same reward, the comparisons below would say little.
+    records = [r for r in read(reference / "metrics.jsonl") if r["phase"] == "rl"]
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert all(r["grad_norm"] > 0 for r in records)
+    assert len({r["reward/mean"] for r in records}) > 2
+    assert summary(reference)["complete"] and summary(reference)["samples_trained"] == STEPS * 16
+
+
+MOMENTS = {
+    # name: (when to kill, the step of the newest checkpoint then; None: it depends on the machine)
+    "in the warm start": (lambda run: logged(run, "warm_start", 3), []),
+    "as a step is logged": (lambda run: logged(run, "rl", 5), None),
+    "while the first checkpoint is written": (lambda run: writing(run, 0), []),
+    "while a checkpoint at the end of an epoch is written": (lambda run: writing(run, 3), None),
+    "at the end of an epoch": (lambda run: lambda: 6 in checkpoint_steps(run), None),
+    "in the last step": (lambda run: logged(run, "rl", STEPS - 1), None),
+    "after the last step": (lambda run: logged(run, "eval", STEPS), None),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed(moment, commands, text, reference, tmp_path):
+    run_dir = tmp_path / "run"
+    when, left = MOMENTS[moment]
+    assert signal_when(commands.start(run_dir, TEXT, text), when(run_dir)) == -signal.SIGKILL
+    assert not (run_dir / "summary.json").exists()
+    if left is not None:
+        assert checkpoint_steps(run_dir) == left
+    newest = max(checkpoint_steps(run_dir), default=None)
+    commands.run(run_dir, TEXT, text)
+    assert summary(run_dir)["resumed_from"] == ([] if newest is None else [newest])
+    assert_same_run(run_dir, reference)
+    assert not list((run_dir / "checkpoints").glob("*tmp*"))
+
+
+def test_killed_before_the_first_periodic_checkpoint(commands, text, reference, tmp_path):
+    """The warm start is not repeated; how often checkpoints are written changes nothing."""
+    run_dir, rarely = tmp_path / "run", [*text, "--config.checkpoint.every=0"]
+    signal_when(commands.start(run_dir, TEXT, rarely), logged(run_dir, "rl", 2))
+    assert checkpoint_steps(run_dir) == [0]
+    commands.run(run_dir, TEXT, rarely)
+    assert summary(run_dir)["resumed_from"] == [0]
+    assert_same_run(run_dir, reference)
+
+
+def test_killed_again_and_again(commands, text, reference, tmp_path):
+    run_dir = tmp_path / "run"
+    for step in (1, 4, 7):
+        signal_when(commands.start(run_dir, TEXT, text), logged(run_dir, "rl", step))
+    commands.run(run_dir, TEXT, text)
+    assert len(summary(run_dir)["resumed_from"]) == 3
+    assert_same_run(run_dir, reference)
+
+
+def test_sigterm_ends_cleanly(commands, text, reference, tmp_path):
+    run_dir = tmp_path / "run"
+    code = signal_when(commands.start(run_dir, TEXT, text), logged(run_dir, "rl", 1), signal.SIGTERM)
+    assert code == 0
+    stopped = summary(run_dir)
+    assert stopped["complete"] is False and 1 <= stopped["steps"] < STEPS
+    assert checkpoint_steps(run_dir)[-1] == stopped["steps"]
+    commands.run(run_dir, TEXT, text)
+    assert summary(run_dir)["resumed_from"] == [stopped["steps"]]
+    assert_same_run(run_dir, reference)
+
+
+def test_a_complete_run_started_again_stays_as_it_is(commands, text, reference, tmp_path):
+    run_dir = tmp_path / "run"
+    commands.run(run_dir, TEXT, text)
+    commands.run(run_dir, TEXT, text)
+    assert summary(run_dir)["resumed_from"] == [STEPS]
+    assert_same_run(run_dir, reference)
+
+
+def test_resumed_on_another_mesh(commands, text, reference, tmp_path):
+    """From one device to four: the checkpoint is the same, sums are taken in another order."""
+    run_dir = tmp_path / "run"
+    signal_when(commands.start(run_dir, TEXT, text), lambda: 6 in checkpoint_steps(run_dir))
+    newest = checkpoint_steps(run_dir)[-1]
+    printed = commands.run(run_dir, TEXT, [*text, "--config.sharding.devices=4"], devices=4)
+    assert "on 4 devices" in printed
+    assert summary(run_dir)["resumed_from"] == [newest] and summary(run_dir)["devices"] == 4
+    mine, theirs = model_arrays(run_dir), model_arrays(reference)
+    for name in mine:
+        # At most three steps of lr 5e-3 follow; float32 sums in another order differ by 1e-6, Adam's quotient of two
+        # small numbers magnifies that.
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)
+
+
+def test_images_and_videos(commands, tmp_path):
+    """Decoding in threads ahead of use, two sources mixed, a frozen reference model in the checkpoint."""
+    (tmp_path / "data").mkdir()
+    settings = flags(steps=4, checkpoint__every=2, algorithm__kl_coefficient=0.01, **colours(tmp_path / "data"))
+    run_dir, alone = tmp_path / "run", tmp_path / "alone"
+    commands.run(alone, VLM, settings)
+    signal_when(commands.start(run_dir, VLM, settings), logged(run_dir, "rl", 3))
+    assert checkpoint_steps(run_dir)
+    commands.run(run_dir, VLM, settings)
+    assert summary(run_dir)["resumed_from"]
+    assert_same_run(run_dir, alone)
+    assert any("reference" in name for name in checkpoint_arrays(run_dir, 4))
