@@ -206,6 +206,7 @@ class FluxTrainer:
         self.coordinator.load_state_dict(state["coordinator"])
         self.source.load_state_dict(state["source"])
         self.summary = Summary.from_state_dict(state["summary"])
+        self.summary.devices = self.learner.mesh.size  # perhaps another mesh now
         self.summary.resumed_from.append(step)
         self._loaded = step
         return step
