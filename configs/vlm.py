@@ -35,7 +35,10 @@ def get_config(variant: str = "") -> Config:
     config.model.mrope_section = (1, 1, 6)  # strips are wide: most frequencies tell where in a row
     if variant == "debug":
         config.name = "vlm-debug"
-        config.steps = 4
+        config.steps = 5
+        config.warm_start.steps = 15
+        config.evaluation.samples = 40
+        config.report.dump_samples_every = 5
     elif variant:
         raise ConfigError(f"configs/vlm.py has the variants '' and 'debug', not {variant!r}")
     return config
