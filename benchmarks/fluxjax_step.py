@@ -55,9 +55,9 @@ class CompileClock:
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._add)
 
-    def _add(self, event: str, seconds: float, **_: Any) -> None:
+    def _add(self, event: str, duration_secs: float, **_: Any) -> None:
         if event.startswith(COMPILE_EVENTS):
-            self.seconds += seconds
+            self.seconds += duration_secs
 
 
 class Steps:

@@ -22,10 +22,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import datasets
+import datasets  # pyright: ignore[reportMissingImports]
 import torch
 import transformers
-import trl
+import trl  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, ProcessorMixin, TrainerCallback
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -84,9 +84,11 @@ class Stepper(TrainerCallback):
         self.began = 0.0
 
     def wait(self) -> bool:
-        more = next(self.requests, None) is not None
+        request = next(self.requests, None)
+        if request is not None and "threads" in request:
+            torch.set_num_threads(request["threads"])
         self.began = time.perf_counter()
-        return more
+        return request is not None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.trainer is not None
@@ -200,7 +202,6 @@ def main(settings: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
-    torch.set_num_threads(settings["threads"])
     folder = pathlib.Path(settings["exchange"])
     prompts = json.loads((folder / "prompts.json").read_text())
     vision = any(one["images"] for one in prompts)
@@ -224,7 +225,6 @@ def main(settings: dict[str, Any]) -> None:
             model=f"{type(model).__name__}, float32",
             parameters=sum(p.numel() for p in model.parameters()),
             attention=model.config._attn_implementation,
-            threads=torch.get_num_threads(),
             device="cpu",
             setup_rss_mib=peak_rss_mib(),
             versions={m.__name__: m.__version__ for m in (trl, torch, transformers)}

@@ -1,0 +1,100 @@
+"""The benchmark runs and prints what it promises. How fast anything is, is never asserted."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TINY = [
+    "--repeats=2",
+    "--warmup=1",
+    "--config.rollout.prompts_per_step=2",
+    "--config.rollout.group_size=2",
+    "--config.rollout.max_new_tokens=2",
+    "--config.rollout.slots=4",
+    "--config.model.num_layers=1",
+    "--config.model.vision_depth=1",
+    "--config.model.vision_full_attention_layers=(0,)",
+]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
+
+
+def result(*arguments: str) -> dict:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()  # exactly one
+    return json.loads(line)
+
+
+def check_side(side: dict, stages: set[str], tokens: int) -> None:
+    assert stages <= set(side["seconds"])
+    for seconds in side["seconds"].values():
+        assert 0 <= seconds["min"] <= seconds["median"] <= seconds["max"]
+    parts = [name for name in side["seconds"] if name != "step"]
+    assert side["seconds"]["step"]["max"] >= max(side["seconds"][name]["min"] for name in parts)
+    for stage in ("rollout", "train", "step"):
+        rate, seconds = side[stage]["response_tokens_per_second"], side["seconds"][stage]["median"]
+        assert rate == pytest.approx(tokens / seconds, rel=0.1)  # both are rounded
+    assert 50 < side["peak_rss_mib"]["step"] < 100_000
+    assert side["setup_rss_mib"] <= side["peak_rss_mib"]["step"]
+
+
+@pytest.mark.slow
+def test_one_json_line() -> None:
+    line = result(*TINY)
+    assert line["benchmark"] == "train_step" and line["repeats"] == 2
+    assert line["batch"]["prompts"] == 2 and line["batch"]["response_tokens"] == 2
+    ours = line["fluxjax"]
+    check_side(ours, {"prepare", "rollout", "train", "sync", "step"}, tokens=2 * 2 * 2)
+    assert set(ours["peak_rss_mib"]) == {"step", "rollout", "train"}
+    assert ours["compile_seconds"] > 0 and ours["compile_seconds_while_timed"] == 0
+    # The two halves measured the same policy on the same tokens; float32.
+    assert ours["logprob_gap"] < 1e-4
+    # Two prompts and four responses of two tokens, and nothing else, were trained on.
+    assert ours["packing"]["tokens"] == round(2 * line["batch"]["prompt_tokens"]["mean"]) + 8
+    assert "peer" not in line and "ratio" not in line
+
+
+@pytest.mark.slow
+def test_peer() -> None:
+    python = os.environ.get("FLUXJAX_PEER_PYTHON", sys.executable)
+    if python == sys.executable and importlib.util.find_spec("trl") is None:
+        pytest.skip("TRL is not installed here; FLUXJAX_PEER_PYTHON names an interpreter that has it")
+    line = result("--peer=trl", f"--peer-python={python}", "--peer-threads=1", *TINY)
+    check_side(line["fluxjax"], {"prepare", "rollout", "train", "sync", "step"}, tokens=8)
+    check_side(line["peer"], {"prepare", "rollout", "train", "step"}, tokens=8)
+    assert line["batch"]["videos"] == 0 and line["batch"]["images"] == 2
+    assert line["peer"]["parameters"] == line["fluxjax"]["parameters"]
+    for stage in ("rollout", "train", "step"):
+        ours, peer = (line[side]["seconds"][stage]["median"] for side in ("fluxjax", "peer"))
+        assert line["ratio"][stage] == pytest.approx(peer / ours, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--repeats=0"], "--repeats"),
+        (["--config.rollout.group_sise=4"], "group_size"),
+        (["--peer=trl", "--peer-python=/nowhere/python"], "/nowhere/python"),
+    ],
+)
+def test_wrong_settings_end_in_one_line(arguments: list[str], says: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+def test_help() -> None:
+    done = run("--help")
+    assert done.returncode == 0 and "--peer-python" in done.stdout
