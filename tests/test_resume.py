@@ -4,6 +4,7 @@ Real processes, real kills. Every interrupted run is compared bit for bit with o
 optimizer state, every logged number that is not a time, and the summary.
 """
 
+import shutil
 import signal
 
 import numpy as np
@@ -96,10 +97,10 @@ def test_killed_before_the_first_periodic_checkpoint(commands, text, reference, 
 
 def test_killed_again_and_again(commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
-    for step in (1, 4, 7):
-        signal_when(commands.start(run_dir, TEXT, text), logged(run_dir, "rl", step))
+    for step in (0, 3):
+        signal_when(commands.start(run_dir, TEXT, text), lambda step=step: step in checkpoint_steps(run_dir))
     commands.run(run_dir, TEXT, text)
-    assert len(summary(run_dir)["resumed_from"]) == 3
+    assert len(summary(run_dir)["resumed_from"]) == 2
     assert_same_run(run_dir, reference)
 
 
@@ -117,7 +118,7 @@ def test_sigterm_ends_cleanly(commands, text, reference, tmp_path):
 
 def test_a_complete_run_started_again_stays_as_it_is(commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
-    commands.run(run_dir, TEXT, text)
+    shutil.copytree(reference, run_dir)
     commands.run(run_dir, TEXT, text)
     assert summary(run_dir)["resumed_from"] == [STEPS]
     assert_same_run(run_dir, reference)
@@ -126,14 +127,14 @@ def test_a_complete_run_started_again_stays_as_it_is(commands, text, reference, 
 def test_resumed_on_another_mesh(commands, text, reference, tmp_path):
     """From one device to four: the checkpoint is the same, sums are taken in another order."""
     run_dir = tmp_path / "run"
-    signal_when(commands.start(run_dir, TEXT, text), lambda: 6 in checkpoint_steps(run_dir))
-    newest = checkpoint_steps(run_dir)[-1]
+    shutil.copytree(reference, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
     printed = commands.run(run_dir, TEXT, [*text, "--config.sharding.devices=4"], devices=4)
     assert "on 4 devices" in printed
-    assert summary(run_dir)["resumed_from"] == [newest] and summary(run_dir)["devices"] == 4
+    assert summary(run_dir)["resumed_from"] == [6] and summary(run_dir)["devices"] == 4
     mine, theirs = model_arrays(run_dir), model_arrays(reference)
     for name in mine:
-        # At most three steps of lr 5e-3 follow; float32 sums in another order differ by 1e-6, Adam's quotient of two
+        # Three steps of lr 5e-3 follow; float32 sums in another order differ by 1e-6, Adam's quotient of two
         # small numbers magnifies that.
         np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)
 
