@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import inspect
 import pathlib
 import re
@@ -91,7 +92,7 @@ def _override(config: Config, field: str, value: str) -> Config:
 
 
 def _kind(value: Any) -> str:
-    if hasattr(type(value), "__members__"):
+    if isinstance(value, enum.Enum):
         return "one of " + ", ".join(member.value for member in type(value))
     kinds = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}
     return kinds.get(type(value), f"a {type(value).__name__}")
@@ -145,7 +146,7 @@ def help_text(doc: str) -> str:
     """What `--help` prints: the command's own words, then every field with its default and its comment."""
     lines = [doc.strip(), "", "Settings, with the defaults that a configuration file starts from:"]
     for name, value in flatten(Config()):
-        shown = value.value if hasattr(type(value), "__members__") else value
+        shown = value.value if isinstance(value, enum.Enum) else value
         lines.append(f"  --config.{name}={shown}".ljust(56) + f"  {_comment(name)}")
     lines += ["  --config.data.sources.NAME.FIELD=...", "      for a source that the file declares; its fields:"]
     source = config_module.SourceConfig()

@@ -27,6 +27,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args(argv)
 
+    import absl.logging
+
     from .config import ConfigError
     from .run_folder import read_config
 
@@ -37,8 +39,10 @@ def main(argv: list[str]) -> int:
         config.validate()
         from .checkpoint import CheckpointError
         from .data.errors import DataError
-        from .trainer import FluxTrainer
+        from .trainer import FluxTrainer, use_compile_cache
 
+        absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax remarks that the folder is read only; it should be
+        use_compile_cache()
         try:
             trainer = FluxTrainer(config, read_only=True)
             step = trainer.load_checkpoint(args.step)

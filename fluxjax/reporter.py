@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .trainer import FluxTrainer
 
 
+_ALARMS_SHOWN = 3
+
+
 class Reporter(Observer):
     """Writes down what the runtime reports."""
 
@@ -35,20 +38,26 @@ class Reporter(Observer):
             summary.add_seconds(stage, value)
         summary.samples_trained += len(responses)
         summary.tokens_trained += tokens
-        gap = metrics.get(GAP, 0.0)
-        summary.logprob_gap_max = max(summary.logprob_gap_max, gap)
-        if gap > settings.logprob_gap_alarm:
-            summary.logprob_gap_alarms += 1
-            owner.display.note(
-                f"ALARM: step {step}: log-probs of engine and trainer differ by {gap:.1e} in the mean, more than "
-                f"report.logprob_gap_alarm = {settings.logprob_gap_alarm:.1e}: the engine serves another policy"
-            )
+        self._watch_gap(step, metrics.get(GAP, 0.0))
         owner.metrics.log("rl", step, metrics)
         if settings.dump_samples_every and step % settings.dump_samples_every == 0:
             groups = self._trainer.last_groups
             dump_samples(owner.run_dir / "samples", step, groups, owner.processor.decode, settings.dump_samples)
         owner.display.step(step, metrics, seconds)
         owner.call(lambda callback: callback.on_step(owner, step, report.groups, metrics))
+
+    def _watch_gap(self, step: int, gap: float) -> None:
+        summary, limit = self._owner.summary, self._owner.config.report.logprob_gap_alarm
+        summary.logprob_gap_max = max(summary.logprob_gap_max, gap)
+        if gap <= limit:
+            return
+        summary.logprob_gap_alarms += 1
+        if summary.logprob_gap_alarms <= _ALARMS_SHOWN:
+            more = "; further alarms are only counted" if summary.logprob_gap_alarms == _ALARMS_SHOWN else ""
+            self._owner.display.note(
+                f"ALARM: step {step}: log-probs of engine and trainer differ by {gap:.1e} in the mean, more than "
+                f"report.logprob_gap_alarm = {limit:.1e}: the engine serves another policy{more}"
+            )
 
     def on_evaluation(self, step: int, full: bool, result: Mapping[str, float]) -> None:
         owner = self._owner

@@ -16,6 +16,7 @@ from .batching import compose, with_reference
 from .config import Config
 from .held_out import HeldOut
 from .learner import Learner
+from .report.summary import Summary
 from .types import Group, PreparedPrompt
 
 
@@ -91,11 +92,13 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 class HeldOutEvaluator:
     """Held-out accuracy of what the engine serves: all prompts at the start and the end, some in between."""
 
-    def __init__(self, config: Config, held_out: HeldOut, engine: Engine) -> None:
+    def __init__(self, config: Config, held_out: HeldOut, engine: Engine, summary: Summary) -> None:
         self._settings = config.evaluation
+        self._summary = summary
         self._held_out = held_out
         self._engine = engine
 
     async def evaluate(self, step: int, full: bool) -> Mapping[str, float]:
         limit = self._settings.samples if full else self._settings.samples_during
-        return await self._held_out.accuracy(self._engine, limit)
+        with self._summary.stage("eval"):
+            return await self._held_out.accuracy(self._engine, limit)

@@ -6,11 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import jax
 
 import models
 from models.config import Qwen25VLConfig
@@ -27,6 +30,7 @@ from .config import Config, ConfigError
 from .coordinator import Coordinator, Settings, Synchronous
 from .coordinator.messages import Finish
 from .data import Source, open_held_out, open_sources, open_warm_start
+from .data.embedded import default_root
 from .data.errors import DataError
 from .data.loader import PromptLoader
 from .data.prepare import Preparer
@@ -93,11 +97,11 @@ class FluxTrainer:
         self._began = time.monotonic()
 
         # --- data -------------------------------------------------------------------------------
-        with self._stage("data"):
+        with self.summary.stage("data"):
             self.sources = open_sources(config.data)
             self.eval_sources = open_held_out(config.data)
 
-        with self._stage("build"):
+        with self.summary.stage("build"):
             # --- model --------------------------------------------------------------------------
             texts = (text for source in self.sources.values() for text in source.texts())
             self.model, self.processor = build_model(config, texts)
@@ -231,7 +235,7 @@ class FluxTrainer:
         resumed, summary = self._loaded, self.summary
         if resumed is None:
             self.coordinator = self._new_coordinator()
-        with self._stage("data"):
+        with self.summary.stage("data"):
             _ = self.held_out  # decoded now, not within the first evaluation
         self.metrics = MetricsLog(
             self.run_dir,
@@ -249,10 +253,10 @@ class FluxTrainer:
             summary.steps, summary.complete = finish.step, finish.complete
             if finish.complete:
                 await self._last_measurements()
-            with self._stage("checkpoint"):
+            with self.summary.stage("checkpoint"):
                 self.checkpoints.wait()
             summary.checkpoints_failed = len(self.checkpoints.failed)
-            with self._stage("report"):
+            with self.summary.stage("report"):
                 self._write_report()
             self._count_total()
             result = TrainingResult(summary, self.run_dir)
@@ -267,7 +271,7 @@ class FluxTrainer:
         total = config.warm_start.steps
         if total:
             self.display.phase("warm start", total)
-            with self._stage("warm_start"):
+            with self.summary.stage("warm_start"):
                 sources = open_warm_start(config.data)
                 steps = warm_start(config, self.learner, sources, self.processor, self.vision)
                 async for step, metrics in steps:
@@ -289,7 +293,7 @@ class FluxTrainer:
             source=self.source,
             scorer=self.rewards,
             trainer=trainer,
-            evaluator=HeldOutEvaluator(config, self.held_out, self.engine),
+            evaluator=HeldOutEvaluator(config, self.held_out, self.engine, self.summary),
             checkpointer=self,
             sampling=self.sampling,
             seed=config.seed,
@@ -300,7 +304,7 @@ class FluxTrainer:
             return await self._runtime.run()
 
     async def _last_measurements(self) -> None:
-        with self._stage("eval"):
+        with self.summary.stage("eval"):
             limit = self.config.evaluation.samples
             self.summary.chance = self.held_out.chance(limit)
             if self.vision is not None:
@@ -312,7 +316,9 @@ class FluxTrainer:
         self.processor.save(folder)
         controls = {"blind": self.summary.blind, "chance": self.summary.chance}
         pictures.learning_curve(read(self.metrics.file), controls, self.run_dir / "learning.png")
-        stages = [span for span in self.timeline.spans() if span.name != "eval"]  # minutes beside seconds
+        spans = self.timeline.spans()
+        last = max((span.end for span in spans if span.name == "sync"), default=0.0)
+        stages = [span for span in spans if span.name != "eval" and span.start < last]  # evaluations dwarf the steps
         pictures.timeline(stages, self.run_dir / "timeline.png")
 
     # --- parts ----------------------------------------------------------------------------------
@@ -353,14 +359,6 @@ class FluxTrainer:
             prompts[name] = prepared
         return HeldOut(prompts, self.rewards.judge, self.processor.decode, self.sampling)
 
-    @contextlib.contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.summary.add_seconds(name, time.monotonic() - started)
-
     def call(self, hook: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:
             hook(callback)
@@ -393,8 +391,17 @@ class _Given:
             yield from (prompt.text, prompt.answer)
 
 
+def use_compile_cache() -> None:
+    """Compiled programs are kept beside the data sets: a resumed run, an evaluation, the next run start at once.
+    `JAX_COMPILATION_CACHE_DIR` says otherwise."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(default_root() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
 def main(config: Config) -> int:
     """The body of `python -m fluxjax.train`: 0 when complete or stopped on request, 2 for bad settings or data."""
+    use_compile_cache()
     try:
         with FluxTrainer(config) as trainer:
             trainer.fit()

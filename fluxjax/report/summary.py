@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import time
+from collections.abc import Iterator
 from typing import Any
 
 FILE = "summary.json"
@@ -38,6 +41,15 @@ class Summary:
 
     def add_seconds(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the wall time of its body to a stage."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add_seconds(name, time.monotonic() - started)
 
     def write(self, run_dir: pathlib.Path) -> pathlib.Path:
         file = run_dir / FILE
