@@ -13,10 +13,10 @@ from fluxjax.config import Config, ConfigError, LossAggregation, Schedule, Sourc
 def get_config(variant: str = "") -> Config:
     config = Config(name="vlm")
     config.data.sources = {
-        "digits": SourceConfig(reward="digits"),
+        "digits": SourceConfig(reward="digits", weight=2.0),
         "pans": SourceConfig(reward="exact"),
     }
-    config.steps = 700
+    config.steps = 1000
     config.warm_start.steps = 150
     config.rollout.prompts_per_step = 46
     config.rollout.max_new_tokens = 13

@@ -86,7 +86,9 @@ def _override(config: Config, field: str, value: str) -> Config:
     try:
         config_flags.DEFINE_config_dataclass("config", config, flag_values=values, sys_argv=["fluxjax", flag])
         values(["fluxjax", flag])
-        return values["config"].value
+        changed = values["config"].value
+        assert isinstance(changed, Config)
+        return changed
     except (flags.Error, ValueError, TypeError):
         raise ConfigError(f"--config.{field}: {value!r} is not {_kind(current)}") from None
 

@@ -25,8 +25,8 @@ DIRECTIONS = {"left": (0, 1), "right": (0, -1), "up": (1, 0), "down": (-1, 0)}
 class PansRecipe:
     version: int = 2  # grows when the code below changes what it makes
     seed: int = 0
-    train: int = 3000  # clips
-    warm_start: int = 40  # of the training clips, whose answers the warm start sees
+    train: int = 4000  # clips
+    warm_start: int = 60  # of the training clips, whose answers the warm start sees
     held_out: int = 400
     held_out_photos: tuple[str, ...] = ("china", "flower", "coffee.png", "chelsea.png", "rocket.jpg")
     # Drawings, patterns and frames of an animation: no texture to see motion by.
