@@ -27,7 +27,7 @@ class Fsdp:
     `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a
     device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
     a pytree like the batch, or a prefix of it. Weights are kept in their declared dtype and cast to `compute_dtype`
-    before they are sent, which halves the traffic of bf16; `remat` recomputes each layer in the backward pass.
+    before they are sent, which halves the traffic of bf16; `remat` and `unroll` are those of the walk.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Fsdp:
         rules: ShardingRules | None = None,
         compute_dtype: Any = jnp.float32,
         remat: bool = False,
+        unroll: int = Walk.unroll,
     ) -> None:
         self.mesh = mesh
         self.shardings = shardings(model, mesh, rules or ShardingRules())
@@ -52,7 +53,7 @@ class Fsdp:
         self._compute_dtype = jnp.dtype(compute_dtype)
         self._axes = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
         weights_as_they_are = not self._axes and self._compute_dtype == jnp.float32
-        self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat)
+        self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat, unroll=unroll)
 
     def plan(self, lengths: Sequence[int], budget: int) -> Plan:
         return deal(lengths, budget, self.mesh.size)

@@ -35,6 +35,7 @@ class Walk:
 
     gather: Gather | None = None
     remat: bool = False
+    unroll: int = 4  # without `remat`, stacks of at most so many layers are written out: tiny models on CPU gain 1/4
 
     def use(self, module: Module) -> Module:
         """The module with its whole weights; call it where they are needed, so that they live briefly."""
@@ -61,9 +62,11 @@ class Walk:
             state, x = inputs
             return step(self.use(nnx.merge(graphdef, state)), carry, x)
 
-        # Within a scan nothing can be merged across iterations, so the barrier against that is left out.
+        length = jax.tree.leaves(stacked)[0].shape[0]
+        written_out = length <= self.unroll and not self.remat
+        # What is computed again must not be merged with the first time; within a scan it can't be.
         if self.remat:
             body = jax.checkpoint(body, prevent_cse=False)
         elif self.gather is not None:
-            body = jax.checkpoint(body, prevent_cse=False, policy=_all_but_gathered)
-        return jax.lax.scan(body, carry, (stacked, xs))
+            body = jax.checkpoint(body, prevent_cse=written_out, policy=_all_but_gathered)
+        return jax.lax.scan(body, carry, (stacked, xs), unroll=written_out)

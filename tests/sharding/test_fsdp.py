@@ -123,9 +123,9 @@ def test_one_device_equals_plain_autodiff():
 
 
 @pytest.mark.parametrize("devices", [2, 3, 6, 8])
-@pytest.mark.parametrize("remat", [False, True])
-def test_any_number_of_devices_equals_one(devices, remat):
-    result, logprobs, fsdp = run(devices, remat=remat)
+@pytest.mark.parametrize("options", [{}, {"unroll": 0}, {"unroll": 0, "remat": True}], ids=str)
+def test_any_number_of_devices_equals_one(devices, options):
+    result, logprobs, fsdp = run(devices, **options)
     assert_equal((result, logprobs), single(), 1e-5)
     jax.tree.map(
         lambda grad, sharding: (

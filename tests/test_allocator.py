@@ -1,0 +1,33 @@
+"""Freed memory is used again, counted in page faults of a fresh process."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+PROGRAM = """
+import resource, sys
+from fluxjax.allocator import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(256 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc")
+def test_freed_memory_is_used_again():
+    def faults(mode):
+        result = subprocess.run(
+            [sys.executable, "-c", PROGRAM, mode], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        )
+        return int(result.stdout)
+
+    assert faults("plain") > 100  # 256 MB are 128 huge pages, or 65,536 small ones
+    assert faults("keep") < 20
