@@ -19,6 +19,9 @@ from .cli import parse
 
 def main(argv: list[str]) -> int:
     config = parse(argv, __doc__ or "")
+    from .allocator import keep_freed_memory
+
+    keep_freed_memory()
     from .trainer import main as train  # JAX loads here, after the command line is known to be good
 
     return train(config)
