@@ -54,9 +54,12 @@ class Checkpoints:
         """Starts writing; returns once the arrays are copied, so that the trainer may donate them.
 
         A checkpoint that cannot be written (a full disk) is logged and counted in `failed` and the run goes on:
-        earlier checkpoints are untouched, the next one tries again. Returns whether all went well so far.
+        earlier checkpoints are untouched, the next one tries again. Returns whether all went well so far. A step that
+        has a checkpoint keeps it: the same steps of the same run lead to the same state.
         """
         ok = self._settle()
+        if step in self._manager.all_steps():
+            return ok
         args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
         try:
             self._manager.save(step, args=args, force=True)
@@ -64,6 +67,12 @@ class Checkpoints:
             self._note_failure(error)
             return False
         return ok
+
+    def forget_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps, when a run goes on from an older one."""
+        for later in self._manager.all_steps():
+            if later > step:
+                self._manager.delete(later)
 
     def wait(self) -> bool:
         """Waits for the write under way; False if it failed."""

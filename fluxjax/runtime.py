@@ -256,12 +256,14 @@ class Runtime:
             report = dataclasses.replace(self._report, seconds=self.timeline.seconds(self._report.step))
             self._report = None
             self._tell(lambda observer: observer.on_step(report))
+            await asyncio.sleep(0)  # if an observer wants to stop, that is heard before the next step begins
         self._post(WeightsPublished(order.version))
 
     async def _evaluate(self, order: Evaluate) -> None:
         with self.timeline.span("eval", "eval", order.step):
             result = await self._evaluator.evaluate(order.step, order.full)
         self._tell(lambda observer: observer.on_evaluation(order.step, order.full, result))
+        await asyncio.sleep(0)  # as after `on_step`
         self._post(Evaluated(order.step))
 
     async def _save(self, order: SaveCheckpoint, state: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ from .types import Prompt
 from .warm_start import warm_start
 
 log = logging.getLogger(__name__)
+_STOPPED = "stopped on request; the same command with this run_dir goes on"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,7 @@ class FluxTrainer:
         self.timeline = Timeline(keep_steps=config.report.timeline_steps)
         self.summary = Summary(name=config.name, seed=config.seed)
         self._runtime: Runtime | None = None
+        self._stopping = False
         self._began = time.monotonic()
 
         # --- data -------------------------------------------------------------------------------
@@ -169,9 +171,15 @@ class FluxTrainer:
         self.callbacks += callbacks
         if prompts is not None:
             self.sources = _by_source(prompts, config)
+            self.source.close()
+            del self.source
         if eval_prompts is not None:
             self.eval_sources = _by_source(eval_prompts, config)
-        return run_async(self._fit())
+            self.__dict__.pop("held_out", None)
+        try:
+            return run_async(self._fit())
+        finally:  # the next `fit` goes on from the newest checkpoint
+            self._runtime, self._stopping, self._loaded = None, False, None
 
     def evaluate(self, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
         """Held-out accuracy a source of the parameters as they are; `blind` blanks all pixels."""
@@ -183,9 +191,11 @@ class FluxTrainer:
         return run_async(measure())
 
     def stop(self) -> None:
-        """Ends `fit` at the next step boundary, with a checkpoint. From any thread or signal handler."""
+        """Ends `fit` at the next step boundary, with a checkpoint; a warm start is completed first. From any thread
+        or signal handler."""
+        self._stopping = True
         if self._runtime is not None:
-            self._runtime.request_stop("stopped on request; the same command with this run_dir goes on")
+            self._runtime.request_stop(_STOPPED)
 
     def save_checkpoint(self) -> None:
         """Saves the state of a finished or not yet started `fit` now and waits for the disk.
@@ -235,6 +245,8 @@ class FluxTrainer:
         resumed, summary = self._loaded, self.summary
         if resumed is None:
             self.coordinator = self._new_coordinator()
+        else:
+            self.checkpoints.forget_after(resumed)
         with self.summary.stage("data"):
             _ = self.held_out  # decoded now, not within the first evaluation
         self.metrics = MetricsLog(
@@ -300,6 +312,8 @@ class FluxTrainer:
             observers=[Reporter(self, trainer)],
             timeline=self.timeline,
         )
+        if self._stopping:
+            self._runtime.request_stop(_STOPPED)
         with stop_on_signals(self.stop):
             return await self._runtime.run()
 
