@@ -70,12 +70,30 @@ def read_file(selected: str) -> Config:
     if not file.is_file():
         raise ConfigError(f"--config={selected}: there is no file {path!r}")
     try:
-        config = runpy.run_path(str(file))["get_config"](variant)
-    except KeyError:
-        raise ConfigError(f"--config={selected}: {path} defines no get_config(variant)") from None
+        module = runpy.run_path(str(file))
+    except Exception as error:
+        raise ConfigError(f"--config={selected}: {path} cannot be run: {type(error).__name__}: {error}") from error
+    if "get_config" not in module:
+        raise ConfigError(f"--config={selected}: {path} defines no get_config(variant)")
+    try:
+        config = module["get_config"](variant)
+    except AttributeError as error:  # sections have slots: an unknown field ends here
+        raise ConfigError(f"{path}: {_explain(error)}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"{path}: get_config() must return a fluxjax.config.Config, not {type(config).__name__}")
     return config
+
+
+def _explain(error: AttributeError) -> str:
+    match = re.fullmatch(r"'(\w+)' object has no attribute '(\w+)'", str(error))
+    section = getattr(config_module, match[1], None) if match else None
+    if not match or not dataclasses.is_dataclass(section):
+        return str(error)
+    names = [field.name for field in dataclasses.fields(section)]
+    near = difflib.get_close_matches(match[2], names, 1)
+    return f"{match[1]} has no field {match[2]!r}; " + (
+        f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+    )
 
 
 def _override(config: Config, field: str, value: str) -> Config:
@@ -100,6 +118,10 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
+def _is_section(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) or isinstance(value, dict)
+
+
 def _names(value: Any) -> list[str]:
     return list(value) if isinstance(value, dict) else [f.name for f in dataclasses.fields(value)]
 
@@ -110,13 +132,13 @@ def _current(config: Config, field: str) -> Any:
     done: list[str] = []
     for part in field.split("."):
         where = ".".join(done)
-        if not dataclasses.is_dataclass(value) and not isinstance(value, dict):
+        if not _is_section(value):
             raise ConfigError(f"--config.{field}: {where} is a value and has no field {part!r}")
         if part not in _names(value):
             raise ConfigError(f"--config.{field}: no such field; {_hint(config, field, where, part, _names(value))}")
         value = value[part] if isinstance(value, dict) else getattr(value, part)
         done.append(part)
-    if dataclasses.is_dataclass(value) or isinstance(value, dict):
+    if _is_section(value):
         raise ConfigError(
             f"--config.{field} is a section; set its fields: " + ", ".join(f"{field}.{n}" for n in _names(value))
         )
@@ -138,7 +160,7 @@ def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """All fields as (dotted name, value), depth first in order of declaration."""
     for name in _names(config):
         value = config[name] if isinstance(config, dict) else getattr(config, name)
-        if dataclasses.is_dataclass(value) or isinstance(value, dict):
+        if _is_section(value):
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

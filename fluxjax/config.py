@@ -1,11 +1,13 @@
 """The typed configuration. `configs/*.py` build it, flags override it, `validate()` checks it as a whole.
 
 No heavy import here: `--help` and a typo must answer at once. Sections are mutable because
-`--config.section.field=value` sets fields after construction; no section is ever None.
+`--config.section.field=value` sets fields after construction; they have slots so that a configuration file cannot
+set a field that does not exist. No section is ever None.
 """
 
 import dataclasses
 import enum
+import math
 from typing import Any
 
 
@@ -44,7 +46,7 @@ class Schedule(enum.Enum):
     COSINE = "cosine"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class ModelConfig:
     path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, random weights
     vision: bool = True  # tiny model only: Qwen2.5-VL with a vision tower, or Qwen2 text
@@ -67,7 +69,7 @@ class ModelConfig:
     compute_dtype: DType = DType.FLOAT32  # master weights stay float32
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class SourceConfig:
     """One training source: a folder's manifest or file, and how often it is drawn."""
 
@@ -78,7 +80,7 @@ class SourceConfig:
     warm_start_path: str = ""  # records for the warm start, same format; empty: as embedded, or the training records
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class DataConfig:
     root: str = ""  # where the embedded data sets are built; empty: the user's cache folder
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
@@ -88,7 +90,7 @@ class DataConfig:
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class WarmStartConfig:
     """Supervised steps before RL, so that the policy answers in the right form. 0 steps: none."""
 
@@ -97,7 +99,7 @@ class WarmStartConfig:
     lr: float = 2e-3
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class RolloutConfig:
     prompts_per_step: int = 32
     group_size: int = 8
@@ -109,7 +111,7 @@ class RolloutConfig:
     max_sequence_tokens: int = 128  # prompt plus response, bound of the KV cache
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class AlgorithmConfig:
     name: Algorithm = Algorithm.GRPO
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
@@ -120,7 +122,7 @@ class AlgorithmConfig:
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class OptimConfig:
     lr: float = 1e-3
     schedule: Schedule = Schedule.CONSTANT
@@ -132,7 +134,7 @@ class OptimConfig:
     max_grad_norm: float = 1.0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class ShardingConfig:
     strategy: Strategy = Strategy.FSDP
     devices: int = 0  # 0: all that JAX sees
@@ -140,7 +142,7 @@ class ShardingConfig:
     vocab_chunk: int = 0  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class PackingConfig:
     tokens_per_row: int = 256
     rows_per_device: int = 16  # of one microbatch
@@ -148,20 +150,20 @@ class PackingConfig:
     share_prompts: bool = True  # compute a group's prompt once for all its responses
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class CheckpointConfig:
     every: int = 50  # steps; 0: only at the end
     keep: int = 2
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class EvaluationConfig:
     every: int = 50  # steps; 0: only at start and end
     samples: int = 200  # held-out prompts a source, at the start and the end
     samples_during: int = 64
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class ReportConfig:
     prometheus_port: int = 0  # 0: off
     logprob_gap_alarm: float = 1e-4  # mean absolute; in float32
@@ -170,7 +172,7 @@ class ReportConfig:
     timeline_steps: int = 10  # the Gantt picture shows the last so many steps
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Config:
     name: str = "vlm"
     seed: int = 0
@@ -190,6 +192,7 @@ class Config:
 
     def validate(self) -> None:
         """Raises `ConfigError` for settings that cannot work together, naming the field, its value and the fix."""
+        _check_types(self, Config(), "")
         for field in _POSITIVE:
             value = _get(self, field)
             if not value > 0:
@@ -198,6 +201,20 @@ class Config:
             value = _get(self, field)
             if value < 0:
                 raise ConfigError(f"{field} is {value}; it must not be negative")
+        for field in ("optim.beta1", "optim.beta2"):
+            if not 0 <= _get(self, field) < 1:
+                raise ConfigError(f"{field} is {_get(self, field)}; it must be in [0, 1)")
+        if self.report.prometheus_port > 65535:
+            raise ConfigError(f"report.prometheus_port is {self.report.prometheus_port}; ports end at 65535")
+        if self.seed >= 2**31:
+            raise ConfigError(f"seed is {self.seed}; it must be below 2**31")
+        if "/" in self.name or not self.name:
+            raise ConfigError(f"name is {self.name!r}; it becomes a folder's name and must have no '/'")
+        for name, source in self.data.sources.items():
+            if not source.weight > 0:
+                raise ConfigError(f"data.sources.{name}.weight is {source.weight}; it must be greater than 0")
+        if self.algorithm.name is Algorithm.SFT:
+            raise ConfigError("algorithm.name is sft; it serves the warm start (warm_start.steps), RL needs grpo")
         if not 0 < self.rollout.top_p <= 1:
             raise ConfigError(f"rollout.top_p is {self.rollout.top_p}; it must be in (0, 1], 1 is off")
         if self.rollout.group_size < 2 and self.algorithm.name is Algorithm.GRPO:
@@ -233,9 +250,34 @@ class Config:
                 f"model.vision_hidden_size ({model.vision_hidden_size}) must be model.vision_num_heads "
                 f"({model.vision_num_heads}) times a multiple of 4 (rows and columns each take half a rotary embedding)"
             )
+        if model.vision and sum(model.mrope_section) * 2 * model.num_heads != model.hidden_size:
+            raise ConfigError(
+                f"model.mrope_section {model.mrope_section} must sum to half the head size, "
+                f"{model.hidden_size // model.num_heads // 2}"
+            )
+        if wrong := [layer for layer in model.vision_full_attention_layers if not 0 <= layer < model.vision_depth]:
+            raise ConfigError(
+                f"model.vision_full_attention_layers has {wrong}; layers go from 0 to {model.vision_depth - 1}"
+            )
+        if model.window_size % (2 * model.patch_size):
+            raise ConfigError(
+                f"model.window_size ({model.window_size}) must be a multiple of 2 * model.patch_size "
+                f"({2 * model.patch_size}), the pixels of a merged feature"
+            )
 
 
 _POSITIVE = [
+    "model.intermediate_size",
+    "model.vision_hidden_size",
+    "model.vision_intermediate_size",
+    "model.vision_depth",
+    "model.vision_num_heads",
+    "model.patch_size",
+    "model.window_size",
+    "model.rope_theta",
+    "model.initializer_range",
+    "packing.tokens_per_row",
+    "rollout.max_sequence_tokens",
     "steps",
     "rollout.prompts_per_step",
     "rollout.group_size",
@@ -282,6 +324,27 @@ _NOT_NEGATIVE = [
 ]
 
 
+def _check_types(section: Any, default: Any, prefix: str) -> None:
+    """Every value has the type that its field declares; numbers are finite. A configuration file may say anything."""
+    for field in dataclasses.fields(section):
+        name, value = prefix + field.name, getattr(section, field.name)
+        wanted = getattr(default, field.name)
+        if dataclasses.is_dataclass(wanted):
+            if type(value) is not type(wanted):
+                raise ConfigError(f"{name} must be a {type(wanted).__name__}, not {value!r}")
+            _check_types(value, wanted, f"{name}.")
+        elif field.name == "sources":
+            for source, entry in value.items():
+                if not isinstance(entry, SourceConfig):
+                    raise ConfigError(f"{name}.{source} must be a SourceConfig, not {entry!r}")
+                _check_types(entry, SourceConfig(), f"{name}.{source}.")
+        elif isinstance(wanted, float) and isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise ConfigError(f"{name} is {value}; it must be a finite number")
+        elif type(value) is not type(wanted):
+            raise ConfigError(f"{name} is {value!r}; it must be of type {type(wanted).__name__}")
+
+
 def _get(config: Config, field: str) -> Any:
     value: Any = config
     for part in field.split("."):
@@ -301,7 +364,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(values: dict[str, Any]) -> Config:
-    """The inverse of `to_json`. Raises `ConfigError` for a field that this version does not know."""
+    """The inverse of `to_json`. Raises `ConfigError` for what this version does not know."""
     config = Config()
     _fill(config, values, "")
     return config
@@ -315,8 +378,13 @@ def _fill(section: Any, values: dict[str, Any], prefix: str) -> None:
         if dataclasses.is_dataclass(current):
             _fill(current, value, f"{prefix}{name}.")
         elif name == "sources":
-            setattr(section, name, {key: SourceConfig(**fields) for key, fields in value.items()})
+            for source, fields in value.items():
+                current[source] = SourceConfig()
+                _fill(current[source], fields, f"{prefix}{name}.{source}.")
         elif isinstance(current, enum.Enum):
-            setattr(section, name, type(current)(value))
+            try:
+                setattr(section, name, type(current)(value))
+            except ValueError as error:
+                raise ConfigError(f"the saved configuration has {prefix}{name}: {error}") from None
         else:
             setattr(section, name, tuple(value) if isinstance(current, tuple) else value)

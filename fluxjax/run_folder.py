@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import pathlib
 
 from .config import Config, ConfigError, from_json, to_json
@@ -21,7 +22,9 @@ def create(config: Config) -> pathlib.Path:
         folder = pathlib.Path("runs") / f"{config.name}-{now}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(json.dumps(to_json(config), indent=2) + "\n")
+        temporary = folder / f"{CONFIG}.tmp"
+        temporary.write_text(json.dumps(to_json(config), indent=2) + "\n")
+        os.replace(temporary, folder / CONFIG)
     except OSError as error:
         raise ConfigError(f"run_dir: cannot write {folder}: {error.strerror}") from error
     return folder
@@ -32,6 +35,9 @@ def read_config(folder: pathlib.Path) -> Config:
     file = folder / CONFIG
     if not file.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG}")
-    config = from_json(json.loads(file.read_text()))
+    try:
+        config = from_json(json.loads(file.read_text()))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file} is damaged: {error}") from None
     config.run_dir = str(folder)
     return config
