@@ -112,7 +112,14 @@ class Commands:
         log = run_dir.parent / f"{run_dir.name}.log"
         with log.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "fluxjax.train", f"--config={config}", f"--config.run_dir={run_dir}", *arguments],
+                [
+                    sys.executable,
+                    "-m",
+                    "fluxjax.train",
+                    f"--config={config}",
+                    f"--config.run_dir={run_dir}",
+                    *arguments,
+                ],
                 cwd=ROOT,
                 env=env,
                 stdout=output,

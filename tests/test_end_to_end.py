@@ -1,0 +1,335 @@
+"""`FluxTrainer` from configuration to summary, in this process: everything real, everything tiny."""
+
+import asyncio
+import json
+import math
+import socket
+import time
+import urllib.request
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from PIL import Image
+from run_cases import assert_same_bits, checkpoint_steps, flags, letters, model_arrays, summary
+
+import models
+from fluxjax.callbacks import Callback
+from fluxjax.checkpoint import CheckpointError
+from fluxjax.cli import load
+from fluxjax.config import DType
+from fluxjax.data.errors import DataError
+from fluxjax.report.metrics import read
+from fluxjax.trainer import FluxTrainer
+from fluxjax.types import Prompt
+from models.decode import generate
+from models.processing import Processor
+from rollout.engine import GenerateRequest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """All trainers here have the same shapes: the later ones load what the first one compiled."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update(names[0], str(tmp_path_factory.mktemp("cache")))
+    jax.config.update(names[1], 0.0)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return letters(tmp_path_factory.mktemp("letters"))
+
+
+@pytest.fixture
+def config(data, tmp_path):
+    return tiny(tmp_path / "run", data)
+
+
+def tiny(run_dir, data, **own):
+    settings = {"steps": 4, "checkpoint__every": 2, "evaluation__every": 2, "warm_start__steps": 8} | data | own
+    return load(["--config=configs/text.py", f"--config.run_dir={run_dir}", *flags(**settings)])
+
+
+class Recorder(Callback):
+    """Every hook that was called, and what the Prometheus port said after the first step."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.port = port
+        self.scraped = ""
+
+    def on_fit_start(self, trainer):
+        self.calls.append(("start", -1))
+
+    def on_step(self, trainer, step, groups, metrics):
+        assert len(groups) == 4 and all(len(group.samples) == 4 for group in groups)
+        assert math.isfinite(metrics["loss"])
+        self.calls.append(("step", step))
+        if self.port and not self.scraped:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as reply:
+                self.scraped = reply.read().decode()
+
+    def on_evaluation(self, trainer, step, accuracy):
+        assert set(accuracy) == {"reverse"} and 0 <= accuracy["reverse"] <= 1
+        self.calls.append(("evaluation", step))
+
+    def on_checkpoint(self, trainer, step):
+        self.calls.append(("checkpoint", step))
+
+    def on_fit_end(self, trainer, result):
+        assert result.summary.complete == (trainer.coordinator.finished.complete)
+        self.calls.append(("end", result.summary.steps))
+
+
+class StopAt(Callback):
+    def __init__(self, hook: str, step: int = 0) -> None:
+        self.hook, self.step = hook, step
+
+    def on_fit_start(self, trainer):
+        if self.hook == "start":
+            trainer.stop()
+
+    def on_step(self, trainer, step, groups, metrics):
+        if (self.hook, self.step) == ("step", step):
+            trainer.stop()
+
+    def on_evaluation(self, trainer, step, accuracy):
+        if (self.hook, self.step) == ("evaluation", step):
+            trainer.stop()
+
+
+@pytest.fixture(scope="module")
+def fitted(data, tmp_path_factory):
+    """A whole run, with a frozen reference model and a Prometheus port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run_dir = tmp_path_factory.mktemp("fitted") / "run"
+    config = tiny(run_dir, data, algorithm__kl_coefficient=0.05, report__prometheus_port=port)
+    recorder = Recorder(port)
+    with FluxTrainer(config, callbacks=[recorder]) as trainer:
+        trainer.fit()
+        yield trainer, recorder
+
+
+def test_hooks_are_called_in_order(fitted):
+    _, recorder = fitted
+    assert recorder.calls == [
+        ("start", -1),
+        ("evaluation", 0),
+        ("step", 1),
+        ("step", 2),
+        ("evaluation", 2),
+        ("checkpoint", 2),
+        ("step", 3),
+        ("step", 4),
+        ("evaluation", 4),
+        ("checkpoint", 4),
+        ("end", 4),
+    ]
+
+
+def test_prometheus_serves_the_metrics(fitted):
+    trainer, recorder = fitted
+    assert "fluxjax_rollout_trainer_logprob_gap" in recorder.scraped
+    loss = next(line for line in recorder.scraped.splitlines() if line.startswith("fluxjax_loss "))
+    first = next(r for r in read(trainer.run_dir / "metrics.jsonl") if r["phase"] == "rl")
+    assert float(loss.split()[1]) == pytest.approx(first["loss"])
+    with socket.socket() as probe:  # closed at the end of the run
+        assert probe.connect_ex(("127.0.0.1", recorder.port)) != 0
+
+
+def test_reference_model_stays_where_it_was(fitted):
+    trainer, _ = fitted
+    steps = [r for r in read(trainer.run_dir / "metrics.jsonl") if r["phase"] == "rl"]
+    name = next(name for name in steps[0] if "kl" in name and "behaviour" not in name)
+    assert steps[0][name] == pytest.approx(0, abs=1e-6)  # policy and reference are one and the same
+    assert steps[-1][name] > 1e-6
+    assert trainer.reference is not None
+
+
+def test_summary(fitted):
+    trainer, _ = fitted
+    values = summary(trainer.run_dir)
+    assert values["complete"] is True and values["steps"] == 4
+    assert set(values["accuracy"]["reverse"]) == {"start", "end"}
+    assert values["blind"] == {}  # nothing to see in a text task
+    assert 0 < values["chance"]["reverse"] <= 1
+    assert {"data", "build", "warm_start", "rollout", "reward", "train", "sync", "eval", "checkpoint", "report"} < set(
+        values["seconds"]
+    )
+    assert values["seconds"]["total"] > 0
+    assert 0 < values["logprob_gap_max"] < 1e-4 and values["logprob_gap_alarms"] == 0
+    assert values["samples_trained"] == 4 * 4 * 4
+    assert values["samples_skipped"] == {} and values["checkpoints_failed"] == 0
+
+
+def test_run_folder(fitted):
+    trainer, _ = fitted
+    folder = trainer.run_dir
+    records = read(folder / "metrics.jsonl")
+    assert [r["step"] for r in records if r["phase"] == "warm_start"] == list(range(1, 9))
+    assert [r["step"] for r in records if r["phase"] == "rl"] == [1, 2, 3, 4]
+    assert [r["step"] for r in records if r["phase"] == "eval"] == [0, 2, 4]
+    assert all("rollout_trainer_logprob_gap" in r for r in records if r["phase"] == "rl")
+    assert list((folder / "tensorboard").glob("events.*"))
+    for picture in ("learning.png", "timeline.png"):
+        with Image.open(folder / picture) as image:
+            assert image.size[0] > 300
+    (dump,) = (folder / "samples").iterdir()
+    assert [json.loads(line)["step"] for line in dump.read_text().splitlines()] == [4] * 8
+    assert checkpoint_steps(folder) == [2, 4]
+
+
+def test_exported_model_answers_as_the_engine_does(fitted):
+    trainer, _ = fitted
+    folder = trainer.run_dir / "model"
+    model, processor = models.load(folder), Processor.load(folder)
+    assert_same_bits(
+        {str(k): np.asarray(v) for k, v in jax.tree_util.tree_leaves_with_path(models.split(model)[1])},
+        {str(k): np.asarray(v) for k, v in jax.tree_util.tree_leaves_with_path(trainer.learner.params)},
+    )
+    prompt = trainer.eval_sources["reverse"][0]
+    inputs = processor.prepare(prompt.text, [])
+
+    async def of_engine():
+        await trainer.engine.update_weights(trainer.learner.version, trainer.learner.params)
+        greedy = trainer.held_out.sampling.__class__(
+            max_new_tokens=4, temperature=0.0, stop_ids=processor.eos_ids, forbidden_ids=processor.media_token_ids
+        )
+        return [
+            t async for c in trainer.engine.generate(GenerateRequest("greedy", inputs, greedy)) for t in c.token_ids
+        ]
+
+    answer = generate(model, inputs, max_new_tokens=4, stop_ids=processor.eos_ids)
+    assert list(answer.token_ids) == asyncio.run(of_engine())
+
+
+def test_evaluate_says_what_the_summary_says(fitted):
+    trainer, _ = fitted
+    assert trainer.evaluate() == {"reverse": summary(trainer.run_dir)["accuracy"]["reverse"]["end"]}
+
+
+def test_save_and_load(fitted, data, tmp_path):
+    trainer, _ = fitted
+    trainer.save_checkpoint()  # a second time for this step: not an error
+    params = jax.tree.map(np.asarray, trainer.learner.params)
+    with FluxTrainer(trainer.config, read_only=True) as other:
+        assert other.load_checkpoint() == 4
+        jax.tree.map(np.testing.assert_array_equal, other.learner.params, params)
+        assert other.load_checkpoint(2) == 2
+        assert other.coordinator.step == 2 and other.learner.version == 2
+        with pytest.raises(CheckpointError, match="3"):
+            other.load_checkpoint(3)
+    with FluxTrainer(tiny(tmp_path / "new", data)) as fresh:
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            fresh.load_checkpoint()
+
+
+def test_going_back_to_an_older_checkpoint(data, tmp_path):
+    """Fit from an older checkpoint makes the same steps again, and what came after it is gone."""
+    config = tiny(tmp_path / "run", data, warm_start__steps=0)
+    with FluxTrainer(config) as trainer:
+        trainer.fit()
+    before, steps = model_arrays(tmp_path / "run"), checkpoint_steps(tmp_path / "run")
+    recorder = Recorder()
+    with FluxTrainer(config, callbacks=[recorder]) as trainer:
+        trainer.load_checkpoint(2)
+        trainer.fit()
+        assert [step for name, step in recorder.calls if name == "step"] == [3, 4]
+        assert checkpoint_steps(tmp_path / "run") == steps
+        assert_same_bits(model_arrays(tmp_path / "run"), before)
+        result = trainer.fit(num_steps=5)  # and on from there
+        assert result.summary.steps == 5 and result.summary.samples_trained == 5 * 16
+    records = [r["step"] for r in read(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl"]
+    assert records == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("hook", "step"), [("start", 0), ("evaluation", 0), ("step", 1), ("step", 4)])
+def test_stop(hook, step, config):
+    with FluxTrainer(config, callbacks=[StopAt(hook, step)]) as trainer:
+        result = trainer.fit()
+        assert result.summary.complete is False or step == config.steps
+        assert result.summary.steps == step
+        assert result.summary.checkpoints_failed == 0
+        assert checkpoint_steps(trainer.run_dir)[-1] == step
+        trainer.callbacks.clear()
+        result = trainer.fit()
+        assert result.summary.complete and result.summary.steps == config.steps
+        assert result.summary.samples_trained == config.steps * 16
+        evaluated = [r["step"] for r in read(trainer.run_dir / "metrics.jsonl") if r["phase"] == "eval"]
+        assert evaluated == [0, 2, 4]
+
+
+def test_own_prompts_inside_a_running_loop(config):
+    """As in a notebook: prompts from memory, and a loop that is running already."""
+    prompts = [Prompt(str(i), "reverse", f"First of {c}bc:", c) for i, c in enumerate("abcd")]
+
+    async def cell():
+        with FluxTrainer(config) as trainer:
+            before = trainer.evaluate()
+            result = trainer.fit(prompts, num_steps=3, eval_prompts=prompts[:2], eval_interval=0, checkpoint_interval=0)
+            assert set(before) == {"reverse"}
+            assert len(trainer.held_out.prompts["reverse"]) == 2
+            assert trainer.evaluate() == {"reverse": result.summary.accuracy["reverse"]["end"]}
+            return trainer, result
+
+    trainer, result = asyncio.run(cell())
+    assert result.summary.steps == 3 and result.summary.complete
+    assert trainer.coordinator.ledger.epochs == {0: 4, 1: 4, 2: 4}
+    assert [r["step"] for r in read(trainer.run_dir / "metrics.jsonl") if r["phase"] == "eval"] == [0, 3]
+
+
+def test_prompts_of_an_unknown_source(config):
+    with FluxTrainer(config) as trainer, pytest.raises(DataError, match=r"'elsewhere'.*reverse"):
+        trainer.fit([Prompt("1", "elsewhere", "a", "b")])
+
+
+def test_an_error_in_a_callback_ends_the_run(config):
+    class Broken(Callback):
+        def on_step(self, trainer, step, groups, metrics):
+            raise ZeroDivisionError("of the callback")
+
+    started = time.monotonic()
+    with FluxTrainer(config, callbacks=[Broken()]) as trainer:
+        with pytest.raises(ZeroDivisionError, match="of the callback"):
+            trainer.fit()
+        trainer.callbacks.clear()
+        assert trainer.fit().summary.complete  # from its checkpoint
+    assert time.monotonic() - started < 120
+
+
+def test_bfloat16(config):
+    config.model.compute_dtype = DType.BFLOAT16
+    config.report.logprob_gap_alarm = 0.1
+    with FluxTrainer(config) as trainer:
+        result = trainer.fit()
+        assert {leaf.dtype for leaf in jax.tree.leaves(trainer.learner.params)} == {np.dtype("float32")}
+    assert result.summary.complete and 1e-6 < result.summary.logprob_gap_max < 0.1
+
+
+def test_learns(config, tmp_path):
+    """The same short answer to every question: rewards rise from chance to nearly always."""
+    config.steps = 40
+    config.warm_start.steps = 0
+    config.rollout.max_new_tokens = 2
+    config.rollout.group_size = config.rollout.slots = 16
+    config.algorithm.entropy_coefficient = 0.0
+    config.optim.lr = 2e-2
+    config.evaluation.every = config.checkpoint.every = 0
+    prompts = [Prompt(str(i), "reverse", f"First of {word}:", "a") for i, word in enumerate(("ab", "ac", "ad", "abc"))]
+    with FluxTrainer(config) as trainer:
+        result = trainer.fit(prompts, eval_prompts=prompts)
+    rewards = [r["reward/mean"] for r in read(result.run_dir / "metrics.jsonl") if r["phase"] == "rl"]
+    assert np.mean(rewards[:3]) < 0.3
+    assert np.mean(rewards[-3:]) > 0.8
+    assert result.summary.accuracy["reverse"]["end"] == 1.0
