@@ -32,10 +32,16 @@ def build_model(config: Config, texts: Iterable[str]) -> tuple[Decoder, Processo
         path = pathlib.Path(config.model.path)
         if not (path / "config.json").is_file():
             raise ConfigError(f"model.path: {path} is not a Hugging Face checkpoint folder (it has no config.json)")
-        processor = Processor.load(path).configured(
-            min_pixels=data.min_pixels, max_pixels=data.max_pixels, num_frames=data.video_frames
-        )
-        return models.load(path, dtype=jnp.float32), processor
+        try:
+            processor = Processor.load(path).configured(
+                min_pixels=data.min_pixels, max_pixels=data.max_pixels, num_frames=data.video_frames
+            )
+            model = models.load(path, dtype=jnp.float32)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"model.path: {error}") from error
+        if not processor.eos_ids:
+            raise ConfigError(f"model.path: {path} names no end token (generation_config.json, eos_token_id)")
+        return model, processor
     texts = list(texts)
     vision = tiny_vision(config.model) if config.model.vision else None
     processor = build_processor(

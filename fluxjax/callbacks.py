@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you need. All methods run on the trainer's thread between two steps: keep them short.
+    """Override what you need. All methods run on the event loop of the run, between two steps: keep them short.
+    `on_checkpoint` says that one is being written.
 
     An exception in a callback ends the run; call `trainer.stop()` to end it cleanly with a checkpoint.
     """

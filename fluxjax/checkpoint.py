@@ -70,7 +70,7 @@ class Checkpoints:
 
     def forget_after(self, step: int) -> None:
         """Removes the checkpoints of later steps, when a run goes on from an older one."""
-        for later in self._manager.all_steps():
+        for later in sorted(self._manager.all_steps(), reverse=True):  # the newest first: a kill leaves no gap
             if later > step:
                 self._manager.delete(later)
 

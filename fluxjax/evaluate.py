@@ -37,9 +37,9 @@ def main(argv: list[str]) -> int:
         if args.samples is not None:
             config.evaluation.samples = args.samples
         config.validate()
-        from .checkpoint import CheckpointError
-        from .data.errors import DataError
-        from .trainer import FluxTrainer, use_compile_cache
+        config.sharding.devices = 0  # those of this machine
+        from .compile_cache import use_compile_cache
+        from .trainer import USER_ERRORS, FluxTrainer
 
         absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax remarks that the folder is read only; it should be
         use_compile_cache()
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
             step = trainer.load_checkpoint(args.step)
             accuracy = trainer.evaluate(blind=args.blind)
             trainer.close()
-        except (CheckpointError, DataError) as error:
+        except USER_ERRORS as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     except ConfigError as error:

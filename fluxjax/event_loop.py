@@ -37,11 +37,21 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, also from within a running loop (a notebook), where it takes a thread of its own."""
+def run_async(work: Coroutine[Any, Any, T], on_interrupt: Callable[[], None] | None = None) -> T:
+    """`asyncio.run`, also from within a running loop (a notebook), where it takes a thread of its own.
+
+    There, an interrupt calls `on_interrupt` and goes on waiting; without it, it is raised once the work is done.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fit") as thread:
-        return thread.submit(asyncio.run, work).result()
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fluxjax") as thread:
+        future = thread.submit(asyncio.run, work)
+        while True:
+            try:
+                return future.result()
+            except KeyboardInterrupt:
+                if on_interrupt is None:
+                    raise
+                on_interrupt()

@@ -33,7 +33,9 @@ class Reporter(Observer):
         tokens = sum(len(response.token_ids) for response in responses)
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
-        metrics["tokens_per_second"] = tokens / max(sum(seconds.values()), 1e-9)
+        # Scoring overlaps with generating; the other stages of a synchronous step follow each other.
+        metrics["tokens_per_second"] = tokens / max(sum(seconds.values()) - seconds.get("reward", 0.0), 1e-9)
+        summary.steps_not_finite += int(metrics.get("skipped_nonfinite", 0.0))
         for stage, value in seconds.items():
             summary.add_seconds(stage, value)
         summary.samples_trained += len(responses)
@@ -74,8 +76,10 @@ class Reporter(Observer):
         owner.call(lambda callback: callback.on_evaluation(owner, step, result))
 
     def on_skip(self, prompt: Prompt, reason: str) -> None:
-        skipped = self._owner.summary.samples_skipped
-        skipped[reason] = skipped.get(reason, 0) + 1
+        self._owner.count_skip(reason)
+
+    def on_checkpoint(self, step: int) -> None:
+        self._owner.call(lambda callback: callback.on_checkpoint(self._owner, step))
 
 
 def opening(trainer: FluxTrainer, resumed: int | None) -> str:
@@ -91,9 +95,8 @@ def closing(summary: Summary, reason: str) -> str:
     """The last lines of a run: what it reached, against which controls."""
     lines = [f"{reason}: {summary.steps} steps in {summary.seconds['total']:.0f} s"]
     for source, accuracy in summary.accuracy.items():
-        parts = [f"{source}: held out {accuracy['start']:.1%}"]
-        if "end" in accuracy:
-            parts[0] += f" -> {accuracy['end']:.1%} by RL"
+        values = [f"{accuracy[when]:.1%}" for when in ("start", "end") if when in accuracy]
+        parts = [f"{source}: held out {' -> '.join(values)}{' by RL' if len(values) == 2 else ''}"]
         parts += [f"blind {summary.blind[source]:.1%}"] if source in summary.blind else []
         parts += [f"chance {summary.chance[source]:.1%}"] if source in summary.chance else []
         lines.append(", ".join(parts))
@@ -101,4 +104,8 @@ def closing(summary: Summary, reason: str) -> str:
     if summary.samples_skipped:
         skipped = ", ".join(f"{reason} ({count})" for reason, count in summary.samples_skipped.items())
         lines.append(f"skipped prompts: {skipped}")
+    if summary.steps_not_finite:
+        lines.append(f"steps left out because their gradients were not finite: {summary.steps_not_finite}")
+    if summary.checkpoints_failed:
+        lines.append(f"checkpoints that could not be written: {summary.checkpoints_failed}")
     return "\n".join(lines)

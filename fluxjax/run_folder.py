@@ -22,12 +22,17 @@ def create(config: Config) -> pathlib.Path:
         folder = pathlib.Path("runs") / f"{config.name}-{now}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f"{CONFIG}.tmp"
-        temporary.write_text(json.dumps(to_json(config), indent=2) + "\n")
-        os.replace(temporary, folder / CONFIG)
+        write(config, folder)
     except OSError as error:
         raise ConfigError(f"run_dir: cannot write {folder}: {error.strerror}") from error
     return folder
+
+
+def write(config: Config, folder: pathlib.Path) -> None:
+    """Replaces the folder's configuration at once: a kill or a full disk leaves the old one."""
+    temporary = folder / f"{CONFIG}.tmp"
+    temporary.write_text(json.dumps(to_json(config), indent=2) + "\n")
+    os.replace(temporary, folder / CONFIG)
 
 
 def read_config(folder: pathlib.Path) -> Config:

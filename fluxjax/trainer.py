@@ -6,32 +6,31 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax
 
 import models
 from models.config import Qwen25VLConfig
 from models.decoder import parameter_count
-from rollout.engine import SamplingParams
+from rollout.engine import EngineError, SamplingParams
 from rollout.jax_engine import JaxEngine
+from sharding.mesh import MeshError, make_mesh
 
 from . import run_folder
 from .algorithms import ALGORITHMS
 from .build import build_model
 from .callbacks import Callback
 from .checkpoint import CheckpointError, Checkpoints, like
+from .compile_cache import use_compile_cache
 from .config import Config, ConfigError
-from .coordinator import Coordinator, Settings, Synchronous
+from .coordinator import Coordinator, CoordinatorError, Settings, Synchronous
 from .coordinator.messages import Finish
-from .data import Source, open_held_out, open_sources, open_warm_start
-from .data.embedded import default_root
+from .data import open_held_out, open_sources, open_warm_start
 from .data.errors import DataError
+from .data.given import given
 from .data.loader import PromptLoader
 from .data.prepare import Preparer
 from .event_loop import run_async, stop_on_signals
@@ -111,7 +110,11 @@ class FluxTrainer:
 
             # --- mesh and learner ---------------------------------------------------------------
             self.algorithm = ALGORITHMS[config.algorithm.name]
-            self.learner = Learner(config, self.model, self.algorithm.token_loss)
+            try:
+                mesh = make_mesh(config.sharding.devices)
+            except MeshError as error:
+                raise ConfigError(f"sharding.devices: {error}") from error
+            self.learner = Learner(config, self.model, self.algorithm.token_loss, mesh=mesh)
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
             self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
 
@@ -134,21 +137,11 @@ class FluxTrainer:
             self.rewards = Scorer(config.data.sources, self.processor.decode)
 
             # --- coordinator --------------------------------------------------------------------
-            self.coordinator = self._new_coordinator()
+            self.coordinator = Coordinator(Settings.of(config), Synchronous())
             self._loaded: int | None = None  # the step of the checkpoint that `fit` goes on from
+            self._started = False  # whether the warm start is behind
         self.summary.parameters = parameter_count(self.model)
         self.summary.devices = self.learner.mesh.size
-
-    def _new_coordinator(self) -> Coordinator:
-        config = self.config
-        settings = Settings(
-            steps=config.steps,
-            prompts_per_step=config.rollout.prompts_per_step,
-            group_size=config.rollout.group_size,
-            evaluate_every=config.evaluation.every,
-            checkpoint_every=config.checkpoint.every,
-        )
-        return Coordinator(settings, Synchronous())
 
     # --- the public face ------------------------------------------------------------------------
 
@@ -165,21 +158,27 @@ class FluxTrainer:
         """Runs to the end, or on from the newest checkpoint of the run folder. What is not given, the configuration
         says. The `source` of own `prompts` must be one that the configuration names: it has their reward."""
         config = self.config
-        config.steps = num_steps or config.steps
+        config.steps = config.steps if num_steps is None else num_steps
         config.evaluation.every = config.evaluation.every if eval_interval is None else eval_interval
         config.checkpoint.every = config.checkpoint.every if checkpoint_interval is None else checkpoint_interval
-        self.callbacks += callbacks
+        config.validate()
+        run_folder.write(config, self.run_dir)
+        own_callbacks = self.callbacks
         if prompts is not None:
-            self.sources = _by_source(prompts, config)
-            self.source.close()
-            del self.source
+            self.sources = given(prompts, config.data)
+            if "source" in self.__dict__:
+                self.source.close()
+                del self.source
         if eval_prompts is not None:
-            self.eval_sources = _by_source(eval_prompts, config)
+            self.eval_sources = given(eval_prompts, config.data)
             self.__dict__.pop("held_out", None)
         try:
-            return run_async(self._fit())
+            self.callbacks = [*own_callbacks, *callbacks]
+            with stop_on_signals(self.stop):
+                return run_async(self._fit(), on_interrupt=self.stop)
         finally:  # the next `fit` goes on from the newest checkpoint
             self._runtime, self._stopping, self._loaded = None, False, None
+            self.callbacks = own_callbacks
 
     def evaluate(self, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
         """Held-out accuracy a source of the parameters as they are; `blind` blanks all pixels."""
@@ -198,10 +197,13 @@ class FluxTrainer:
             self._runtime.request_stop(_STOPPED)
 
     def save_checkpoint(self) -> None:
-        """Saves the state of a finished or not yet started `fit` now and waits for the disk.
+        """Saves the state that `fit` or `load_checkpoint` left behind and waits for the disk.
 
-        Raises `CheckpointError` if it cannot be written; within `fit` checkpoints are saved by `checkpoint.every`.
+        Raises `CheckpointError` if it cannot be written, or before the first `fit`, when there is nothing to save;
+        within `fit` checkpoints are saved by `checkpoint.every`.
         """
+        if not self._started:
+            raise CheckpointError("there is nothing to save yet: the run has not started")
         state = {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()}
         self._save(self.coordinator.step, state)
         if not self.checkpoints.wait():
@@ -210,25 +212,28 @@ class FluxTrainer:
     def load_checkpoint(self, step: int | None = None) -> int:
         """Restores a checkpoint of this run folder, the newest by default, onto this trainer's mesh; `fit` goes on
         from there. Returns its step; raises `CheckpointError` if there is none or it fits another model."""
-        self.learner.reset(self.algorithm.token_loss)
+        wanted = {"learner": self.learner.state()}
         if self.config.algorithm.kl_coefficient:
-            self.reference = self.learner.params
-        step, arrays, state = self.checkpoints.restore(like(self._arrays()), step)
+            wanted["reference"] = self.learner.params
+        step, arrays, state = self.checkpoints.restore(like(wanted), step)
+        self.learner.reset(self.algorithm.token_loss)
         self.learner.load_state(arrays["learner"])
         self.reference = arrays.get("reference")
-        self.coordinator = self._new_coordinator()
+        self.coordinator = Coordinator(Settings.of(self.config), Synchronous())
         self.coordinator.load_state_dict(state["coordinator"])
         self.source.load_state_dict(state["source"])
         self.summary = Summary.from_state_dict(state["summary"])
         self.summary.devices = self.learner.mesh.size  # perhaps another mesh now
         self.summary.resumed_from.append(step)
-        self._loaded = step
+        self._loaded, self._started = step, True
         return step
 
     def close(self) -> None:
         """Ends threads and waits for checkpoints under way. A trainer is a context manager, too."""
-        self.source.close()
+        if "source" in self.__dict__:
+            self.source.close()
         self.checkpoints.close()
+        run_async(self.engine.close())
 
     def __enter__(self) -> FluxTrainer:
         return self
@@ -244,9 +249,10 @@ class FluxTrainer:
             self.load_checkpoint()
         resumed, summary = self._loaded, self.summary
         if resumed is None:
-            self.coordinator = self._new_coordinator()
+            self.coordinator = Coordinator(Settings.of(self.config), Synchronous())
         else:
             self.checkpoints.forget_after(resumed)
+        failed_before = len(self.checkpoints.failed)
         with self.summary.stage("data"):
             _ = self.held_out  # decoded now, not within the first evaluation
         self.metrics = MetricsLog(
@@ -267,7 +273,7 @@ class FluxTrainer:
                 await self._last_measurements()
             with self.summary.stage("checkpoint"):
                 self.checkpoints.wait()
-            summary.checkpoints_failed = len(self.checkpoints.failed)
+            summary.checkpoints_failed += len(self.checkpoints.failed) - failed_before
             with self.summary.stage("report"):
                 self._write_report()
             self._count_total()
@@ -284,16 +290,18 @@ class FluxTrainer:
         if total:
             self.display.phase("warm start", total)
             with self.summary.stage("warm_start"):
-                sources = open_warm_start(config.data)
-                steps = warm_start(config, self.learner, sources, self.processor, self.vision)
+                steps = warm_start(
+                    config, self.learner, open_warm_start(config.data), self.processor, self.vision, self.count_skip
+                )
                 async for step, metrics in steps:
                     self.metrics.log("warm_start", step, metrics)
                     self.display.step(step, metrics, {})
-            self.learner.reset(self.algorithm.token_loss)
+        self.learner.reset(self.algorithm.token_loss)
         if config.algorithm.kl_coefficient:
             self.reference = self.learner.params
         # A run that is killed before its first periodic checkpoint need not repeat the warm start.
         self._save(0, {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()})
+        self._started = True
 
     async def _reinforce(self) -> Finish:
         config = self.config
@@ -314,8 +322,7 @@ class FluxTrainer:
         )
         if self._stopping:
             self._runtime.request_stop(_STOPPED)
-        with stop_on_signals(self.stop):
-            return await self._runtime.run()
+        return await self._runtime.run()
 
     async def _last_measurements(self) -> None:
         with self.summary.stage("eval"):
@@ -333,14 +340,15 @@ class FluxTrainer:
         spans = self.timeline.spans()
         last = max((span.end for span in spans if span.name == "sync"), default=0.0)
         stages = [span for span in spans if span.name != "eval" and span.start < last]  # evaluations dwarf the steps
-        pictures.timeline(stages, self.run_dir / "timeline.png")
+        if stages:  # a run that was complete before keeps its picture
+            pictures.timeline(stages, self.run_dir / "timeline.png")
 
     # --- parts ----------------------------------------------------------------------------------
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """For the runtime: starts a checkpoint; see `runtime.Checkpointer`."""
-        self._save(step, state)
-        self.call(lambda callback: callback.on_checkpoint(self, step))
+        with self.summary.stage("checkpoint"):
+            self._save(step, state)
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
         self._count_total()
@@ -368,58 +376,33 @@ class FluxTrainer:
         for name, source in self.eval_sources.items():
             count = min(self.config.evaluation.samples, len(source))
             prepared, skipped = self.source.prepare_all(source[index] for index in range(count))
+            for _, reason in skipped:
+                self.count_skip(f"held out: {reason}")
             if not prepared:
                 raise DataError(f"data.sources.{name}: none of {count} held-out prompts can be used: {skipped[0][1]}")
             prompts[name] = prepared
         return HeldOut(prompts, self.rewards.judge, self.processor.decode, self.sampling)
+
+    def count_skip(self, reason: str) -> None:
+        """One more prompt that could not be used, for the summary."""
+        self.summary.samples_skipped[reason] = self.summary.samples_skipped.get(reason, 0) + 1
 
     def call(self, hook: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:
             hook(callback)
 
 
-def _by_source(prompts: Sequence[Prompt], config: Config) -> dict[str, Source]:
-    by_source: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        if prompt.source not in config.data.sources:
-            known = ", ".join(config.data.sources)
-            raise DataError(f"prompt {prompt.id} is of source {prompt.source!r}; data.sources names {known}")
-        by_source.setdefault(prompt.source, []).append(prompt)
-    return {name: _Given(own) for name, own in by_source.items()}
-
-
-class _Given:
-    """Prompts handed over in memory, as a source."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self._prompts[index]
-
-    def texts(self) -> Iterator[str]:
-        for prompt in self._prompts:
-            yield from (prompt.text, prompt.answer)
-
-
-def use_compile_cache() -> None:
-    """Compiled programs are kept beside the data sets: a resumed run, an evaluation, the next run start at once.
-    `JAX_COMPILATION_CACHE_DIR` says otherwise."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(default_root() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+# What a user can mend; anything else is a defect and keeps its traceback.
+USER_ERRORS = (ConfigError, DataError, CheckpointError, CoordinatorError, EngineError, OSError)
 
 
 def main(config: Config) -> int:
-    """The body of `python -m fluxjax.train`: 0 when complete or stopped on request, 2 for bad settings or data."""
+    """The body of `python -m fluxjax.train`: 0 when complete or stopped on request, 2 for what the user can mend."""
     use_compile_cache()
     try:
         with FluxTrainer(config) as trainer:
             trainer.fit()
-    except (ConfigError, DataError, CheckpointError) as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -39,7 +39,9 @@ class MetricsLog:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(temporary, self.file)  # a run killed here has lost no line
         self._stream = self.file.open("a", buffering=1)
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
+        self._board = SummaryWriter(
+            str(run_dir / "tensorboard"), flush_secs=10, purge_step=None if resume_step is None else resume_step + 1
+        )
         self._gauges: dict[str, prometheus_client.Gauge] = {}
         self._registry = prometheus_client.CollectorRegistry()
         self._server = None

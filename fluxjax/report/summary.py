@@ -35,7 +35,8 @@ class Summary:
     logprob_gap_alarms: int = 0  # steps whose gap exceeded `report.logprob_gap_alarm`
     samples_trained: int = 0  # responses
     tokens_trained: int = 0  # response tokens
-    samples_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # reason -> prompts
+    samples_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # reason -> prompts, of all phases
+    steps_not_finite: int = 0  # steps whose gradients were not finite: they changed nothing
     checkpoints_failed: int = 0
     resumed_from: list[int] = dataclasses.field(default_factory=list)  # steps
 
