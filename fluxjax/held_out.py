@@ -1,11 +1,11 @@
-"""Accuracy on held-out prompts: greedy answers of an engine, judged by each source's reward."""
+"""Accuracy on held-out prompts: greedy answers of an engine, scored by each source's reward."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from rollout.engine import Engine, GenerateRequest, SamplingParams
 
 from .types import PreparedPrompt, Prompt, Reward
 
-Judge = Callable[[Prompt, str], Reward]
+Score = Callable[[Prompt, str], Awaitable[Reward]]
 
 
 @dataclasses.dataclass
@@ -21,7 +21,7 @@ class HeldOut:
     """The held-out prompts of every source, decoded once and kept: they are asked again and again."""
 
     prompts: Mapping[str, Sequence[PreparedPrompt]]
-    judge: Judge
+    score: Score
     decode: Callable[[Sequence[int]], str]
     sampling: SamplingParams
 
@@ -36,9 +36,11 @@ class HeldOut:
         answers = [asyncio.ensure_future(self._answer(engine, i, p, blind)) for i, (_, p) in enumerate(asked)]
         await asyncio.sleep(0)  # every request is queued before the first is served
         await engine.resume()
+        texts = await asyncio.gather(*answers)
+        rewards = await asyncio.gather(*(self.score(p.prompt, text) for (_, p), text in zip(asked, texts, strict=True)))
         right: dict[str, list[bool]] = collections.defaultdict(list)
-        for (source, prepared), text in zip(asked, await asyncio.gather(*answers), strict=True):
-            right[source].append(self.judge(prepared.prompt, text).correct)
+        for (source, _), reward in zip(asked, rewards, strict=True):
+            right[source].append(reward.correct)
         return {source: float(np.mean(values)) for source, values in right.items()}
 
     async def _answer(self, engine: Engine, index: int, prepared: PreparedPrompt, blind: bool) -> str:

@@ -381,7 +381,7 @@ class FluxTrainer:
             if not prepared:
                 raise DataError(f"data.sources.{name}: none of {count} held-out prompts can be used: {skipped[0][1]}")
             prompts[name] = prepared
-        return HeldOut(prompts, self.rewards.judge, self.processor.decode, self.sampling)
+        return HeldOut(prompts, self.rewards.score_text, self.processor.decode, self.sampling)
 
     def count_skip(self, reason: str) -> None:
         """One more prompt that could not be used, for the summary."""

@@ -60,7 +60,7 @@ def prepare_prompt(
     except MediaError as error:
         return _skip(prompt, error.reason.partition(":")[0], str(error))
     except PromptError as error:
-        return _skip(prompt, "marks and media disagree", str(error))
+        return _skip(prompt, error.reason, str(error))
     except MemoryError:
         raise
     except Exception as error:  # a decoder's surprise about one file must not end the run

@@ -16,4 +16,12 @@ class MediaError(ValueError):
 
 
 class PromptError(ValueError):
-    """Text and media of a prompt do not fit together."""
+    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it. `reason` is a
+    short name of the kind of problem, for counting."""
+
+    def __init__(self, message: str, reason: str = "marks and media disagree") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (str(self), self.reason)

@@ -187,7 +187,7 @@ class Processor:
                 f"{len(kinds)} were given ({', '.join(kinds) or 'none'}); it needs one mark for each, in order"
             )
         if media and not self.vision:
-            raise PromptError("this checkpoint reads text only, but media were given")
+            raise PromptError("this checkpoint reads text only, but media were given", "media for a text-only model")
 
     def _load(self, kind: str, source: Source) -> _Medium:
         if kind == "image":
