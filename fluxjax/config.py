@@ -78,6 +78,12 @@ class SourceConfig:
     weight: float = 1.0
     reward: str = "exact"  # a name in `fluxjax.rewards`, or module:function
     warm_start_path: str = ""  # records for the warm start, same format; empty: as embedded, or the training records
+    # Names of fields (columns) in the file; empty: the usual names are recognised (`fluxjax.data.fields.ALIASES`).
+    prompt_field: str = ""
+    answer_field: str = ""
+    images_field: str = ""
+    videos_field: str = ""
+    id_field: str = ""
 
 
 @dataclasses.dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pathlib
 
-from ..config import DataConfig
+from ..config import DataConfig, SourceConfig
 from .errors import DataError, RecordError
 from .fields import Fields
 from .sources import Source, all_texts, common_words, open_source
@@ -20,6 +20,7 @@ __all__ = [
     "open_held_out",
     "open_source",
     "open_sources",
+    "open_warm_start",
 ]
 
 
@@ -29,7 +30,7 @@ def open_sources(config: DataConfig) -> dict[str, Source]:
     Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
     """
     return {
-        name: open_source(source.path or _embedded(config, name) / "train.jsonl", name)
+        name: open_source(source.path or _embedded(config, name) / "train.jsonl", name, _fields(source))
         for name, source in config.sources.items()
     }
 
@@ -39,7 +40,9 @@ def open_held_out(config: DataConfig) -> dict[str, Source]:
     result: dict[str, Source] = {}
     for name, source in config.sources.items():
         if source.eval_path or not source.path:
-            result[name] = open_source(source.eval_path or _embedded(config, name) / "eval.jsonl", name)
+            result[name] = open_source(
+                source.eval_path or _embedded(config, name) / "eval.jsonl", name, _fields(source)
+            )
         else:
             logging.getLogger("fluxjax.data").warning(
                 "data.sources.%s has no eval_path: its accuracy is not measured", name
@@ -56,8 +59,12 @@ def open_warm_start(config: DataConfig) -> dict[str, Source]:
             folder = _embedded(config, name)
             own = folder / "warm_start.jsonl"
             path = own if own.exists() else folder / "train.jsonl"
-        result[name] = open_source(path or source.path, name)
+        result[name] = open_source(path or source.path, name, _fields(source))
     return result
+
+
+def _fields(source: SourceConfig) -> Fields:
+    return Fields(source.prompt_field, source.answer_field, source.images_field, source.videos_field, source.id_field)
 
 
 def _embedded(config: DataConfig, name: str) -> pathlib.Path:
