@@ -51,7 +51,7 @@ def find_reward(name: str, field: str = "reward") -> RewardFunction:
         known = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
         raise ConfigError(f"{field} is {name!r}, but {module_name} has no {attribute!r}; it has {', '.join(known)}")
     if not callable(function):
-        raise ConfigError(f"{field} is {name!r}, which is not a function but a {type(function).__name__}")
+        raise ConfigError(f"{field} is {name!r}, which is not a function but of type {type(function).__name__}")
     return function
 
 
@@ -113,13 +113,12 @@ class Scorer:
         if prompt.source in self._inline:
             return self._guarded(rule, prompt, text)
         future = _in_daemon_thread(_run_coroutine if inspect.iscoroutinefunction(rule) else _call, rule, prompt, text)
-        try:
-            result = future.result(self.timeout)
-        except TimeoutError:
+        concurrent.futures.wait([future], self.timeout)
+        if not future.done():
             return self._failed(prompt, f"timed out after {self.timeout:g} s")
-        except Exception as error:
+        if (error := future.exception()) is not None:
             return self._failed(prompt, f"{type(error).__name__}: {error}")
-        return self._checked(prompt, result)
+        return self._checked(prompt, future.result())
 
     def _guarded(self, rule: RewardFunction, prompt: Prompt, text: str) -> Reward:
         try:

@@ -16,15 +16,15 @@ import pytest
 from PIL import Image
 
 from fluxjax.config import ConfigError, DataConfig, SourceConfig
-from fluxjax.data import DataError, building, open_held_out, open_sources
+from fluxjax.data import DataError, building, embedded, open_held_out, open_sources, open_warm_start
 from fluxjax.data.digits import DigitsRecipe, draw_length
 from fluxjax.data.embedded import digest, ensure
 from fluxjax.data.pans import DIRECTIONS, PansRecipe, encode, load_photos
 from fluxjax.data.strings import StringsRecipe
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DIGITS = DigitsRecipe(train=12, held_out=12)
-PANS = PansRecipe(train=6, held_out=6)
+DIGITS = DigitsRecipe(train=12, held_out=12, warm_start=12)
+PANS = PansRecipe(train=6, held_out=6, warm_start=2)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def frames_of(path):
 
 def test_digit_strips_are_png_files_as_long_as_their_answers(root):
     folder = ensure("digits", root, DIGITS)
-    for name in ("train", "eval"):
+    for name in ("train", "eval", "warm_start"):
         records = manifest(folder / f"{name}.jsonl")
         assert len(records) == 12
         for record in records:
@@ -66,11 +66,67 @@ def test_held_out_digits_are_scans_that_training_never_uses(root):
         cells.setdefault(cell.tobytes(), set()).add(index)
     folder = ensure("digits", root, DIGITS)
     for record in manifest(folder / "eval.jsonl"):
-        strip = np.asarray(Image.open(folder / record["images"][0]))
+        with Image.open(folder / record["images"][0]) as image:
+            strip = np.asarray(image)
         for i, digit in enumerate(record["answer"]):
             scans = cells[strip[:, 16 * i : 16 * (i + 1)].tobytes()]
             assert scans <= held_out
             assert {str(data.target[scan]) for scan in scans} == {digit}
+
+
+def test_the_warm_start_sees_one_scan_of_each_digit_and_every_length(tmp_path):
+    recipe = DigitsRecipe(
+        train=1, held_out=1, warm_start=24, rotation=0.0, scaling=0.0, shift=0.0, brightness=(1.0, 1.0)
+    )
+    folder = ensure("digits", tmp_path, recipe)
+    seen = {}
+    for i, record in enumerate(manifest(folder / "warm_start.jsonl")):
+        assert len(record["answer"]) == i % 12 + 1
+        with Image.open(folder / record["images"][0]) as image:
+            strip = np.asarray(image)
+        for position, digit in enumerate(record["answer"]):
+            seen.setdefault(digit, set()).add(strip[:, 16 * position : 16 * (position + 1)].tobytes())
+    assert sorted(seen) == list("0123456789") and all(len(cells) == 1 for cells in seen.values())
+
+
+def test_the_warm_start_sees_a_few_of_the_training_clips(root):
+    folder = ensure("pans", root, PANS)
+    assert manifest(folder / "warm_start.jsonl") == manifest(folder / "train.jsonl")[:2]
+
+
+def test_sources_of_the_warm_start(root, tmp_path, monkeypatch):
+    monkeypatch.setitem(embedded.RECIPES, "digits", DIGITS)
+    monkeypatch.setitem(embedded.RECIPES, "reverse", StringsRecipe(train=30, held_out=5))
+    (tmp_path / "own.jsonl").write_text('{"prompt": "1 + 1", "answer": 2}\n')
+    (tmp_path / "warm.jsonl").write_text('{"prompt": "2 + 2", "answer": 4}\n')
+    own, warm = str(tmp_path / "own.jsonl"), str(tmp_path / "warm.jsonl")
+    names = {
+        "digits": SourceConfig(),
+        "reverse": SourceConfig(),
+        "own": SourceConfig(path=own),
+        "other": SourceConfig(path=own, warm_start_path=warm),
+    }
+    sources = open_warm_start(DataConfig(root=str(root), sources=names))
+    assert {name: source[0].id for name, source in sources.items()} == {
+        "digits": "warm_start-00000",
+        "reverse": "train-00000",
+        "own": "1",
+        "other": "1",
+    }
+    assert (sources["own"][0].answer, sources["other"][0].answer) == ("2", "4")
+
+
+def test_field_names_of_the_configuration_are_used(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "no", "q": "<image>?", "a": "yes", "picture": "p.png", "n": 7}\n')
+    path = str(tmp_path / "x.jsonl")
+    source = SourceConfig(
+        path=path, eval_path=path, prompt_field="q", answer_field="a", images_field="picture", id_field="n"
+    )
+    config = DataConfig(sources={"x": source})
+    for opened in (open_sources(config), open_held_out(config), open_warm_start(config)):
+        prompt = opened["x"][0]
+        assert (prompt.id, prompt.text, prompt.answer) == ("7", "<image>?", "yes")
+        assert prompt.media[0].path == str(tmp_path / "p.png")
 
 
 def test_digit_lengths_have_a_long_tail():
@@ -129,10 +185,12 @@ def test_two_builds_are_equal_and_another_recipe_is_another_folder(root, tmp_pat
     first, second = ensure("digits", root, DIGITS), ensure("digits", tmp_path, DIGITS)
     assert first.name == second.name
     files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
-    assert len(files) == 12 + 12 + 3
+    assert len(files) == 3 * 12 + 4  # pictures, three manifests and the recipe
     for file in files:
         assert (first / file).read_bytes() == (second / file).read_bytes()
-    assert digest(DIGITS) != digest(DigitsRecipe(train=12, held_out=12, seed=1)) != digest(DigitsRecipe())
+    assert (
+        digest(DIGITS) != digest(DigitsRecipe(train=12, held_out=12, warm_start=12, seed=1)) != digest(DigitsRecipe())
+    )
 
 
 def test_what_is_there_is_not_built_again(root, monkeypatch):
@@ -144,7 +202,7 @@ def test_what_is_there_is_not_built_again(root, monkeypatch):
 def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path, capfd):
     ensure("digits", tmp_path, DIGITS)
     lines = capfd.readouterr().err.splitlines()
-    assert lines == [f"digit strips: {n}/24" for n in (6, 12, 18, 24)]
+    assert lines == [f"digit strips: {n}/36" for n in (9, 18, 27, 36)]
 
 
 def test_the_default_recipes_are_those_of_the_default_sources():
@@ -154,8 +212,6 @@ def test_the_default_recipes_are_those_of_the_default_sources():
 
 
 def test_sources_open_by_name_and_by_path(root, monkeypatch, caplog):
-    from fluxjax.data import embedded
-
     monkeypatch.setitem(embedded.RECIPES, "digits", DIGITS)
     folder = ensure("digits", root, DIGITS)
     config = DataConfig(
@@ -223,9 +279,10 @@ def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = shutil.which("mount")
-    if mount is None or subprocess.run(
-        [mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True
-    ).returncode:
+    if (
+        mount is None
+        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode
+    ):
         pytest.skip("needs the permission to mount a tmpfs; the file size limit below covers the same path")
     yield folder
     subprocess.run(["umount", folder], check=True)

@@ -1,0 +1,294 @@
+"""Preparation ahead of use: order, states, limits, and files that cannot be used."""
+
+import asyncio
+import io
+import json
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from fluxjax.collaborators import PromptSource
+from fluxjax.config import Config
+from fluxjax.data import DataError, all_texts, common_words, open_source
+from fluxjax.data.digits import DigitsRecipe
+from fluxjax.data.embedded import ensure
+from fluxjax.data.loader import PromptLoader
+from fluxjax.data.pans import PansRecipe
+from fluxjax.data.prepare import Limits, Preparer, prepare_prompt
+from fluxjax.data.strings import StringsRecipe
+from fluxjax.types import Prompt
+from models.inputs import ModelInput
+from models.processing import Processor, tiny
+from models.processing.settings import PatchLayout
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("embedded")
+    return {
+        "digits": ensure("digits", root, DigitsRecipe(train=20, held_out=4)),
+        "pans": ensure("pans", root, PansRecipe(train=6, held_out=4)),
+        "reverse": ensure("reverse", root, StringsRecipe(train=10, held_out=2)),
+    }
+
+
+def build(path_by_name, *, tokens=64, patches=256, seed=0, vision=True, epochs=None):
+    """A preparer with its processor, over manifests."""
+    sources = {name: open_source(path, name) for name, path in path_by_name.items()}
+    processor = tiny.build(
+        all_texts(sources.values()),
+        common_words(sources.values()),
+        layout=PatchLayout(patch_size=8, window_size=32) if vision else None,
+    )
+    config = Config()
+    config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 16, tokens + 16
+    config.packing.patches_per_device = patches
+    loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), seed, epochs)
+    return Preparer(processor, loader, config, workers=2)
+
+
+def draw_all(preparer, counts):
+    async def run():
+        return [await preparer.draw(count) for count in counts]
+
+    return asyncio.run(run())
+
+
+def draws(results):
+    return [p.prompt.draw for prepared, _ in results for p in prepared]
+
+
+def test_images_videos_and_text_come_prepared_in_draw_order(folders):
+    preparer = build({name: folder / "train.jsonl" for name, folder in folders.items()})
+    results = draw_all(preparer, [6, 1, 9])
+    assert [len(prepared) for prepared, _ in results] == [6, 1, 9] and draws(results) == list(range(16))
+    for prepared in (p for result, _ in results for p in result):
+        prompt, vision = prepared.prompt, prepared.inputs.vision
+        if prompt.source == "reverse":
+            assert vision is None
+        else:
+            # a digit is 2 x 2 patches; of a clip, 4 frames make 2 pairs of 4 x 4 patches
+            assert vision.num_patches == (32 if prompt.source == "pans" else 4 * len(prompt.answer))
+    preparer.close()
+
+
+def test_it_is_what_the_runtime_draws_from(folders):
+    preparer = build({"reverse": folders["reverse"] / "train.jsonl"}, vision=False)
+    assert isinstance(preparer, PromptSource)
+    preparer.close()
+
+
+def test_text_alone_needs_no_vision(folders):
+    preparer = build({"reverse": folders["reverse"] / "train.jsonl"}, vision=False)
+    ((prepared, skipped),) = draw_all(preparer, [4])
+    assert len(prepared) == 4 and not skipped
+    assert all(preparer.processor.decode(p.inputs.token_ids_T.tolist()) == p.prompt.text for p in prepared)
+    preparer.close()
+
+
+def test_the_state_is_of_what_was_handed_out_whatever_was_read_ahead(folders):
+    paths = {name: folder / "train.jsonl" for name, folder in folders.items()}
+    straight = build(paths)
+    whole = [p.prompt for prepared, _ in draw_all(straight, [40]) for p in prepared]
+    preparer = build(paths)
+    assert preparer.state_dict()["loader"]["draw"] == 0
+    done = 0
+    for count in (7, 2, 7, 8):
+        draw_all(preparer, [count])
+        done += count
+        preparer._reading.result()  # the next draws have been read by now
+        assert preparer.loader.state_dict()["draw"] > done
+        state = json.loads(json.dumps(preparer.state_dict()))
+        assert state["loader"]["draw"] == done
+        resumed = build(paths)
+        resumed.load_state_dict(state)
+        assert [p.prompt for prepared, _ in draw_all(resumed, [5]) for p in prepared] == whole[done : done + 5]
+        resumed.close()
+    preparer.load_state_dict(straight.state_dict())  # also backwards or forwards, with a queue to drop
+    assert draws(draw_all(preparer, [2])) == [40, 41]
+    preparer.close()
+    straight.close()
+
+
+def test_it_reads_ahead_while_the_caller_is_busy_and_no_further(folders):
+    preparer = build({"digits": folders["digits"] / "train.jsonl"})
+    draw_all(preparer, [5, 1])
+    preparer._reading.result()
+    assert preparer.loader.state_dict()["draw"] == 6 + 5
+    preparer.close()
+
+
+def test_the_end_of_the_data(folders):
+    preparer = build({"digits": folders["digits"] / "train.jsonl"}, epochs=1)
+    results = draw_all(preparer, [15, 15, 15])
+    assert [len(prepared) for prepared, _ in results] == [15, 5, 0]
+    preparer.close()
+
+
+# --- what cannot be used --------------------------------------------------------------------------
+
+
+def bad_manifest(folder, clip):
+    """Six usable records and four unusable ones, all with real files."""
+    Image.new("RGB", (1, 1)).save(folder / "pixel.png")
+    rotated = Image.new("RGB", (32, 16))
+    exif = rotated.getexif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    rotated.save(folder / "rotated.jpg", exif=exif)
+    Image.new("P", (32, 16)).save(folder / "palette.png")
+    content = clip.read_bytes()
+    (folder / "whole.mp4").write_bytes(content)
+    (folder / "cut.mp4").write_bytes(content[: len(content) // 2])
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "text.png").write_text("no picture")
+    files = ["pixel.png", "rotated.jpg", "palette.png", "missing.png", "empty.png", "text.png"]
+    records = [{"id": file, "prompt": "<image>Look", "answer": "a", "images": [file]} for file in files]
+    for file in ("whole.mp4", "cut.mp4"):
+        records.append({"id": file, "prompt": "<video>Look", "answer": "a", "videos": [file]})
+    records.append({"id": "plain", "prompt": "Look", "answer": "a"})
+    path = folder / "bad.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_files_that_cannot_be_used_are_skipped_counted_and_logged(folders, tmp_path, caplog):
+    clip = next((folders["pans"] / "videos").iterdir())
+    preparer = build({"bad": bad_manifest(tmp_path, clip)})
+    ((prepared, skipped),) = draw_all(preparer, [9])
+    shapes = {p.prompt.id: p.inputs.vision and p.inputs.vision.num_patches for p in prepared}
+    # A single pixel is enlarged to the least size, 16 x 16; the rotated picture is 16 wide and 32 high, so 2 x 4.
+    assert shapes == {"pixel.png": 4, "rotated.jpg": 8, "palette.png": 8, "whole.mp4": 32, "plain": None}
+    reasons = {prompt.id: reason for prompt, reason in skipped}
+    assert sorted(reasons) == ["cut.mp4", "empty.png", "missing.png", "text.png"]
+    assert reasons["missing.png"] == "no such file" and reasons["empty.png"] == "the file is empty"
+    assert preparer.skipped == dict.fromkeys(reasons.values(), 1) and len(set(reasons.values())) == 4
+    for id, reason in reasons.items():
+        assert f"skipped prompt {id} of bad: {reason} ({tmp_path / id}: " in caplog.text
+    state = json.loads(json.dumps(preparer.state_dict()))
+    preparer.load_state_dict(state)
+    assert preparer.skipped == dict.fromkeys(reasons.values(), 1)
+    preparer.close()
+
+
+def test_rotated_pictures_are_upright(folders, tmp_path):
+    clip = next((folders["pans"] / "videos").iterdir())
+    preparer = build({"bad": bad_manifest(tmp_path, clip)})
+    (prompt,) = [p for p in preparer.loader.sources["bad"].prompts if p.id == "rotated.jpg"]
+    ((prepared,), skipped) = preparer.prepare_all([prompt])
+    assert not skipped and np.asarray(prepared.inputs.vision.positions_P2).max(0).tolist() == [3, 1]
+    preparer.close()
+
+
+def test_prompts_beyond_the_limits_are_skipped(folders):
+    preparer = build({"digits": folders["digits"] / "train.jsonl"}, tokens=8, patches=8)
+    ((prepared, skipped),) = draw_all(preparer, [20])
+    assert prepared and all(len(p.inputs) <= 8 and p.inputs.vision.num_patches <= 8 for p in prepared)
+    reasons = {reason for _, reason in skipped}
+    assert reasons == {"prompt too long", "too many patches"}
+    assert len(prepared) + len(skipped) == 20
+    preparer.close()
+
+
+def test_bad_rows_of_a_table_are_skipped(tmp_path):
+    pq.write_table(pa.table({"problem": ["a?", None, "b?"], "answer": ["1", "2", "3"]}), tmp_path / "x.parquet")
+    preparer = build({"x": tmp_path / "x.parquet"}, vision=False)
+    ((prepared, skipped),) = draw_all(preparer, [3])
+    assert sorted(p.prompt.id for p in prepared) == ["x:0", "x:2"]
+    assert [(prompt.id, reason) for prompt, reason in skipped] == [("x:1", "no prompt")]
+    preparer.close()
+
+
+def test_a_parquet_source_with_embedded_pictures(folders, tmp_path):
+    pictures = sorted((folders["digits"] / "images").glob("train-*"))[:6]
+    table = pa.table(
+        {
+            "images": [[picture.read_bytes()] for picture in pictures],
+            "problem": ["<image>Digits?"] * 6,
+            "answer": [str(np.asarray(Image.open(io.BytesIO(p.read_bytes()))).shape[1] // 16) for p in pictures],
+        }
+    )
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=2)
+    preparer = build({"x": tmp_path / "x.parquet"})
+    ((prepared, skipped),) = draw_all(preparer, [6])
+    assert not skipped
+    assert all(p.inputs.vision.num_patches == 4 * int(p.prompt.answer) for p in prepared)
+    preparer.close()
+
+
+def test_data_of_which_nothing_can_be_used_ends_in_an_error_not_in_an_endless_search(tmp_path):
+    path = tmp_path / "gone.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x", "answer": "y", "image": f"{i}.png"}) + "\n" for i in range(5)))
+    preparer = build({"gone": path})
+
+    async def search():
+        while True:
+            await preparer.draw(3)
+
+    with pytest.raises(DataError, match=r"10 prompts in a row could not be used; .*no such file.*: 10"):
+        asyncio.run(search())
+    preparer.close()
+
+
+class Failing:
+    """A processor with a bug."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def prepare(self, text, media):
+        raise self.error
+
+    prepare_chat = prepare
+
+
+def test_surprises_of_a_decoder_are_skips_but_memory_is_not():
+    prompt, limits = Prompt("a", "s", "x", "y"), Limits(10, 10)
+    assert prepare_prompt(Failing(RuntimeError("odd")), prompt, limits) == "failed with RuntimeError"
+    with pytest.raises(MemoryError):
+        prepare_prompt(Failing(MemoryError()), prompt, limits)
+
+
+def test_an_error_of_a_worker_reaches_the_caller(folders):
+    preparer = build({"digits": folders["digits"] / "train.jsonl"})
+    preparer.processor = Failing(MemoryError("no more"))
+    with pytest.raises(MemoryError, match="no more"):
+        draw_all(preparer, [2])
+    preparer.close()
+
+
+def test_the_chat_template_is_used_when_the_configuration_says_so():
+    class Both:
+        def prepare(self, text, media):
+            return ModelInput(np.zeros(1, np.int32), np.zeros((3, 1), np.int32), -np.ones(1, np.int32), 1)
+
+        def prepare_chat(self, text, media):
+            return ModelInput(np.zeros(2, np.int32), np.zeros((3, 2), np.int32), -np.ones(2, np.int32), 2)
+
+    prompt, limits = Prompt("a", "s", "x", "y"), Limits(10, 10)
+    for chat, length in ((False, 1), (True, 2)):
+        assert len(prepare_prompt(Both(), prompt, limits, chat).inputs) == length
+
+
+def test_preparation_runs_in_several_threads_and_off_the_callers(folders):
+    preparer = build({"digits": folders["digits"] / "train.jsonl"})
+    barrier, names = threading.Barrier(2, timeout=30), set()
+
+    class Watched:
+        def prepare(self, text, media):
+            names.add(threading.current_thread().name)
+            if barrier.n_waiting or len(names) == 1:
+                barrier.wait()  # passes only if another thread prepares meanwhile
+                barrier.reset()
+            return processor.prepare(text, media)
+
+        prepare_chat = prepare
+
+    processor: Processor = preparer.processor
+    preparer.processor = Watched()
+    assert draws(draw_all(preparer, [2])) == [0, 1]
+    assert all(name.startswith("prepare") for name in names)
+    preparer.close()

@@ -1,0 +1,116 @@
+"""Rewards by rule: hand-computed values, and properties that every shaped reward must have."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxjax.rewards import REWARDS, digits, exact, number, positions
+from fluxjax.types import Prompt
+
+
+def prompt(answer):
+    return Prompt("1", "s", "?", answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("left", "left", True),
+        ("left", " Left.\n", True),
+        ("New York", "new  york", True),
+        ("STRASSE", "straße", True),
+        ("left", "left left", False),
+        ("left", "", False),
+        ("", "", True),
+        ("3.5", "35", False),
+    ],
+)
+def test_exact(answer, text, right):
+    assert exact(prompt(answer), text).correct is right
+    assert exact(prompt(answer), text).value == float(right)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "value"),
+    [
+        ("123", "123", 1.0),
+        ("123", "1 2 3", 1.0),
+        ("123", "124", 0.5 * 3 / 4),  # two digits and the end
+        ("123", "12", 0.5 * 2 / 4),  # two digits, ended early
+        ("123", "1234", 0.5 * 3 / 5),  # three digits, ended late
+        ("123", "312", 0.5 * 1 / 4),  # only the end is in place
+        ("1", "", 0.0),
+        ("7", "3", 0.5 * 1 / 2),
+        ("12", "x2", 0.5 * 2 / 3),
+    ],
+)
+def test_digits(answer, text, value):
+    reward = digits(prompt(answer), text)
+    assert reward.value == pytest.approx(value, abs=1e-12)
+    assert reward.correct is (value == 1.0)
+
+
+def test_positions_counts_white_space_and_forgives_case():
+    assert positions(prompt("ab cd"), "AB CD").correct
+    assert positions(prompt("ab cd"), "abcd").value == pytest.approx(0.5 * 2 / 6)
+
+
+@given(st.text("0123456789", min_size=1, max_size=12), st.text("0123456789 x", max_size=20))
+def test_shaped_rewards_are_bounded_and_only_the_answer_gets_all(answer, text):
+    for rule in (digits, positions):
+        reward = rule(prompt(answer), text)
+        assert 0 <= reward.value <= 1
+        assert reward.correct == (reward.value == 1.0)
+        assert reward.correct or reward.value <= 0.5
+
+
+@given(st.text("0123456789", min_size=2, max_size=12), st.data())
+def test_one_more_right_digit_is_always_worth_something(answer, data):
+    wrong = list("x" * len(answer))
+    values = []
+    for index in data.draw(st.permutations(range(len(answer)))):
+        values.append(digits(prompt(answer), "".join(wrong)).value)
+        wrong[index] = answer[index]
+    values.append(digits(prompt(answer), "".join(wrong)).value)
+    assert values == sorted(values) and len(set(values)) == len(values)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("1000", "The answer is 1,000", True),
+        ("1000", "1000.00", True),
+        ("1000", "2000/2", True),
+        ("0.5", "1/2", True),
+        ("0.5", ".5", True),
+        ("-3", "x = -3", True),
+        ("3", "-3", False),
+        ("7", "5 + 2 = 7", True),
+        ("7", "7 or maybe 8", False),
+        ("7", "seven", False),
+        ("seven", "seven", False),
+        ("7", "7/0", False),
+        ("12", "1,2", False),
+        ("1", "9" * 5000, False),
+        ("1", "1e999999999", False),
+        ("1", "1" + "/" * 1000, True),
+    ],
+)
+def test_number(answer, text, right):
+    assert number(prompt(answer), text).correct is right
+
+
+@pytest.mark.parametrize("name", REWARDS)
+@given(answer=st.text(max_size=30), text=st.text(max_size=200))
+def test_no_text_makes_a_rule_raise(name, answer, text):
+    reward = REWARDS[name](prompt(answer), text)
+    assert 0 <= reward.value <= 1
+
+
+def test_hostile_text_takes_no_time():
+    began = time.monotonic()
+    for text in ("," * 10**6, "1," * 10**6, "-" * 10**6, "1" * 10**6, "1/" * 10**6, "." * 10**6):
+        number(prompt("1"), text)
+    assert time.monotonic() - began < 20  # a bomb would take for ever; this is not a measurement

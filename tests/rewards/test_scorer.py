@@ -1,0 +1,156 @@
+"""The scorer: names, users' functions, and every way in which a rule can fail."""
+
+import asyncio
+import pathlib
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from fluxjax import collaborators
+from fluxjax.config import ConfigError, SourceConfig
+from fluxjax.rewards import REWARDS, Scorer, find_reward
+from fluxjax.types import Prompt, Response, Reward
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(autouse=True)
+def users_module(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    import user_rewards
+
+    user_rewards.released.clear()
+    yield user_rewards
+    user_rewards.released.set()
+
+
+def scorer(reward, **settings):
+    return Scorer({"s": SourceConfig(reward=reward)}, lambda ids: "".join(map(str, ids)), **settings)
+
+
+def response(*ids):
+    return Response("r", 0, 0, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
+
+
+PROMPT = Prompt("p1", "s", "?", "12")
+
+
+def both(subject, text):
+    """The reward by `score_text` and by `judge`, which must agree."""
+    reward = asyncio.run(subject.score_text(PROMPT, text))
+    assert subject.judge(PROMPT, text) == reward
+    return reward
+
+
+def test_a_response_is_decoded_and_scored():
+    assert isinstance(scorer("exact"), collaborators.Scorer)
+    assert asyncio.run(scorer("exact").score(PROMPT, response(1, 2))) == Reward(1.0, True)
+    assert asyncio.run(scorer("digits").score(PROMPT, response(1))).value == pytest.approx(0.5 / 3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "expected"),
+    [
+        ("starts_right", "123", Reward(0.25, False)),
+        ("as_bool", "12", Reward(1.0, True)),
+        ("as_bool", "13", Reward(0.0, False)),
+        ("later", "12", Reward(0.5, False)),
+    ],
+)
+def test_users_functions(rule, text, expected):
+    assert both(scorer(f"user_rewards:{rule}"), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        ("raises", "KeyError: 'nothing here'"),
+        ("exits", "RuntimeError: raised SystemExit"),
+        ("own_timeout", "TimeoutError: the judge's server"),
+        ("not_a_number", "returned nan"),
+        ("nonsense", "returned str, expected Reward or a number"),
+    ],
+)
+def test_a_rule_that_fails_is_a_scored_zero_with_a_reason(rule, reason, caplog):
+    assert both(scorer(f"user_rewards:{rule}"), "12") == Reward(0.0, False, reason)
+    assert f"reward of s for prompt p1: {reason}; scored 0" in caplog.text
+
+
+def test_a_failing_rule_is_logged_a_few_times_only(caplog):
+    subject = scorer("user_rewards:raises")
+    for _ in range(20):
+        subject.judge(PROMPT, "")
+    assert len(caplog.records) == 5 and "not logged" in caplog.records[-1].message
+
+
+@pytest.mark.parametrize("rule", ["hangs", "refuses_to_stop"])
+def test_a_rule_that_hangs_is_a_scored_zero_and_leaves_its_place(rule, users_module):
+    subject = scorer(f"user_rewards:{rule}", timeout=0.2, concurrency=1)
+
+    async def score_three():
+        try:
+            return await asyncio.gather(*(subject.score_text(PROMPT, "12") for _ in range(3)))
+        finally:
+            users_module.released.set()  # asyncio.run waits for coroutines that refuse to be cancelled
+
+    began = time.monotonic()
+    assert asyncio.run(score_three()) == [Reward(0.0, False, "timed out after 0.2 s")] * 3
+    assert time.monotonic() - began < 30
+
+
+def test_judging_does_not_wait_for_ever_either():
+    assert scorer("user_rewards:hangs", timeout=0.2).judge(PROMPT, "12").reason == "timed out after 0.2 s"
+
+
+def test_a_hanging_rule_does_not_hold_up_the_end_of_the_process():
+    script = f"""
+        import asyncio, sys
+        sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
+        from fluxjax.config import SourceConfig
+        from fluxjax.rewards import Scorer
+        from fluxjax.types import Prompt
+        subject = Scorer({{"s": SourceConfig(reward="user_rewards:hangs")}}, str, timeout=0.2)
+        print(asyncio.run(subject.score_text(Prompt("1", "s", "?", "1"), "1")).reason)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "timed out after 0.2 s\n"
+
+
+def test_a_cancelled_score_is_cancelled(users_module):
+    subject = scorer("user_rewards:hangs", timeout=60.0)
+
+    async def cancel():
+        task = asyncio.create_task(subject.score_text(PROMPT, ""))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+
+
+def test_built_in_rules_are_found_by_name():
+    for name in REWARDS:
+        assert find_reward(name) is REWARDS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exakt", "data.sources.s.reward is 'exakt'; it must be one of exact, positions, digits, number, or module:"),
+        ("no_such_module:f", "importing 'no_such_module' raised ModuleNotFoundError: No module named"),
+        ("user_rewards:starts_rite", "user_rewards has no 'starts_rite'; it has starts_right, as_bool"),
+        ("user_rewards:NOT_A_FUNCTION", "is not a function but of type int"),
+        ("user_rewards:", "user_rewards has no ''"),
+        (":f", "importing '' raised ValueError"),
+    ],
+)
+def test_a_wrong_reward_is_said_at_the_start(name, message):
+    with pytest.raises(ConfigError, match=message):
+        scorer(name)
