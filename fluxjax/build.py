@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import pathlib
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 
@@ -13,18 +11,18 @@ import models
 from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
 from models.processing import Processor
-from models.processing.processor import MARK
 from models.processing.settings import PatchLayout
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 
 from .config import Config, ConfigError, ModelConfig
+from .data.sources import Source, all_texts, common_words
 
 
-def build_model(config: Config, texts: Iterable[str]) -> tuple[Decoder, Processor]:
+def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder, Processor]:
     """The model with float32 master weights, and its processor.
 
-    `texts` are all prompts and answers of the training data: the tiny tokenizer is built from them.
+    The tiny tokenizer is built from the prompts and answers of the training `sources`.
     Raises `ConfigError` when `model.path` is no checkpoint folder.
     """
     data = config.data
@@ -42,24 +40,15 @@ def build_model(config: Config, texts: Iterable[str]) -> tuple[Decoder, Processo
         if not processor.eos_ids:
             raise ConfigError(f"model.path: {path} names no end token (generation_config.json, eos_token_id)")
         return model, processor
-    texts = list(texts)
     vision = tiny_vision(config.model) if config.model.vision else None
     processor = build_processor(
-        texts,
-        words=common_words(texts),
+        all_texts(sources.values()),
+        words=common_words(sources.values()),
         layout=PatchLayout.of(vision) if vision else None,
         num_frames=data.video_frames or 4,
         **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
     )
     return models.create(tiny_model(config.model, processor, vision), config.seed), processor
-
-
-def common_words(texts: Sequence[str]) -> list[str]:
-    """Words that stand in at least one text of a hundred become tokens of their own; the rest is spelt."""
-    counts = collections.Counter(
-        word for text in texts for word in set(re.findall(r"[A-Za-z]{2,}", MARK.sub("", text)))
-    )
-    return sorted(word for word, count in counts.items() if 100 * count >= len(texts))
 
 
 def tiny_vision(model: ModelConfig) -> VisionConfig:

@@ -104,8 +104,7 @@ class FluxTrainer:
 
         with self.summary.stage("build"):
             # --- model --------------------------------------------------------------------------
-            texts = (text for source in self.sources.values() for text in source.texts())
-            self.model, self.processor = build_model(config, texts)
+            self.model, self.processor = build_model(config, self.sources)
             self.vision = self.model.config.vision if isinstance(self.model.config, Qwen25VLConfig) else None
 
             # --- mesh and learner ---------------------------------------------------------------
