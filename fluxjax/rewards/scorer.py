@@ -103,22 +103,11 @@ class Scorer:
                 running.cancel()
             if not done:
                 return self._failed(prompt, f"timed out after {self.timeout:g} s")
+            if running.cancelled():
+                return self._failed(prompt, "cancelled itself")
             if (error := running.exception()) is not None:
                 return self._failed(prompt, f"{type(error).__name__}: {error}")
             return self._checked(prompt, running.result())
-
-    def judge(self, prompt: Prompt, text: str) -> Reward:
-        """`score_text` for callers without an event loop. Not to be called from within one."""
-        rule = self._rules[prompt.source]
-        if prompt.source in self._inline:
-            return self._guarded(rule, prompt, text)
-        future = _in_daemon_thread(_run_coroutine if inspect.iscoroutinefunction(rule) else _call, rule, prompt, text)
-        concurrent.futures.wait([future], self.timeout)
-        if not future.done():
-            return self._failed(prompt, f"timed out after {self.timeout:g} s")
-        if (error := future.exception()) is not None:
-            return self._failed(prompt, f"{type(error).__name__}: {error}")
-        return self._checked(prompt, future.result())
 
     def _guarded(self, rule: RewardFunction, prompt: Prompt, text: str) -> Reward:
         try:
@@ -150,14 +139,6 @@ class Scorer:
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self.concurrency)
         return self._slots[1]
-
-
-def _call(rule: RewardFunction, prompt: Prompt, text: str) -> Any:
-    return rule(prompt, text)
-
-
-def _run_coroutine(rule: RewardFunction, prompt: Prompt, text: str) -> Any:
-    return asyncio.run(rule(prompt, text))
 
 
 def _in_daemon_thread(function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:

@@ -55,3 +55,7 @@ async def refuses_to_stop(prompt, text):
             if released.is_set():
                 raise
     return 1.0
+
+
+async def cancels_itself(prompt, text):
+    raise asyncio.CancelledError
