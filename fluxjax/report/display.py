@@ -82,24 +82,25 @@ class Display:
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         # The median: a step that compiles takes a hundred times as long as the next one.
         per_step = statistics.median(b - a for a, b in pairwise(self._ended))
-        parts = [f"{self._phase} {step}/{self._total}", *self._numbers(metrics).values(), self._shares()]
+        numbers = [f"{name} {value}" for name, value in self._numbers(metrics).items()]
+        parts = [f"{self._phase} {step}/{self._total}", *numbers, self._shares()]
         parts.append(f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s")
         return " | ".join(part for part in parts if part)
 
     def _numbers(self, metrics: Mapping[str, float]) -> dict[str, str]:
         shown = {}
         if "reward/mean" in metrics:
-            shown["reward"] = f"reward {metrics['reward/mean']:.3f}"
+            shown["reward"] = f"{metrics['reward/mean']:.3f}"
             each = [f"{k.removeprefix('accuracy/')} {v:.0%}" for k, v in metrics.items() if k.startswith("accuracy/")]
-            shown["training"] = "sampled " + ", ".join(each)
+            shown["sampled"] = ", ".join(each)
         elif "loss" in metrics:
-            shown["loss"] = f"loss {metrics['loss']:.3f}"
+            shown["loss"] = f"{metrics['loss']:.3f}"
         if self._eval:
-            shown["held out"] = "held out " + ", ".join(f"{k} {v:.0%}" for k, v in self._eval.items())
+            shown["held out"] = ", ".join(f"{k} {v:.0%}" for k, v in self._eval.items())
         if "tokens_per_second" in metrics:
             shown["speed"] = f"{metrics['tokens_per_second']:,.0f} tok/s"
         if "rollout_trainer_logprob_gap" in metrics:
-            shown["gap"] = f"gap {metrics['rollout_trainer_logprob_gap']:.1e}"
+            shown["gap"] = f"{metrics['rollout_trainer_logprob_gap']:.1e}"
         return shown
 
     def _shares(self) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 import prometheus_client
 from tensorboardX import SummaryWriter
 
+from ..config import ConfigError
+
 
 class MetricsLog:
     """Appends to `run_dir/metrics.jsonl` and `run_dir/tensorboard/`.
@@ -28,8 +30,17 @@ class MetricsLog:
         evaluated_step: int | None = None,
         prometheus_port: int = 0,
     ) -> None:
-        """`evaluated_step` defaults to `resume_step`. Raises OSError if the folder cannot be written or the port is
-        taken."""
+        """`evaluated_step` defaults to `resume_step`. Raises OSError if the folder cannot be written,
+        `ConfigError` if the port is taken."""
+        self._registry = prometheus_client.CollectorRegistry()
+        self._server = None
+        if prometheus_port:
+            try:
+                self._server, _ = prometheus_client.start_http_server(prometheus_port, registry=self._registry)
+            except OSError as error:
+                raise ConfigError(
+                    f"report.prometheus_port: cannot serve on {prometheus_port}: {error.strerror}"
+                ) from error
         self.file = run_dir / "metrics.jsonl"
         kept = []
         if resume_step is not None:
@@ -43,10 +54,6 @@ class MetricsLog:
             str(run_dir / "tensorboard"), flush_secs=10, purge_step=None if resume_step is None else resume_step + 1
         )
         self._gauges: dict[str, prometheus_client.Gauge] = {}
-        self._registry = prometheus_client.CollectorRegistry()
-        self._server = None
-        if prometheus_port:
-            self._server, _ = prometheus_client.start_http_server(prometheus_port, registry=self._registry)
 
     def log(self, phase: str, step: int, metrics: Mapping[str, float]) -> None:
         """`phase` is warm_start, rl or eval; `metrics` maps names like `reward/digits` to numbers."""
