@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -61,7 +63,10 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return ok
         args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
+        needed = sum(array.nbytes for array in jax.tree.leaves(arrays))
         try:
+            if shutil.disk_usage(self.folder).free < needed + _MARGIN:  # Orbax itself would fail slowly and loudly
+                raise OSError(errno.ENOSPC, f"No space left for {needed} bytes")
             self._manager.save(step, args=args, force=True)
         except _WRITE_ERRORS as error:
             self._note_failure(error)
@@ -125,7 +130,23 @@ class Checkpoints:
         self._manager = self._open()
 
 
+_MARGIN = 2**20  # bytes beside the arrays: metadata, many small files
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for what Orbax logs of a write that failed: hundreds of lines of tracebacks from each of its threads and
+    from asyncio, in which the one line of `_note_failure` would be lost."""
+    trace = record.exc_info[2] if record.exc_info else None
+    while trace is not None:
+        if f"{os.sep}orbax{os.sep}" in trace.tb_frame.f_code.co_filename:
+            return False
+        trace = trace.tb_next
+    return True
+
+
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(_is_news)
 
 
 def like(arrays: Any, shardings: Any = None) -> Any:

@@ -1,6 +1,7 @@
 """Checkpoints: exact, atomic, newest few kept, onto other meshes, and honest when the disk is full."""
 
 import logging
+import os
 import pathlib
 import subprocess
 
@@ -83,14 +84,21 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
-def test_full_disk_loses_nothing_and_says_so(small_disk, caplog):
+def limit(disk: pathlib.Path, files: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,nr_inodes={files}", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("noticed", ["before", "while writing"])
+def test_full_disk_loses_nothing_and_says_so(noticed, small_disk, caplog):
     checkpoints = Checkpoints(small_disk / "c", keep=3)
     good = {"w": jnp.arange(1000.0)}
     assert checkpoints.save(1, good, {"step": 1}) and checkpoints.wait()
-    noise = jax.random.normal(jax.random.key(0), (2_000_000,))
+    noise = jax.random.normal(jax.random.key(0), (1000 if noticed == "while writing" else 2_000_000,))
+    if noticed == "while writing":  # bytes are left, but no more files can be made
+        limit(small_disk, os.statvfs(small_disk).f_files - os.statvfs(small_disk).f_ffree + 4)
     with caplog.at_level(logging.ERROR):
-        checkpoints.save(2, {"w": noise}, {"step": 2})
-        assert not checkpoints.wait()
+        assert not (checkpoints.save(2, {"w": noise}, {"step": 2}) and checkpoints.wait())
+    limit(small_disk, 1000)
     assert checkpoints.failed and "disk is full" in caplog.text and "newest good one is step 1" in caplog.text
     step, restored, state = checkpoints.restore(like(good))
     assert step == 1 and state == {"step": 1}
