@@ -1,0 +1,283 @@
+"""Bad files, bad settings, bad run folders and full disks, met by whole runs: a counted skip or one clear line."""
+
+import errno
+import json
+import pathlib
+import shutil
+import socket
+import subprocess
+
+import jax
+import pytest
+from PIL import Image
+from run_cases import (
+    COLOURS,
+    Commands,
+    checkpoint_steps,
+    clip,
+    ended,
+    flags,
+    letters,
+    logged,
+    picture,
+    summary,
+    write_jsonl,
+)
+
+from fluxjax.cli import load
+from fluxjax.report.metrics import read
+from fluxjax.trainer import main
+
+TEXT, VLM = "configs/text.py", "configs/vlm.py"
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    return Commands(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return letters(tmp_path_factory.mktemp("letters"))
+
+
+@pytest.fixture(scope="module")
+def finished(commands, data, tmp_path_factory):
+    """A short run to be damaged in copies."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    commands.run(run_dir, TEXT, flags(**data, **SHORT))
+    return run_dir
+
+
+SHORT = {"steps": 2, "warm_start__steps": 0, "checkpoint__every": 1, "evaluation__every": 0}
+
+
+def refused(commands, run_dir, config, arguments) -> str:
+    """What a run prints that ends at once with exit status 2: one line, no traceback."""
+    process = commands.start(run_dir, config, arguments)
+    with ended(process):
+        assert process.wait(120) == 2
+    lines = (run_dir.parent / f"{run_dir.name}.log").read_text().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in "\n".join(lines), lines
+    return errors[0]
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+def odd_files(folder: pathlib.Path) -> dict[str, object]:
+    """Sources for `configs/vlm.py` in which half of the files are odd: some can be used, some cannot."""
+    for name, colour in COLOURS.items():
+        picture(folder / f"{name}.png", colour)
+        clip(folder / f"{name}.mp4", colour)
+    Image.new("RGB", (1, 1)).save(folder / "pixel.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    Image.new("RGB", (48, 32), (200, 30, 30)).save(folder / "turned.jpg", exif=exif)
+    Image.new("P", (32, 32), 1).save(folder / "palette.png")
+    whole = (folder / "red.mp4").read_bytes()
+    (folder / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+
+    def records(field: str, names: list[str]) -> list[dict]:
+        return [{"id": name, "prompt": "Colour?", "answer": name[0], field: [name]} for name in names]
+
+    images = records("images", ["red.png", "blue.png", "turned.jpg", "palette.png", "pixel.png", "missing.png"])
+    videos = records("videos", ["red.mp4", "blue.mp4", "cut.mp4"])
+    good = {"digits": records("images", ["red.png"]), "pans": records("videos", ["red.mp4"])}
+    made: dict[str, object] = {}
+    for source, train in (("digits", images), ("pans", videos)):
+        made[f"data__sources__{source}__path"] = write_jsonl(folder / f"{source}.jsonl", train)
+        held_out = write_jsonl(folder / f"{source}-eval.jsonl", good[source])
+        made |= {f"data__sources__{source}__eval_path": held_out, f"data__sources__{source}__reward": "exact"}
+        made[f"data__sources__{source}__weight"] = 1.0
+    return made
+
+
+@pytest.mark.slow
+def test_odd_files_are_used_or_skipped_and_counted(commands, tmp_path):
+    (tmp_path / "data").mkdir()
+    settings = odd_files(tmp_path / "data")
+    own = SHORT | {"steps": 4, "warm_start__steps": 2, "report__dump_samples_every": 1, "report__dump_samples": 32}
+    run_dir = tmp_path / "run"
+    printed = commands.run(run_dir, VLM, flags(**settings, **own))
+    assert "Traceback" not in printed
+    result = summary(run_dir)
+    assert result["complete"] and result["samples_trained"] == 4 * 16
+    assert set(result["samples_skipped"]) == {"no such file", "cannot be opened as a video"}
+    assert all(count >= 1 for count in result["samples_skipped"].values())
+    for name in ("missing.png", "cut.mp4"):
+        assert name in printed  # the log says which file it was
+    dumps = [json.loads(line) for file in (run_dir / "samples").iterdir() for line in file.read_text().splitlines()]
+    used = {record["id"] for record in dumps}
+    assert used == {"red.png", "blue.png", "turned.jpg", "palette.png", "pixel.png", "red.mp4", "blue.mp4"}
+
+
+@pytest.mark.slow
+def test_wrong_field_name(commands, data, tmp_path):
+    lines = data["data__sources__reverse__path"].read_text().splitlines()
+    lines[4] = lines[4].replace('"answer"', '"anwser"')
+    file = tmp_path / "typo.jsonl"
+    file.write_text("\n".join(lines))
+    settings = flags(**data | {"data__sources__reverse__path": file}, **SHORT)
+    error = refused(commands, tmp_path / "run", TEXT, settings)
+    assert f"{file}:5:" in error and "'anwser'" in error and "'answer'" in error
+
+
+def tried(capsys, run_dir: pathlib.Path, config: str, data: dict, **own: object) -> str:
+    """The one line on standard error of a run in this process that is refused."""
+    assert main(load([f"--config={config}", f"--config.run_dir={run_dir}", *flags(**data, **SHORT | own)])) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture
+def own_compile_settings():
+    """`main` decides where compiled programs are kept; not for the other tests of this session."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+pytestmark = pytest.mark.usefixtures("own_compile_settings")
+
+
+def test_unknown_embedded_source(capsys, tmp_path):
+    file = tmp_path / "config.py"
+    file.write_text(
+        "from fluxjax.config import Config, SourceConfig\n"
+        "def get_config(variant=''):\n"
+        "    config = Config()\n"
+        "    config.data.sources = {'digitz': SourceConfig()}\n"
+        "    return config\n"
+    )
+    line = tried(capsys, tmp_path / "run", str(file), {})
+    assert "digitz" in line and "digits, pans, reverse" in line
+
+
+def test_no_usable_record(capsys, tmp_path):
+    records = [{"id": str(i), "prompt": "Colour?", "answer": "r", "images": ["gone.png"]} for i in range(3)]
+    file = write_jsonl(tmp_path / "gone.jsonl", records)
+    sources = {f"data__sources__{name}__path": file for name in ("digits", "pans")}
+    line = tried(capsys, tmp_path / "run", VLM, sources)
+    assert "no such file" in line
+
+
+# --- run folders --------------------------------------------------------------------------------
+
+
+def test_run_folder_that_cannot_be_written(capsys, data, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    line = tried(capsys, tmp_path / "file" / "run", TEXT, data)
+    assert line.startswith("error: run_dir: cannot write") and str(tmp_path / "file" / "run") in line
+
+
+def test_more_devices_than_there_are(capsys, data, tmp_path):
+    line = tried(capsys, tmp_path / "run", TEXT, data, sharding__devices=64)
+    assert "64 devices" in line and "8" in line
+
+
+@pytest.mark.slow
+def test_port_in_use(capsys, data, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = tried(capsys, tmp_path / "run", TEXT, data, report__prometheus_port=port)
+    assert "report.prometheus_port" in line and str(port) in line
+
+
+@pytest.mark.slow
+def test_run_folder_of_another_model(capsys, data, finished, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    line = tried(capsys, run_dir, TEXT, data, model__hidden_size=32)
+    assert str(run_dir / "checkpoints" / "2") in line and "does not fit" in line
+    line = tried(capsys, run_dir, TEXT, data, seed=1)
+    assert "seed 0" in line
+    assert checkpoint_steps(run_dir) == checkpoint_steps(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["empty", "foreign", "cut", "gone", "state"])
+def test_damaged_checkpoint(damage, capsys, data, finished, tmp_path):
+    """The newest checkpoint is damaged: the error names it, and the older ones stay."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    folder = run_dir / "checkpoints" / "2"
+    if damage in ("empty", "foreign"):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        if damage == "foreign":
+            (folder / "weights.bin").write_bytes(b"something else")
+    part = folder / ("state" if damage == "state" else "arrays")
+    for file in [path for path in part.rglob("*") if path.is_file()]:
+        if damage in ("cut", "state"):
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        else:
+            file.unlink()
+    line = tried(capsys, run_dir, TEXT, data)
+    assert str(folder) in line and "damaged" in line
+    assert checkpoint_steps(run_dir) == checkpoint_steps(finished)
+
+
+# --- disks --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mounts a small real file system; returns its folder."""
+    mounted = []
+
+    def mount(folder: pathlib.Path, size: str) -> pathlib.Path:
+        folder.mkdir(parents=True)
+        made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+        if made.returncode:
+            pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.decode().strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_disk_full_while_checkpointing(commands, data, disk, finished, tmp_path):
+    """Room for one checkpoint, hardly for two: the run goes on to its end and says what it could not save."""
+    run_dir = tmp_path / "run"
+    files = [file for file in (finished / "checkpoints" / "2").rglob("*") if file.is_file()]
+    pages = sum(-(-file.stat().st_size // 4096) for file in files)  # of tmpfs, which also counts folders
+    disk(run_dir / "checkpoints", f"{pages * 4 + 1024 + 60}k")  # a margin of 1 MiB, and not quite the arrays
+    settings = flags(**data, **SHORT | {"steps": 4})
+    printed = commands.run(run_dir, TEXT, settings)
+    result = summary(run_dir)
+    assert result["complete"] and result["steps"] == 4
+    assert result["checkpoints_failed"] >= 1
+    assert "the disk is full" in printed and "Traceback" not in printed
+    kept = checkpoint_steps(run_dir)[-1]
+    assert kept < 4
+    assert [r["step"] for r in read(run_dir / "metrics.jsonl") if r["phase"] == "rl"] == [1, 2, 3, 4]
+    commands.run(run_dir, TEXT, settings)  # what was kept is whole
+    assert summary(run_dir)["resumed_from"] == [kept]
+
+
+@pytest.mark.slow
+def test_disk_full_of_other_things(commands, data, disk, tmp_path):
+    """Not even a line of metrics can be written: one clear line, no hang; with room again, the run goes on."""
+    run_dir = disk(tmp_path / "small", "4m") / "run"
+    settings = flags(**data, **SHORT | {"steps": 2000, "report__dump_samples_every": 1, "checkpoint__every": 0})
+    process = commands.start(run_dir, TEXT, settings)
+    with ended(process):
+        while not logged(run_dir, "rl", 2)():
+            assert process.poll() is None
+        with (run_dir.parent / "other").open("wb", buffering=0) as other:
+            try:
+                while True:
+                    other.write(b"x" * 4096)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+        assert process.wait(120) == 2
+    assert 0 in checkpoint_steps(run_dir)
