@@ -244,8 +244,8 @@ class FluxTrainer:
 
     async def _fit(self) -> TrainingResult:
         config, summary = self.config, self.summary
-        if self._loaded is None and self.checkpoints.latest() is not None:
-            self.load_checkpoint()
+        if self._loaded is not None or self.checkpoints.latest() is not None:
+            self.load_checkpoint(self._loaded)  # again, for what `fit` was given: steps, intervals, prompts
         resumed, summary = self._loaded, self.summary
         if resumed is None:
             self.coordinator = Coordinator(Settings.of(self.config), Synchronous())
