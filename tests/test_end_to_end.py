@@ -230,9 +230,8 @@ def test_save_and_load(fitted, data, tmp_path):
         assert other.coordinator.step == 2 and other.learner.version == 2
         with pytest.raises(CheckpointError, match="3"):
             other.load_checkpoint(3)
-    with FluxTrainer(tiny(tmp_path / "new", data)) as fresh:
-        with pytest.raises(CheckpointError, match="no checkpoint"):
-            fresh.load_checkpoint()
+    with FluxTrainer(tiny(tmp_path / "new", data)) as fresh, pytest.raises(CheckpointError, match="no checkpoint"):
+        fresh.load_checkpoint()
 
 
 def test_going_back_to_an_older_checkpoint(data, tmp_path):
@@ -287,6 +286,18 @@ def test_own_prompts_inside_a_running_loop(config):
     assert result.summary.steps == 3 and result.summary.complete
     assert trainer.coordinator.ledger.epochs == {0: 4, 1: 4, 2: 4}
     assert [r["step"] for r in read(trainer.run_dir / "metrics.jsonl") if r["phase"] == "eval"] == [0, 3]
+
+
+def test_own_prompts_after_loading(config):
+    """Prompts given to `fit` are used wherever the checkpoint came from; draws go on counting."""
+    prompts = [Prompt(str(i), "reverse", f"First of {c}bc:", c) for i, c in enumerate("abcd")]
+    with FluxTrainer(config) as trainer:
+        trainer.fit(prompts, num_steps=2)
+        trainer.load_checkpoint()
+        result = trainer.fit(prompts, num_steps=3)
+        assert result.summary.complete and result.summary.steps == 3
+        assert trainer.coordinator.ledger.epochs == {0: 4, 1: 4, 2: 4}
+        assert trainer.coordinator.ledger.last_draw == 11
 
 
 def test_prompts_of_an_unknown_source(config):
