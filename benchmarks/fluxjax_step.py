@@ -67,8 +67,7 @@ class Steps:
     def __init__(self, config: Config, stage: str, *, videos: bool) -> None:
         self.config, self.stage, self.watch = config, stage, Stopwatch()
         sources = open_sources(config.data)
-        texts = (text for source in sources.values() for text in source.texts())
-        self.model, self.processor = build_model(config, texts)
+        self.model, self.processor = build_model(config, sources)
         self.vision = self.model.config.vision if isinstance(self.model.config, Qwen25VLConfig) else None
         if not videos:
             sources = {name: source for name, source in sources.items() if not _has_videos(source)}

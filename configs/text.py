@@ -1,7 +1,7 @@
 """A tiny text-only model learns to write strings backwards by reinforcement learning; nothing here knows of pixels.
 
-    python -m fluxjax.train --config=configs/text.py
-    python -m fluxjax.train --config=configs/text.py:debug     (a few steps)
+python -m fluxjax.train --config=configs/text.py
+python -m fluxjax.train --config=configs/text.py:debug     (a few steps)
 """
 
 from fluxjax.config import Config, ConfigError, LossAggregation, Schedule, SourceConfig
