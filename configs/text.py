@@ -2,6 +2,8 @@
 
 python -m fluxjax.train --config=configs/text.py
 python -m fluxjax.train --config=configs/text.py:debug     (a few steps)
+
+Expect, on two CPU cores in a minute: held-out exact match from about 35 % after the warm start to more than 90 %.
 """
 
 from fluxjax.config import Config, ConfigError, LossAggregation, Schedule, SourceConfig

@@ -3,6 +3,9 @@
     python -m fluxjax.train --config=configs/vlm.py
     python -m fluxjax.train --config=configs/vlm.py:debug      (the whole loop in less than a minute)
 
+Expect, on two CPU cores in three to five minutes: strips from about 35 % held out after the warm start to 90 % and more
+by RL, clips from about 40 % to 97 % (three seeds in docs/log.md).
+
 Nothing is downloaded: strips of handwritten digits (PNG) and clips panned over photographs (h264) are built once
 from data inside scikit-learn and scikit-image.
 """
@@ -35,6 +38,7 @@ def get_config(variant: str = "") -> Config:
     config.model.mrope_section = (1, 1, 6)  # strips are wide: most frequencies tell where in a row
     if variant == "debug":
         config.name = "vlm-debug"
+        config.model.num_layers = 1  # most of a short run is compiling
         config.steps = 5
         config.warm_start.steps = 15
         config.evaluation.samples = 40

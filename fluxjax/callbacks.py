@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from .types import Group
 
 if TYPE_CHECKING:
-    from .trainer import FluxTrainer, TrainingResult
+    from .report.summary import TrainingResult
+    from .trainer import FluxTrainer
 
 
 class Callback:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import pathlib
@@ -39,7 +38,7 @@ from .learner import Learner
 from .report import pictures
 from .report.display import Display
 from .report.metrics import MetricsLog, read
-from .report.summary import Summary
+from .report.summary import Summary, TrainingResult
 from .reporter import Reporter, closing, opening
 from .rewards import Scorer
 from .runtime import Runtime
@@ -50,19 +49,6 @@ from .warm_start import warm_start
 
 log = logging.getLogger(__name__)
 _STOPPED = "stopped on request; the same command with this run_dir goes on"
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingResult:
-    """What `fit` returns: the summary that is also in `run_dir/summary.json`, and where things lie."""
-
-    summary: Summary
-    run_dir: pathlib.Path
-
-    @property
-    def model_dir(self) -> pathlib.Path:
-        """The trained model as a Hugging Face folder, with its tokenizer and preprocessor settings."""
-        return self.run_dir / "model"
 
 
 class FluxTrainer:

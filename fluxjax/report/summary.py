@@ -67,3 +67,16 @@ class Summary:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Summary:
         return cls(**state)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingResult:
+    """What `fit` returns: the summary that is also in `run_dir/summary.json`, and where things lie."""
+
+    summary: Summary
+    run_dir: pathlib.Path
+
+    @property
+    def model_dir(self) -> pathlib.Path:
+        """The trained model as a Hugging Face folder, with its tokenizer and preprocessor settings."""
+        return self.run_dir / "model"
