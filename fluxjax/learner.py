@@ -46,10 +46,20 @@ class Learner:
     opt_state: Any
     version: int
 
-    def __init__(self, config: Config, model: nnx.Module, token_loss: TokenLoss, *, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: nnx.Module,
+        token_loss: TokenLoss,
+        *,
+        mesh: Mesh | None = None,
+        never_sampled: tuple[int, ...] = (),
+    ) -> None:
         """`model` keeps its own weights: the learner starts from a copy, spread over `mesh` (default: as
-        `config.sharding.devices` says). Raises `sharding.mesh.MeshError` if there are not so many."""
+        `config.sharding.devices` says). `never_sampled` are token ids that an engine is told never to generate: the
+        entropy leaves them out. Raises `sharding.mesh.MeshError` if there are not so many devices."""
         self.config = config
+        self._never_sampled = never_sampled
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
         self._model = model
         self.reset(token_loss)
@@ -139,7 +149,12 @@ class Learner:
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> tuple[Array, Array]:
         return model_logprobs(
-            model, inputs, walk, temperature=self._temperature, vocab_chunk=self.config.sharding.vocab_chunk
+            model,
+            inputs,
+            walk,
+            temperature=self._temperature,
+            vocab_chunk=self.config.sharding.vocab_chunk,
+            uncounted_ids=self._never_sampled,
         )
 
     def _loss(self, model: Any, batch: TrainBatch, walk: Walk) -> tuple[Float[Array, ""], Tally]:

@@ -99,7 +99,9 @@ class FluxTrainer:
                 mesh = make_mesh(config.sharding.devices)
             except MeshError as error:
                 raise ConfigError(f"sharding.devices: {error}") from error
-            self.learner = Learner(config, self.model, self.algorithm.token_loss, mesh=mesh)
+            self.learner = Learner(
+                config, self.model, self.algorithm.token_loss, mesh=mesh, never_sampled=self.processor.media_token_ids
+            )
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
             self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
 

@@ -7,10 +7,11 @@ logits are computed, used and dropped; the backward pass computes them again fro
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 CHUNK_LOGITS = 1 << 26  # logits of a chunk when the choice is ours: 256 MB in float32
 
@@ -22,8 +23,12 @@ def token_logprobs(
     *,
     chunk: int = 0,
     temperature: float = 1.0,
+    counted_V: Bool[Array, " V"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each target, entropy of its distribution) under `softmax(hidden @ head.T / temperature)`.
+
+    `counted_V` leaves tokens out of the entropy's sum `-sum(p log p)` (not out of the softmax): an entropy bonus must
+    not drive probability to tokens that are never sampled and could therefore never be found wrong.
 
     Both float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever
     the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses from V.
@@ -40,7 +45,8 @@ def token_logprobs(
     padding = chunks * chunk - tokens
     hidden = jnp.pad(hidden_BTD.reshape(tokens, D), ((0, padding), (0, 0))).reshape(chunks, chunk, D)
     targets = jnp.pad(targets_BT.reshape(tokens), (0, padding)).reshape(chunks, chunk)
-    scores: tuple[Array, Array] = _chunked(hidden, head_VD, targets, temperature)  # pyright: ignore[reportAssignmentType]
+    counted_V = jnp.ones(head_VD.shape[0], bool) if counted_V is None else counted_V
+    scores: Any = _chunked(hidden, head_VD, targets, counted_V, temperature)
     logprobs, entropies = scores
     return logprobs.reshape(-1)[:tokens].reshape(B, T), entropies.reshape(-1)[:tokens].reshape(B, T)
 
@@ -48,37 +54,42 @@ def token_logprobs(
 # Below, C counts chunks and T the tokens of one chunk.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _chunked(hidden_CTD: Array, head_VD: Array, targets_CT: Array, temperature: float) -> tuple[Array, Array]:
-    return _forward(hidden_CTD, head_VD, targets_CT, temperature)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked(
+    hidden_CTD: Array, head_VD: Array, targets_CT: Array, counted_V: Array, temperature: float
+) -> tuple[Array, Array]:
+    return _forward(hidden_CTD, head_VD, targets_CT, counted_V, temperature)[0]
 
 
 def _forward(
-    hidden_CTD: Array, head_VD: Array, targets_CT: Array, temperature: float
+    hidden_CTD: Array, head_VD: Array, targets_CT: Array, counted_V: Array, temperature: float
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    def one(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    def one(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array, Array]:
         hidden_TD, targets_T = inputs
         logits_TV = _logits(hidden_TD, head_VD, temperature)
         normaliser_T = jax.nn.logsumexp(logits_TV, axis=-1)
         logs_TV = logits_TV - normaliser_T[:, None]
         logprobs_T = jnp.take_along_axis(logs_TV, targets_T[:, None], axis=-1)[:, 0]
-        return logprobs_T, -jnp.sum(jnp.exp(logs_TV) * logs_TV, axis=-1), normaliser_T
+        probs_TV = jnp.where(counted_V[None, :], jnp.exp(logs_TV), 0.0)
+        return logprobs_T, -jnp.sum(probs_TV * logs_TV, axis=-1), normaliser_T, jnp.sum(probs_TV, axis=-1)
 
-    logprobs, entropies, normalisers = jax.lax.map(one, (hidden_CTD, targets_CT))
-    return (logprobs, entropies), (hidden_CTD, head_VD, targets_CT, entropies, normalisers)
+    logprobs, entropies, normalisers, counted = jax.lax.map(one, (hidden_CTD, targets_CT))
+    return (logprobs, entropies), (hidden_CTD, head_VD, counted_V, targets_CT, entropies, normalisers, counted)
 
 
-def _backward(temperature: float, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None]:
-    hidden_CTD, head_VD, *rest = residuals
+def _backward(temperature: float, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None, None]:
+    hidden_CTD, head_VD, counted_V, *rest = residuals
 
     def one(head_grad_VD: Array, inputs: tuple) -> tuple[Array, Array]:
-        hidden_TD, targets_T, entropies_T, normalisers_T, logprob_grads_T, entropy_grads_T = inputs
+        hidden_TD, targets_T, entropies_T, normalisers_T, counted_T, logprob_grads_T, entropy_grads_T = inputs
         logs_TV = _logits(hidden_TD, head_VD, temperature) - normalisers_T[:, None]
         probs_TV = jnp.exp(logs_TV)
         hit_TV = jnp.arange(head_VD.shape[0])[None, :] == targets_T[:, None]
-        # d logprob / d logit_v = [v == target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy)
+        # d logprob / d logit_v = [v == target] - p_v
+        # d entropy / d logit_v = -p_v ([v counted] (log p_v + 1) + entropy - sum of the counted p)
+        slopes_TV = jnp.where(counted_V[None, :], logs_TV + 1.0, 0.0) + (entropies_T - counted_T)[:, None]
         grads_TV = jnp.where(hit_TV, logprob_grads_T[:, None], 0.0) - probs_TV * (
-            logprob_grads_T[:, None] + entropy_grads_T[:, None] * (logs_TV + entropies_T[:, None])
+            logprob_grads_T[:, None] + entropy_grads_T[:, None] * slopes_TV
         )
         grads_TV = (grads_TV / temperature).astype(hidden_TD.dtype)
         hidden_grad_TD = jnp.einsum("TV,VD->TD", grads_TV, head_VD, preferred_element_type=jnp.float32)
@@ -87,7 +98,7 @@ def _backward(temperature: float, residuals: tuple, cotangents: tuple[Array, Arr
 
     zeros = jnp.zeros_like(head_VD, dtype=jnp.float32)
     head_grad, hidden_grad = jax.lax.scan(one, zeros, (hidden_CTD, *rest, *cotangents))
-    return hidden_grad, head_grad.astype(head_VD.dtype), None
+    return hidden_grad, head_grad.astype(head_VD.dtype), None, None
 
 
 _chunked.defvjp(_forward, _backward)

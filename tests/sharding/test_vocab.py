@@ -17,10 +17,10 @@ def draw(dtype=jnp.float32):
     return hidden, head, jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
 
 
-def naive(hidden, head, targets, temperature):
+def naive(hidden, head, targets, temperature, counted=1.0):
     logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32) / temperature
     logs = jax.nn.log_softmax(logits)
-    return jnp.take_along_axis(logs, targets[..., None], -1)[..., 0], -jnp.sum(jnp.exp(logs) * logs, -1)
+    return jnp.take_along_axis(logs, targets[..., None], -1)[..., 0], -jnp.sum(counted * jnp.exp(logs) * logs, -1)
 
 
 def value_and_grads(function, hidden, head):
@@ -41,6 +41,17 @@ def test_equals_naive(chunk, temperature):
         lambda h, w: token_logprobs(h, w, targets, chunk=chunk, temperature=temperature), hidden, head
     )
     want = value_and_grads(lambda h, w: naive(h, w, targets, temperature), hidden, head)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), got, want)
+
+
+def test_entropy_without_tokens_that_are_never_sampled():
+    hidden, head, targets = draw()
+    counted = jnp.asarray(np.random.default_rng(2).random(V) < 0.7)
+    got = value_and_grads(
+        lambda h, w: token_logprobs(h, w, targets, chunk=4, temperature=0.6, counted_V=counted), hidden, head
+    )
+    weights = jnp.asarray(counted, jnp.float32)[None, None, :]
+    want = value_and_grads(lambda h, w: naive(h, w, targets, 0.6, weights), hidden, head)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), got, want)
 
 
