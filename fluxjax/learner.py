@@ -56,13 +56,12 @@ class Learner:
         never_sampled: tuple[int, ...] = (),
     ) -> None:
         """`model` keeps its own weights: the learner starts from a copy, spread over `mesh` (default: as
-        `config.sharding.devices` says). `never_sampled` are token ids that an engine is told never to generate: the
-        entropy leaves them out. Raises `sharding.mesh.MeshError` if there are not so many devices."""
+        `config.sharding.devices` says). `never_sampled` are token ids that the engine is told never to generate: the
+        policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are not so many devices."""
         self.config = config
-        self._never_sampled = never_sampled
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
         self._model = model
-        self.reset(token_loss)
+        self.reset(token_loss, never_sampled=never_sampled)
         self.params = jax.device_put(
             nnx.to_pure_dict(nnx.state(model, nnx.Param)), self._strategy.shardings, may_alias=False
         )
@@ -75,6 +74,7 @@ class Learner:
         optim: OptimConfig | None = None,
         steps: int | None = None,
         temperature: float | None = None,
+        never_sampled: tuple[int, ...] = (),
     ) -> None:
         """Begins a phase (warm start, then RL): parameters stay; optimizer, schedule and version start afresh.
 
@@ -82,6 +82,7 @@ class Learner:
         of the distribution which log-probs are of: the rollout's, or 1 where rollouts are greedy.
         """
         optim = optim or self.config.optim
+        self._never_sampled = never_sampled
         self._temperature = self.config.rollout.temperature if temperature is None else temperature
         self._temperature = self._temperature or 1.0
         self._token_loss = token_loss
@@ -154,7 +155,7 @@ class Learner:
             walk,
             temperature=self._temperature,
             vocab_chunk=self.config.sharding.vocab_chunk,
-            uncounted_ids=self._never_sampled,
+            never_sampled=self._never_sampled,
         )
 
     def _loss(self, model: Any, batch: TrainBatch, walk: Walk) -> tuple[Float[Array, ""], Tally]:

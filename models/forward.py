@@ -45,25 +45,25 @@ def logprobs(
     *,
     temperature: float = 1.0,
     vocab_chunk: int = 0,
-    uncounted_ids: tuple[int, ...] = (),
+    never_sampled: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), float32.
 
     Both under `softmax(logits / temperature)`. Where a token has no predecessor (the first of a segment, padding)
     the values are finite and meaningless. `vocab_chunk` bounds the tokens whose logits exist at once; 0 chooses.
-    `uncounted_ids` add nothing to the entropy: tokens that are never sampled.
+    The softmax leaves `never_sampled` ids out, as the engine does.
     """
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)
     before = jnp.take_along_axis(hidden, jnp.maximum(predecessor, 0)[..., None], axis=1)
     head = model.head_weight(walk)
-    counted = np.ones(head.shape[0], bool)
-    counted[list(uncounted_ids)] = False
+    allowed = np.ones(head.shape[0], bool)
+    allowed[list(never_sampled)] = False
     return token_logprobs(
         before,
         head,
         jnp.asarray(inputs.tokens_BT),
         chunk=vocab_chunk,
         temperature=temperature,
-        counted_V=jnp.asarray(counted),
+        allowed_V=jnp.asarray(allowed),
     )

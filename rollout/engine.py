@@ -23,7 +23,8 @@ class FinishReason(enum.Enum):
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How to draw tokens. `temperature=0` is greedy. Log-probs are those of `softmax(logits / temperature)`
-    (`temperature=1` for greedy), not renormalised for top-p or top-k: the SGLang convention."""
+    (`temperature=1` for greedy), not renormalised for top-p or top-k: the SGLang convention.
+    Forbidden ids are out of the distribution, as with a logit bias of minus infinity."""
 
     max_new_tokens: int = 64
     temperature: float = 1.0

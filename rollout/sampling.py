@@ -1,7 +1,7 @@
 """Drawing tokens: every slot of a decode step has its own parameters, so that one compiled step serves them all.
 
 Log-probs follow the convention of `engine.SamplingParams`: `log_softmax(logits / temperature)` over the whole
-vocabulary (temperature 1 where greedy), not renormalised for top-k, top-p or forbidden ids.
+vocabulary (temperature 1 where greedy), without forbidden ids, not renormalised for top-k or top-p.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def sample(
     greedy_B = params.temperature_B == 0
     temperature_B = jnp.where(greedy_B, 1.0, params.temperature_B)
     logits_BV = logits_BV.astype(jnp.float32) / temperature_B[:, None]
-    logprobs_BV = jax.nn.log_softmax(logits_BV)
     logits_BV = jnp.where(allowed_BV, logits_BV, NEVER)
+    logprobs_BV = jax.nn.log_softmax(logits_BV)
 
     def noise(key: Array, index: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(key, index), (logits_BV.shape[1],), jnp.float32)

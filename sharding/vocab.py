@@ -23,12 +23,12 @@ def token_logprobs(
     *,
     chunk: int = 0,
     temperature: float = 1.0,
-    counted_V: Bool[Array, " V"] | None = None,
+    allowed_V: Bool[Array, " V"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each target, entropy of its distribution) under `softmax(hidden @ head.T / temperature)`.
 
-    `counted_V` leaves tokens out of the entropy's sum `-sum(p log p)` (not out of the softmax): an entropy bonus must
-    not drive probability to tokens that are never sampled and could therefore never be found wrong.
+    `allowed_V` restricts the softmax to the tokens that an engine may sample. Without that, probability would leak to
+    the others: they are never sampled, so no reward ever takes it back.
 
     Both float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever
     the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses from V.
@@ -45,8 +45,8 @@ def token_logprobs(
     padding = chunks * chunk - tokens
     hidden = jnp.pad(hidden_BTD.reshape(tokens, D), ((0, padding), (0, 0))).reshape(chunks, chunk, D)
     targets = jnp.pad(targets_BT.reshape(tokens), (0, padding)).reshape(chunks, chunk)
-    counted_V = jnp.ones(head_VD.shape[0], bool) if counted_V is None else counted_V
-    scores: Any = _chunked(hidden, head_VD, targets, counted_V, temperature)
+    allowed_V = jnp.ones(head_VD.shape[0], bool) if allowed_V is None else allowed_V
+    scores: Any = _chunked(hidden, head_VD, targets, allowed_V, temperature)
     logprobs, entropies = scores
     return logprobs.reshape(-1)[:tokens].reshape(B, T), entropies.reshape(-1)[:tokens].reshape(B, T)
 
@@ -56,40 +56,37 @@ def token_logprobs(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(
-    hidden_CTD: Array, head_VD: Array, targets_CT: Array, counted_V: Array, temperature: float
+    hidden_CTD: Array, head_VD: Array, targets_CT: Array, allowed_V: Array, temperature: float
 ) -> tuple[Array, Array]:
-    return _forward(hidden_CTD, head_VD, targets_CT, counted_V, temperature)[0]
+    return _forward(hidden_CTD, head_VD, targets_CT, allowed_V, temperature)[0]
 
 
 def _forward(
-    hidden_CTD: Array, head_VD: Array, targets_CT: Array, counted_V: Array, temperature: float
+    hidden_CTD: Array, head_VD: Array, targets_CT: Array, allowed_V: Array, temperature: float
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    def one(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array, Array]:
+    def one(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         hidden_TD, targets_T = inputs
-        logits_TV = _logits(hidden_TD, head_VD, temperature)
+        logits_TV = _logits(hidden_TD, head_VD, allowed_V, temperature)
         normaliser_T = jax.nn.logsumexp(logits_TV, axis=-1)
         logs_TV = logits_TV - normaliser_T[:, None]
         logprobs_T = jnp.take_along_axis(logs_TV, targets_T[:, None], axis=-1)[:, 0]
-        probs_TV = jnp.where(counted_V[None, :], jnp.exp(logs_TV), 0.0)
-        return logprobs_T, -jnp.sum(probs_TV * logs_TV, axis=-1), normaliser_T, jnp.sum(probs_TV, axis=-1)
+        return logprobs_T, -jnp.sum(jnp.exp(logs_TV) * logs_TV, axis=-1), normaliser_T
 
-    logprobs, entropies, normalisers, counted = jax.lax.map(one, (hidden_CTD, targets_CT))
-    return (logprobs, entropies), (hidden_CTD, head_VD, counted_V, targets_CT, entropies, normalisers, counted)
+    logprobs, entropies, normalisers = jax.lax.map(one, (hidden_CTD, targets_CT))
+    return (logprobs, entropies), (hidden_CTD, head_VD, allowed_V, targets_CT, entropies, normalisers)
 
 
 def _backward(temperature: float, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None, None]:
-    hidden_CTD, head_VD, counted_V, *rest = residuals
+    hidden_CTD, head_VD, allowed_V, *rest = residuals
 
     def one(head_grad_VD: Array, inputs: tuple) -> tuple[Array, Array]:
-        hidden_TD, targets_T, entropies_T, normalisers_T, counted_T, logprob_grads_T, entropy_grads_T = inputs
-        logs_TV = _logits(hidden_TD, head_VD, temperature) - normalisers_T[:, None]
+        hidden_TD, targets_T, entropies_T, normalisers_T, logprob_grads_T, entropy_grads_T = inputs
+        logs_TV = _logits(hidden_TD, head_VD, allowed_V, temperature) - normalisers_T[:, None]
         probs_TV = jnp.exp(logs_TV)
         hit_TV = jnp.arange(head_VD.shape[0])[None, :] == targets_T[:, None]
-        # d logprob / d logit_v = [v == target] - p_v
-        # d entropy / d logit_v = -p_v ([v counted] (log p_v + 1) + entropy - sum of the counted p)
-        slopes_TV = jnp.where(counted_V[None, :], logs_TV + 1.0, 0.0) + (entropies_T - counted_T)[:, None]
+        # d logprob / d logit_v = [v == target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy)
         grads_TV = jnp.where(hit_TV, logprob_grads_T[:, None], 0.0) - probs_TV * (
-            logprob_grads_T[:, None] + entropy_grads_T[:, None] * slopes_TV
+            logprob_grads_T[:, None] + entropy_grads_T[:, None] * (logs_TV + entropies_T[:, None])
         )
         grads_TV = (grads_TV / temperature).astype(hidden_TD.dtype)
         hidden_grad_TD = jnp.einsum("TV,VD->TD", grads_TV, head_VD, preferred_element_type=jnp.float32)
@@ -104,5 +101,6 @@ def _backward(temperature: float, residuals: tuple, cotangents: tuple[Array, Arr
 _chunked.defvjp(_forward, _backward)
 
 
-def _logits(hidden_TD: Array, head_VD: Array, temperature: float) -> Array:
-    return jnp.einsum("TD,VD->TV", hidden_TD, head_VD, preferred_element_type=jnp.float32) / temperature
+def _logits(hidden_TD: Array, head_VD: Array, allowed_V: Array, temperature: float) -> Array:
+    logits_TV = jnp.einsum("TD,VD->TV", hidden_TD, head_VD, preferred_element_type=jnp.float32) / temperature
+    return jnp.where(allowed_V[None, :], logits_TV, -1e30)  # finite: 0 * log(0) must be 0

@@ -161,9 +161,10 @@ def _logits(graphdef: Any, params: Any, inputs: PackedTokens) -> Any:
     return forward.logits(models.merge(graphdef, params), inputs, Walk())[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _logprobs(graphdef: Any, params: Any, inputs: PackedTokens, temperature: float) -> Any:
-    return forward.logprobs(models.merge(graphdef, params), inputs, Walk(), temperature=temperature)[0][0]
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _logprobs(graphdef: Any, params: Any, inputs: PackedTokens, temperature: float, never: tuple[int, ...]) -> Any:
+    model = models.merge(graphdef, params)
+    return forward.logprobs(model, inputs, Walk(), temperature=temperature, never_sampled=never)[0][0]
 
 
 def full_logits(model: Any, prompt: ModelInput, response: Sequence[int]) -> np.ndarray:
@@ -172,12 +173,20 @@ def full_logits(model: Any, prompt: ModelInput, response: Sequence[int]) -> np.n
     return np.array(logits[len(prompt) - 1 : len(prompt) + len(response) - 1])
 
 
-def full_logprobs(model: Any, prompt: ModelInput, response: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+def full_logprobs(
+    model: Any,
+    prompt: ModelInput,
+    response: Sequence[int],
+    temperature: float = 1.0,
+    never: tuple[int, ...] = (),
+) -> np.ndarray:
     """What the trainer computes (`models.forward.logprobs`) for the tokens of the response."""
-    logprobs = _logprobs(*models.split(model), _packed(prompt, response), temperature)
+    logprobs = _logprobs(*models.split(model), _packed(prompt, response), temperature, never)
     return np.array(logprobs[len(prompt) : len(prompt) + len(response)])
 
 
-def assert_logprobs(model: Any, prompt: ModelInput, answer: Answer, temperature: float = 1.0) -> None:
-    expected = full_logprobs(model, prompt, answer.ids, temperature)
+def assert_logprobs(
+    model: Any, prompt: ModelInput, answer: Answer, temperature: float = 1.0, never: tuple[int, ...] = ()
+) -> None:
+    expected = full_logprobs(model, prompt, answer.ids, temperature, never)
     np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=TOLERANCE)
