@@ -96,7 +96,8 @@ class Steps:
                 compute_dtype=config.model.compute_dtype.value,
             )
         if stage != "rollout":
-            learner = Learner(config, self.model, ALGORITHMS[config.algorithm.name].token_loss)
+            token_loss = ALGORITHMS[config.algorithm.name].token_loss
+            learner = Learner(config, self.model, token_loss, never_sampled=self.sampling.forbidden_ids)
             reference = learner.params if config.algorithm.kl_coefficient else None
             self.learner = learner
             self.trainer = PolicyTrainer(config, learner, self.vision, reference)
