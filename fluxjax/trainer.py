@@ -203,7 +203,7 @@ class FluxTrainer:
         if self.config.algorithm.kl_coefficient:
             wanted["reference"] = self.learner.params
         step, arrays, state = self.checkpoints.restore(like(wanted), step)
-        self.learner.reset(self.algorithm.token_loss, never_sampled=self.processor.media_token_ids)
+        self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         self.learner.load_state(arrays["learner"])
         self.reference = arrays.get("reference")
         self.coordinator = Coordinator(Settings.of(self.config), Synchronous())
@@ -283,7 +283,7 @@ class FluxTrainer:
                 async for step, metrics in steps:
                     self.metrics.log("warm_start", step, metrics)
                     self.display.step(step, metrics, {})
-        self.learner.reset(self.algorithm.token_loss, never_sampled=self.processor.media_token_ids)
+        self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         if config.algorithm.kl_coefficient:
             self.reference = self.learner.params
         # A run that is killed before its first periodic checkpoint need not repeat the warm start.
