@@ -42,9 +42,14 @@ def make_mesh(num_devices: int = 0, *, devices: Sequence[Any] | None = None, rep
             f"use {odd} times a power of two up to {count}"
         )
     twos = (count // outer).bit_length() - 1
-    names = (REPLICA, *(f"s{i}" for i in reversed(range(twos))))
+    names = (REPLICA, *binary_axes(1 << twos))
     grid = np.array(devices[:count], dtype=object).reshape(outer, *[2] * twos)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def binary_axes(num_devices: int) -> tuple[str, ...]:
+    """The axes of size two, outermost first, of the mesh that `make_mesh(num_devices)` makes."""
+    return tuple(f"s{i}" for i in reversed(range((num_devices & -num_devices).bit_length() - 1)))
 
 
 def group_axes(mesh: Mesh, degree: int) -> tuple[str, ...]:
