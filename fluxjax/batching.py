@@ -16,7 +16,7 @@ import numpy as np
 from models.config import VisionConfig
 
 from .algorithms.loss import response_weights
-from .config import Config, ConfigError
+from .config import Config, ConfigError, Strategy
 from .layout import Composition, Entry, lay_out
 from .packing import Budget, grid, pack
 from .types import Group, PreparedPrompt, Response, Reward, Sample
@@ -29,6 +29,7 @@ def compose(
     num_shards: int = 1,
     *,
     vision: VisionConfig | None = None,
+    num_heads: int = 0,
     skip_idle: bool = False,
 ) -> Composition:
     """Packs all responses of a step, with the loss weights, advantages and log-probs that belong to them.
@@ -36,7 +37,8 @@ def compose(
     `prepared` maps the draw of each group to its prompt; `vision` is the model's (None: a text model, whose
     batches have no vision buffer). Groups are laid out by draw and responses by sample, whatever order they
     arrive in. Rows and patches of a shard are the cap of `config.packing`, or a half or quarter of it; `shapes`
-    lists what may come out.
+    lists what may come out. Strategies that spread sequences over devices plan and lay them out in `spreading`;
+    `num_heads`, the model's query heads, bounds the degrees (0: no bound).
 
     `skip_idle` leaves out groups without any advantage: their gradient is zero unless there is a KL term. Loss
     weights still count them. If there are no others, the first group stays.
@@ -63,6 +65,10 @@ def compose(
     if skip_idle:
         entries = [e for e in entries if any(sample.advantage != 0.0 for sample in e.samples)] or entries[:1]
 
+    if config.sharding.strategy is not Strategy.FSDP:
+        from .spreading import compose_spread
+
+        return compose_spread(entries, config, num_shards, vision, num_heads)
     packing = config.packing
     sizes = budget(config, num_shards, vision)
     plan = pack([entry.item for entry in entries], sizes, share_prompts=packing.share_prompts)
@@ -110,8 +116,8 @@ def unpack(composition: Composition, arrays_BT: Sequence[Any]) -> dict[tuple[int
     if [np.shape(array) for array in arrays_BT] != shapes_BT:
         raise ValueError(f"arrays of shapes {[np.shape(a) for a in arrays_BT]} for batches of {shapes_BT}")
     flat = np.concatenate([np.asarray(array).reshape(-1) for array in arrays_BT])
-    spans = zip(composition.keys, composition.starts.tolist(), composition.lengths.tolist(), strict=True)
-    return {key: flat[start : start + length] for key, start, length in spans}
+    parts = np.split(flat[composition.cells], np.cumsum(composition.lengths)[:-1])
+    return dict(zip(composition.keys, parts, strict=True))
 
 
 def with_reference(composition: Composition, logprobs_BT: Sequence[Any]) -> Composition:

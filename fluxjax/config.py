@@ -16,7 +16,9 @@ class ConfigError(ValueError):
 
 
 class Strategy(enum.Enum):
-    FSDP = "fsdp"
+    FSDP = "fsdp"  # every device computes whole sequences
+    ULYSSES = "ulysses"  # every sequence is spread over the same number of devices
+    FLEX_ULYSSES = "flex_ulysses"  # each sequence over as many devices as balance needs
 
 
 class DType(enum.Enum):
@@ -146,6 +148,10 @@ class ShardingConfig:
     devices: int = 0  # 0: all that JAX sees
     remat: Remat = Remat.NONE
     vocab_chunk: int = 0  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
+    max_degree: int = 0  # devices a sequence is spread over at most (ulysses: always); 0: as devices and heads allow
+    alpha: float = 1.1  # flex_ulysses: tokens of a device, at most this times the mean
+    tolerance: float = 0.02  # flex_ulysses: accepted excess of the largest attention load over the smallest possible
+    calibration: str = ""  # flex_ulysses: file of `python -m sharding.calibrate`; empty: attention counts as length**2
 
 
 @dataclasses.dataclass(slots=True)
@@ -154,6 +160,10 @@ class PackingConfig:
     rows_per_device: int = 16  # of one microbatch
     patches_per_device: int = 4096  # of one microbatch
     share_prompts: bool = True  # compute a group's prompt once for all its responses
+    # Strategies that spread sequences over devices:
+    short: int = 1024  # sequences of at most so many tokens are joined (h_pack in FlexRL)
+    group_cap: int = 8192  # up to so many tokens of a device group (H_pack)
+    rounds_per_degree: int = 2  # sequence groups a device group has at most
 
 
 @dataclasses.dataclass(slots=True)
@@ -210,6 +220,10 @@ class Config:
         for field in ("optim.beta1", "optim.beta2"):
             if not 0 <= _get(self, field) < 1:
                 raise ConfigError(f"{field} is {_get(self, field)}; it must be in [0, 1)")
+        if self.sharding.alpha < 1:
+            raise ConfigError(f"sharding.alpha is {self.sharding.alpha}; less than the mean tokens (1) fits no plan")
+        if self.sharding.max_degree & (self.sharding.max_degree - 1):
+            raise ConfigError(f"sharding.max_degree is {self.sharding.max_degree}; it must be 0 or a power of two")
         if self.report.prometheus_port > 65535:
             raise ConfigError(f"report.prometheus_port is {self.report.prometheus_port}; ports end at 65535")
         if self.seed >= 2**31:
@@ -296,6 +310,7 @@ _POSITIVE = [
     "warm_start.batch_size",
     "packing.rows_per_device",
     "packing.patches_per_device",
+    "packing.rounds_per_degree",
     "checkpoint.keep",
     "evaluation.samples",
     "evaluation.samples_during",
@@ -322,6 +337,10 @@ _NOT_NEGATIVE = [
     "evaluation.every",
     "sharding.devices",
     "sharding.vocab_chunk",
+    "sharding.max_degree",
+    "sharding.tolerance",
+    "packing.short",
+    "packing.group_cap",
     "report.prometheus_port",
     "report.dump_samples_every",
     "report.dump_samples",

@@ -17,6 +17,9 @@ from models.config import VisionConfig
 from models.inputs import ModelInput, PackedTokens, VisionInput, frame_bound
 from models.processing.vision_input import concatenate
 
+from sharding.route import Route
+from sharding.spread import Layout, Spread
+
 from .packing import Item, Microbatch, Row
 from .types import Sample, TrainBatch
 
@@ -40,13 +43,16 @@ class Entry:
 class Composition:
     """The microbatches of one step, and where each response lies in them.
 
-    `keys[i]` is the (draw, sample) of response `i`; its tokens are the `lengths[i]` cells from `starts[i]` on.
+    `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens. `cells` says where these are,
+    response after response: indices into the token buffers of all microbatches, flattened, one after the other.
+    `layouts` are those of the shard plans, one a microbatch, where sequences are spread over devices.
     """
 
     batches: tuple[TrainBatch, ...]
     keys: tuple[tuple[int, int], ...]
-    starts: np.ndarray
+    cells: np.ndarray
     lengths: np.ndarray
+    layouts: tuple[Layout, ...] = ()
 
     def fill(self) -> tuple[float, float]:
         """Used over padded size of the token and of the patch buffers, between 0 and 1; 0 patches for text models."""
@@ -56,7 +62,7 @@ class Composition:
 
 
 @dataclasses.dataclass
-class _Spans:
+class Spans:
     """Where everything goes, span by span. Columns count within a row, features within a shard."""
 
     total: int = 0  # cells
@@ -84,6 +90,13 @@ class _Spans:
                 self.weights.append(entry.weights[k])
                 column += len(sample.response.token_ids)
 
+    def response_lengths(self) -> np.ndarray:
+        return np.array([len(sample.response.token_ids) for sample in self.samples])
+
+    def response_cells(self) -> np.ndarray:
+        """The cells of all response tokens, response after response."""
+        return _cells(np.array([span[0] for span in self.responses]), self.response_lengths())[0]
+
 
 def lay_out(
     plan: Sequence[Microbatch],
@@ -93,8 +106,8 @@ def lay_out(
     vision: VisionConfig | None,
 ) -> Composition:
     """The microbatches of `plan`, whose items are `entries`. Without `share_prompts` every piece has one response."""
-    spans = _Spans()
-    bound = _frame_bound(entries)
+    spans = Spans()
+    bound = frame_bound_of(entries)
     visions: list[VisionInput | None] = []
     for micro in plan:
         buffers: list[VisionInput] = []
@@ -106,22 +119,17 @@ def lay_out(
             for row, pieces in enumerate(rows):
                 cell = spans.total + (shard * micro.rows + row) * tokens_per_row
                 spans.place(pieces, cell, entries, features, share_prompts)
-        visions.append(_side_by_side(buffers, bound) if buffers else None)
+        visions.append(side_by_side(buffers, bound) if buffers else None)
         spans.total += len(micro.shards) * micro.rows * tokens_per_row
 
-    starts, lengths = np.array([span[0] for span in spans.responses]), _lengths(spans)
-    arrays = _fill(spans, tokens_per_row)
+    arrays = fill(spans, tokens_per_row)
     edges = [0, *np.cumsum([len(micro.shards) * micro.rows for micro in plan]).tolist()]
     batches = tuple(
-        _train_batch({name: array[..., start:stop, :] for name, array in arrays.items()}, media)
+        train_batch({name: array[..., start:stop, :] for name, array in arrays.items()}, media)
         for (start, stop), media in zip(pairwise(edges), visions, strict=True)
     )
     keys = tuple((sample.response.draw, sample.response.sample) for sample in spans.samples)
-    return Composition(batches, keys, starts, lengths)
-
-
-def _lengths(spans: _Spans) -> np.ndarray:
-    return np.array([len(sample.response.token_ids) for sample in spans.samples])
+    return Composition(batches, keys, spans.response_cells(), spans.response_lengths())
 
 
 def _cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -131,7 +139,7 @@ def _cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
     return np.repeat(starts, lengths) + within, within
 
 
-def _fill(spans: _Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
+def fill(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     """The arrays of all microbatches as one tall stack of rows `[rows, T]` (positions `[3, rows, T]`)."""
     total = spans.total
     arrays: dict[str, Any] = {name: np.zeros(total, np.int32) for name in ("tokens", "segments", "branches")}
@@ -152,7 +160,7 @@ def _fill(spans: _Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     arrays["predecessor"][starts] = column[starts]  # nothing predicts a first token; stay within the segment
 
     starts, segments, branches, last, position = np.array(spans.responses).T
-    lengths = _lengths(spans)
+    lengths = spans.response_lengths()
     cells, within = _cells(starts, lengths)
     responses = [sample.response for sample in spans.samples]
     for name, parts in (
@@ -173,7 +181,7 @@ def _fill(spans: _Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     return {name: array.reshape(*array.shape[:-1], -1, tokens_per_row) for name, array in arrays.items()}
 
 
-def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None) -> TrainBatch:
+def train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, spread: Spread | None = None) -> TrainBatch:
     inputs = PackedTokens(
         tokens_BT=arrays["tokens"],
         segments_BT=arrays["segments"],
@@ -182,6 +190,7 @@ def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None) -> T
         predecessor_BT=arrays["predecessor"],
         feature_index_BT=arrays["feature_index"],
         vision=vision,
+        spread=spread,
     )
     return TrainBatch(
         inputs=inputs,
@@ -206,10 +215,10 @@ def _media(
             first[item] = used // vision.merge_unit
             parts.append(part)
             used += part.num_patches
-    return concatenate([*parts, _blank(num_patches - used, vision)]), first
+    return concatenate([*parts, blank(num_patches - used, vision)]), first
 
 
-def _blank(num_patches: int, vision: VisionConfig) -> VisionInput:
+def blank(num_patches: int, vision: VisionConfig) -> VisionInput:
     """Padding: zero pixels in segment 0."""
     return VisionInput(
         patches_PX=np.zeros((num_patches, vision.patch_values), np.float32),
@@ -220,20 +229,21 @@ def _blank(num_patches: int, vision: VisionConfig) -> VisionInput:
     )
 
 
-def _frame_bound(entries: Iterable[Entry]) -> int:
+def frame_bound_of(entries: Iterable[Entry]) -> int:
     """One bound for the whole step: it is static, and each other value would be compiled anew."""
     visions = [entry.inputs.vision for entry in entries if entry.inputs.vision is not None]
     return max((one.frame_bound or frame_bound(one.frame_segments_P) for one in visions), default=1)
 
 
-def _side_by_side(shards: Sequence[VisionInput], bound: int) -> VisionInput:
+def side_by_side(shards: Sequence[VisionInput], bound: int, way: Route | None = None) -> VisionInput:
     """The buffers of all shards along one axis; segment ids stay each shard's own."""
     if len(shards) == 1:
-        return dataclasses.replace(shards[0], frame_bound=bound)
+        return dataclasses.replace(shards[0], frame_bound=bound, route=way)
     return VisionInput(
         patches_PX=np.concatenate([shard.patches_PX for shard in shards]),
         positions_P2=np.concatenate([shard.positions_P2 for shard in shards]),
         frame_segments_P=np.concatenate([shard.frame_segments_P for shard in shards]),
         window_segments_P=np.concatenate([shard.window_segments_P for shard in shards]),
         frame_bound=bound,
+        route=way,
     )

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from models.decoder import Decoder
 from models.forward import logprobs as model_logprobs
 from models.inputs import PackedTokens
 from sharding.fsdp import Fsdp
@@ -49,7 +50,7 @@ class Learner:
     def __init__(
         self,
         config: Config,
-        model: nnx.Module,
+        model: Decoder,
         token_loss: TokenLoss,
         *,
         mesh: Mesh | None = None,
@@ -66,6 +67,11 @@ class Learner:
             nnx.to_pure_dict(nnx.state(model, nnx.Param)), self._strategy.shardings, may_alias=False
         )
         self.opt_state = self._init(self.params)
+
+    @property
+    def num_heads(self) -> int:
+        """The query heads of the model: a sequence is spread over no more devices."""
+        return self._model.config.text.num_heads
 
     def reset(
         self,

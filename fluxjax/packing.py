@@ -78,7 +78,7 @@ def pack(items: Sequence[Item], budget: Budget, *, share_prompts: bool = True) -
     """
     _check(items, budget)
     if share_prompts:
-        whole = [piece for index in range(len(items)) for piece in _cut(items, index, budget)]
+        whole = [piece for index in range(len(items)) for piece in cut(items, index, budget)]
         candidates = [_first_fit(items, _by_size(items, whole), budget), _chain(items, budget)]
     else:
         single = [Piece(i, (k,)) for i, item in enumerate(items) for k in range(len(item.responses))]
@@ -116,7 +116,7 @@ def _by_size(items: Sequence[Item], pieces: Iterable[Piece]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: -_size(items, piece))  # stable: ties stay in order
 
 
-def _cut(items: Sequence[Item], index: int, budget: Budget) -> list[Piece]:
+def cut(items: Sequence[Item], index: int, budget: Budget) -> list[Piece]:
     """The item in as few pieces of at most a row as first-fit-decreasing finds; nearly always one."""
     item = items[index]
     room = budget.tokens_per_row - item.prompt

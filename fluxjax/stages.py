@@ -49,6 +49,7 @@ class PolicyTrainer:
             self._config,
             self._learner.mesh.size,
             vision=self._vision,
+            num_heads=self._learner.num_heads,
             skip_idle=not (self._config.algorithm.kl_coefficient or self._config.algorithm.entropy_coefficient),
         )
         if self._reference is not None:

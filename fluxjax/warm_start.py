@@ -55,7 +55,14 @@ async def warm_start(
             if not prepared:
                 continue
             by_draw = {one.prompt.draw: one for one in prepared}
-            batch = compose(sft_groups(prepared, answers), by_draw, config, learner.mesh.size, vision=vision)
+            batch = compose(
+                sft_groups(prepared, answers),
+                by_draw,
+                config,
+                learner.mesh.size,
+                vision=vision,
+                num_heads=learner.num_heads,
+            )
             yield step, learner.step(batch.batches)
     finally:
         source.close()

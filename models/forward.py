@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,16 +22,23 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     inputs = jax.tree.map(jnp.asarray, inputs)
     x = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
     rotary = model.rotary(inputs.positions_3BT)
-    mask = Mask(inputs.segments_BT, inputs.branches_BT)
-
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        return attention(q, k, v, mask), None
+    attend = _attention(inputs)
 
     def step(layer: DecoderLayer, x: Array, _: None) -> tuple[Array, None]:
-        return layer(x, rotary, attend)
+        return layer(x, rotary, lambda q, k, v: (attend(q, k, v), None))
 
     x, _ = walk.scan(model.layers, x, step)
     return model.final_norm(walk, x)
+
+
+def _attention(inputs: PackedTokens) -> Callable[[Array, Array, Array], Array]:
+    """Attention within the rows, or over the groups of devices that share sequences."""
+    if inputs.spread is not None:
+        from sharding.ulysses import spread_attention
+
+        return spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
+    mask = Mask(inputs.segments_BT, inputs.branches_BT)
+    return lambda q, k, v: attention(q, k, v, mask)
 
 
 def logits(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T V"]:
@@ -55,6 +64,8 @@ def logprobs(
     """
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)
+    if inputs.spread is not None:
+        hidden = inputs.spread.with_exports(hidden)
     before = jnp.take_along_axis(hidden, jnp.maximum(predecessor, 0)[..., None], axis=1)
     head = model.head_weight(walk)
     allowed = np.ones(head.shape[0], bool)

@@ -13,6 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from sharding.route import Route
+from sharding.spread import Spread
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,7 @@ class VisionInput:
     frame_segments_P: Any  # i32, from 1; which frame pair a patch belongs to; 0 is padding
     window_segments_P: Any  # i32, from 1; which attention window; 0 is padding
     frame_bound: int = dataclasses.field(default=0, metadata={"static": True})
+    route: Route | None = None  # how features reach their tokens' devices; None: they are computed there
 
     @property
     def num_patches(self) -> int:
@@ -79,7 +83,11 @@ class PackedTokens:
     or, for the first token of a response, the last token of its prompt.
 
     With several data shards, rows are divided evenly over them in order, and so is `vision`'s patch axis;
-    `feature_index_BT` counts from the start of the shard's own features.
+    `feature_index_BT` counts from the start of the shard's own features (after routing, if they are routed).
+
+    With a `spread`, sequences go over several devices, each of which has one row: index of the row means index of the
+    group's packed stream in the rules above, segments are numbered through all rows, and a predecessor of `T` or more
+    is a hidden state that another device exports.
     """
 
     tokens_BT: Any  # i32
@@ -89,3 +97,4 @@ class PackedTokens:
     predecessor_BT: Any  # i32
     feature_index_BT: Any  # i32, -1 for text
     vision: VisionInput | None
+    spread: Spread | None = None

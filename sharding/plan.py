@@ -23,7 +23,7 @@ class Round:
     """What all devices do at once: one sequence group on each group of `degree` devices.
 
     `groups[g]` are the sequences, in order, of the packed stream of devices `[g * degree, (g + 1) * degree)`; a stream
-    of `n` tokens is cut into `degree` chunks of `ceil(n / degree)`.
+    is cut into `degree` chunks of which the first ones may be one token longer.
     """
 
     degree: int

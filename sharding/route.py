@@ -43,7 +43,8 @@ def route(
     """(the route, the row of `target`'s final buffer in which each wanted feature stands).
 
     Wanted feature `i` is row `row[i]` of the `rows` features of device `source[i]` and is needed on `target[i]`; one
-    feature may be wanted several times. Counts are rounded up to powers of two, so that few shapes are compiled.
+    feature may be wanted several times. Counts are rounded up to powers of two from `rows / 8` on, so that few shapes
+    are compiled.
     Raises ValueError if a feature would have to leave its replica: groups of sequences never do.
     """
     axes = binary_axes(num_devices)
@@ -61,7 +62,7 @@ def route(
         keys, which = np.unique(at[moving] * length + place[moving], return_inverse=True)
         device = keys // length
         slot = np.arange(len(keys)) - np.searchsorted(device, device)
-        count = 1 << int(slot.max()).bit_length()
+        count = 1 << max(int(slot.max()), rows // 8).bit_length()
         send = np.zeros((num_devices, count), np.int32)
         send[device, slot] = keys % length
         at[moving] ^= bit

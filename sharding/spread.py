@@ -73,14 +73,14 @@ class Layout:
 
         `predecessors[i]` is the token (an index into `cells`) whose hidden state predicts token `i`. In the answer, it
         is a column of the token's own row, or, from `columns` on, an entry of what the group of the highest degree
-        exports: device by device, `X` each. X is a power of two, or 0 if nothing crosses devices.
+        exports: device by device, `X` each. X is a power of two from 8 on, or 0 if nothing crosses devices.
         """
         own, column = np.divmod(self.cells[predecessors], self.columns)
         foreign = np.flatnonzero(own != self.cells // self.columns)
         wanted, slot_of = np.unique(self.cells[predecessors[foreign]], return_inverse=True)
         source = wanted // self.columns
         slot = np.arange(len(wanted)) - np.searchsorted(source, source)
-        width = 1 << int(slot.max()).bit_length() if len(wanted) else 0
+        width = max(1 << int(slot.max()).bit_length(), 8) if len(wanted) else 0
         exports = np.zeros((self.plan.num_devices, width), np.int32)
         exports[source, slot] = wanted % self.columns
         group = self.plan.rounds[0].degree if self.plan.rounds else 1
@@ -128,11 +128,13 @@ def lay(plan: ShardPlan, cap: int) -> Layout:
             if not members:
                 continue
             stream = np.concatenate([np.arange(first_token[i], first_token[i + 1]) for i in members])
-            chunk = -(-len(stream) // one.degree)
-            part, within = np.divmod(np.arange(len(stream)), chunk)
+            share, longer = divmod(len(stream), one.degree)
+            chunks = np.full(one.degree, share)
+            chunks[:longer] += 1
+            part = np.repeat(np.arange(one.degree), chunks)
             device[stream] = group * one.degree + part
-            column[stream] = starts[device[stream], j] + within
-            counts[group * one.degree : (group + 1) * one.degree, j] = np.bincount(part, minlength=one.degree)
+            column[stream] = starts[device[stream], j] + np.arange(len(stream)) - (np.cumsum(chunks) - chunks)[part]
+            counts[group * one.degree : (group + 1) * one.degree, j] = chunks
         used += counts[:, j]
     fullest = int(used.max(initial=1))
     if fullest > cap:

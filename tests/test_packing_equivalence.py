@@ -166,15 +166,11 @@ def alone_results(policy, case, aggregation):
 
 
 def fill_reference(composition, references):
-    arrays = []
-    edge = 0
-    for batch in composition.batches:
-        flat = np.zeros(batch.loss_weights_BT.size, np.float32)
-        for key, start, length in zip(composition.keys, composition.starts, composition.lengths, strict=True):
-            if edge <= start < edge + flat.size:
-                flat[start - edge : start - edge + length] = references[key]
-        edge += flat.size
-        arrays.append(flat.reshape(batch.loss_weights_BT.shape))
+    shapes = [batch.loss_weights_BT.shape for batch in composition.batches]
+    edges = np.cumsum([0, *[np.prod(shape) for shape in shapes]])
+    flat = np.zeros(edges[-1], np.float32)
+    flat[composition.cells] = np.concatenate([references[key] for key in composition.keys])
+    arrays = [flat[start:stop].reshape(shape) for start, stop, shape in zip(edges, edges[1:], shapes, strict=False)]
     return with_reference(composition, arrays)
 
 
@@ -189,7 +185,7 @@ def shards_of(batch, num_shards):
         rows = {
             field.name: part(getattr(inputs, field.name), 1 if "3BT" in field.name else 0)[shard]
             for field in dataclasses.fields(PackedTokens)
-            if field.name != "vision"
+            if field.name not in ("vision", "spread")
         }
         vision = jax.tree.map(lambda x, shard=shard: part(x, 0)[shard], inputs.vision)
         targets = {

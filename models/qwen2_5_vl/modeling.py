@@ -38,5 +38,7 @@ class Qwen25VL(Decoder):
         if feature_index_BT is None:
             raise ValueError("pixels without feature_index_BT: nothing says which tokens they belong to")
         features = self.visual(walk, vision).astype(x.dtype)
+        if vision.route is not None:
+            features = vision.route(features)
         is_feature = feature_index_BT >= 0
         return jnp.where(is_feature[..., None], features[jnp.maximum(feature_index_BT, 0)], x)

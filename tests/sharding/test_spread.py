@@ -1,0 +1,140 @@
+"""Layouts: every token has its own cell, views cover their round, predecessors and features are found again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from sharding.mesh import binary_axes, make_mesh
+from sharding.plan import PlanError, ShardPlan, rounds
+from sharding.route import route
+from sharding.spread import Layout, lay, sizes
+
+DEVICES = 8
+
+
+@st.composite
+def choices(draw):
+    """(lengths, degrees, firsts, rounds a degree) of a plan; it is made in the test (beartype draws random numbers)."""
+    count = draw(st.integers(1, 12))
+    lengths = draw(st.lists(st.integers(1, 60), min_size=count, max_size=count))
+    degrees = [1 << draw(st.integers(0, 3)) for _ in range(count)]
+    firsts = [draw(st.integers(0, DEVICES // degree - 1)) * degree for degree in degrees]
+    return lengths, degrees, firsts, draw(st.integers(1, 3))
+
+
+def make_plan(lengths, degrees, firsts, most=1, devices=DEVICES) -> ShardPlan:
+    packed = rounds(devices, lengths, degrees, firsts, short=20, cap=50, most=most)
+    work = tuple(float(n * n) for n in lengths)
+    return ShardPlan(devices, tuple(lengths), work, tuple(degrees), tuple(firsts), packed)
+
+
+def streams(layout: Layout):
+    """(round, group, cells of its stream in the order of devices and columns)."""
+    for j, one in enumerate(layout.plan.rounds):
+        for group in range(len(one.groups)):
+            cells = [
+                device * layout.columns + np.arange(layout.starts[device, j], layout.starts[device, j] + layout.counts[device, j])
+                for device in range(group * one.degree, (group + 1) * one.degree)
+            ]
+            yield one, group, np.concatenate(cells)
+
+
+@given(choices())
+@settings(deadline=None, max_examples=60)
+def test_every_token_has_its_own_cell_in_the_order_of_its_stream(choice):
+    plan = make_plan(*choice)
+    layout = lay(plan, 1024)
+    assert len(np.unique(layout.cells)) == len(layout.cells) == sum(plan.lengths)
+    assert layout.cells.max() < plan.num_devices * layout.columns
+    ends = np.cumsum(plan.lengths)
+    for one, group, cells in streams(layout):
+        expected = [layout.cells[ends[i] - plan.lengths[i] : ends[i]] for i in one.groups[group]]
+        np.testing.assert_array_equal(cells, np.concatenate(expected) if expected else [])
+    used = layout.counts.sum(axis=1)
+    np.testing.assert_allclose(used, plan.memory(), atol=len(plan.rounds))  # chunks are rounded up
+    assert (layout.counts <= np.array(layout.budgets)[None]).all() and max(layout.budgets) <= layout.columns
+
+
+@given(choices(), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=60)
+def test_predecessors_are_found_in_the_row_or_among_the_exports(choice, seed):
+    plan = make_plan(*choice)
+    layout = lay(plan, 1024)
+    rng = np.random.default_rng(seed)
+    ends = np.cumsum(plan.lengths)
+    starts = ends - np.array(plan.lengths)
+    owner = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
+    virtual = rng.integers(starts[owner], ends[owner])  # any token of the same sequence
+    columns, exports = layout.find(virtual)
+    hidden = np.arange(plan.num_devices * layout.columns).reshape(plan.num_devices, -1)  # a token's hidden state: its cell
+    exported = np.take_along_axis(hidden, exports, axis=1)
+    group = plan.rounds[0].degree
+    device = layout.cells // layout.columns
+    for token in range(len(virtual)):
+        members = slice(device[token] // group * group, device[token] // group * group + group)
+        seen = np.concatenate([hidden[device[token]], exported[members].reshape(-1)])
+        assert seen[columns[token]] == layout.cells[virtual[token]]
+
+
+def test_a_sequence_that_is_on_one_device_exports_nothing():
+    plan = make_plan([5, 3], [1, 1], [0, 1], devices=2)
+    columns, exports = lay(plan, 64).find(np.array([0, 0, 1, 2, 3, 5, 5, 6]))
+    assert exports.shape == (2, 0)
+    assert columns.tolist() == [0, 0, 1, 2, 3, 0, 0, 1]
+
+
+@pytest.mark.parametrize("cap", [1, 7, 8, 64, 100, 4096])
+def test_sizes_are_few_and_waste_at_most_a_third(cap):
+    grid = sizes(cap)
+    assert grid[-1] == cap and list(grid) == sorted(set(grid)) and len(grid) <= 9
+    for need in range(cap // 16 + 1, cap + 1):
+        assert next(size for size in grid if size >= need) <= need * 1.5 + 8
+
+
+def test_a_device_that_is_too_full_is_named():
+    plan = make_plan([50, 3], [1, 1], [1, 0], devices=2)
+    with pytest.raises(PlanError, match="device 1 has 50 tokens, more than the 32"):
+        lay(plan, 32)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6, 8])
+def test_features_reach_their_tokens(devices):
+    """Random features wanted anywhere in their replica, some several times, some never; gradients return to them."""
+    rng = np.random.default_rng(devices)
+    rows, wanted = 16, 40
+    block = 1 << len(binary_axes(devices))
+    source = rng.integers(0, devices, wanted)
+    target = source // block * block + rng.integers(0, block, wanted)
+    row = rng.integers(0, rows, wanted)
+    way, found = route(source, row, target, devices, rows)
+    mesh = make_mesh(devices)
+    features = rng.normal(size=(devices * rows, 3)).astype(np.float32)
+
+    def local(features, way):
+        return way(features)
+
+    spec = P(mesh.axis_names)
+    routed = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
+    buffers = np.asarray(routed(features, way)).reshape(devices, -1, 3)
+    np.testing.assert_array_equal(buffers[target, found], features.reshape(devices, rows, 3)[source, row])
+
+    weights = rng.normal(size=(wanted, 3)).astype(np.float32)
+    flat = target * buffers.shape[1] + found
+    grads = jax.grad(lambda f: jnp.sum(routed(f, way)[flat] * weights))(jnp.asarray(features))
+    expected = np.zeros((devices * rows, 3))
+    np.add.at(expected, source * rows + row, weights)
+    np.testing.assert_allclose(grads, expected, atol=1e-5)
+
+
+def test_features_that_are_at_home_do_not_travel():
+    way, found = route(np.arange(4), np.arange(4), np.arange(4), 4, 8)
+    assert way.axes == () and found.tolist() == [0, 1, 2, 3]
+
+
+def test_features_stay_within_their_replica():
+    with pytest.raises(ValueError, match="replica of 2"):
+        route(np.array([0]), np.array([0]), np.array([5]), 6, 8)
