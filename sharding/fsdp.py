@@ -1,13 +1,15 @@
 """Fully sharded data parallelism: every device holds a slice of every weight and computes its own rows.
 
 A layer's weights are gathered when the walk reaches the layer and dropped after it; the transpose of the gather
-scatters and sums their gradients, so that these are never whole on a device either. All of it is one fully manual
-`shard_map`: under automatic partitioning gradients came out replicated, without a reduce-scatter.
+scatters and sums their gradients, so that these are never whole on a device either. Sequences may be spread over
+groups of the same devices: the batch says so (`sharding.spread`), and the forward pass it is given attends over them.
+All of it is one fully manual `shard_map`: under automatic partitioning gradients came out replicated, without a
+reduce-scatter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .strategy import Forward, Loss, Params, Plan, Tally, deal
+from .strategy import Forward, Loss, Params, Tally
 from .walk import Walk
 from .weights import ShardingRules, WeightSpec, shardings
 
@@ -55,9 +57,6 @@ class Fsdp:
         weights_as_they_are = not self._axes and self._compute_dtype == jnp.float32
         self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat, unroll=unroll)
 
-    def plan(self, lengths: Sequence[int], budget: int) -> Plan:
-        return deal(lengths, budget, self.mesh.size)
-
     def shard(self, params: Params) -> Params:
         return jax.device_put(params, self.shardings)
 
@@ -67,9 +66,7 @@ class Fsdp:
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
         return jax.device_put(batch, placed)
 
-    def loss_and_grad(self, params: Params, batch: Any, plan: Plan | None = None) -> tuple[jax.Array, Tally, Params]:
-        """`plan` is not read: rows are dealt out where the batch is composed."""
-
+    def loss_and_grad(self, params: Params, batch: Any) -> tuple[jax.Array, Tally, Params]:
         def local(params: Params, batch: Any) -> tuple[jax.Array, Tally, Params]:
             def objective(params: Params) -> tuple[jax.Array, Tally]:
                 return self._loss(nnx.merge(self._graphdef, params), batch, self._walk)
@@ -81,7 +78,7 @@ class Fsdp:
         specs = self._param_specs()
         return self._on_mesh(local, (specs, self._row_specs(batch)), (P(), P(), specs))(params, batch)
 
-    def logprobs(self, params: Params, inputs: Any, plan: Plan | None = None) -> Any:
+    def logprobs(self, params: Params, inputs: Any) -> Any:
         def local(params: Params, inputs: Any) -> Any:
             return self._forward(nnx.merge(self._graphdef, params), inputs, self._walk)
 
