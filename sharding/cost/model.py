@@ -1,0 +1,278 @@
+"""What a plan takes, in seconds: attention, all-to-alls, projections and MLPs, vision tower. numpy only.
+
+All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise. The
+default is fitted to published measurements (`CostModel.published`), `python -m sharding.calibrate` writes one that is
+fitted to the machine it runs on (`CostModel.load`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..plan import ShardPlan
+from . import tables
+from .fit import AttentionFit, CostError, Link, fit_attention, fit_link, goodness, link_bytes
+from .overlap import attention_ends
+from .tables import ModelSizes
+
+Runs = Mapping[tuple[int, int], float]
+Number = int | float | np.integer | np.floating | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """Times of `model` on one kind of hardware.
+
+    A training step is a forward pass, `recompute` further ones (1 with activation checkpointing, 0 without) and a
+    backward pass that takes `backward_attention` times the forward time in attention (five matrix products for two),
+    `backward_linear` times in everything linear, and once the bytes in its all-to-alls. `node` devices share the link
+    `within`; groups of more devices are as fast as `across`, or refused where that was never measured (None).
+    `fits` are the goodness figures of each fit, `source` says what was measured on what.
+    """
+
+    source: str
+    model: ModelSizes
+    attention: AttentionFit
+    within: Link
+    across: Link | None
+    node: int
+    linear_flops: float  # a second, as achieved
+    vision_flops: float
+    recompute: float = 1.0
+    backward_attention: float = 2.5
+    backward_linear: float = 2.0
+    fits: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    # --- where it comes from ------------------------------------------------------------------------
+
+    @staticmethod
+    def published(cluster: str = "h800", model: ModelSizes | str = tables.QWEN2_5_VL_7B) -> CostModel:
+        """Fitted to FlexRL's tables for 8-GPU nodes of `h800` or `h200`; attention was measured on H800 only, whose
+        compute is the H200's. Raises CostError for another cluster or model name."""
+        if cluster not in tables.TABLE5_MS:
+            raise CostError(f"no published measurements of {cluster!r}; there are {', '.join(tables.TABLE5_MS)}")
+        linear, vision = tables.LINEAR_UTILISATION, tables.VISION_UTILISATION
+        made = CostModel.fitted(
+            f"FlexRL Tables 3, 4 and 5 ({cluster.upper()}); linear terms: {linear:.0%} and {vision:.0%} (vision) of "
+            f"{tables.PEAK_FLOPS / 1e12:.0f} TFLOP/s, assumed",
+            attention=({key: ms / 1e3 for key, ms in tables.TABLE3_MS.items()}, tables.TABLE3_MODEL),
+            all_to_all=({key: ms / 1e3 for key, ms in tables.TABLE5_MS[cluster].items()}, tables.TABLE5_MODEL),
+            node=tables.NODE,
+            most_alpha=tables.ALPHA_WITHIN,
+            flops=(linear * tables.PEAK_FLOPS, vision * tables.PEAK_FLOPS),
+        )
+        return made.of(model)
+
+    @staticmethod
+    def fitted(
+        source: str,
+        *,
+        attention: tuple[Runs, ModelSizes],
+        all_to_all: tuple[Runs, ModelSizes],
+        node: int,
+        flops: tuple[float, float],
+        most_alpha: float | None = None,
+    ) -> CostModel:
+        """Fitted to measured seconds of one layer of a model each: `attention` as `{(sequences, tokens of each): s}`,
+        `all_to_all` as `{(degree, tokens in all): s}`; `most_alpha` bounds what starting costs within a
+        node. `flops` are FLOP/s achieved in linear work and in the vision tower. Raises CostError."""
+        runs, sizes = all_to_all
+        inner, outer = ({key: s for key, s in runs.items() if (key[0] > node) == beyond} for beyond in (False, True))
+        if not inner:
+            raise CostError(f"no all-to-all was measured within a node of {node} devices")
+        across = fit_link(outer, sizes, node) if outer else None
+        base = CostModel(
+            source=source,
+            model=attention[1],
+            attention=fit_attention(*attention),
+            within=fit_link(inner, sizes, node, most_alpha),
+            across=across,
+            node=node,
+            linear_flops=float(flops[0]),
+            vision_flops=float(flops[1]),
+        )
+        spent = [count * base.attention_seconds(length) for count, length in attention[0]]
+        fits = {"attention": goodness(list(attention[0].values()), spent)}
+
+        def judge(name: str, made: CostModel, some: Runs) -> None:
+            guess = [made.of(sizes).all_to_all_seconds(tokens, degree) for degree, tokens in some]
+            fits[name] = goodness(list(some.values()), guess)
+
+        judge("within_node", base, inner)
+        if outer:
+            judge("across_nodes", base, outer)
+            judge("all_to_all", base, runs)
+        if most_alpha is not None:
+            free = dataclasses.replace(base, within=fit_link(inner, sizes, node))
+            judge("within_node_if_alpha_were_free", free, inner)
+        return dataclasses.replace(base, fits=fits)
+
+    @staticmethod
+    def load(path: str | pathlib.Path, model: ModelSizes | str | None = None) -> CostModel:
+        """From the file of `save`, for its own model or another. Raises CostError, with the path, for a file that is
+        missing or is something else."""
+        try:
+            made = CostModel.from_json(pathlib.Path(path).read_text())
+        except OSError as error:
+            raise CostError(
+                f"no cost model at {path}: {error.strerror}; `python -m sharding.calibrate --out {path}` measures one"
+            ) from error
+        except (CostError, UnicodeDecodeError) as error:
+            raise CostError(f"{path}: {error}") from error
+        return made.of(model) if model else made
+
+    def save(self, path: str | pathlib.Path) -> None:
+        pathlib.Path(path).write_text(self.to_json() + "\n")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> CostModel:
+        """Raises CostError for anything that `to_json` did not write."""
+        try:
+            raw = json.loads(text)
+            parts = {"model": ModelSizes(**raw["model"]), "attention": AttentionFit(**raw["attention"])}
+            links = {name: Link(**raw[name]) if raw[name] else None for name in ("within", "across")}
+            made = CostModel(**{**raw, **parts, **links})
+            if not all(map(math.isfinite, (made.linear_seconds(1), made.attention_seconds(1)))) or made.node < 1:
+                raise CostError("this is no cost model: its figures are not positive and finite")
+            return made
+        except (AttributeError, KeyError, TypeError, ZeroDivisionError, json.JSONDecodeError) as error:
+            raise CostError(f"this is no cost model: {type(error).__name__} {error}") from error
+
+    def of(self, model: ModelSizes | str) -> CostModel:
+        """The same hardware with another model: FLOPs and bytes in proportion."""
+        return dataclasses.replace(self, model=named(model))
+
+    def on(self, *, compute: float = 1.0, bandwidth: float = 1.0) -> CostModel:
+        """Hardware with so many times the FLOP/s and the bytes a second. What starting takes stays as it is."""
+
+        def link(one: Link) -> Link:
+            return dataclasses.replace(one, per_byte=one.per_byte / bandwidth, congestion=one.congestion / bandwidth)
+
+        return dataclasses.replace(
+            self,
+            source=f"{self.source}; scaled to {compute:g} times the FLOP/s and {bandwidth:g} times the bandwidth",
+            attention=dataclasses.replace(
+                self.attention,
+                per_square=self.attention.per_square / compute,
+                per_token=self.attention.per_token / compute,
+            ),
+            within=link(self.within),
+            across=link(self.across) if self.across else None,
+            linear_flops=self.linear_flops * compute,
+            vision_flops=self.vision_flops * compute,
+        )
+
+    def goodness(self) -> dict[str, dict[str, float]]:
+        """R^2 and relative errors of each fit."""
+        return {name: dict(figures) for name, figures in self.fits.items()}
+
+    # --- seconds of a forward pass ------------------------------------------------------------------
+
+    def attention_seconds(self, length: Number, degree: Number = 1) -> Any:
+        """One device's share of the attention of a sequence of `length` tokens that `degree` devices compute, in
+        launches of its own. Arrays broadcast. Heads are padded to a multiple of the degree."""
+        length = np.asarray(length, float)
+        launches = self.model.layers * self.attention.per_launch
+        return self._attention(length**2, length, degree) + launches
+
+    def all_to_all_seconds(self, tokens: Number, degree: int) -> float:
+        """Both all-to-alls of a sequence (or stream) of `tokens` in all over `degree` devices; 0 for one device.
+        Raises CostError for a group wider than a node if none was measured."""
+        return float(self._all_to_all(np.asarray(tokens, float), degree)) if tokens else 0.0
+
+    def linear_seconds(self, tokens: Number) -> Any:
+        """Projections, MLPs and output head of `tokens` tokens on one device."""
+        return np.asarray(tokens, float) * (self.model.linear_flops() / self.linear_flops)
+
+    def vision_seconds(self, patches: Number) -> Any:
+        """The vision tower over `patches` patches on one device."""
+        return np.asarray(patches, float) * (self.model.vision_flops() / self.vision_flops)
+
+    # --- seconds of a plan --------------------------------------------------------------------------
+
+    def step_seconds(
+        self,
+        plan: ShardPlan,
+        *,
+        train: bool = True,
+        patches: Sequence[float] | np.ndarray | None = None,
+        squares: Sequence[float] | np.ndarray | None = None,
+    ) -> float:
+        """Forward and backward pass of a microbatch, or with `train=False` the forward pass alone (log-probs).
+
+        Each device has its attention, its linear work and what its all-to-alls expose (`overlap.attention_ends`);
+        layers end with the slowest device, because all gather the next layer's weights together. `patches` are those
+        that each device passes through the vision tower, `[devices]`, before. `squares` is what attention is
+        quadratic in, a sequence each: `length**2` unless a prompt is shared by several responses.
+
+        Not in it: gathering weights, reducing gradients, the optimizer, host work.
+        """
+        lengths = np.array(plan.lengths, float)
+        quadratic = lengths**2 if squares is None else np.asarray(squares, float)
+        linear = self.linear_seconds(plan.memory())
+        vision = self.vision_seconds(np.zeros(1) if patches is None else np.asarray(patches, float))
+
+        def one_pass(attention: float, rest: float, *, mirrored: bool = False) -> float:
+            ends = self._ends(plan, quadratic, attention, mirrored)
+            return float((ends + linear * rest).max() + vision.max() * rest)
+
+        total = one_pass(1.0, 1.0)
+        if train:
+            total += self.recompute * total
+            total += one_pass(self.backward_attention, self.backward_linear, mirrored=True)
+        return total
+
+    def _ends(self, plan: ShardPlan, squares: np.ndarray, factor: float, mirrored: bool) -> np.ndarray:
+        def compute(squares: np.ndarray, tokens: np.ndarray, degree: int) -> np.ndarray:
+            launch = self.model.layers * self.attention.per_launch
+            return factor * (self._attention(squares, tokens, degree) + launch)
+
+        def wire(share: float, tokens: np.ndarray, degree: int) -> np.ndarray:
+            return share * self._all_to_all(tokens, degree)
+
+        def inputs(degree: int) -> float:
+            """The share of queries, keys and values in the bytes; the rest are outputs. Backward it is the reverse."""
+            queries, both = self.model.padded_heads(degree), 2 * self.model.padded_kv_heads(degree)
+            share = (queries + both) / (2 * queries + both)
+            return 1 - share if mirrored else share
+
+        return attention_ends(
+            plan,
+            squares,
+            compute,
+            lambda _, tokens, degree: wire(inputs(degree), tokens, degree),
+            lambda _, tokens, degree: wire(1 - inputs(degree), tokens, degree),
+        )
+
+    def _attention(self, squares: Any, tokens: Any, degree: Number) -> Any:
+        heads = -(-self.model.heads // np.asarray(degree))
+        return self.model.layers * self.attention.seconds(squares, tokens, heads * self.model.head_size)
+
+    def _all_to_all(self, tokens: np.ndarray, degree: int) -> Any:
+        if degree <= 1:
+            return np.zeros_like(tokens)
+        link = self.within if degree <= self.node else self.across
+        if link is None:
+            raise CostError(
+                f"an all-to-all over {degree} devices was not measured ({self.source}): cap the degree at {self.node}"
+            )
+        return self.model.layers * link.seconds(*link_bytes(self.model, tokens, degree, self.node))
+
+
+def named(model: ModelSizes | str) -> ModelSizes:
+    """Raises CostError for a name that is not in `tables.MODELS`."""
+    if isinstance(model, ModelSizes):
+        return model
+    if model not in tables.MODELS:
+        raise CostError(f"no sizes of a model {model!r}; there are {', '.join(tables.MODELS)}, or give ModelSizes")
+    return tables.MODELS[model]

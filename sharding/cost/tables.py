@@ -1,0 +1,141 @@
+"""Published measurements that the default cost model is fitted to, and the hardware and model figures beside them.
+
+Source of the measurements: FlexRL, appendix B (Table 3) and appendix C (Tables 4 and 5). Table 4 is the 262144-token
+part of Table 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """What a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16;
+    `replicate_kv` says whether more devices than KV heads receive a head each, or share the bytes there are."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp: int = 0
+    vocabulary: int = 0
+    vision_layers: int = 0
+    vision_width: int = 0
+    vision_mlp: int = 0
+    patch_values: int = 3 * 2 * 14 * 14  # numbers in a patch: channels x frames x height x width
+    patches_per_token: int = 4
+    value_bytes: int = 2
+    replicate_kv: bool = True
+
+    def linear_flops(self) -> float:
+        """FLOPs a token of one forward pass of everything but attention scores: projections, MLPs, output head."""
+        channels = self.heads * self.head_size, self.kv_heads * self.head_size
+        layer = self.width * (2 * channels[0] + 2 * channels[1] + 3 * self.mlp)
+        return 2.0 * (self.layers * layer + self.width * self.vocabulary)
+
+    def vision_flops(self) -> float:
+        """FLOPs a patch of one forward pass of the vision tower and its merger. Attention scores are left out: most
+        layers see windows of 64 patches, 2 % of the rest."""
+        tower = self.vision_layers * (4 * self.vision_width**2 + 3 * self.vision_width * self.vision_mlp)
+        merged = self.patches_per_token * self.vision_width  # a token's patches side by side
+        merger = (merged**2 + merged * self.width) / self.patches_per_token if self.vision_layers else 0.0
+        return 2.0 * (self.patch_values * self.vision_width + tower + merger)
+
+    def wire_bytes(self, degree: int) -> float:
+        """Bytes a token of one attention that go through the all-to-alls of `degree` devices: queries and output, keys
+        and values. Query heads are padded to a multiple of the degree, KV heads are replicated up to it."""
+        return 2.0 * (self.padded_heads(degree) + self.padded_kv_heads(degree)) * self.head_size * self.value_bytes
+
+    def padded_heads(self, degree: int) -> int:
+        return -(-self.heads // degree) * degree
+
+    def padded_kv_heads(self, degree: int) -> int:
+        return -(-self.kv_heads // degree) * degree if self.replicate_kv else self.kv_heads
+
+
+QWEN2_5_VL_7B = ModelSizes(
+    "qwen2.5-vl-7b",
+    layers=28,
+    width=3584,
+    heads=28,
+    kv_heads=4,
+    head_size=128,
+    mlp=18944,
+    vocabulary=152064,
+    vision_layers=32,
+    vision_width=1280,
+    vision_mlp=3420,
+)
+MODELS = {QWEN2_5_VL_7B.name: QWEN2_5_VL_7B}
+
+# --- FlexRL, Table 3: forward flash_attn_var_len on one H800, 65536 tokens in all ---------------------
+
+TABLE3_MODEL = ModelSizes("FlexRL Table 3", layers=1, width=8192, heads=64, kv_heads=8, head_size=128)
+TABLE3_MS = {  # (sequences, tokens of each): milliseconds
+    (1, 65536): 182.9,
+    (4, 16384): 46.6,
+    (8, 8192): 24.0,
+    (16, 4096): 12.7,
+    (32, 2048): 7.0,
+    (64, 1024): 4.3,
+}
+
+# --- FlexRL, Table 5 (and 4): SeqAlltoAll of GQA attention, whole sequence length ---------------------
+
+# No replication: with it, 32 devices would send 4/3 of the bytes of 16 in all, which their times do not show.
+TABLE5_MODEL = ModelSizes(
+    "FlexRL Table 5", layers=1, width=4096, heads=32, kv_heads=8, head_size=128, replicate_kv=False
+)
+NODE = 8  # GPUs a node, in both clusters
+TABLE5_MS = {  # cluster: {(degree, tokens): milliseconds}
+    "h200": {
+        (2, 131072): 9.970,
+        (2, 262144): 23.401,
+        (2, 524288): 52.472,
+        (4, 131072): 6.547,
+        (4, 262144): 16.107,
+        (4, 524288): 47.361,
+        (8, 131072): 3.501,
+        (8, 262144): 8.513,
+        (8, 524288): 22.462,
+        (8, 1048576): 64.878,
+        (16, 131072): 7.871,
+        (16, 262144): 14.639,
+        (16, 524288): 36.554,
+        (16, 1048576): 68.558,
+        (32, 131072): 6.355,
+        (32, 262144): 11.030,
+        (32, 524288): 24.150,
+        (32, 1048576): 48.356,
+    },
+    "h800": {
+        (2, 131072): 11.079,
+        (2, 262144): 18.245,
+        (2, 524288): 60.709,
+        (4, 131072): 6.943,
+        (4, 262144): 16.480,
+        (4, 524288): 44.372,
+        (8, 131072): 6.360,
+        (8, 262144): 12.543,
+        (8, 524288): 28.686,
+        (8, 1048576): 119.293,
+        (16, 131072): 12.333,
+        (16, 262144): 19.644,
+        (16, 524288): 41.430,
+        (16, 1048576): 104.011,
+        (32, 131072): 17.219,
+        (32, 262144): 16.558,
+        (32, 524288): 31.089,
+        (32, 1048576): 69.296,
+    },
+}
+
+# --- assumed, because no table has it -----------------------------------------------------------------
+
+PEAK_FLOPS = 989e12  # dense bfloat16 of an H800 or H200 (NVIDIA's data sheets)
+LINEAR_UTILISATION = 0.5  # of it, in the large matrix products of projections and MLPs
+VISION_UTILISATION = 0.4  # in the vision tower, whose matrices are a tenth of their size
+ALPHA_WITHIN = 100e-6  # seconds that starting the all-to-alls of an attention costs within a node, at most
