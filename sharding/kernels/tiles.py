@@ -1,0 +1,220 @@
+"""Attention over one packed stream that computes only the tiles in which a query reaches a key.
+
+Scores are cut into square tiles. Which of them have any work is found once a step, as a flat list; every layer runs one
+loop over that list, forward and backward. The loop's length is data: it differs on each device of one program, and
+neither padding nor foreign segments nor other branches cost anything. Tiles are combined by the running softmax of
+FlashAttention (arXiv:2205.14135), and computed again in the backward pass: memory is linear in the length.
+
+Inside the loop a tile is a batch of plain matrix products: `[tiles, K, R * tile, H]`, KV heads in front, the `R` query
+heads that read one KV head stacked upon each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+MASKED = -1e30  # the score of a key out of reach
+FLOOR = -1e20  # the least running maximum: far above MASKED, so that a query without any key gets weights of 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The active tiles of a stream that is filled up to whole tiles with padding (segment 0).
+
+    `pairs[:count]` are (query tile, key tile), sorted; the rest of `pairs` is never looked at.
+    """
+
+    pairs: Int[Array, "pairs 2"]
+    count: Int[Array, ""]
+    segments: Int[Array, "tiles tile"]
+    branches: Int[Array, "tiles tile"]
+
+    @property
+    def size(self) -> int:
+        """Tokens of a tile."""
+        return self.segments.shape[1]
+
+
+def tile_size(tokens: int) -> int:
+    """A tile for a stream of `tokens`: measured on CPUs, where smaller ones skip more and larger ones loop less."""
+    return 64 if tokens <= 512 else 128
+
+
+def tile_list(segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: int = 0) -> Tiles:
+    """The tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key; `tile=0` chooses a size.
+
+    Never too few for any input. None too many where segments are contiguous (padding may stand anywhere, numbers in any
+    order) and each branch is too; but for tiles at the border of two segments, where branches are not compared.
+    """
+    S = segments_S.shape[0]
+    tile = tile or tile_size(S)
+    tiles = -(-S // tile)
+    padded = [jnp.pad(x, (0, tiles * tile - S)) for x in (segments_S, branches_S)]
+    segments, branches = (x.reshape(tiles, tile) for x in padded)
+    pairs, count = _active(segments, branches)
+    return Tiles(pairs, count, segments, branches)
+
+
+def _active(segments: Array, branches: Array) -> tuple[Array, Array]:
+    tiles, tile = segments.shape
+    order = jnp.argsort(segments.reshape(-1), stable=True)
+    ranked = segments.reshape(-1)[order]
+    # The tile in which each token's segment begins.
+    first = order[jnp.searchsorted(ranked, segments, method="sort")] // tile
+    most = jnp.iinfo(jnp.int32).max
+    real = segments != 0
+
+    def ends(x: Array) -> tuple[Array, Array]:
+        """Smallest and largest value of the tokens of each tile; an empty range if all are padding."""
+        return jnp.where(real, x, most).min(axis=1), jnp.where(real, x, -1).max(axis=1)
+
+    lowest, highest = ends(segments)
+    low_branch, high_branch = ends(branches)
+    since = ends(first)[0]
+
+    def overlap(low: Array, high: Array) -> Array:
+        return (low[:, None] <= high[None, :]) & (low[None, :] <= high[:, None])
+
+    index = jnp.arange(tiles)
+    active = (index[None, :] <= index[:, None]) & (index[None, :] >= since[:, None]) & overlap(lowest, highest)
+    single = lowest == highest
+    one_segment = single[:, None] & single[None, :]  # and the same one, or the ranges would not overlap
+    active &= ~one_segment | (low_branch == 0)[None, :] | overlap(low_branch, high_branch)
+    query, key = jnp.nonzero(active, size=tiles * (tiles + 1) // 2, fill_value=0)
+    return jnp.stack([query, key], axis=1).astype(jnp.int32), active.sum(dtype=jnp.int32)
+
+
+@jax.custom_vjp
+def tile_attention(
+    q_SNH: Float[Array, "S N H"], k_SKH: Float[Array, "S K H"], v_SKH: Float[Array, "S K H"], tiles: Tiles
+) -> Float[Array, "S N H"]:
+    """Grouped-query attention over a stream. Scores, softmax and sums are float32; padding gives zeros.
+
+    Under `shard_map`, `q`, `k` and `v` must vary over at least the axes over which `tiles` does.
+    """
+    return forward(q_SNH, k_SKH, v_SKH, tiles)[0]
+
+
+def _keep(q: Array, k: Array, v: Array, tiles: Tiles) -> tuple[Array, tuple]:
+    out, lse = forward(q, k, v, tiles)
+    return out, (q, k, v, out, lse, tiles)
+
+
+def _grads(kept: tuple, dout: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, out, lse, tiles = kept
+    return *backward(q, k, v, out, lse, dout, tiles), None
+
+
+tile_attention.defvjp(_keep, _grads)
+
+
+def forward(
+    q_SNH: Float[Array, "S N H"], k_SKH: Float[Array, "S K H"], v_SKH: Float[Array, "S K H"], tiles: Tiles
+) -> tuple[Float[Array, "S N H"], Float[Array, "tiles K M"]]:
+    """The outputs, and per tile and KV head (`M = R * tile` queries) the log of the sum of exponentiated scores,
+    float32: 0 where a query reaches no key."""
+    S, N, _ = q_SNH.shape
+    q, k, v = (_cut(x, k_SKH.shape[1], tiles.size) for x in (q_SNH, k_SKH, v_SKH))
+    zero = _varying_zero(q, k, v, tiles.count)
+    sums = jnp.zeros(q.shape, jnp.float32) + zero
+    total = jnp.zeros(q.shape[:3], jnp.float32) + zero
+
+    def add(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        sums, total, peak = carry
+        query, key = tiles.pairs[step]
+        scores = _scores(q[query], k[key], tiles, query, key)
+        old = peak[query]
+        new = jnp.maximum(old, scores.max(axis=-1))
+        weights = jnp.exp(scores - new[..., None])
+        fade = jnp.exp(old - new)
+        values = _dot("KMC,KCH->KMH", weights.astype(v.dtype), v[key])
+        sums = _put(sums, query, sums[query] * fade[..., None] + values)
+        total = _put(total, query, total[query] * fade + weights.sum(axis=-1))
+        return sums, total, _put(peak, query, new)
+
+    sums, total, peak = jax.lax.fori_loop(0, tiles.count, add, (sums, total, total + FLOOR))
+    reached = total > 0
+    total = jnp.where(reached, total, 1.0)
+    out = (sums / total[..., None]).astype(v.dtype)
+    return _join(out, N, tiles.size)[:S], jnp.where(reached, peak + jnp.log(total), 0.0)
+
+
+def backward(
+    q_SNH: Float[Array, "S N H"],
+    k_SKH: Float[Array, "S K H"],
+    v_SKH: Float[Array, "S K H"],
+    out_SNH: Float[Array, "S N H"],
+    lse: Float[Array, "tiles K M"],
+    dout_SNH: Float[Array, "S N H"],
+    tiles: Tiles,
+) -> tuple[Float[Array, "S N H"], Float[Array, "S K H"], Float[Array, "S K H"]]:
+    """Gradients of q, k and v, summed in float32 and handed back in the dtypes of q, k and v."""
+    S, N, H = q_SNH.shape
+    K = k_SKH.shape[1]
+    q, k, v, out, dout = (_cut(x, K, tiles.size) for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))
+    slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    zero = _varying_zero(q, k, v, dout, tiles.count)
+
+    def add(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        dq, dk, dv = carry
+        query, key = tiles.pairs[step]
+        weights = jnp.exp(_scores(q[query], k[key], tiles, query, key) - lse[query][..., None])
+        dweights = _dot("KMH,KCH->KMC", dout[query], v[key])
+        dscores = (weights * (dweights - slope[query][..., None]) * H**-0.5).astype(q.dtype)
+        dq = _put(dq, query, dq[query] + _dot("KMC,KCH->KMH", dscores, k[key]))
+        dk = _put(dk, key, dk[key] + _dot("KMC,KMH->KCH", dscores, q[query]))
+        dv = _put(dv, key, dv[key] + _dot("KMC,KMH->KCH", weights.astype(v.dtype), dout[query]))
+        return dq, dk, dv
+
+    start = tuple(jnp.zeros(x.shape, jnp.float32) + zero for x in (q, k, v))
+    sums = jax.lax.fori_loop(0, tiles.count, add, start)
+    like = ((q, N), (k, K), (v, K))
+    dq, dk, dv = (_join(x.astype(y.dtype), heads, tiles.size)[:S] for x, (y, heads) in zip(sums, like, strict=True))
+    return dq, dk, dv
+
+
+def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array:
+    """`[K, R * tile, tile]` float32 scores of one tile, MASKED where the query does not reach the key."""
+    tile, K = tiles.size, q.shape[0]
+    own, other = tiles.segments[query][:, None], tiles.segments[key][None, :]
+    branch, other_branch = tiles.branches[query][:, None], tiles.branches[key][None, :]
+    lane = jnp.arange(tile)
+    allowed = (own == other) & (own != 0) & ((other_branch == 0) | (other_branch == branch))
+    allowed &= (query - key) * tile + lane[:, None] >= lane[None, :]
+    scores = _dot("KMH,KCH->KMC", q, k).reshape(K, -1, tile, tile) * q.shape[-1] ** -0.5
+    return jnp.where(allowed[None, None], scores, MASKED).reshape(K, -1, tile)
+
+
+def _dot(equation: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+
+
+def _put(whole: Array, index: Array, part: Array) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(whole, part, index, 0)
+
+
+def _cut(x: Array, K: int, tile: int) -> Array:
+    """`[S, N, H]` -> `[tiles, K, R * tile, H]`, filled up with zeros."""
+    S, N, H = x.shape
+    x = jnp.pad(x, ((0, -S % tile), (0, 0), (0, 0)))
+    return x.reshape(-1, tile, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(-1, K, N // K * tile, H)
+
+
+def _join(x: Array, N: int, tile: int) -> Array:
+    """The inverse of `_cut`, padding included."""
+    tiles, K, _, H = x.shape
+    return x.reshape(tiles, K, N // K, tile, H).transpose(0, 3, 1, 2, 4).reshape(tiles * tile, N, H)
+
+
+def _varying_zero(*arrays: Array) -> Array:
+    """A float32 zero that varies over every mesh axis over which one of `arrays` does: what a loop starts from must
+    vary like what it becomes, and which axes these are is known to the arrays only."""
+    zero = jnp.zeros((), jnp.float32)
+    for array in arrays:
+        zero = zero + jnp.where(False, array.reshape(-1)[0], 0).astype(jnp.float32)
+    return zero
