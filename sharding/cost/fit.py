@@ -47,9 +47,9 @@ class Link:
 
 
 def link_bytes(model: ModelSizes, tokens: Any, degree: int, node: int) -> tuple[Any, Any]:
-    """(sent, flying) of both all-to-alls of one attention over `tokens` tokens: what a device sends to the others of its
-    group (in a group wider than a node, to other nodes: the rest is faster and at the same time), and what all devices
-    of the group send to each other."""
+    """(sent, flying) of both all-to-alls of one attention over `tokens` tokens: what a device sends to the others of
+    its group (in a group wider than a node, to other nodes: the rest is faster and at the same time), and what all
+    devices of the group send to each other."""
     every = model.wire_bytes(degree) * tokens
     others = degree - node if degree > node else degree - 1
     return every * others / degree**2, every * (degree - 1) / degree

@@ -98,7 +98,7 @@ class CostModel:
             linear_flops=float(flops[0]),
             vision_flops=float(flops[1]),
         )
-        spent = [count * base.attention_seconds(length) for count, length in attention[0]]
+        spent = [base.launch_seconds([length] * count) for count, length in attention[0]]
         fits = {"attention": goodness(list(attention[0].values()), spent)}
 
         def judge(name: str, made: CostModel, some: Runs) -> None:
@@ -178,12 +178,19 @@ class CostModel:
 
     # --- seconds of a forward pass ------------------------------------------------------------------
 
-    def attention_seconds(self, length: Number, degree: Number = 1) -> Any:
+    def attention_seconds(self, length: Number, degree: int = 1) -> Any:
         """One device's share of the attention of a sequence of `length` tokens that `degree` devices compute, in
-        launches of its own. Arrays broadcast. Heads are padded to a multiple of the degree."""
+        a launch of its own; `[...]` for an array of lengths. Heads are dealt as in `sharding.heads`, zeros included.
+        Raises PlanError for a degree above the number of heads."""
         length = np.asarray(length, float)
         launches = self.model.layers * self.attention.per_launch
         return self._attention(length**2, length, degree) + launches
+
+    def launch_seconds(self, lengths: Sequence[int], degree: int = 1) -> float:
+        """The same of a launch over packed sequences."""
+        tokens = np.asarray(lengths, float)
+        one = self._attention((tokens**2).sum(), tokens.sum(), degree)
+        return float(one + self.model.layers * self.attention.per_launch)
 
     def all_to_all_seconds(self, tokens: Number, degree: int) -> float:
         """Both all-to-alls of a sequence (or stream) of `tokens` in all over `degree` devices; 0 for one device.
@@ -242,8 +249,8 @@ class CostModel:
 
         def inputs(degree: int) -> float:
             """The share of queries, keys and values in the bytes; the rest are outputs. Backward it is the reverse."""
-            queries, both = self.model.padded_heads(degree), 2 * self.model.padded_kv_heads(degree)
-            share = (queries + both) / (2 * queries + both)
+            queries, kv = self.model.heads_of(degree)
+            share = (queries + 2 * kv) / (2 * queries + 2 * kv)
             return 1 - share if mirrored else share
 
         return attention_ends(
@@ -254,9 +261,9 @@ class CostModel:
             lambda _, tokens, degree: wire(1 - inputs(degree), tokens, degree),
         )
 
-    def _attention(self, squares: Any, tokens: Any, degree: Number) -> Any:
-        heads = -(-self.model.heads // np.asarray(degree))
-        return self.model.layers * self.attention.seconds(squares, tokens, heads * self.model.head_size)
+    def _attention(self, squares: Any, tokens: Any, degree: int) -> Any:
+        channels = self.model.heads_of(degree)[0] / degree * self.model.head_size
+        return self.model.layers * self.attention.seconds(squares, tokens, channels)
 
     def _all_to_all(self, tokens: np.ndarray, degree: int) -> Any:
         if degree <= 1:

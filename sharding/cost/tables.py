@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..heads import heads_at
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
     """What a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16;
-    `replicate_kv` says whether more devices than KV heads receive a head each, or share the bytes there are."""
+    without `share_kv`, heads are neither filled up nor copied for groups that they can't be dealt to evenly."""
 
     name: str
     layers: int
@@ -28,7 +30,7 @@ class ModelSizes:
     patch_values: int = 3 * 2 * 14 * 14  # numbers in a patch: channels x frames x height x width
     patches_per_token: int = 4
     value_bytes: int = 2
-    replicate_kv: bool = True
+    share_kv: bool = True
 
     def linear_flops(self) -> float:
         """FLOPs a token of one forward pass of everything but attention scores: projections, MLPs, output head."""
@@ -44,16 +46,18 @@ class ModelSizes:
         merger = (merged**2 + merged * self.width) / self.patches_per_token if self.vision_layers else 0.0
         return 2.0 * (self.patch_values * self.vision_width + tower + merger)
 
+    def heads_of(self, degree: int) -> tuple[int, int]:
+        """(query heads, KV heads) that travel to all devices of a group, and are computed by them: see
+        `sharding.heads`. Raises PlanError for a degree above the number of query heads."""
+        if not self.share_kv:
+            return self.heads, self.kv_heads
+        queries, kv = heads_at(self.heads, self.kv_heads, degree)
+        return queries * degree, kv * degree
+
     def wire_bytes(self, degree: int) -> float:
-        """Bytes a token of one attention that go through the all-to-alls of `degree` devices: queries and output, keys
-        and values. Query heads are padded to a multiple of the degree, KV heads are replicated up to it."""
-        return 2.0 * (self.padded_heads(degree) + self.padded_kv_heads(degree)) * self.head_size * self.value_bytes
-
-    def padded_heads(self, degree: int) -> int:
-        return -(-self.heads // degree) * degree
-
-    def padded_kv_heads(self, degree: int) -> int:
-        return -(-self.kv_heads // degree) * degree if self.replicate_kv else self.kv_heads
+        """Bytes a token of one attention in the all-to-alls of `degree` devices: queries and output, keys and values.
+        What stays on its device is counted, too. Errors as above."""
+        return 2.0 * sum(self.heads_of(degree)) * self.head_size * self.value_bytes
 
 
 QWEN2_5_VL_7B = ModelSizes(
@@ -85,10 +89,8 @@ TABLE3_MS = {  # (sequences, tokens of each): milliseconds
 
 # --- FlexRL, Table 5 (and 4): SeqAlltoAll of GQA attention, whole sequence length ---------------------
 
-# No replication: with it, 32 devices would send 4/3 of the bytes of 16 in all, which their times do not show.
-TABLE5_MODEL = ModelSizes(
-    "FlexRL Table 5", layers=1, width=4096, heads=32, kv_heads=8, head_size=128, replicate_kv=False
-)
+# No copied KV heads: with them, 32 devices would send 4/3 of the bytes of 16 in all, which their times do not show.
+TABLE5_MODEL = ModelSizes("FlexRL Table 5", layers=1, width=4096, heads=32, kv_heads=8, head_size=128, share_kv=False)
 NODE = 8  # GPUs a node, in both clusters
 TABLE5_MS = {  # cluster: {(degree, tokens): milliseconds}
     "h200": {
