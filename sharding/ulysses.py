@@ -143,7 +143,7 @@ def _forward(K: int, q: Array, k: Array, v: Array, views: tuple[View, ...]) -> t
         out, lse = tiles.forward(*parts, views[j].tiles)
         return out.reshape(*stream.shape[:2], -1, out.shape[-1]), (stream, out, lse)
 
-    back, kept = _execute(outgoing, views, compute)
+    back, kept = _execute("forward", outgoing, views, compute)
     out = jnp.zeros_like(q)
     for view, deal, part in zip(views, deals, back, strict=True):
         out = view.columns.write(out, _collect(_from_devices(part), q.shape[1], K, deal))
@@ -163,7 +163,7 @@ def _backward(K: int, saved: tuple, dout: Array) -> tuple[Array, Array, Array, N
         dq, dk, dv = tiles.backward(*_split(stream), out, lse, dstream.reshape(out.shape), views[j].tiles)
         return jnp.concatenate([dq.reshape(dstream.shape), dk[:, :, None], dv[:, :, None]], axis=2), None
 
-    back, _ = _execute(outgoing, views, compute)
+    back, _ = _execute("backward", outgoing, views, compute)
     dq, dk, dv = (jnp.zeros((T, heads, H), dout.dtype) for heads in (N, K, K))
     for view, deal, part in zip(views, deals, back, strict=True):
         part = _from_devices(part)
@@ -178,24 +178,25 @@ _attend.defvjp(_forward, _backward)
 
 
 def _execute(
-    outgoing: list[Array], views: tuple[View, ...], compute: Callable[[int, Array], tuple[Array, Any]]
+    phase: str, outgoing: list[Array], views: tuple[View, ...], compute: Callable[[int, Array], tuple[Array, Any]]
 ) -> tuple[list[Array], list[Any]]:
     """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
 
     The barriers make the order a fact of the program and not a scheduler's choice: no round's exchange starts before
     the one ahead of it has arrived, and none is computed before all ahead of it are. What is left to the scheduler is
-    to start an exchange as soon as it may, that is, together with the computation of the round before it.
+    to start an exchange as soon as it may, that is, together with the computation of the round before it; on GPUs it
+    does so under `overlap.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
     """
     back, kept = list(outgoing), list[Any](outgoing)
     alone = [j for j, view in enumerate(views) if view.degree == 1]
     sharded = [j for j, view in enumerate(views) if view.degree > 1]
 
     def exchange(j: int, x: Array, way: str) -> Array:
-        with jax.named_scope(f"round{j}_{way}"):
+        with jax.named_scope(f"{phase}_round{j}_{way}"):
             return jax.lax.all_to_all(x, views[j].axes, split_axis=0, concat_axis=0, tiled=True)
 
     def attend(j: int, x: Array) -> tuple[Array, Any]:
-        with jax.named_scope(f"round{j}_attend"):
+        with jax.named_scope(f"{phase}_round{j}_attend"):
             result, keep = compute(j, x.reshape(-1, *x.shape[2:]))
             return result.reshape(*x.shape[:2], *result.shape[1:]), keep
 

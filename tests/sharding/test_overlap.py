@@ -1,0 +1,100 @@
+"""On GPUs, all-to-alls run while attention is computed: asserted on the schedule that XLA compiles for 8 H100.
+
+No GPU is needed, but the CUDA plugin of the installed JAX (extra `aot`), in this environment or in a folder that
+`FLUXJAX_AOT` names (`pip install --no-deps --target FOLDER jax-cuda12-plugin jax-cuda12-pjrt`).
+"""
+
+import collections
+import importlib.util
+import itertools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).resolve().parent
+EVENT = re.compile(r"%\S+ = .* (all-to-all-start|all-to-all-done|while)\(.*?/(\w+ward)_round(\d)_(send|attend|return)/")
+SHARDED, ALONE = (0, 1, 2), 3  # the rounds of overlap_program.py
+
+
+def passes(hlo: str) -> list[tuple[str, dict[str, int]]]:
+    """Every attention, forward or backward, as {operation: its place in the schedule}, of a scheduled HLO module."""
+    found = []
+    for computation in re.split(r"\n(?=\S)", hlo):
+        places = collections.defaultdict(list)
+        for place, line in enumerate(computation.splitlines()):
+            if event := EVENT.search(line):
+                operation, phase, j, part = event.groups()
+                kind = {"all-to-all-start": "start ", "all-to-all-done": "done ", "while": ""}[operation]
+                places[phase, f"{kind}{part} {j}"].append(place)
+        for phase in ("forward", "backward"):
+            mine = {name: where for (of, name), where in places.items() if of == phase}
+            for layer in range(len(next(iter(mine.values()), []))):
+                found.append((phase, {name: where[layer] for name, where in mine.items()}))
+    return found
+
+
+def exposed(at: dict[str, int]) -> list[str]:
+    """Which transfers nothing hides. A round's must start before the computation ahead of it and end after it began;
+    its results must not be waited for before the next round's computation has begun."""
+    hidden_by = dict(zip(SHARDED, (ALONE, *SHARDED), strict=False))
+    wrong = [
+        f"send {j}"
+        for j, other in hidden_by.items()
+        if not at[f"start send {j}"] < at[f"attend {other}"] < at[f"done send {j}"] < at[f"attend {j}"]
+    ]
+    following = itertools.pairwise(SHARDED)
+    return wrong + [f"return {j}" for j, after in following if not at[f"attend {after}"] < at[f"done return {j}"]]
+
+
+def plugin_environment() -> dict[str, str]:
+    folder = os.environ.get("FLUXJAX_AOT", "")
+    if not folder and not importlib.util.find_spec("jax_plugins.xla_cuda12"):
+        pytest.skip("needs the CUDA plugin: pip install 'fluxjax[aot]', or set FLUXJAX_AOT to a folder with it")
+    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residuals", ["keep", "remat"])
+def test_every_transfer_runs_behind_attention_forward_and_backward(residuals, tmp_path):
+    hlo = tmp_path / "step.hlo"
+    command = [sys.executable, HERE / "overlap_program.py", HERE / "h100_target.txtpb", hlo, residuals]
+    done = subprocess.run(command, env=plugin_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    attentions = passes(hlo.read_text())
+    phases = collections.Counter(phase for phase, _ in attentions)
+    # XLA may write out layers of a scan, so that there are more in the program than are executed, or fewer.
+    assert min(phases["forward"], phases["backward"]) >= 1
+    assert [(phase, wrong) for phase, at in attentions if (wrong := exposed(at))] == []
+
+
+def test_a_schedule_that_waits_is_found_out():
+    def schedule(*names):
+        operations = {"start": "all-to-all-start", "done": "all-to-all-done"}
+        lines = ["ENTRY %main () -> f32[] {"]
+        for name in names:
+            *kind, part, j = name.split()
+            operation = operations[kind[0]] if kind else "while"
+            lines.append(f'  %x = f32[8] {operation}(%y), metadata={{op_name="a/backward_round{j}_{part}/b"}}')
+        return "\n".join([*lines, "}"])
+
+    good = ["start send 0", "attend 3", "done send 0"]
+    for j in (0, 1):
+        good += [f"start send {j + 1}", f"attend {j}", f"done send {j + 1}", f"start return {j}"]
+    good += ["attend 2", "start return 2", "done return 0", "done return 1", "done return 2"]
+    ((phase, at),) = passes(schedule(*good))
+    assert phase == "backward" and exposed(at) == []
+
+    def swapped(first, second):
+        names = list(good)
+        i, j = names.index(first), names.index(second)
+        names[i], names[j] = names[j], names[i]
+        return exposed(passes(schedule(*names))[0][1])
+
+    assert swapped("start send 1", "attend 0") == ["send 1"]
+    assert swapped("attend 3", "done send 0") == ["send 0"]
+    assert swapped("attend 2", "done return 1") == ["return 1"]
