@@ -5,7 +5,7 @@ No GPU is needed, but the CUDA plugin of the installed JAX (extra `aot`), in thi
 """
 
 import collections
-import importlib.util
+import importlib.metadata
 import itertools
 import os
 import pathlib
@@ -52,7 +52,7 @@ def exposed(at: dict[str, int]) -> list[str]:
 
 def plugin_environment() -> dict[str, str]:
     folder = os.environ.get("FLUXJAX_AOT", "")
-    if not folder and not importlib.util.find_spec("jax_plugins.xla_cuda12"):
+    if not folder and not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
         pytest.skip("needs the CUDA plugin: pip install 'fluxjax[aot]', or set FLUXJAX_AOT to a folder with it")
     clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
