@@ -30,11 +30,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from .heads import Deal, deal_heads
 from .kernels import tiles
-from .kernels.tiles import Tiles
 from .spread import Spread
 
 Attention = Callable[[Array, Array, Array], Array]
@@ -48,8 +47,8 @@ class Columns:
     All others in it are other rounds' or the row's padding, and are masked: as zeros where they are read (segment 0,
     too), and left alone where the round's results are written."""
 
-    start: Int[Array, ""]
-    valid: Bool[Array, " budget"]
+    start: Any  # i32 []
+    valid: Any  # bool [budget]
 
     def read(self, row: Array) -> Array:
         """`[T, ...]` -> `[budget, ...]`; columns of other rounds become zeros."""
@@ -74,8 +73,8 @@ class View:
     """One round as a device sees it. `tiles` are those of its whole group's stream, `axes` the mesh axes of the group:
     none if it is one device."""
 
-    columns: Columns
-    tiles: Tiles
+    columns: Any  # Columns
+    tiles: Any  # Tiles
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -94,17 +93,24 @@ def spread_attention(
     zeros. `tile=0` lets the kernel choose. Raises ValueError for several rows on a device or degrees that increase;
     `attend` raises PlanError for a degree above the number of heads.
     """
-    if segments_BT.shape[0] != 1:
-        raise ValueError(f"a device of a spread batch has one row, not {segments_BT.shape[0]}")
-    degrees = [degree for degree, _ in spread.rounds]
-    if degrees != sorted(degrees, reverse=True):
-        raise ValueError(f"rounds must stand in decreasing degree, got {degrees}")
-    views = tuple(_view(spread, j, segments_BT[0], branches_BT[0], tile) for j in range(len(spread.rounds)))
+    views = views_of(spread, segments_BT, branches_BT, tile)
 
     def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> Array:
         return _attend(k_BTKH.shape[2], q_BTNH[0], k_BTKH[0], v_BTKH[0], views)[None]
 
     return attend
+
+
+def views_of(
+    spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], tile: int = 0
+) -> tuple[View, ...]:
+    """What all layers share of each round, in the order of execution. Raises what `spread_attention` raises."""
+    if segments_BT.shape[0] != 1:
+        raise ValueError(f"a device of a spread batch has one row, not {segments_BT.shape[0]}")
+    degrees = [degree for degree, _ in spread.rounds]
+    if degrees != sorted(degrees, reverse=True):
+        raise ValueError(f"rounds must stand in decreasing degree, got {degrees}")
+    return tuple(_view(spread, j, segments_BT[0], branches_BT[0], tile) for j in range(len(spread.rounds)))
 
 
 def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: int) -> View:

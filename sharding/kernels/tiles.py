@@ -12,6 +12,7 @@ heads that read one KV head stacked upon each other.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,10 @@ class Tiles:
     `pairs[:count]` are (query tile, key tile), sorted; the rest of `pairs` is never looked at.
     """
 
-    pairs: Int[Array, "pairs 2"]
-    count: Int[Array, ""]
-    segments: Int[Array, "tiles tile"]
-    branches: Int[Array, "tiles tile"]
+    pairs: Any  # i32 [pairs, 2]
+    count: Any  # i32 []
+    segments: Any  # i32 [tiles, tile]
+    branches: Any  # i32 [tiles, tile]
 
     @property
     def size(self) -> int:
