@@ -1,0 +1,34 @@
+"""Planners: on which devices each sequence of a microbatch, and each unit of the vision tower, is computed. numpy only.
+
+    plan = flex_ulysses([9000, 120, 4000, 310], num_devices=4, limits=Limits(num_heads=28))
+    print(plan.summary())
+
+All planners of sequences are called alike and are in `PLANNERS` by name. `plan.ShardPlan` is what they return.
+"""
+
+from .baselines import bucketing, greedy, ulysses
+from .flex import flex_ulysses
+from .flexrl import flexrl
+from .limits import Limits, balance_bound
+from .vision import VisionPlan, spread_vision
+
+PLANNERS = {
+    "flex_ulysses": flex_ulysses,
+    "flexrl": flexrl,
+    "ulysses": ulysses,
+    "bucketing": bucketing,
+    "greedy": greedy,
+}
+
+__all__ = [
+    "PLANNERS",
+    "Limits",
+    "VisionPlan",
+    "balance_bound",
+    "bucketing",
+    "flex_ulysses",
+    "flexrl",
+    "greedy",
+    "spread_vision",
+    "ulysses",
+]

@@ -1,0 +1,134 @@
+"""FlexRL's own placement, Algorithms 2 and 3 of its Appendix A, as published.
+
+What the paper leaves open is decided here: GetSPSize is the smallest degree whose share fits the mean tokens of a device;
+m of FindMergeCandidates is 4; TwoWayPack gives the longest first to the side with fewer tokens; a merge is feasible if no
+device exceeds the memory threshold; the load of ShortItemReorder is the compute load C_d. Degrees end at the limits'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..plan import ShardPlan
+from .limits import Limits, Problem, problem
+
+CANDIDATES = 4  # m: so many of a group's shortest sequences are considered for one merge
+EPS = 1e-9
+
+
+def flexrl(
+    lengths: Sequence[int] | np.ndarray,
+    num_devices: int,
+    limits: Limits | None = None,
+    *,
+    work: Sequence[float] | np.ndarray | None = None,
+    cost: Any = None,
+) -> ShardPlan:
+    """Baseline split and place, then merges from the highest degree down, then the short items anew (Algorithm 2)."""
+    made = problem(lengths, num_devices, limits or Limits(), work, cost)
+    return made.plan(*place(made))
+
+
+def place(made: Problem) -> tuple[list[int], list[int]]:
+    """Algorithm 2: degree and first device of each sequence."""
+    state = _State(made)
+    state.split_and_place()
+    degree = made.max_degree
+    while degree > 1:
+        candidates = {group: c for group in range(made.num_devices // degree) if (c := state.candidate(degree, group))}
+        while candidates:
+            group = min(candidates, key=lambda g: (candidates[g][0], g))
+            _, *sides = candidates[group]
+            state.merge(degree, group, sides)
+            del candidates[group]  # a merge changes no other group of this degree
+            if again := state.candidate(degree, group):
+                candidates[group] = again
+        degree //= 2
+    state.reorder_short()
+    return state.degrees, state.firsts
+
+
+class _State:
+    """Tokens of each device and where every sequence is."""
+
+    def __init__(self, made: Problem) -> None:
+        self.made = made
+        self.lengths = made.lengths_I.tolist()
+        self.mean = sum(self.lengths) / made.num_devices
+        self.most = made.limits.alpha * self.mean + EPS
+        self.tokens = np.zeros(made.num_devices)
+        self.degrees, self.firsts = [1] * len(self.lengths), [0] * len(self.lengths)
+        self.down = sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i))
+
+    def put(self, i: int, degree: int, first: int) -> None:
+        self.degrees[i], self.firsts[i] = degree, first
+        self.tokens[first : first + degree] += self.lengths[i] / degree
+
+    def take(self, i: int) -> None:
+        first, degree = self.firsts[i], self.degrees[i]
+        self.tokens[first : first + degree] -= self.lengths[i] / degree
+
+    def split_and_place(self) -> None:
+        """BaselineSplitPlace: the lowest degree for which a group has room, there the group with the most room."""
+        for i in self.down:
+            degree = 1
+            while degree < self.made.max_degree and self.lengths[i] / degree > self.mean:
+                degree *= 2
+            while True:
+                groups = self.tokens.reshape(-1, degree)
+                fits = groups.max(1) + self.lengths[i] / degree <= self.most
+                if fits.any() or degree == self.made.max_degree:
+                    break
+                degree *= 2
+            fullness = groups.sum(1)
+            best = np.where(fits, fullness, np.inf) if fits.any() else fullness
+            self.put(i, degree, degree * int(best.argmin()))
+
+    def candidate(self, degree: int, group: int) -> tuple[float, list[int], list[int]] | None:
+        """FindMergeCandidates for one group: the cheapest way for some of its sequences to move to its two halves."""
+        first, half = degree * group, degree // 2
+        here = [i for i in reversed(self.down) if self.degrees[i] == degree and self.firsts[i] == first]
+        best: tuple[float, list[int], list[int]] | None = None
+        for count in range(2, min(CANDIDATES, len(here)) + 1):
+            sides, loads = ([], []), [0.0, 0.0]
+            for i in reversed(here[:count]):
+                side = int(loads[1] < loads[0])
+                sides[side].append(i)
+                loads[side] += self.lengths[i]
+            whole = sum(loads) / degree
+            parts = [self.tokens[first + k * half : first + (k + 1) * half].max() for k in (0, 1)]
+            if all(part - whole + load / half <= self.most for part, load in zip(parts, loads, strict=True)):
+                change = sum(self._split_cost(i, half) - self._split_cost(i, degree) for i in here[:count])
+                if best is None or change < best[0]:
+                    best = (change, *sides)
+        return best
+
+    def merge(self, degree: int, group: int, sides: Sequence[Sequence[int]]) -> None:
+        """ExecuteMerge."""
+        half = degree // 2
+        for k, side in enumerate(sides):
+            for i in side:
+                self.take(i)
+                self.put(i, half, degree * group + k * half)
+
+    def reorder_short(self) -> None:
+        """ShortItemReorder: whatever has degree 1 or 2 becomes unsharded, on the device with the least compute."""
+        short = [i for i in self.down if self.degrees[i] <= 2]
+        for i in short:
+            self.take(i)
+        compute = np.zeros(len(self.tokens))
+        held = set(short)
+        for i in self.down:
+            if i not in held:
+                compute[self.firsts[i] : self.firsts[i] + self.degrees[i]] += self.made.work_I[i] / self.degrees[i]
+        for i in short:
+            fits = self.tokens + self.lengths[i] <= self.most
+            device = int(np.where(fits, compute, np.inf).argmin()) if fits.any() else int(self.tokens.argmin())
+            self.put(i, 1, device)
+            compute[device] += self.made.work_I[i]
+
+    def _split_cost(self, i: int, degree: int) -> float:
+        return self.lengths[i] * self.made.weight(degree) / degree

@@ -1,0 +1,206 @@
+"""What a shard plan has to keep to, and the planning problem in numbers. Everything infeasible ends here, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..plan import PlanError, Round, ShardPlan, rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The settings of every planner. Sizes are tokens.
+
+    `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow.
+    `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound.
+    `replica`: consecutive devices that no group may leave; 0 for all of them. Where its size is no power of two, groups
+    stay within aligned blocks of its largest power-of-two divisor (12 devices: blocks of 4, odd counts: no sharding).
+    `alpha`: most tokens of a device over the mean (FlexRL's alpha). Exceeded, by as little as can be, only where one
+    sequence or one block of groups holds more than that at the highest degree.
+    `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
+    `tokens_per_device`: what a device's buffer holds, padding of chunks included; never exceeded. 0: no bound.
+    `short`, `cap`, `rounds_per_degree`: h_pack, H_pack and the most rounds of dynamic packing, see `plan.rounds`.
+    `tau`, `gamma`: degrees above `tau` leave a host, their traffic counts `gamma` times (SplitCost).
+    """
+
+    max_degree: int = 0
+    num_heads: int = 0
+    alpha: float = 1.1
+    tolerance: float = 0.02
+    tokens_per_device: int = 0
+    short: int = 0
+    cap: int = 0
+    rounds_per_degree: int = 1
+    tau: int = 8
+    gamma: float = 16.0
+    replica: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_degree", "num_heads", "tokens_per_device", "short", "cap", "replica"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"limits.{name} is {getattr(self, name)}; use 0 for no bound")
+        if self.max_degree & (self.max_degree - 1):
+            below = 1 << (self.max_degree.bit_length() - 1)
+            raise PlanError(f"limits.max_degree {self.max_degree} is no power of two; use {below} or {2 * below}")
+        least = {"alpha": 1.0, "tolerance": 0.0, "rounds_per_degree": 1, "tau": 1, "gamma": 0.0}
+        for name, low in least.items():
+            if not low <= getattr(self, name) < math.inf:
+                raise PlanError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
+
+    def degree(self, num_devices: int) -> int:
+        """The largest degree on so many devices. Raises PlanError for a `max_degree` that they, or the heads, forbid."""
+        if num_devices < 1:
+            raise PlanError(f"num_devices is {num_devices}; a plan needs at least one device")
+        replica = self.replica or num_devices
+        if num_devices % replica:
+            raise PlanError(f"limits.replica: {num_devices} devices are no multiple of replicas of {replica}")
+        aligned = replica & -replica
+        heads = 1 << (self.num_heads.bit_length() - 1) if self.num_heads else aligned
+        if self.max_degree > aligned:
+            raise PlanError(
+                f"limits.max_degree {self.max_degree} is above {aligned}, the largest power of two that divides the "
+                f"{replica} devices of a replica, which no group may leave; use at most {aligned}, or 0"
+            )
+        if self.max_degree > heads:
+            raise PlanError(
+                f"limits.max_degree {self.max_degree} is above the {self.num_heads} query heads (limits.num_heads); "
+                f"use at most {heads}, or 0"
+            )
+        return self.max_degree or min(aligned, heads)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """One microbatch to place. `lengths_I` int64 and `work_I` float64, by sequence.
+
+    No plan has a device with less than `least_compute` as its largest load, or than `least_memory` as its largest
+    number of tokens; `compute_limit` and `memory_limit` are what is aimed at, per device.
+    """
+
+    lengths_I: np.ndarray
+    work_I: np.ndarray
+    num_devices: int
+    max_degree: int
+    limits: Limits
+    least_compute: float
+    least_memory: float
+    compute_limit: float
+    memory_limit: float
+
+    def plan(self, degrees: Sequence[int], firsts: Sequence[int]) -> ShardPlan:
+        """The executable plan. Raises PlanError if a device gets more than `limits.tokens_per_device`."""
+        lengths, room = self.lengths_I.tolist(), self.limits.tokens_per_device
+        packing = {"short": self.limits.short, "cap": self.limits.cap, "most": self.limits.rounds_per_degree}
+        made = rounds(self.num_devices, lengths, degrees, firsts, **packing)
+        if room:
+            rows = row_tokens(self.num_devices, lengths, made)
+            if rows.max(initial=0) > room:
+                device = int(rows.argmax())
+                raise PlanError(
+                    f"device {device} would hold {rows[device]} tokens, limits.tokens_per_device is {room}: use smaller "
+                    "microbatches, more devices, a higher limits.max_degree or another planner"
+                )
+        return ShardPlan(
+            num_devices=self.num_devices,
+            lengths=tuple(lengths),
+            work=tuple(self.work_I.tolist()),
+            degrees=tuple(degrees),
+            firsts=tuple(firsts),
+            rounds=made,
+        )
+
+    def weight(self, degree: int) -> float:
+        """What one token costs in traffic at this degree, over its whole group."""
+        return (degree - 1) / degree * (self.limits.gamma if degree > self.limits.tau else 1.0)
+
+
+def problem(
+    lengths: Sequence[int] | np.ndarray,
+    num_devices: int,
+    limits: Limits,
+    work: Sequence[float] | np.ndarray | None = None,
+    cost: Any = None,
+) -> Problem:
+    """Raises PlanError for whatever no planner could place."""
+    degree = limits.degree(num_devices)
+    lengths_I = np.asarray(lengths)
+    if lengths_I.ndim != 1 or (lengths_I.size and lengths_I.dtype.kind not in "iu"):
+        raise PlanError(f"lengths must be one row of integers, not {lengths_I.dtype} of shape {lengths_I.shape}")
+    lengths_I = lengths_I.astype(np.int64)
+    if lengths_I.min(initial=1) < 1:
+        index = int(np.argmax(lengths_I < 1))
+        raise PlanError(f"sequence {index} has length {lengths_I[index]}; every sequence needs at least one token")
+    if work is not None:
+        work_I = np.asarray(work, float)
+    elif cost is not None:
+        work_I = np.array([float(cost.attention_seconds(n)) for n in lengths_I.tolist()])
+    else:
+        work_I = lengths_I.astype(float) ** 2
+    if work_I.shape != lengths_I.shape:
+        raise PlanError(f"work has shape {work_I.shape}, but there are {len(lengths_I)} sequences")
+    if not (np.isfinite(work_I) & (work_I >= 0)).all():
+        index = int(np.argmin(np.isfinite(work_I) & (work_I >= 0)))
+        raise PlanError(f"sequence {index} has work {work_I[index]}; work must be finite and not negative")
+    least_compute = least_load(work_I, num_devices, degree)
+    least_memory = least_load(lengths_I.astype(float), num_devices, degree)
+    memory = max(limits.alpha * float(lengths_I.sum()) / num_devices, least_memory)
+    room = limits.tokens_per_device
+    if room:
+        longest = int(lengths_I.argmax()) if len(lengths_I) else -1
+        if longest >= 0 and -(-int(lengths_I[longest]) // degree) > room:
+            raise PlanError(
+                f"sequence {longest} has {lengths_I[longest]} tokens, but {degree} devices hold {degree * room}: raise "
+                f"limits.tokens_per_device ({room}) or limits.max_degree ({degree}), or shorten it"
+            )
+        if least_memory > room:
+            raise PlanError(
+                f"{int(lengths_I.sum())} tokens do not fit {num_devices} devices of limits.tokens_per_device {room} at "
+                f"limits.max_degree {degree}: one device would hold at least {math.ceil(least_memory)}"
+            )
+        memory = max(least_memory, min(memory, room - degree.bit_length()))  # every round may add a token of padding
+    return Problem(
+        lengths_I=lengths_I,
+        work_I=work_I,
+        num_devices=num_devices,
+        max_degree=degree,
+        limits=limits,
+        least_compute=least_compute,
+        least_memory=least_memory,
+        compute_limit=(1 + limits.tolerance) * least_compute,
+        memory_limit=memory,
+    )
+
+
+def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> float:
+    """A bound below the largest load of a device under any plan: the mean, and that among the `k * blocks + 1` largest
+    sequences some `k + 1` meet in one block of `max_degree` devices."""
+    if not len(amounts_I):
+        return 0.0
+    blocks = num_devices // max_degree
+    down = -np.sort(-amounts_I)
+    total = np.concatenate([[0.0], np.cumsum(down)])
+    k = np.arange((len(down) - 1) // blocks + 1)
+    last = k * blocks + 1  # the k + 1 smallest of the `last` largest
+    meet = (total[last] - total[last - k - 1]).max() / max_degree
+    return float(max(total[-1] / num_devices, meet))
+
+
+def balance_bound(lengths: Sequence[int], num_devices: int, limits: Limits, work: Sequence[float] | None = None) -> float:
+    """No plan under `limits` has a smaller ratio of the largest to the mean compute load (`ShardPlan.balance`)."""
+    made = problem(lengths, num_devices, limits, work)
+    mean = float(made.work_I.sum()) / num_devices
+    return made.least_compute / mean if mean else 1.0
+
+
+def row_tokens(num_devices: int, lengths: Sequence[int], made: Sequence[Round]) -> np.ndarray:
+    """`[devices]` int: tokens in the buffer of each device, chunks rounded up."""
+    rows = np.zeros(num_devices, np.int64)
+    for one in made:
+        chunks = [-(-sum(lengths[i] for i in members) // one.degree) for members in one.groups]
+        rows += np.repeat(np.array(chunks, np.int64), one.degree)
+    return rows
