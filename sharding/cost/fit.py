@@ -114,7 +114,7 @@ def non_negative(columns: np.ndarray, seconds: np.ndarray, weights: np.ndarray |
     return best / scale
 
 
-def goodness(measured: Sequence[float], fitted: Sequence[float]) -> dict[str, float]:
+def goodness(measured: Sequence[float], fitted: Sequence[float]) -> dict[str, int | float]:
     """`r2` of the seconds, and the worst and mean relative error."""
     seconds, guess = np.array(measured), np.array(fitted)
     spread = float(((seconds - seconds.mean()) ** 2).sum())

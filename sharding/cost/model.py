@@ -48,7 +48,7 @@ class CostModel:
     recompute: float = 1.0
     backward_attention: float = 2.5
     backward_linear: float = 2.0
-    fits: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    fits: dict[str, dict[str, int | float]] = dataclasses.field(default_factory=dict)
 
     # --- where it comes from ------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class CostModel:
             vision_flops=self.vision_flops * compute,
         )
 
-    def goodness(self) -> dict[str, dict[str, float]]:
+    def goodness(self) -> dict[str, dict[str, int | float]]:
         """R^2 and relative errors of each fit."""
         return {name: dict(figures) for name, figures in self.fits.items()}
 
@@ -205,6 +205,10 @@ class CostModel:
         """The vision tower over `patches` patches on one device."""
         return np.asarray(patches, float) * (self.model.vision_flops() / self.vision_flops)
 
+    def sequence_seconds(self, length: Number) -> Any:
+        """Attention and linear work of a sequence, in no plan yet: what a planner balances to balance the step."""
+        return self.attention_seconds(length) + self.linear_seconds(length)
+
     # --- seconds of a plan --------------------------------------------------------------------------
 
     def step_seconds(
@@ -212,8 +216,8 @@ class CostModel:
         plan: ShardPlan,
         *,
         train: bool = True,
-        patches: Sequence[float] | np.ndarray | None = None,
-        squares: Sequence[float] | np.ndarray | None = None,
+        patches: Sequence[int | float] | np.ndarray | None = None,
+        squares: Sequence[int | float] | np.ndarray | None = None,
     ) -> float:
         """Forward and backward pass of a microbatch, or with `train=False` the forward pass alone (log-probs).
 
