@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from models.config import VisionConfig
+from sharding.shapes import ShapeBook
 
 from .algorithms.loss import response_weights
 from .config import Config, ConfigError, Strategy
 from .layout import Composition, Entry, lay_out
 from .packing import Budget, grid, pack
+from .spreading import compose_spread
 from .types import Group, PreparedPrompt, Response, Reward, Sample
 
 
@@ -30,15 +32,16 @@ def compose(
     *,
     vision: VisionConfig | None = None,
     num_heads: int = 0,
+    shapes: ShapeBook | None = None,
     skip_idle: bool = False,
 ) -> Composition:
     """Packs all responses of a step, with the loss weights, advantages and log-probs that belong to them.
 
     `prepared` maps the draw of each group to its prompt; `vision` is the model's (None: a text model, whose
     batches have no vision buffer). Groups are laid out by draw and responses by sample, whatever order they
-    arrive in. Rows and patches of a shard are the cap of `config.packing`, or a half or quarter of it; `shapes`
+    arrive in. Rows and patches of a shard are the cap of `config.packing`, or a half or quarter of it; `row_shapes`
     lists what may come out. Strategies that spread sequences over devices plan and lay them out in `spreading`;
-    `num_heads`, the model's query heads, bounds the degrees (0: no bound).
+    `num_heads`, the model's query heads, bounds the degrees (0: no bound); `shapes` remembers earlier sizes.
 
     `skip_idle` leaves out groups without any advantage: their gradient is zero unless there is a KL term. Loss
     weights still count them. If there are no others, the first group stays.
@@ -66,9 +69,8 @@ def compose(
         entries = [e for e in entries if any(sample.advantage != 0.0 for sample in e.samples)] or entries[:1]
 
     if config.sharding.strategy is not Strategy.FSDP:
-        from .spreading import compose_spread
-
-        return compose_spread(entries, config, num_shards, vision, num_heads)
+        book = ShapeBook(config.sharding.max_shapes) if shapes is None else shapes
+        return compose_spread(entries, config, num_shards, vision, num_heads, book)
     packing = config.packing
     sizes = budget(config, num_shards, vision)
     plan = pack([entry.item for entry in entries], sizes, share_prompts=packing.share_prompts)
@@ -104,7 +106,7 @@ def budget(config: Config, num_shards: int, vision: VisionConfig | None) -> Budg
     return Budget(packing.tokens_per_row, grid(packing.rows_per_device), patches, num_shards)
 
 
-def shapes(config: Config, num_shards: int, vision: VisionConfig | None) -> list[tuple[int, int, int]]:
+def row_shapes(config: Config, num_shards: int, vision: VisionConfig | None) -> list[tuple[int, int, int]]:
     """All (rows, tokens a row, patches) that a microbatch may have: the bound on compiled shapes."""
     sizes = budget(config, num_shards, vision)
     return [(r * num_shards, sizes.tokens_per_row, p * num_shards) for r in sizes.rows for p in sizes.patches]
@@ -153,4 +155,4 @@ def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[
     return groups
 
 
-__all__ = ["Composition", "budget", "compose", "sft_groups", "shapes", "unpack", "with_reference"]
+__all__ = ["Composition", "budget", "compose", "row_shapes", "sft_groups", "unpack", "with_reference"]

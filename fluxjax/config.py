@@ -151,6 +151,7 @@ class ShardingConfig:
     max_degree: int = 0  # devices a sequence is spread over at most (ulysses: always); 0: as devices and heads allow
     alpha: float = 1.1  # flex_ulysses: tokens of a device, at most this times the mean
     tolerance: float = 0.02  # flex_ulysses: accepted excess of the largest attention load over the smallest possible
+    max_shapes: int = 32  # ulysses, flex_ulysses: about so many step shapes are compiled in a run
     calibration: str = ""  # flex_ulysses: file of `python -m sharding.calibrate`; empty: attention counts as length**2
 
 
@@ -163,7 +164,7 @@ class PackingConfig:
     # Strategies that spread sequences over devices:
     short: int = 1024  # sequences of at most so many tokens are joined (h_pack in FlexRL)
     group_cap: int = 8192  # up to so many tokens of a device group (H_pack)
-    rounds_per_degree: int = 2  # sequence groups a device group has at most
+    rounds_per_degree: int = 1  # sequence groups a device group has at most
 
 
 @dataclasses.dataclass(slots=True)
@@ -311,6 +312,7 @@ _POSITIVE = [
     "packing.rows_per_device",
     "packing.patches_per_device",
     "packing.rounds_per_degree",
+    "sharding.max_shapes",
     "checkpoint.keep",
     "evaluation.samples",
     "evaluation.samples_during",

@@ -16,9 +16,8 @@ import numpy as np
 from models.config import VisionConfig
 from models.inputs import ModelInput, PackedTokens, VisionInput, frame_bound
 from models.processing.vision_input import concatenate
-
 from sharding.route import Route
-from sharding.spread import Layout, Spread
+from sharding.spread import SizedLayout, Spread
 
 from .packing import Item, Microbatch, Row
 from .types import Sample, TrainBatch
@@ -52,7 +51,7 @@ class Composition:
     keys: tuple[tuple[int, int], ...]
     cells: np.ndarray
     lengths: np.ndarray
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[SizedLayout, ...] = ()
 
     def fill(self) -> tuple[float, float]:
         """Used over padded size of the token and of the patch buffers, between 0 and 1; 0 patches for text models."""

@@ -24,6 +24,7 @@ from models.forward import logprobs as model_logprobs
 from models.inputs import PackedTokens
 from sharding.fsdp import Fsdp
 from sharding.mesh import make_mesh
+from sharding.shapes import ShapeBook
 from sharding.strategy import Params, Tally
 from sharding.walk import Walk
 
@@ -38,6 +39,8 @@ GAP = "rollout_trainer_logprob_gap"
 
 class Learner:
     """Trains `model` with an algorithm's `token_loss`.
+
+    `shapes` are the buffer sizes that batches of spread sequences had so far, for `compose`: part of a run's state.
 
     `params` are never overwritten in place: an engine or a checkpoint may hold on to them through later steps.
     The optimizer's moments are. `version` counts the steps taken since the last `reset`.
@@ -61,6 +64,7 @@ class Learner:
         policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are not so many devices."""
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
+        self.shapes = ShapeBook(config.sharding.max_shapes)
         self._model = model
         self.reset(token_loss, never_sampled=never_sampled)
         self.params = jax.device_put(

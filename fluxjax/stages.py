@@ -12,7 +12,7 @@ from rollout.engine import Engine
 
 from .algorithms import ALGORITHMS
 from .algorithms.grpo import zero_variance_groups
-from .batching import compose, with_reference
+from .batching import Composition, compose, with_reference
 from .config import Config
 from .held_out import HeldOut
 from .learner import Learner
@@ -50,6 +50,7 @@ class PolicyTrainer:
             self._learner.mesh.size,
             vision=self._vision,
             num_heads=self._learner.num_heads,
+            shapes=self._learner.shapes,
             skip_idle=not (self._config.algorithm.kl_coefficient or self._config.algorithm.entropy_coefficient),
         )
         if self._reference is not None:
@@ -67,7 +68,28 @@ class PolicyTrainer:
                 "packing/token_fill": tokens_fill,
                 "packing/patch_fill": patches_fill,
             }
+            | (
+                spread_metrics(composition) | {"packing/shapes": float(len(self._learner.shapes.entries))}
+                if composition.layouts
+                else {}
+            )
         )
+
+
+def spread_metrics(composition: Composition) -> dict[str, float]:
+    """How evenly the plans spread a step's sequences: largest over mean attention work and tokens of a device, the
+    share of tokens in sequences on more than one device, padding of the rows and of what all-to-alls send."""
+    plans = [layout.plan for layout in composition.layouts]
+    tokens = sum(sum(plan.lengths) for plan in plans)
+    sharded = sum(n for plan in plans for n, degree in zip(plan.lengths, plan.degrees, strict=True) if degree > 1)
+    padding = [layout.padding() for layout in composition.layouts]
+    return {
+        "sharding/balance": max(plan.balance for plan in plans),
+        "sharding/memory": max(plan.memory_ratio for plan in plans),
+        "sharding/sharded_tokens": sharded / tokens,
+        "sharding/mlp_padding": float(np.mean([one["mlp"] for one in padding])),
+        "sharding/all_to_all_padding": float(np.mean([one["all_to_all"] for one in padding])),
+    }
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:

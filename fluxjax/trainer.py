@@ -24,7 +24,7 @@ from .build import build_model
 from .callbacks import Callback
 from .checkpoint import CheckpointError, Checkpoints, like
 from .compile_cache import use_compile_cache
-from .config import Config, ConfigError
+from .config import Config, ConfigError, Strategy
 from .coordinator import Coordinator, CoordinatorError, Settings, Synchronous
 from .coordinator.messages import Finish
 from .data import open_held_out, open_sources, open_warm_start
@@ -42,6 +42,7 @@ from .report.summary import Summary, TrainingResult
 from .reporter import Reporter, closing, opening
 from .rewards import Scorer
 from .runtime import Runtime
+from .spreading import planner
 from .stages import HeldOutEvaluator, PolicyTrainer
 from .timeline import Timeline
 from .types import Prompt
@@ -102,6 +103,8 @@ class FluxTrainer:
             self.learner = Learner(
                 config, self.model, self.algorithm.token_loss, mesh=mesh, never_sampled=self.processor.media_token_ids
             )
+            if config.sharding.strategy is not Strategy.FSDP:
+                planner(config, self.learner.num_heads, mesh.size)  # a degree that can't be ends here
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
             self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
 
@@ -210,6 +213,7 @@ class FluxTrainer:
         self.coordinator.load_state_dict(state["coordinator"])
         self.source.load_state_dict(state["source"])
         self.summary = Summary.from_state_dict(state["summary"])
+        self.learner.shapes.load_state(state["shapes"])
         self.summary.devices = self.learner.mesh.size  # perhaps another mesh now
         self.summary.resumed_from.append(step)
         self._loaded, self._started = step, True
@@ -339,7 +343,8 @@ class FluxTrainer:
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
         self._count_total()
-        self.checkpoints.save(step, self._arrays(), state | {"summary": self.summary.state_dict()})
+        shapes = self.learner.shapes.state()
+        self.checkpoints.save(step, self._arrays(), state | {"summary": self.summary.state_dict(), "shapes": shapes})
 
     def _count_total(self) -> None:
         now = time.monotonic()

@@ -62,6 +62,7 @@ async def warm_start(
                 learner.mesh.size,
                 vision=vision,
                 num_heads=learner.num_heads,
+                shapes=learner.shapes,
             )
             yield step, learner.step(batch.batches)
     finally:

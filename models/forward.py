@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from sharding.kernels.attention import Mask, attention
+from sharding.ulysses import spread_attention
 from sharding.vocab import token_logprobs
 from sharding.walk import Walk
 
@@ -34,8 +35,6 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
 def _attention(inputs: PackedTokens) -> Callable[[Array, Array, Array], Array]:
     """Attention within the rows, or over the groups of devices that share sequences."""
     if inputs.spread is not None:
-        from sharding.ulysses import spread_attention
-
         return spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
     mask = Mask(inputs.segments_BT, inputs.branches_BT)
     return lambda q, k, v: attention(q, k, v, mask)

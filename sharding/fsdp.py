@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -58,13 +59,14 @@ class Fsdp:
         self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat, unroll=unroll)
 
     def shard(self, params: Params) -> Params:
-        return jax.device_put(params, self.shardings)
+        return _put(params, self.shardings)
 
     def place(self, batch: Any) -> Any:
-        """Raises ValueError if the devices do not divide the rows."""
+        """Every process has the whole batch and keeps its devices' part. Raises ValueError if the devices do not divide
+        the rows."""
         self._check(batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
-        return jax.device_put(batch, placed)
+        return _put(batch, placed)
 
     def loss_and_grad(self, params: Params, batch: Any) -> tuple[jax.Array, Tally, Params]:
         def local(params: Params, batch: Any) -> tuple[jax.Array, Tally, Params]:
@@ -120,3 +122,17 @@ class Fsdp:
                     )
 
         jax.tree.map(one, self._row_dims(batch), batch)
+
+
+def _put(tree: Any, shardings: Any) -> Any:
+    """Host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def one(array: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            return jax.device_put(array, sharding)  # it is on the mesh already
+        whole = np.asarray(array)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return jax.tree.map(one, tree, shardings)

@@ -9,6 +9,7 @@ is the same on all devices, and a device without features takes part.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .mesh import binary_axes
+from .shapes import Sizes
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +30,10 @@ class Route:
     sends: tuple[Any, ...]  # i32 [devices, count] each
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
+    def needs(self) -> Sizes:
+        """The features that cross each axis, `send/<axis>`."""
+        return {_name(axis): rows.shape[1] for axis, rows in zip(self.axes, self.sends, strict=True)}
+
     def __call__(self, features_MD: Float[Array, "M D"]) -> Float[Array, "R D"]:
         """The device's own features and, behind them, all that came by. Runs inside a `shard_map`."""
         buffer = features_MD
@@ -38,14 +44,19 @@ class Route:
 
 
 def route(
-    source: np.ndarray, row: np.ndarray, target: np.ndarray, num_devices: int, rows: int
+    source: np.ndarray,
+    row: np.ndarray,
+    target: np.ndarray,
+    num_devices: int,
+    rows: int,
+    counts: Mapping[str, int] | None = None,
 ) -> tuple[Route, np.ndarray]:
     """(the route, the row of `target`'s final buffer in which each wanted feature stands).
 
     Wanted feature `i` is row `row[i]` of the `rows` features of device `source[i]` and is needed on `target[i]`; one
-    feature may be wanted several times. Counts are rounded up to powers of two from `rows / 8` on, so that few shapes
-    are compiled.
-    Raises ValueError if a feature would have to leave its replica: groups of sequences never do.
+    feature may be wanted several times. `counts` are the sizes of what crosses each axis (`Route.needs` of a route
+    without them, or more); without them, exactly what is needed. Raises ValueError if a feature would have to leave
+    its replica: groups of sequences never do.
     """
     axes = binary_axes(num_devices)
     block = 1 << len(axes)
@@ -57,12 +68,12 @@ def route(
     for k, axis in enumerate(axes):
         bit = block >> (k + 1)
         moving = np.flatnonzero((at ^ target) & bit)
-        if not len(moving):
-            continue
         keys, which = np.unique(at[moving] * length + place[moving], return_inverse=True)
         device = keys // length
         slot = np.arange(len(keys)) - np.searchsorted(device, device)
-        count = 1 << max(int(slot.max()), rows // 8).bit_length()
+        count = int(slot.max(initial=-1)) + 1 if counts is None else counts.get(_name(axis), 0)
+        if not count:
+            continue
         send = np.zeros((num_devices, count), np.int32)
         send[device, slot] = keys % length
         at[moving] ^= bit
@@ -71,3 +82,7 @@ def route(
         sends.append(send)
         crossed.append(axis)
     return Route(tuple(sends), tuple(crossed)), place
+
+
+def _name(axis: str) -> str:
+    return f"send/{axis}"

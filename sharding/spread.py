@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from .mesh import binary_axes
 from .plan import PlanError, ShardPlan
+from .shapes import Sizes
 
 
 @jax.tree_util.register_dataclass
@@ -55,66 +56,121 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything of a shard plan lies: `devices` rows of `columns` tokens.
+    """Where every token of a shard plan lies: `device` and `column`, one entry a token, sequence after sequence.
 
-    `cells` has one entry a token, sequence after sequence: `device * columns + column`. `starts` and `counts` are
-    those of `Spread`, `[devices, rounds]`; `budgets` has one entry a round.
+    `starts` and `counts` are those of `Spread`, `[devices, rounds of the plan]`. How large the buffers are is not yet
+    said; see `needs`.
     """
 
     plan: ShardPlan
-    columns: int
-    budgets: tuple[int, ...]
+    device: np.ndarray
+    column: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
-    cells: np.ndarray
 
-    def find(self, predecessors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(`predecessors` as `PackedTokens` has them, `exports` `[devices, X]`).
+    def needs(self) -> Sizes:
+        """The least size of each buffer: `columns` of a row, and a budget for each round, `round/<degree>/<k>`."""
+        sizes = {"columns": int(self.counts.sum(axis=1).max(initial=1))}
+        return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self._names())}
 
-        `predecessors[i]` is the token (an index into `cells`) whose hidden state predicts token `i`. In the answer, it
-        is a column of the token's own row, or, from `columns` on, an entry of what the group of the highest degree
-        exports: device by device, `X` each. X is a power of two from 8 on, or 0 if nothing crosses devices.
+    def imports(self, predecessors: np.ndarray) -> Imports:
+        """Which hidden states have to cross devices, if token `predecessors[i]` predicts token `i`."""
+        foreign = np.flatnonzero(self.device[predecessors] != self.device)
+        place = self.device * (int(self.column.max(initial=0)) + 1) + self.column  # sorts by device, then column
+        _, first, which = np.unique(place[predecessors[foreign]], return_index=True, return_inverse=True)
+        token = predecessors[foreign][first]
+        source = self.device[token]
+        slot = np.arange(len(token)) - np.searchsorted(source, source)
+        return Imports(foreign, which, source, self.column[token], slot)
+
+    def sized(self, sizes: Sizes) -> SizedLayout:
+        """The layout in buffers of these sizes, each at least what `needs` says; further rounds stay empty."""
+        return SizedLayout(self, sizes)
+
+    def _names(self) -> list[str]:
+        degrees = [one.degree for one in self.plan.rounds]
+        return [_round_name(degree, degrees[:j].count(degree)) for j, degree in enumerate(degrees)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Imports:
+    """Tokens whose predecessor lies on another device: token `foreign[i]` needs export `which[i]`, which is column
+    `column` of device `source`, in slot `slot` of what that device exports."""
+
+    foreign: np.ndarray
+    which: np.ndarray
+    source: np.ndarray
+    column: np.ndarray
+    slot: np.ndarray
+
+    def needs(self) -> Sizes:
+        return {"exports": int(self.slot.max()) + 1} if len(self.slot) else {}
+
+
+class SizedLayout:
+    """A layout in buffers of given sizes: `columns` tokens a device, `rounds` as `Spread` has them, and `cells`,
+    `device * columns + column` of every token."""
+
+    def __init__(self, layout: Layout, sizes: Sizes) -> None:
+        self.plan, self._layout = layout.plan, layout
+        self.columns = sizes["columns"]
+        self._exports = sizes.get("exports", 0)
+        self.cells = layout.device * self.columns + layout.column
+        own = {name: j for j, name in enumerate(layout._names())}
+        names = sorted((name for name in sizes if name.startswith("round/")), key=_round_order)
+        self.rounds = tuple((-_round_order(name)[0], min(sizes[name], self.columns)) for name in names)
+        self.starts = np.zeros((self.plan.num_devices, len(names)), np.int32)
+        self.counts = np.zeros((self.plan.num_devices, len(names)), np.int32)
+        for j, name in enumerate(names):
+            if name in own:
+                self.starts[:, j] = layout.starts[:, own[name]]
+                self.counts[:, j] = layout.counts[:, own[name]]
+
+    def spread(self, predecessors: np.ndarray) -> tuple[np.ndarray, Spread]:
+        """(`predecessors` as `PackedTokens` has them, what the devices need to know).
+
+        Where the predecessor lies in the token's own row, its column; otherwise, from `columns` on, an entry of what
+        the group of the highest degree exports, device by device.
         """
-        own, column = np.divmod(self.cells[predecessors], self.columns)
-        foreign = np.flatnonzero(own != self.cells // self.columns)
-        wanted, slot_of = np.unique(self.cells[predecessors[foreign]], return_inverse=True)
-        source = wanted // self.columns
-        slot = np.arange(len(wanted)) - np.searchsorted(source, source)
-        width = max(1 << int(slot.max()).bit_length(), 8) if len(wanted) else 0
-        exports = np.zeros((self.plan.num_devices, width), np.int32)
-        exports[source, slot] = wanted % self.columns
-        group = self.plan.rounds[0].degree if self.plan.rounds else 1
-        column[foreign] = self.columns + (source % group * width + slot)[slot_of]
-        return column.astype(np.int32), exports
-
-    def spread(self, exports: np.ndarray) -> Spread:
-        rounds = tuple((one.degree, budget) for one, budget in zip(self.plan.rounds, self.budgets, strict=True))
-        starts, counts = self.starts.astype(np.int32), self.counts.astype(np.int32)
-        return Spread(starts, counts, exports, rounds, binary_axes(self.plan.num_devices))
+        imports = self._layout.imports(predecessors)
+        exports = np.zeros((self.plan.num_devices, self._exports), np.int32)
+        exports[imports.source, imports.slot] = imports.column
+        group = self.rounds[0][0]
+        column = self._layout.column[predecessors]
+        entry = imports.source % group * self._exports + imports.slot
+        column[imports.foreign] = self.columns + entry[imports.which]
+        spread = Spread(self.starts, self.counts, exports, self.rounds, binary_axes(self.plan.num_devices))
+        return column.astype(np.int32), spread
 
     def padding(self) -> dict[str, float]:
-        """Share of the slots without a token: of the rows (`mlp`), and of what the all-to-alls send (`all_to_all`)."""
-        sharded = [j for j, one in enumerate(self.plan.rounds) if one.degree > 1]
-        sent = sum(self.budgets[j] for j in sharded) * self.plan.num_devices
-        used = float(self.counts[:, sharded].sum())
+        """Share of the rows without a token (`mlp`), and of what the device that is sent most in the all-to-alls is
+        sent without need (`all_to_all`)."""
+        sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
+        sent = sum(self.rounds[j][1] for j in sharded)
+        used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0
         return {
             "mlp": 1 - len(self.cells) / (self.plan.num_devices * self.columns),
             "all_to_all": 1 - used / sent if sent else 0.0,
         }
 
 
-def sizes(cap: int, multiple: int = 8) -> tuple[int, ...]:
-    """The few sizes, ascending, that a buffer of at most `cap` tokens may take: `cap` times 1, 3/4, 1/2, 3/8, 1/4, ...
-    down to 1/16, rounded up to multiples of `multiple`. Each size is compiled once; a buffer is at least 2/3 full."""
-    steps = [(num, 1 << k) for k in range(5) for num in (1, 0.75)][:-1]
-    return tuple(sorted({min(-(-int(cap * num / den) // multiple) * multiple, cap) for num, den in steps}))
+def _round_name(degree: int, k: int) -> str:
+    return f"round/{degree}/{k}"
 
 
-def lay(plan: ShardPlan, cap: int) -> Layout:
-    """Gives every token of `plan` its place. `cap` is the most tokens of a device; sizes are those of `sizes(cap)`.
+def _round_order(name: str) -> tuple[int, int]:
+    _, degree, k = name.split("/")
+    return -int(degree), int(k)
 
-    Raises PlanError if a device has more tokens than that.
-    """
+
+def size_weights(sizes: Sizes) -> dict[str, float]:
+    """What a unit of each size costs beside a column of the row: sharded rounds are sent, exports are small."""
+    sent = {name: 0.25 if _round_order(name)[0] < -1 else 0.05 for name in sizes if name.startswith("round/")}
+    return sent | {"exports": 0.1}
+
+
+def lay(plan: ShardPlan, cap: int = 0) -> Layout:
+    """Gives every token of `plan` its place. Raises PlanError if a device has more than `cap` tokens (0: no bound)."""
     num_devices, degrees = plan.num_devices, [one.degree for one in plan.rounds]
     first_token = np.cumsum([0, *plan.lengths])
     starts = np.zeros((num_devices, len(degrees)), np.int64)
@@ -136,11 +192,6 @@ def lay(plan: ShardPlan, cap: int) -> Layout:
             column[stream] = starts[device[stream], j] + np.arange(len(stream)) - (np.cumsum(chunks) - chunks)[part]
             counts[group * one.degree : (group + 1) * one.degree, j] = chunks
         used += counts[:, j]
-    fullest = int(used.max(initial=1))
-    if fullest > cap:
-        raise PlanError(f"device {int(used.argmax())} has {fullest} tokens, more than the {cap} of its buffer")
-    grid = sizes(cap)
-    columns = next(size for size in grid if size >= fullest)
-    needs = counts.max(axis=0, initial=1) if degrees else []
-    budgets = tuple(min(next(size for size in grid if size >= need), columns) for need in needs)
-    return Layout(plan, columns, budgets, starts, counts, device * columns + column)
+    if cap and used.max(initial=0) > cap:
+        raise PlanError(f"device {int(used.argmax())} has {used.max()} tokens, more than the {cap} of its buffer")
+    return Layout(plan, device, column, starts, counts)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_cases import MODEL, make_config, make_groups
 
-from fluxjax.batching import compose, sft_groups, shapes, unpack, with_reference
+from fluxjax.batching import compose, row_shapes, sft_groups, unpack, with_reference
 from fluxjax.config import ConfigError, LossAggregation
 from fluxjax.packing import Budget, Item, grid, pack
 
@@ -178,7 +178,7 @@ def test_every_response_is_there_once_behind_its_own_prompt(case):
     for batch in composition.batches:
         inputs = batch.inputs
         B, T = inputs.tokens_BT.shape
-        assert (B, T, inputs.vision.num_patches) in shapes(config, shards, MODEL.vision)
+        assert (B, T, inputs.vision.num_patches) in row_shapes(config, shards, MODEL.vision)
         trained = batch.versions_BT >= 0
         np.testing.assert_array_equal(trained, batch.loss_weights_BT > 0)
         ends = trained & ~np.pad(trained, ((0, 0), (0, 1)))[:, 1:]
@@ -288,7 +288,7 @@ def test_a_text_model_has_no_vision_buffer():
     groups, prepared = make_groups([[4], [5]], [[3, 2], [1]])
     for batch in compose(groups, prepared, make_config()).batches:
         assert batch.inputs.vision is None
-    assert set(shapes(make_config(rows=4), 2, None)) == {(2, 48, 0), (4, 48, 0), (8, 48, 0)}
+    assert set(row_shapes(make_config(rows=4), 2, None)) == {(2, 48, 0), (4, 48, 0), (8, 48, 0)}
 
 
 def test_all_microbatches_of_a_step_have_one_frame_bound():

@@ -139,6 +139,19 @@ def test_resumed_on_another_mesh(commands, text, reference, tmp_path):
         np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)
 
 
+def test_resumed_with_another_strategy(commands, text, reference, tmp_path):
+    """From FSDP on one device to FlexUlysses on four: only places and the order of sums change."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(reference, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
+    changed = ["--config.sharding.devices=4", "--config.sharding.strategy=flex_ulysses"]
+    commands.run(run_dir, TEXT, [*text, *changed], devices=4)
+    assert summary(run_dir)["resumed_from"] == [6]
+    mine, theirs = model_arrays(run_dir), model_arrays(reference)
+    for name in mine:
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)  # as above
+
+
 def test_images_and_videos(commands, tmp_path):
     """Decoding in threads ahead of use, two sources mixed, a frozen reference model in the checkpoint."""
     (tmp_path / "data").mkdir()

@@ -8,7 +8,6 @@ import numpy as np
 
 from .descend import halves
 
-
 GOOD = 0.25  # pressure below which nothing is dealt anew
 NEIGHBOURS = 6  # emptiest blocks that the fullest one deals anew with
 
@@ -42,7 +41,9 @@ def blocks(
             if other == fullest:
                 continue
             left = 2 * (1 + room) - loads[fullest] - loads[other]
-            _, *sides = halves(sorted(members[fullest] + members[other]), work, tokens, *np.maximum(left, room / 4).tolist())
+            _, *sides = halves(
+                sorted(members[fullest] + members[other]), work, tokens, *np.maximum(left, room / 4).tolist()
+            )
             new = np.array([amounts[side].sum(0) for side in sides])
             if ((new - 1) / room).max() < max(pressure[fullest], pressure[other]) - 1e-6:
                 for block, load, side in zip((fullest, other), new, sides, strict=True):

@@ -120,7 +120,9 @@ class Descent:
         dust = (sum(self.work[i] for i in rest[EXACT:]), sum(self.tokens[i] for i in rest[EXACT:]))
         cost, codes = self._cases(top, size, compute, memory, dust)
         order = np.argsort(cost, kind="stable")[:64]
-        sets = [[i for i, way in zip(top, codes[k].tolist(), strict=True) if way == 2] for k in order[cost[order] < np.inf]]
+        sets = [
+            [i for i, way in zip(top, codes[k].tolist(), strict=True) if way == 2] for k in order[cost[order] < np.inf]
+        ]
         tried: list[list[int]] = [[]]
         grow = [rest[:count] for count in range(1, len(rest))]
         for number, stay in enumerate([*sets, *grow]):
@@ -135,7 +137,9 @@ class Descent:
                     return stay, left, right
         return rest, [], []
 
-    def _halves(self, members: list[int], size: int, compute: float, memory: float) -> tuple[float, list[int], list[int]]:
+    def _halves(
+        self, members: list[int], size: int, compute: float, memory: float
+    ) -> tuple[float, list[int], list[int]]:
         """The most even two halves found, and how uneven: above 1, a half exceeds what it has."""
         spare_work = size * compute - sum(self.work[i] for i in members)
         spare_tokens = size * memory - sum(self.tokens[i] for i in members)

@@ -89,7 +89,10 @@ class Exchange:
         table = subsets(len(free))
         amounts = self.amounts[free]
         shares = (amounts / half).T
-        left, right = shares @ table.left.T, shares @ table.right.T  # each resource a row: columns would cost twice as much
+        left, right = (
+            shares @ table.left.T,
+            shares @ table.right.T,
+        )  # each resource a row: columns would cost twice as much
         saved = self.weights[size.bit_length() - 1] - self.weights[half.bit_length() - 1]
         price = table.both @ (amounts[:, 1] * saved)
         costs = []

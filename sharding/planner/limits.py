@@ -190,7 +190,9 @@ def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> floa
     return float(max(total[-1] / num_devices, meet))
 
 
-def balance_bound(lengths: Sequence[int], num_devices: int, limits: Limits, work: Sequence[float] | None = None) -> float:
+def balance_bound(
+    lengths: Sequence[int], num_devices: int, limits: Limits, work: Sequence[float] | None = None
+) -> float:
     """No plan under `limits` has a smaller ratio of the largest to the mean compute load (`ShardPlan.balance`)."""
     made = problem(lengths, num_devices, limits, work)
     mean = float(made.work_I.sum()) / num_devices

@@ -94,7 +94,10 @@ def spread_vision(
     if len(sizes):
         change = np.flatnonzero(np.any([np.diff(row) != 0 for row in rows], axis=0)) + 1
         starts = np.concatenate([[0], change, [len(sizes)]])
-        runs = [_Run(int(a), int(b - a), int(sizes[a]), int(firsts[a]), int(degrees[a])) for a, b in itertools.pairwise(starts)]
+        runs = [
+            _Run(int(a), int(b - a), int(sizes[a]), int(firsts[a]), int(degrees[a]))
+            for a, b in itertools.pairwise(starts)
+        ]
         runs.sort(key=lambda run: (-run.size, run.start))
         for base in range(0, num_devices, replica):
             _replica([run for run in runs if run.first // replica == base // replica], base, replica, devices)

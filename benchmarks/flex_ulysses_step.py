@@ -1,0 +1,223 @@
+"""A training step under several shard plans: measured, counted, and simulated.
+
+    python benchmarks/flex_ulysses_step.py                      all three parts
+    python benchmarks/flex_ulysses_step.py --part measured      two processes pinned to a core each
+    python benchmarks/flex_ulysses_step.py --lengths 4096 512 512 512 512 512 512 512 512
+
+Parts: `measured` times forward and backward of one batch under bucketing (FSDP as verl deals it out), fixed Ulysses and
+FlexUlysses, interleaved; `counted` lays out random batches of the mixes for 8 devices and says how much is padding, how
+many shapes would be compiled, and how many collectives a step has; `simulated` predicts 32 to 128 GPUs with the cost
+model calibrated on FlexRL's tables, beside the paper's figures.
+
+Prints one JSON line on standard output and its progress on standard error. `benchmarks/README.md` says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import json
+import os
+import pathlib
+import re
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
+
+import numpy as np
+from common import ROOT, Worker, WorkerError, spread, thread_environment
+
+from sharding.planner import Limits, bucketing, flex_ulysses, ulysses
+from sharding.shapes import ShapeBook
+from sharding.spread import lay, size_weights
+
+MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
+SKEWED = (4096, *[512] * 8)  # a token count that buckets evenly, a quadratic cost that does not
+MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+}
+PARTS = ("measured", "counted", "simulated")
+
+
+def main(argv: Sequence[str]) -> int:
+    """0, or 1 with one line on standard error for a worker that failed, 2 for input that is missing."""
+    options = _parser().parse_args(argv)
+    parts = options.part or list(PARTS)
+    result: dict[str, Any] = {"benchmark": "flex_ulysses_step"}
+    try:
+        mixes = json.loads(pathlib.Path(options.mixes).read_text()) if {"counted", "simulated"} & set(parts) else []
+        if "measured" in parts:
+            result["measured"] = measure(options)
+        if "counted" in parts:
+            result["counted"] = count(mixes, options)
+        if "simulated" in parts:
+            from flex_ulysses_simulated import simulate
+
+            result["simulated"] = simulate(mixes)
+    except (WorkerError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, WorkerError) else 2
+    print(json.dumps(result))
+    return 0
+
+
+# --- measured -----------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds a step under each plan; ratios of medians above 1 mean that FlexUlysses is faster."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise WorkerError("two cores are needed, one for each process")
+    heads = {"num_heads": MODEL["num_heads"]}
+    plans = {
+        "fsdp_bucketing": bucketing(options.lengths, 2, Limits(**heads)),
+        "ulysses": ulysses(options.lengths, 2, Limits(**heads), degree=2),
+        "flex_ulysses": flex_ulysses(options.lengths, 2, Limits(**heads)),
+    }
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "port": port,
+        "processes": 2,
+        "model": MODEL,
+        "plans": {name: plan.to_json() for name, plan in plans.items()},
+    }
+    command = [sys.executable, str(ROOT / "benchmarks" / "ulysses_worker.py")]
+    load_before = os.getloadavg()[0]
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(2) as pool:
+
+        def start(process: int) -> Worker:
+            settings = shared | {"process": process, "core": cores[process]}
+            return Worker(f"process {process}", command, settings, thread_environment(1) | {"JAX_PLATFORMS": "cpu"})
+
+        workers = [stack.enter_context(worker) for worker in pool.map(start, range(2))]
+        seconds: dict[str, list[float]] = {name: [] for name in plans}
+        losses: dict[str, float] = {}
+        for index in range(options.warmup + options.repeats):
+            for name in plans:
+                answers = list(pool.map(lambda worker, name=name: worker.ask(do="step", plan=name), workers))
+                losses[name] = answers[0]["loss"]
+                _say(f"{name}: {answers[0]['seconds']:.3f} s{' (warm-up)' if index < options.warmup else ''}")
+                if index >= options.warmup:
+                    seconds[name].append(max(answer["seconds"] for answer in answers))
+        last = list(pool.map(Worker.finish, workers))
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "what": "forward and backward of one batch, 2 processes of one CPU core each, gloo, float32",
+        "load_average_before": round(load_before, 2),
+        "lengths": list(options.lengths),
+        "model": MODEL | {"parameters": workers[0].about["parameters"]},
+        "repeats": options.repeats,
+        "plans": {
+            name: {
+                "seconds": spread(seconds[name]),
+                "balance": round(plan.balance, 3),
+                "degrees": dict(collections.Counter(map(str, plan.degrees))),
+                "loss": losses[name],
+            }
+            for name, plan in plans.items()
+        },
+        "flex_ulysses_against": {
+            name: round(medians[name] / medians["flex_ulysses"], 3) for name in medians if name != "flex_ulysses"
+        },
+        "peak_rss_mib": [one["peak_rss_mib"] for one in last],
+    }
+
+
+# --- counted ------------------------------------------------------------------------------------
+
+
+def count(mixes: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """Layouts for 8 devices of batches drawn from the sequences of each mix; lengths as they are."""
+    rng = np.random.default_rng(0)
+    pools: dict[str, list[int]] = collections.defaultdict(list)
+    for case in mixes:
+        pools[case["name"]] += [sequence["length"] for sequence in case["sequences"]]
+    limits = Limits(num_heads=28, short=2048, cap=32768, rounds_per_degree=2)
+    result: dict[str, Any] = {"devices": 8, "batches_a_mix": options.batches, "sequences_a_batch": 16}
+    for name, pool in pools.items():
+        layouts, book = [], ShapeBook()
+        for _ in range(options.batches):
+            lengths = np.array([int(length) for length in rng.choice(pool, 16)])
+            layout = lay(flex_ulysses(lengths.tolist(), 8, limits))
+            before = np.maximum(np.arange(lengths.sum()) - 1, np.repeat(np.cumsum(lengths) - lengths, lengths))
+            needs = layout.needs() | layout.imports(before).needs()
+            layouts.append(layout.sized(book.fit(needs, {}, size_weights(needs))))
+        shapes = {(one.columns, one.rounds) for one in layouts}
+        padding = [one.padding() for one in layouts]
+        result[name] = {
+            "shapes": len(shapes),
+            "mlp_padding": round(statistics.mean(one["mlp"] for one in padding), 3),
+            "all_to_all_padding": round(statistics.mean(one["all_to_all"] for one in padding), 3),
+            "rounds": round(statistics.mean(len(one.rounds) for one in layouts), 2),
+        }
+        _say(f"{name}: {result[name]}")
+    result["collectives"] = _collectives()
+    return result
+
+
+def _collectives() -> dict[str, Any]:
+    """Of one compiled step of the model above on 8 devices, in a process of its own; each layer's once (a scan)."""
+    code = (
+        "import json\n"
+        "import jax, ulysses_worker as w\n"
+        "from sharding.planner import Limits, flex_ulysses\n"
+        f"model = w.text_model({MODEL!r} | {{'num_layers': 8}})\n"
+        "strategy = w.Fsdp(w.make_mesh(8), model, forward=w.logprobs, loss=w.loss, row_dims=w.row_dims)\n"
+        "lengths = [700, 300, 200, 150, 90, 90, 60, 50, 40, 30]\n"
+        "batch = w.batch_of(flex_ulysses(lengths, 8, Limits(num_heads=8)), 512)\n"
+        "params = strategy.shard(w.models.split(model)[1])\n"
+        "compiled = jax.jit(strategy.loss_and_grad).lower(params, strategy.place(batch)).compile()\n"
+        "print(json.dumps({'rounds': batch.spread.rounds, 'text': compiled.as_text()}))\n"
+    )
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT / "benchmarks",
+        env=dict(os.environ) | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )
+    if done.returncode:
+        raise WorkerError(f"compiling for 8 devices failed: {done.stderr.strip().splitlines()[-1]}")
+    answer = json.loads(done.stdout)
+    names = re.findall(
+        r" (all-to-all|all-gather|reduce-scatter|all-reduce|collective-permute)(?:-start)?\(", answer["text"]
+    )
+    return {"rounds": answer["rounds"], "in_the_program": dict(sorted(collections.Counter(names).items()))}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be given several times")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=list(SKEWED), help="tokens of each sequence (measured)"
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each plan (measured)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them; the first compiles (measured)")
+    parser.add_argument("--batches", type=int, default=50, help="random batches of each mix (counted)")
+    parser.add_argument("--mixes", default=str(MIXES), help="JSON file of sequence lengths (counted, simulated)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

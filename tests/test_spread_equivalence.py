@@ -1,0 +1,195 @@
+"""Sequences spread over 8 devices, by any plan: loss, gradients and log-probs of one device to 1e-5 (float32)."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_cases import MODEL, Content, make_config, make_groups
+
+import models
+from fluxjax import spreading
+from fluxjax.algorithms import grpo
+from fluxjax.batching import compose, unpack
+from fluxjax.config import ConfigError, Strategy
+from fluxjax.learner import Learner
+from sharding.mesh import make_mesh
+from sharding.plan import ShardPlan, rounds
+
+DEVICES = 8
+HEADS = [(28, 4), (32, 8), (40, 8), (8, 2), (4, 1)]
+MEDIA = [(1, 4, 4), (1, 8, 4), (2, 4, 8), (3, 4, 4)]
+TOLERANCE = 1e-5  # float32, of the largest magnitude in each array
+
+
+@functools.cache
+def tiny(heads: tuple[int, int]):
+    text = dataclasses.replace(MODEL.text, num_heads=heads[0], num_kv_heads=heads[1])
+    model = models.create(dataclasses.replace(MODEL, text=text), seed=1)
+    graphdef, params = models.split(model)
+    rng = np.random.default_rng(2)
+    noise = lambda w: jnp.asarray(np.asarray(w) + 0.1 * rng.normal(size=w.shape).astype(np.float32))  # noqa: E731
+    return models.merge(graphdef, jax.tree.map(noise, params))
+
+
+@functools.cache
+def learner(heads: tuple[int, int], devices: int) -> Learner:
+    return Learner(make_config(), tiny(heads), grpo.token_loss, mesh=make_mesh(devices))
+
+
+def random_groups(seed: int):
+    """One to seven groups of very different lengths, with text, images and videos in any order."""
+    rng = np.random.default_rng(seed)
+    contents: list[Content] = []
+    lengths: list[list[int]] = []
+    for _ in range(rng.integers(1, 8)):
+        media = [MEDIA[i] for i in rng.integers(0, len(MEDIA), rng.integers(0, 3))]
+        content: Content = [int(rng.integers(1, 20))]
+        for grid in media:
+            content += [grid, int(rng.integers(1, 6))]
+        contents.append(content)
+        lengths.append(rng.integers(1, 10, rng.integers(1, 4)).tolist())
+    return make_groups(contents, lengths, seed)
+
+
+def random_plan(seed: int, max_degree: int, devices: int = DEVICES):
+    """Any degrees on any groups, in up to three rounds a degree: far worse plans than a planner makes."""
+    rng = np.random.default_rng(seed)
+
+    def plan(lengths, work) -> ShardPlan:
+        degrees = [1 << int(rng.integers(0, max_degree.bit_length())) for _ in lengths]
+        firsts = [int(rng.integers(0, devices // degree)) * degree for degree in degrees]
+        packed = rounds(devices, lengths, degrees, firsts, short=24, cap=40, most=int(rng.integers(1, 4)))
+        return ShardPlan(devices, tuple(lengths), tuple(map(float, work)), tuple(degrees), tuple(firsts), packed)
+
+    return plan
+
+
+def spread_config(strategy=Strategy.FLEX_ULYSSES, share=True, max_degree=0):
+    config = make_config(tokens_per_row=64, rows=4, patches=128, share=share)
+    config.sharding.strategy = strategy
+    config.sharding.max_degree = max_degree
+    return config
+
+
+def outcome(learner: Learner, composition):
+    grads, tally = learner.accumulate(composition.batches)
+    scores = [learner.logprobs(batch.inputs)[0] for batch in composition.batches]
+    return tally, jax.tree.map(np.asarray, grads), unpack(composition, scores)
+
+
+def assert_equal(got, want) -> None:
+    (tally, grads, scores), (want_tally, want_grads, want_scores) = got, want
+
+    def close(path, a, b) -> None:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        scale = np.abs(b).max(initial=1e-30)
+        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * scale, err_msg=jax.tree_util.keystr(path))
+
+    jax.tree_util.tree_map_with_path(close, tally.sums, want_tally.sums)
+    jax.tree_util.tree_map_with_path(close, grads, want_grads)
+    assert scores.keys() == want_scores.keys()
+    for key in scores:
+        np.testing.assert_allclose(scores[key], want_scores[key], atol=TOLERANCE * 5, rtol=0)  # nats, of about 5
+
+
+def alone(heads, groups, prepared):
+    config = make_config(tokens_per_row=128, rows=32, patches=2048)
+    [batch] = compose(groups, prepared, config, vision=MODEL.vision).batches
+    assert batch.inputs.spread is None
+    composition = compose(groups, prepared, config, vision=MODEL.vision)
+    return outcome(learner(heads, 1), composition)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}-{heads[1]}")
+@given(seed=st.integers(0, 2**20), share=st.booleans())
+@settings(deadline=None, max_examples=3, derandomize=True)
+def test_any_plan_equals_one_device(heads, seed, share):
+    groups, prepared = random_groups(seed)
+    config = spread_config(share=share)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spreading, "planner", lambda *_: random_plan(seed, min(heads[0], DEVICES)))
+        composition = compose(groups, prepared, config, DEVICES, vision=MODEL.vision, num_heads=heads[0])
+    assert_equal(outcome(learner(heads, DEVICES), composition), alone(heads, groups, prepared))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
+@pytest.mark.parametrize(
+    ("strategy", "degree"), [("flex_ulysses", 0), ("ulysses", 1), ("ulysses", 2), ("ulysses", 4), ("ulysses", 8)]
+)
+def test_every_strategy_equals_one_device(strategy, degree, share):
+    heads = (8, 2)
+    groups, prepared = random_groups(7)
+    config = spread_config(Strategy(strategy), share, degree)
+    composition = compose(groups, prepared, config, DEVICES, vision=MODEL.vision, num_heads=heads[0])
+    if strategy == "ulysses":
+        assert {one for batch in composition.batches for one, _ in batch.inputs.spread.rounds} == {degree}
+    assert_equal(outcome(learner(heads, DEVICES), composition), alone(heads, groups, prepared))
+
+
+@pytest.mark.slow
+def test_strategies_may_change_between_steps():
+    """Parameters and optimizer state have one layout: a run that changes its strategy at every step ends as FSDP."""
+    heads, order = (8, 2), [Strategy.FSDP, Strategy.FLEX_ULYSSES, Strategy.ULYSSES, Strategy.FSDP]
+    config = spread_config()
+    config.optim.eps = 1e-2  # Adam divides by tiny second moments, which would turn rounding into whole steps
+    ends = []
+    for strategies in ([Strategy.FSDP] * len(order), order):
+        one = Learner(config, tiny(heads), grpo.token_loss, mesh=make_mesh(DEVICES))
+        metrics = []
+        for seed, strategy in enumerate(strategies):
+            config.sharding.strategy = strategy
+            groups, prepared = random_groups(seed)
+            composition = compose(groups, prepared, config, DEVICES, vision=MODEL.vision, num_heads=heads[0])
+            metrics.append(one.step(composition.batches))
+        ends.append((one.params, metrics))
+    (want, want_metrics), (got, got_metrics) = ends
+    for mine, theirs in zip(got_metrics, want_metrics, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("degree", "devices", "heads", "says"),
+    [
+        (16, 8, 28, "above 8, the largest power of two"),  # more than there are devices
+        (8, 8, 4, "above the 4 query heads"),
+        (4, 6, 28, "above 2, the largest power of two"),  # groups never leave a replica: 6 = 3 x 2
+    ],
+)
+def test_a_degree_that_can_not_be_is_refused_before_anything_runs(degree, devices, heads, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        spreading.planner(spread_config(max_degree=degree), heads, devices)
+    assert "sharding.max_degree" in str(caught.value)
+
+
+def test_a_sequence_longer_than_all_devices_is_refused():
+    groups, prepared = make_groups([[1100]], [[3]])
+    config = make_config(tokens_per_row=32, rows=4)
+    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    with pytest.raises(ConfigError, match=r"sequence 0 has 1103 tokens, but 8 devices hold 1024"):
+        compose(groups, prepared, config, DEVICES, num_heads=8)
+
+
+def test_media_that_no_device_can_hold_are_refused():
+    groups, prepared = make_groups([[1, (1, 16, 16)]], [[3]])
+    with pytest.raises(ConfigError, match="patches_per_device = 128"):
+        compose(groups, prepared, spread_config(), DEVICES, vision=MODEL.vision, num_heads=8)
+
+
+def test_more_than_one_microbatch_when_memory_asks_for_it():
+    groups, prepared = make_groups([[60]] * 40, [[4]] * 40)
+    config = make_config(tokens_per_row=64, rows=2)
+    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    composition = compose(groups, prepared, config, DEVICES, num_heads=8)
+    assert len(composition.batches) > 1 and len(composition.keys) == 40
+    assert all(batch.inputs.tokens_BT.shape[1] <= 128 for batch in composition.batches)
+    trained = sum(int((batch.loss_weights_BT != 0).sum()) for batch in composition.batches)
+    assert trained == 160
