@@ -7,8 +7,8 @@ round's tokens travel while unsharded sequences are computed, each further round
 backward pass is written out and does the same, in the same order; a transposed forward pass would run in reverse and
 wait for every transfer.
 
-For the backward pass every round keeps q, k, v as they arrived, the local output and the log-sum-exp: `N + K` rows
-fewer would mean a second all-to-all a layer. Whoever has no memory for them wraps the layer in `jax.checkpoint`.
+For the backward pass every round keeps q, k, v as they arrived, its output and the log-sum-exp: to send q, k and v a
+second time would double the traffic of that pass. Whoever lacks the memory wraps layers in `jax.checkpoint`.
 
 Why this can't deadlock. All devices run one program, so that all issue the same collectives in the same order; what
 differs on each device (columns, counts, tiles) is data, and a device without a token in a round still exchanges its
@@ -16,10 +16,12 @@ padding. Number the collectives in that order. Groups of one collective are disj
 two are disjoint or nested, for a group is a product of trailing mesh axes. Suppose that devices wait for ever, and look
 at the lowest-numbered collective in which one of them waits. It waits for a device of its group that has not come so
 far: that one waits in a lower-numbered collective (a contradiction) or computes, which ends, as the loops over tiles
-have a fixed length. So that device comes, and the collective ends. The order of degrees is not needed for this, but
-never increases either: a device leaves a group only for one within it, and never has two groups' exchanges in one
-direction under way. This holds for asynchronous starts too, as long as the order in which they are issued is part of
-the compiled program, and they run in that order.
+have a fixed length. So that device comes, and the collective ends. This holds for asynchronous starts too, as long as
+they run in the order in which the compiled program issues them.
+
+The order of degrees is not needed for it, but never increases either in one direction: a device leaves a group's
+exchange only for one of the same group or of one within it. XLA:GPU keeps that order; XLA:CPU drops the barriers that
+state it, and runs another one, the same on all devices.
 """
 
 from __future__ import annotations

@@ -70,6 +70,10 @@ def test_every_transfer_runs_behind_attention_forward_and_backward(residuals, tm
     # XLA may write out layers of a scan, so that there are more in the program than are executed, or fewer.
     assert min(phases["forward"], phases["backward"]) >= 1
     assert [(phase, wrong) for phase, at in attentions if (wrong := exposed(at))] == []
+    for _, at in attentions:  # highest degree first, in both directions, and in the attention itself
+        for name in ("start send {}", "attend {}", "start return {}"):
+            order = [at[name.format(j)] for j in SHARDED]
+            assert order == sorted(order)
 
 
 def test_a_schedule_that_waits_is_found_out():

@@ -1,0 +1,295 @@
+"""Attention over spread sequences is plain attention over whole ones, whatever the plan and the heads; and all devices
+go through the same collectives."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from sharding.heads import deal_heads, heads_at
+from sharding.kernels.attention import Mask, attention
+from sharding.mesh import binary_axes, make_mesh
+from sharding.plan import PlanError, Round, ShardPlan
+from sharding.spread import Spread, lay
+from sharding.ulysses import spread_attention, views_of
+
+DEVICES, COLUMNS, TOKENS, H = 8, 96, 96, 4  # TOKENS: of all sequences together, at most
+BUDGETS = ((8, 12), (4, 24), (4, 24), (2, 48), (2, 48), (1, 96), (1, 96))
+MESH = make_mesh(DEVICES)
+ROWS = P(binary_axes(DEVICES))
+EXAMPLE = [(37, 0, 0, 2), (5, 0, 0, 1), (20, 1, 1, 3), (9, 3, 3, 1), (7, 4, 0, 4), (1, 5, 7, 1), (6, 6, 7, 2)]
+
+
+def batch(sequences, budgets=BUDGETS):
+    """(spread, cell of each token, segments, branches) of sequences `(tokens, round, group, parts)`.
+
+    `parts` of about equal length are a prompt (branch 0) and its responses. Segments are numbered in no order."""
+    lengths = tuple(tokens for tokens, *_ in sequences)
+    where = [(budgets[j][0], j, group % (DEVICES // budgets[j][0])) for _, j, group, _ in sequences]
+    rounds = []
+    for j, (degree, _) in enumerate(budgets):
+        groups = [[] for _ in range(DEVICES // degree)]
+        for i, (_, of, group) in enumerate(where):
+            if of == j:
+                groups[group].append(i)
+        rounds.append(Round(degree, tuple(map(tuple, groups))))
+    plan = ShardPlan(
+        num_devices=DEVICES,
+        lengths=lengths,
+        work=tuple(float(n * n) for n in lengths),
+        degrees=tuple(degree for degree, *_ in where),
+        firsts=tuple(degree * group for degree, _, group in where),
+        rounds=tuple(rounds),
+    )
+    layout = lay(plan)
+    exports = np.zeros((DEVICES, 0), np.int32)
+    starts, counts = layout.starts.astype(np.int32), layout.counts.astype(np.int32)
+    spread = Spread(starts, counts, exports, budgets, binary_axes(DEVICES))
+    numbers = np.random.default_rng(len(lengths)).permutation(len(lengths)) + 1
+    segments = np.repeat(numbers, lengths).astype(np.int32)
+    branches = [np.sort(np.arange(tokens) % parts) for tokens, *_, parts in sequences]
+    return spread, layout.device * COLUMNS + layout.column, segments, np.concatenate(branches).astype(np.int32)
+
+
+@st.composite
+def plans(draw):
+    one = st.tuples(st.integers(1, 16), st.integers(0, len(BUDGETS) - 1), st.integers(0, 7), st.integers(1, 4))
+    return draw(st.lists(one, min_size=1, max_size=6))
+
+
+def to_rows(values, cells):
+    """One value a token -> `[devices, columns, ...]`, zeros elsewhere."""
+    rows = np.zeros((DEVICES * COLUMNS, *values.shape[1:]), values.dtype)
+    rows[cells] = values
+    return rows.reshape(DEVICES, COLUMNS, *values.shape[1:])
+
+
+def inputs(N, K, dtype=np.float32):
+    rng = np.random.default_rng(N)
+    return [rng.normal(size=(TOKENS, heads, H)).astype(dtype) for heads in (N, K, K, N)]
+
+
+@functools.cache  # so that one function is compiled once a shape
+def on_mesh(local):
+    return jax.shard_map(local, mesh=MESH, in_specs=ROWS, out_specs=ROWS, check_vma=True)
+
+
+def attend(q, k, v, segments, branches, spread):
+    return spread_attention(spread, segments, branches, tile=8)(q, k, v)
+
+
+def plain(q, k, v, segments, branches, _):
+    return attention(q, k, v, Mask(segments, branches))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_grads(f, q, k, v, dout, *rest):
+    out, pull = jax.vjp(lambda q, k, v: f(q, k, v, *rest), q, k, v)
+    return out, *pull(dout)
+
+
+def pair(sequences, N, K):
+    """Values and gradients, spread and plain, at the tokens."""
+    spread, cells, segments, branches = batch(sequences)
+    count = len(cells)
+    tokens = inputs(N, K)
+    rows = [to_rows(x[:count], cells) for x in (*tokens, segments, branches)]
+    got = value_and_grads(on_mesh(attend), *rows, spread)
+    own = [np.pad(x, (0, TOKENS - count))[None] for x in (segments, branches)]
+    want = value_and_grads(plain, *(x[None] for x in tokens), *own, None)
+    padding = np.setdiff1d(np.arange(DEVICES * COLUMNS), cells)
+    flat = [np.asarray(x).reshape(DEVICES * COLUMNS, *x.shape[2:]) for x in got]
+    return [(x[cells], np.asarray(y)[0, :count], x[padding]) for x, y in zip(flat, want, strict=True)]
+
+
+def assert_equal(pairs):
+    for ours, theirs, padding in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(padding, 0)
+
+
+@pytest.mark.parametrize("heads", [(28, 4), (32, 8), (40, 8), (12, 6), (9, 3)])
+def test_values_and_gradients_equal_plain_attention(heads):
+    assert_equal(pair(EXAMPLE, *heads))
+
+
+@settings(deadline=None, max_examples=25)
+@given(sequences=plans())
+def test_any_plan_gives_the_same(sequences):  # 8 heads that read 2 KV heads
+    assert_equal(pair(sequences, 8, 2))
+
+
+def test_four_heads_over_four_devices():
+    budgets = tuple(one for one in BUDGETS if one[0] <= 4)
+    sequences = [(n, max(j - 1, 0), group, parts) for n, j, group, parts in EXAMPLE]
+    spread, cells, segments, branches = batch(sequences, budgets)
+    rows = [to_rows(x[: len(cells)], cells) for x in (*inputs(4, 1), segments, branches)]
+    got = value_and_grads(on_mesh(attend), *rows, spread)
+    own = [np.pad(x, (0, TOKENS - len(cells)))[None] for x in (segments, branches)]
+    want = value_and_grads(plain, *(x[None] for x in inputs(4, 1)), *own, None)
+    for ours, theirs in zip(got, want, strict=True):
+        ours = np.asarray(ours).reshape(-1, *ours.shape[2:])[cells]
+        np.testing.assert_allclose(ours, theirs[0, : len(cells)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["kept", "checkpointed"])
+def test_layers_of_a_scan_share_the_views(wrap):
+    spread, cells, segments, branches = batch(EXAMPLE)
+    tokens = inputs(8, 8)
+    rows = [to_rows(x[: len(cells)], cells) for x in (*tokens, segments, branches)]
+
+    def layers(q, k, v, attend):
+        return jax.lax.scan(wrap(lambda x, _: (x + attend(x, k, v), None)), q, None, length=3)[0]
+
+    def deep(q, k, v, segments, branches, spread):
+        return layers(q, k, v, spread_attention(spread, segments, branches, tile=8))
+
+    def deep_plain(q, k, v, segments, branches, _):
+        return layers(q, k, v, lambda q, k, v: attention(q, k, v, Mask(segments, branches)))
+
+    got = value_and_grads(on_mesh(deep), *rows, spread)
+    own = [np.pad(x, (0, TOKENS - len(cells)))[None] for x in (segments, branches)]
+    want = value_and_grads(deep_plain, *(x[None] for x in tokens), *own, None)
+    for ours, theirs in zip(got, want, strict=True):
+        ours = np.asarray(ours).reshape(-1, *ours.shape[2:])[cells]
+        np.testing.assert_allclose(ours, theirs[0, : len(cells)], rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_goes_over_the_wire_and_comes_out():
+    spread, cells, segments, branches = batch(EXAMPLE)
+    rows = [to_rows(x[: len(cells)], cells) for x in (*inputs(8, 2), segments, branches)]
+    exact = value_and_grads(on_mesh(attend), *rows, spread)
+    got = value_and_grads(on_mesh(attend), *(jnp.asarray(x, jnp.bfloat16) for x in rows[:4]), *rows[4:], spread)
+    for ours, theirs in zip(got, exact, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        assert np.abs(np.asarray(ours, np.float32) - theirs).max() < 0.02 * np.abs(theirs).max()
+
+
+def test_one_device_needs_no_mesh():
+    q, k, v, _ = (jnp.asarray(x[None]) for x in inputs(4, 2))
+    segments = jnp.asarray(np.repeat([1, 2, 0], [50, 30, 16]), jnp.int32)[None]
+    nothing = jnp.zeros_like(segments)
+    spread = Spread(np.array([[0, 50]]), np.array([[50, 30]]), np.zeros((1, 0), int), ((1, 64), (1, 40)), ())
+    got = jax.jit(lambda q, k, v: spread_attention(spread, segments, nothing)(q, k, v))(q, k, v)
+    np.testing.assert_allclose(got, attention(q, k, v, Mask(segments)), rtol=1e-5, atol=1e-5)
+
+
+def groups_in(text):
+    """The groups of devices of every all-to-all, in the order of the text: of a program, or of a compiled module."""
+    found = []
+    for line in text.splitlines():
+        if written := re.search(r"stablehlo\.all_to_all.*replica_groups = dense<\[(\[.*?\])\]>", line):
+            ours = re.findall(r"\[([\d, ]+)\]", written.group(1))
+        elif compiled := re.search(r" all-to-all\(.*replica_groups=\{(\{.*?\})\}", line):
+            ours = re.findall(r"\{([\d,]+)\}", compiled.group(1))
+        else:
+            assert "all-to-all(" not in line and "stablehlo.all_to_all" not in line
+            continue
+        found.append([tuple(map(int, one.split(","))) for one in ours])
+    return found
+
+
+def lowered(sequences):
+    spread, cells, segments, branches = batch(sequences)
+    rows = [to_rows(x[: len(cells)], cells) for x in (*inputs(8, 2), segments, branches)]
+    return value_and_grads.lower(on_mesh(attend), *rows, spread)
+
+
+def test_all_devices_run_one_sequence_of_nested_collectives():
+    """One program for all devices, so one order for all; with what this asserts of the groups, the docstring of
+    `sharding.ulysses` proves that no device waits for ever. That a compiler keeps the order of the degrees, too, is
+    asserted where it matters: `test_overlap.py`."""
+    program = lowered(EXAMPLE)
+    degrees = [degree for degree, _ in BUDGETS if degree > 1]
+    order = [("send", 0)]
+    for j in range(len(degrees) - 1):  # the next tokens are on their way before these results are sent back
+        order += [("send", j + 1), ("return", j)]
+    order.append(("return", len(degrees) - 1))
+    written = [len(groups[0]) for groups in groups_in(program.as_text())]
+    assert written == 2 * [degrees[j] for _, j in order]
+
+    compiled = program.compile().as_text()
+    assert "is_scheduled=true" in compiled
+    executed = groups_in(compiled)
+    assert sorted(len(groups[0]) for groups in executed) == sorted(written)
+    for groups in executed:
+        assert sorted(device for group in groups for device in group) == list(range(DEVICES))
+        for group in groups:  # consecutive devices from a multiple of their number: nested or disjoint
+            assert group == tuple(range(group[0], group[0] + len(group))) and group[0] % len(group) == 0
+
+
+def test_plans_of_one_shape_are_one_program():
+    assert lowered(EXAMPLE).as_text() == lowered([(3, 2, 0, 1), (8, 6, 5, 2)]).as_text()
+
+
+def test_empty_halves_of_rounds_cost_no_tiles():
+    def tiles_of(sequences):
+        spread, cells, segments, branches = batch(sequences, ((8, 12), (1, 96)))
+
+        def local(segments, branches, spread):
+            views = views_of(spread, segments, branches, 4)
+            return jnp.stack([view.tiles.count for view in views])[None]
+
+        rows = [to_rows(x, cells) for x in (segments, branches)]
+        return np.asarray(jax.jit(on_mesh(local))(*rows, spread))
+
+    full = tiles_of([(96, 0, 0, 1), (40, 1, 2, 1)])
+    half = tiles_of([(48, 0, 0, 1), (20, 1, 2, 1)])
+    assert (full[:, 0] == 24 * 25 // 2).all()
+    assert (full[:, 1] == np.where(np.arange(8) == 2, 10 * 11 // 2, 0)).all()
+    # A budget of 12 is half full on each device: two of its three tiles of 4 hold 6 tokens. The 20 tokens of the other
+    # round begin in column 6 of a view that begins in column 0: they touch 6 tiles.
+    assert (half[:, 0] == 16 * 17 // 2).all()
+    assert (half[:, 1] == np.where(np.arange(8) == 2, 6 * 7 // 2, 0)).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "degree", "local"),
+    [
+        ((28, 4), 4, (7, 1)),
+        ((28, 4), 8, (4, 1)),  # 7 query heads a KV head become 8
+        ((32, 8), 8, (4, 1)),
+        ((40, 8), 2, (20, 4)),
+        ((40, 8), 16, (3, 1)),
+        ((8, 2), 8, (1, 1)),
+        ((4, 1), 4, (1, 1)),
+        ((12, 6), 4, (3, 3)),  # 6 KV heads twice, one query head each
+        ((6, 6), 4, (2, 2)),  # 6 KV heads become 8
+    ],
+)
+def test_what_a_degree_costs(heads, degree, local):
+    assert heads_at(*heads, degree) == local
+
+
+@given(ratio=st.integers(1, 9), kv=st.integers(1, 12), twos=st.integers(0, 5))
+def test_every_head_is_dealt_once(ratio, kv, twos):
+    degree = 1 << twos
+    if degree > ratio * kv:
+        with pytest.raises(PlanError, match="lower the degree cap"):
+            heads_at(ratio * kv, kv, degree)
+        return
+    deal = deal_heads(ratio * kv, kv, degree)
+    assert deal.local_kv * degree == deal.kv * deal.copies and deal.kv >= kv
+    assert deal.copies * deal.queries >= ratio
+    if kv % degree == 0:
+        assert (deal.local_queries, deal.local_kv) == (ratio * kv // degree, kv // degree)
+
+
+def test_errors_say_what_is_wrong():
+    spread, cells, segments, _ = batch(EXAMPLE)
+    rows = jnp.asarray(to_rows(segments, cells))
+    with pytest.raises(ValueError, match="one row, not 8"):
+        spread_attention(spread, rows, rows)
+    rising = Spread(spread.starts_BJ, spread.counts_BJ, spread.exports_BX, ((1, 4), (2, 4)), spread.axes)
+    with pytest.raises(ValueError, match="decreasing degree"):
+        spread_attention(rising, rows[:1], rows[:1])
+    with pytest.raises(PlanError, match="8 devices by 4 attention heads"):
+        heads_at(4, 1, 8)
+    with pytest.raises(ValueError, match="can't be shared"):
+        heads_at(7, 2, 2)
