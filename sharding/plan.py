@@ -10,8 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+else:  # shapes and types are checked while tests run, without matplotlib
+    Figure = Any
 
 
 class PlanError(ValueError):
@@ -35,7 +41,8 @@ class ShardPlan:
     """Sequence `i` is computed by devices `[firsts[i], firsts[i] + degrees[i])`.
 
     `rounds` stand in the order of execution, degrees never increasing (highest sharding first); each sequence is in
-    exactly one of them. `work` is the compute of each sequence, in any unit: by default the attention proxy `length**2`.
+    exactly one of them. `work` is the compute of each sequence, in any unit: unless told otherwise the attention proxy
+    `length**2`.
     """
 
     num_devices: int
@@ -70,6 +77,25 @@ class ShardPlan:
     def memory_ratio(self) -> float:
         """Largest over mean tokens of a device."""
         return _peak(self.memory())
+
+    def summary(self) -> str:
+        """One line: sizes, balance, memory, how many sequences have which degree, what travels."""
+        degrees = np.array(self.degrees, int)
+        kinds = ", ".join(f"{(degrees == p).sum()} at {p}" for p in sorted(set(self.degrees)))
+        lengths = np.array(self.lengths, float)
+        moved = float((lengths * (1 - 1 / degrees)).sum()) / max(float(lengths.sum()), 1.0) if len(lengths) else 0.0
+        return (
+            f"{len(self.lengths)} sequences on {self.num_devices} devices: compute {self.balance:.3f} and memory "
+            f"{self.memory_ratio:.3f} of the mean, degrees {kinds or 'none'}, {moved:.0%} of tokens travel, "
+            f"{len(self.rounds)} rounds"
+        )
+
+    def plot(self, *, alpha: float = 1.1, tolerance: float = 0.02) -> Figure:
+        """A matplotlib Figure: compute, memory and traffic of each device as bars, coloured by degree, with the means
+        and the limits: `alpha` of the mean tokens, `1 + tolerance` of the mean compute."""
+        from .planner.draw import draw  # a plan is made and carried out without matplotlib
+
+        return draw(self, alpha=alpha, tolerance=tolerance)
 
     def _over_devices(self, share: np.ndarray) -> np.ndarray:
         firsts, degrees = np.array(self.firsts, int), np.array(self.degrees, int)
@@ -139,39 +165,54 @@ def rounds(
     """Packs the sequences of each group into sequence groups and those into rounds (dynamic packing, section 3.4).
 
     Within a group, sequences of at most `short` tokens (h_pack) are joined up to `cap` tokens (H_pack); longer ones
-    stand alone. The k-th largest sequence groups of all groups of a degree form a round; there are at most `most`
-    rounds a degree, into the last of which the rest is packed. `short` or `cap` of 0 joins everything.
+    stand alone. There are at most `most` rounds a degree; `short` or `cap` of 0 makes one, and so does degree 1, which
+    has no all-to-all to hide. A round lasts as long as the longest stream of any of its groups, so streams are dealt
+    to the rounds longest first, each to where it lengthens the round least. The longest round of a degree comes first.
     """
     made: list[Round] = []
     for degree in sorted(set(degrees), reverse=True):
-        streams: list[list[list[int]]] = [[] for _ in range(num_devices // degree)]
-        members: list[list[int]] = [[] for _ in streams]
+        members: list[list[int]] = [[] for _ in range(num_devices // degree)]
         for index, (own, first) in enumerate(zip(degrees, firsts, strict=True)):
             if own == degree:
                 members[first // degree].append(index)
-        for group, indices in enumerate(members):
-            streams[group] = _join(indices, lengths, short, cap, most)
-        depth = max(map(len, streams))
-        for k in range(depth):
-            made.append(Round(degree, tuple(tuple(s[k]) if k < len(s) else () for s in streams)))
+        one = not short or not cap or most == 1 or degree == 1
+        packs = [[indices] if one and indices else _join(indices, lengths, short, cap) for indices in members]
+        made.extend(Round(degree, groups) for groups in _deal(packs, lengths, min(most, max(map(len, packs)))))
     return tuple(made)
 
 
-def _join(indices: Sequence[int], lengths: Sequence[int], short: int, cap: int, most: int) -> list[list[int]]:
-    if not indices:
-        return []
-    if not short or not cap or most == 1:
-        return [list(indices)]
-    packs: list[list[int]] = [[i] for i in indices if lengths[i] > short]
-    sizes = [lengths[pack[0]] for pack in packs]
-    open_pack = -1
-    for i in indices:
-        if lengths[i] <= short:
-            if open_pack < 0 or sizes[open_pack] + lengths[i] > cap:
-                open_pack = len(packs)
-                packs.append([])
-                sizes.append(0)
-            packs[open_pack].append(i)
-            sizes[open_pack] += lengths[i]
-    packs.sort(key=lambda pack: (-sum(lengths[i] for i in pack), pack[0]))
-    return [*packs[: most - 1], [i for pack in packs[most - 1 :] for i in pack]] if len(packs) > most else packs
+def _join(indices: Sequence[int], lengths: Sequence[int], short: int, cap: int) -> list[list[int]]:
+    """Sequence groups: long sequences alone, short ones in the first one that has room."""
+    packs = [[i] for i in indices if lengths[i] > short]
+    alone, sizes = len(packs), []
+    for i in (i for i in indices if lengths[i] <= short):
+        fits = next((k for k, size in enumerate(sizes) if size + lengths[i] <= cap), len(sizes))
+        if fits == len(sizes):
+            sizes.append(0)
+            packs.append([])
+        sizes[fits] += lengths[i]
+        packs[alone + fits].append(i)
+    return packs
+
+
+def _deal(
+    packs: Sequence[Sequence[list[int]]], lengths: Sequence[int], count: int
+) -> list[tuple[tuple[int, ...], ...]]:
+    """`[count][groups]` the stream of each group in each round. The group with the most tokens is dealt first."""
+
+    def size(pack: Sequence[int]) -> int:
+        return sum(lengths[i] for i in pack)
+
+    totals = [sum(map(size, own)) for own in packs]
+    longest = [0] * count
+    streams: list[list[list[int]]] = [[[] for _ in packs] for _ in range(count)]
+    for group in sorted(range(len(packs)), key=lambda g: (-totals[g], g)):
+        mine = [0] * count
+        for pack in sorted(packs[group], key=lambda pack: (-size(pack), pack[0])):
+            after = [mine[k] + size(pack) for k in range(count)]
+            k = min(range(count), key=lambda k: (max(after[k] - longest[k], 0), after[k], k))
+            mine[k] = after[k]
+            streams[k][group] += pack
+        longest = [max(pair) for pair in zip(longest, mine, strict=True)]
+    order = sorted(range(count), key=lambda k: (-longest[k], k))
+    return [tuple(tuple(sorted(stream)) for stream in streams[k]) for k in order if longest[k]]

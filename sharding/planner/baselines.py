@@ -57,7 +57,7 @@ def bucketing(
     stands for the whole of a 7B model rather than for attention. `work` and `cost` only describe the plan."""
     made = problem(lengths, num_devices, limits or Limits(), work, cost)
     tokens = made.lengths_I.astype(float)
-    return made.plan([1] * len(tokens), karmarkar_karp((24576 * tokens + tokens**2).tolist(), num_devices))
+    return made.plan([1] * len(tokens), karmarkar_karp(24576 * tokens + tokens**2, num_devices))
 
 
 def longest_first(work_I: np.ndarray, count: int) -> list[int]:
@@ -71,14 +71,14 @@ def longest_first(work_I: np.ndarray, count: int) -> list[int]:
     return bins
 
 
-def karmarkar_karp(work: Sequence[float], count: int) -> list[int]:
+def karmarkar_karp(work: Sequence[float] | np.ndarray, count: int) -> list[int]:
     """The bin of each item, of `count`, by the largest differencing method.
 
     A partial solution is its bins in decreasing order. The two with the widest spread are joined, the fullest of one
     with the emptiest of the other, until one is left. Empty bins are not stored.
     """
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for i, amount in enumerate(work):
+    for i, amount in enumerate(np.asarray(work, float).tolist()):
         heap.append((-amount if count > 1 else 0.0, i, [(amount, [i])]))
     heapq.heapify(heap)
     number = len(heap)

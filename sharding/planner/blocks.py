@@ -1,4 +1,4 @@
-"""Sequences dealt over blocks of devices that no sequence may span, as evenly as can be in compute and memory at once."""
+"""Sequences dealt over blocks of devices that none may span, as evenly as can be in compute and memory at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .descend import halves
+from .descend import HARD, halves
 
 GOOD = 0.25  # pressure below which nothing is dealt anew
 NEIGHBOURS = 6  # emptiest blocks that the fullest one deals anew with
@@ -25,14 +25,22 @@ def blocks(
     loads = np.zeros((count, 2))
     members: list[list[int]] = [[] for _ in range(count)]
     amounts = np.array([work, tokens]).T.reshape(-1, 2)
+    room = np.array(spare)
+    most = 1 + spare[1]
+
+    def pressure_of(loads: np.ndarray) -> np.ndarray:
+        over = (loads - 1) / room
+        return over.max(1) + HARD * np.maximum(over[:, 1] - 1, 0.0)
+
     for i in np.argsort(-amounts.max(1, initial=0.0), kind="stable").tolist():
         # The larger of both after it counts, then the sum.
-        best = int(((loads + amounts[i]).max(1) + 0.1 * loads.sum(1)).argmin())
+        after = loads + amounts[i]
+        over = HARD * np.maximum(after[:, 1] - most, 0.0)
+        best = int((after.max(1) + 0.1 * loads.sum(1) + over).argmin())
         members[best].append(i)
         loads[best] += amounts[i]
-    room = np.array(spare)
     for _ in range(3 * count):
-        pressure = ((loads - 1) / room).max(1)
+        pressure = pressure_of(loads)
         fullest = int(pressure.argmax())
         if pressure[fullest] <= GOOD:
             break
@@ -45,7 +53,7 @@ def blocks(
                 sorted(members[fullest] + members[other]), work, tokens, *np.maximum(left, room / 4).tolist()
             )
             new = np.array([amounts[side].sum(0) for side in sides])
-            if ((new - 1) / room).max() < max(pressure[fullest], pressure[other]) - 1e-6:
+            if pressure_of(new).max() < max(pressure[fullest], pressure[other]) - 1e-6:
                 for block, load, side in zip((fullest, other), new, sides, strict=True):
                     members[block], loads[block] = side, load
                 break

@@ -1,9 +1,9 @@
 """From the largest groups down: which sequences stay on a whole group, and how its halves share the others.
 
 At a group of `s` devices with some compute and memory left on each, a cheapest set of sequences stays on all `s`, such
-that the others can be dealt to the two halves with neither exceeding what its devices have left. That all stay is always
-possible, so a plan always exists. Few sequences are dealt by enumeration of all left/right/both; many by differencing
-(Karmarkar-Karp, in two resources at once) down to a dozen entities and enumeration of those.
+that the others can be dealt to the two halves with neither exceeding what its devices have left. That all stay is
+always possible, so a plan always exists. Few sequences are dealt by enumeration of all left/right/both; many by
+differencing (Karmarkar-Karp, in two resources at once) down to a dozen entities and enumeration of those.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .tables import signs, ternary
 EXACT = 7  # so many sequences are dealt left/right/both by enumeration: 3**7 cases
 ENTITIES = 11  # and so many differences left/right: 2**10
 TRIES = 8  # sets of staying sequences that are tried before ever more of the largest stay
+HARD = 100.0  # what exceeding memory counts, against compute
 EPS = 1e-9
 
 
@@ -84,8 +85,8 @@ class Descent:
     def _cases(
         self, items: list[int], size: int, compute: float, memory: float, dust: tuple[float, float]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`[codes]`: cost of each left/right/both of `items` (inf where it does not fit), and the codes. Smaller ones of
-        `dust` (compute, memory) in all are taken for a fluid that evens out what it can."""
+        """`[codes]`: cost of each left/right/both of `items` (inf where it does not fit), and the codes. Smaller ones
+        of `dust` (compute, memory) in all are taken for a fluid that evens out what it can."""
         table = ternary(len(items))
         amounts = np.array([[self.work[i], self.tokens[i]] for i in items])
         price = np.array([self._price(i, size, compute, memory) for i in items])
@@ -169,7 +170,8 @@ def halves(
         k += 1
     table = signs(len(heap))
     uneven = np.abs(np.array([entry[2:4] for entry in heap]).T @ table.T)
-    uneven = np.maximum(uneven[0], uneven[1])
+    # Where both cannot be had, tokens are the harder limit.
+    uneven = np.maximum(uneven[0], uneven[1]) + HARD * np.maximum(uneven[1] - 1, 0.0)
     best = int(uneven.argmin())
     left: list[int] = []
     right: list[int] = []

@@ -2,8 +2,8 @@
 
 Objective, lexicographic: tokens of a device within the memory limit, then the largest compute load within
 `Limits.tolerance` of the smallest possible, then traffic. If a placement without any sharding reaches the first two, it
-is the plan. Else sequences descend the tree of groups (`descend`), pairs of groups exchange what they have (`exchange`),
-and FlexRL's own placement (`flexrl`) is taken where it is better.
+is the plan. Else sequences descend the tree of groups (`descend`), pairs of groups exchange what they have
+(`exchange`), and FlexRL's own placement (`flexrl`) is taken where it is better.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from ..plan import PlanError, ShardPlan
-from . import flexrl
 from .baselines import karmarkar_karp, longest_first
 from .blocks import blocks
 from .descend import Descent
 from .exchange import Exchange
+from .flexrl import place
 from .limits import Limits, Problem, problem
 
-TRIALS = 64  # pairs of groups that exchange; about 0.2 ms each
+TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them where there are few or many devices
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # tried when a cost model can tell which is best
 SPARE = 0.03  # of the memory limit, for the devices within a block to even out
 EPS = 1e-9
@@ -59,13 +59,14 @@ def _plan(made: Problem) -> ShardPlan:
     if not len(made.lengths_I):
         return made.plan([], [])
     try:
-        return made.plan(*(_unsharded(made) or _sharded(made)))
+        degrees, firsts = _unsharded(made) or _sharded(made)
+        return made.plan(degrees, firsts)
     except PlanError:
         if made.max_degree == 1 or not made.limits.tokens_per_device:
             raise
     # Memory is short: the most even there is, whole blocks.
-    tokens = made.lengths_I * (made.num_devices / float(made.lengths_I.sum()) / made.max_degree)
-    dealt = blocks(*[tokens.tolist()] * 2, made.num_devices // made.max_degree)
+    tokens = (made.lengths_I * (made.num_devices / float(made.lengths_I.sum()) / made.max_degree)).tolist()
+    dealt = blocks(tokens, tokens, made.num_devices // made.max_degree)
     firsts = [0] * len(made.lengths_I)
     for block, members in enumerate(dealt):
         for i in members:
@@ -93,7 +94,8 @@ def _sharded(made: Problem) -> Placement:
     amounts = np.array([made.work_I, made.lengths_I])
     target = np.array([least[0], max(least[1], (1 - SPARE) * limits[1])])
     spare = np.maximum(limits / target - 1, 0.002) / [2, 1]
-    dealt = blocks(*(amounts / (target * degree)[:, None]).tolist(), count, spare=tuple(spare.tolist()))
+    whole_work, whole_tokens = (amounts / (target * degree)[:, None]).tolist()
+    dealt = blocks(whole_work, whole_tokens, count, spare=(float(spare[0]), float(spare[1])))
     if degree == 1:
         firsts = [0] * len(made.lengths_I)
         for device, members in enumerate(dealt):
@@ -108,9 +110,10 @@ def _sharded(made: Problem) -> Placement:
     descent = Descent(work, tokens, weights)
     for block, members in enumerate(dealt):
         descent.place(members, block * degree, degree, 1.0, 1.0)
-    Exchange(work, tokens, weights, descent.degrees, descent.firsts, made.num_devices).run(degree, TRIALS)
+    trials = max(TRIALS * (1 + (made.num_devices < 128)), made.num_devices // 2)
+    Exchange(work, tokens, weights, descent.degrees, descent.firsts, made.num_devices).run(degree, trials)
     ours = descent.degrees, descent.firsts
-    theirs = flexrl.place(made)
+    theirs = place(made)
     return theirs if _score(made, theirs) < _score(made, ours) else ours
 
 
@@ -127,4 +130,4 @@ def _score(made: Problem, placement: Placement) -> tuple[float, float, float]:
         for load, limit in zip(most, (made.memory_limit, made.compute_limit), strict=True)
     ]
     weights = np.array([made.weight(2**k) for k in range(made.max_degree.bit_length())])
-    return (*excess, float((made.lengths_I * weights[np.log2(degrees).astype(int)]).sum()))
+    return excess[0], excess[1], float((made.lengths_I * weights[np.log2(degrees).astype(int)]).sum())

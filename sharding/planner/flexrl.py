@@ -1,8 +1,9 @@
 """FlexRL's own placement, Algorithms 2 and 3 of its Appendix A, as published.
 
-What the paper leaves open is decided here: GetSPSize is the smallest degree whose share fits the mean tokens of a device;
-m of FindMergeCandidates is 4; TwoWayPack gives the longest first to the side with fewer tokens; a merge is feasible if no
-device exceeds the memory threshold; the load of ShortItemReorder is the compute load C_d. Degrees end at the limits'.
+What the paper leaves open is decided here: GetSPSize is the smallest degree whose share fits the mean tokens of a
+device; m of FindMergeCandidates is 4; TwoWayPack gives the longest first to the side with fewer tokens; a merge is
+feasible if no device exceeds the memory threshold; the load of ShortItemReorder is the compute load C_d; degrees end at
+that of the limits.
 """
 
 from __future__ import annotations

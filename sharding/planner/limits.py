@@ -53,7 +53,7 @@ class Limits:
                 raise PlanError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
 
     def degree(self, num_devices: int) -> int:
-        """The largest degree on so many devices. Raises PlanError for a `max_degree` that they, or the heads, forbid."""
+        """The largest degree on so many devices. Raises PlanError for a `max_degree` that these or heads forbid."""
         if num_devices < 1:
             raise PlanError(f"num_devices is {num_devices}; a plan needs at least one device")
         replica = self.replica or num_devices
@@ -102,8 +102,8 @@ class Problem:
             if rows.max(initial=0) > room:
                 device = int(rows.argmax())
                 raise PlanError(
-                    f"device {device} would hold {rows[device]} tokens, limits.tokens_per_device is {room}: use smaller "
-                    "microbatches, more devices, a higher limits.max_degree or another planner"
+                    f"device {device} would hold {rows[device]} tokens, limits.tokens_per_device is {room}: use "
+                    "smaller microbatches, more devices, a higher limits.max_degree or another planner"
                 )
         return ShardPlan(
             num_devices=self.num_devices,

@@ -87,8 +87,8 @@ def spread_vision(
     if wrong.any():
         u = int(wrong.argmax())
         raise PlanError(
-            f"vision unit {u}: {sizes[u]} patches at home on devices [{firsts[u]}, {firsts[u] + degrees[u]}); a unit needs "
-            f"patches, and a home within one replica of {replica} of the {num_devices} devices"
+            f"vision unit {u}: {sizes[u]} patches at home on devices [{firsts[u]}, {firsts[u] + degrees[u]}); a unit "
+            f"needs patches, and a home within one replica of {replica} of the {num_devices} devices"
         )
     devices = np.zeros(len(sizes), np.int64)
     if len(sizes):
