@@ -24,6 +24,7 @@ from models.forward import logprobs as model_logprobs
 from models.inputs import PackedTokens
 from sharding.fsdp import Fsdp
 from sharding.mesh import make_mesh
+from sharding.overlap import compiler_options
 from sharding.shapes import ShapeBook
 from sharding.strategy import Params, Tally
 from sharding.walk import Walk
@@ -198,8 +199,9 @@ class Learner:
         )
         # `jit(init)` alone would put all of it on the first device.
         self._init = jax.jit(self._optimizer.init, out_shardings=self._opt_shardings)
+        options = compiler_options(self.mesh)
         self._loss_and_grad = jax.jit(self._strategy.loss_and_grad)
-        self._logprobs = jax.jit(self._strategy.logprobs)
+        self._logprobs = jax.jit(self._strategy.logprobs, compiler_options=options)
 
         def zeros(sums: tuple[str, ...], maxima: tuple[str, ...]) -> tuple[Params, Tally]:
             grads = jax.tree.map(lambda weight: jnp.zeros(weight.shape, weight.dtype), abstract)
@@ -211,7 +213,9 @@ class Learner:
             _, more_tally, more_grads = self._loss_and_grad(params, batch)
             return jax.tree.map(jnp.add, grads, more_grads), tally + more_tally
 
-        self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=(shardings, replicated))
+        self._accumulate = jax.jit(
+            accumulate, donate_argnums=(1, 2), out_shardings=(shardings, replicated), compiler_options=options
+        )
 
         def apply(params: Params, opt_state: Any, grads: Params, tally: Tally) -> tuple[Params, Any, Array]:
             grad_norm = optax.tree_utils.tree_norm(grads)

@@ -232,7 +232,7 @@ class _Media:
             plan.num_devices,
             replica=1 << len(binary_axes(plan.num_devices)),
         )
-        self._fullest = int(max(self.plan.loads, default=0))
+        self._fullest = int(self.plan.loads().max())
         if self._fullest > self.cap:
             raise PlanError(
                 f"a device would get {self._fullest} patches, more than packing.patches_per_device = {cap}; raise it"

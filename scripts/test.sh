@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs fluxjax with its test tools into .venv (made if missing) and runs the whole test suite.
 #   bash scripts/test.sh                    without PyTorch: the parity tests against transformers are skipped, visibly
-#   bash scripts/test.sh parity             with PyTorch and transformers, as CI does
+#   bash scripts/test.sh parity             with PyTorch and transformers
+#   bash scripts/test.sh parity,aot         and with XLA's CUDA compiler, for what is compiled without a GPU; as CI does
 #   bash scripts/test.sh "" -m "not slow"   further words go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
