@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from sharding.kernels.attention import Mask, attention
-from sharding.kernels.tiles import tile_attention, tile_list
+from sharding.kernels.tiles import tile_attention, tile_list, tile_size
 from sharding.mesh import make_mesh
 
 S = 45  # no multiple of any tile
@@ -182,3 +182,10 @@ def test_every_device_has_its_own_tiles():
     want = objective(lambda q, k, v: attention(q, k, v, Mask(jnp.asarray(segments))))
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@given(tokens=st.integers(1, 1 << 22))
+def test_the_list_of_tiles_stays_short(tokens):
+    size = tile_size(tokens)
+    assert -(-tokens // size) <= 256
+    assert size < tokens + 8  # a tiny stream is not filled up to a whole tile
