@@ -90,7 +90,7 @@ class ShardPlan:
             f"{len(self.rounds)} rounds"
         )
 
-    def plot(self, *, alpha: float = 1.1, tolerance: float = 0.02) -> Figure:
+    def plot(self, *, alpha: float = 1.1, tolerance: float = 0.025) -> Figure:
         """A matplotlib Figure: compute, memory and traffic of each device as bars, coloured by degree, with the means
         and the limits: `alpha` of the mean tokens, `1 + tolerance` of the mean compute."""
         from .planner.draw import draw  # a plan is made and carried out without matplotlib

@@ -17,7 +17,7 @@ def ulysses(
     num_devices: int,
     limits: Limits | None = None,
     *,
-    work: Sequence[float] | np.ndarray | None = None,
+    work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
     cost: Any = None,
     degree: int = 8,
 ) -> ShardPlan:
@@ -37,7 +37,7 @@ def greedy(
     num_devices: int,
     limits: Limits | None = None,
     *,
-    work: Sequence[float] | np.ndarray | None = None,
+    work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
     cost: Any = None,
 ) -> ShardPlan:
     """Nothing sharded: longest (by work) first to the device with the least."""
@@ -50,7 +50,7 @@ def bucketing(
     num_devices: int,
     limits: Limits | None = None,
     *,
-    work: Sequence[float] | np.ndarray | None = None,
+    work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
     cost: Any = None,
 ) -> ShardPlan:
     """Nothing sharded: Karmarkar-Karp differencing over devices of verl's workload `24576 * length + length**2`, which

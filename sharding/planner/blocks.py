@@ -14,14 +14,14 @@ NEIGHBOURS = 6  # emptiest blocks that the fullest one deals anew with
 
 def blocks(
     work: Sequence[float], tokens: Sequence[float], count: int, *, spare: tuple[float, float] = (0.01, 0.03)
-) -> list[list[int]]:
-    """The members of each of `count` blocks. `work` and `tokens` are in units of what one block should take.
+) -> list[int]:
+    """The block of each item, of `count`. `work` and `tokens` are in units of what one block should take.
 
     Longest first to the least loaded; then the block with the most pressure (how far it exceeds 1, over what is `spare`
     in work and in tokens) and one of the others deal out anew what they have, as long as that helps.
     """
     if count == 1:
-        return [list(range(len(work)))]
+        return [0] * len(work)
     loads = np.zeros((count, 2))
     members: list[list[int]] = [[] for _ in range(count)]
     amounts = np.array([work, tokens]).T.reshape(-1, 2)
@@ -59,4 +59,8 @@ def blocks(
                 break
         else:
             break
-    return members
+    answer = [0] * len(work)
+    for block, own in enumerate(members):
+        for i in own:
+            answer[i] = block
+    return answer

@@ -30,7 +30,7 @@ def draw(plan: ShardPlan, *, alpha: float, tolerance: float) -> Figure:
     tokens = max(float(lengths.sum()) / plan.num_devices, 1e-12)
     compute = max(float(work.sum()) / plan.num_devices, 1e-12)
     rows = (
-        ("compute\n(attention / mean)", work / degrees / compute, 1 + tolerance, f"+{tolerance:.0%}"),
+        ("compute\n(attention / mean)", work / degrees / compute, 1 + tolerance, f"+{tolerance:.1%}"),
         ("memory\n(tokens / mean)", lengths / degrees / tokens, alpha, f"{alpha:g}x"),
         ("all-to-all\n(sent / mean tokens)", lengths * (degrees - 1) / degrees**2 / tokens, None, ""),
     )

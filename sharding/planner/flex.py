@@ -1,7 +1,7 @@
 """FlexUlysses: every sequence its own degree, so that all devices compute alike and little travels.
 
-Objective, lexicographic: tokens of a device within the memory limit, then the largest compute load within
-`Limits.tolerance` of the smallest possible, then traffic. If a placement without any sharding reaches the first two, it
+Objective, lexicographic: tokens of a device within the memory limit and the largest compute load within
+`Limits.tolerance` of the smallest possible (where both cannot be had, memory counts ten times), then traffic. If a placement without any sharding reaches the first two, it
 is the plan. Else sequences descend the tree of groups (`descend`), pairs of groups exchange what they have
 (`exchange`), and FlexRL's own placement (`flexrl`) is taken where it is better.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..plan import PlanError, ShardPlan
-from .baselines import karmarkar_karp, longest_first
+from .baselines import longest_first
 from .blocks import blocks
 from .descend import Descent
 from .exchange import Exchange
@@ -25,6 +25,8 @@ from .limits import Limits, Problem, problem
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them where there are few or many devices
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # tried when a cost model can tell which is best
 SPARE = 0.03  # of the memory limit, for the devices within a block to even out
+MANY = 64  # devices from which on there is time for one start only
+MEMORY = 10.0  # what exceeding the memory limit counts, against compute
 EPS = 1e-9
 
 Placement = tuple[list[int], list[int]]
@@ -35,7 +37,7 @@ def flex_ulysses(
     num_devices: int,
     limits: Limits | None = None,
     *,
-    work: Sequence[float] | np.ndarray | None = None,
+    work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
     cost: Any = None,
 ) -> ShardPlan:
     """The plan for sequences of so many tokens (`lengths`) on `num_devices` devices.
@@ -66,12 +68,8 @@ def _plan(made: Problem) -> ShardPlan:
             raise
     # Memory is short: the most even there is, whole blocks.
     tokens = (made.lengths_I * (made.num_devices / float(made.lengths_I.sum()) / made.max_degree)).tolist()
-    dealt = blocks(tokens, tokens, made.num_devices // made.max_degree)
-    firsts = [0] * len(made.lengths_I)
-    for block, members in enumerate(dealt):
-        for i in members:
-            firsts[i] = block * made.max_degree
-    return made.plan([made.max_degree] * len(firsts), firsts)
+    own = blocks(tokens, tokens, made.num_devices // made.max_degree)
+    return made.plan([made.max_degree] * len(own), [block * made.max_degree for block in own])
 
 
 def _unsharded(made: Problem) -> Placement | None:
@@ -79,55 +77,81 @@ def _unsharded(made: Problem) -> Placement | None:
     compute, memory = made.compute_limit * (1 + EPS), made.memory_limit * (1 + EPS)
     if made.work_I.max() > compute or made.lengths_I.max() > memory:
         return None
-    for bins in (longest_first, karmarkar_karp):
-        firsts = bins(made.work_I, made.num_devices)
+    for bins in (lambda: longest_first(made.work_I, made.num_devices), lambda: _blocks(made, 1)):
+        firsts = bins()
         loads = [np.bincount(firsts, amounts, made.num_devices).max() for amounts in (made.work_I, made.lengths_I)]
         if loads[0] <= compute and loads[1] <= memory:
             return [1] * len(firsts), firsts
     return None
 
 
-def _sharded(made: Problem) -> Placement:
-    degree, count = made.max_degree, made.num_devices // made.max_degree
-    limits = np.array([made.compute_limit or 1.0, made.memory_limit])
-    least = np.array([made.least_compute or 1.0, made.least_memory])
+def _blocks(made: Problem, degree: int) -> list[int]:
+    """The block of `degree` devices of each sequence: as even as can be in compute, within the memory limit."""
     amounts = np.array([made.work_I, made.lengths_I])
-    target = np.array([least[0], max(least[1], (1 - SPARE) * limits[1])])
-    spare = np.maximum(limits / target - 1, 0.002) / [2, 1]
-    whole_work, whole_tokens = (amounts / (target * degree)[:, None]).tolist()
-    dealt = blocks(whole_work, whole_tokens, count, spare=(float(spare[0]), float(spare[1])))
-    if degree == 1:
-        firsts = [0] * len(made.lengths_I)
-        for device, members in enumerate(dealt):
-            for i in members:
-                firsts[i] = device
-        return [1] * len(firsts), firsts
+    target = np.array([made.least_compute or 1.0, max(made.least_memory, (1 - SPARE) * made.memory_limit)])
+    spare = np.maximum([made.compute_limit or 1.0, made.memory_limit] / target - 1, 0.002) / [2, 1]
+    work, tokens = (amounts / (target * degree)[:, None]).tolist()
+    return blocks(work, tokens, made.num_devices // degree, spare=(float(spare[0]), float(spare[1])))
+
+
+def _sharded(made: Problem) -> Placement:
+    if made.max_degree == 1:
+        own = _blocks(made, 1)
+        return [1] * len(own), own
+    # Blocks may be of the highest degree or, as groups beyond a host are dear, of a host: neither is always better.
+    host = min(1 << (made.limits.tau.bit_length() - 1), made.max_degree)
+    tops = {made.max_degree} if made.num_devices >= MANY else {made.max_degree, host}
+    starts = [_descent(made, degree) for degree in sorted(tops)]
+    for degrees, firsts in starts:
+        _exchange(made, degrees, firsts)
+    return min([*starts, place(made)], key=lambda placement: _score(made, placement))
+
+
+def _descent(made: Problem, degree: int) -> Placement:
+    """Every block of `degree` devices by itself."""
+    own, count = _blocks(made, degree), made.num_devices // degree
+    amounts = np.array([made.work_I, made.lengths_I])
     # What a block has in all bounds what its devices can reach.
-    fullest = np.max([amounts[:, members].sum(1) for members in dealt], axis=0) / degree
+    fullest = np.array([np.bincount(own, row, count).max() for row in amounts]) / degree
+    limits = np.array([made.compute_limit or 1.0, made.memory_limit])
     limits = np.maximum(limits, fullest * (1 + made.limits.tolerance / 2, 1))
-    weights = [made.weight(2**k) for k in range(degree.bit_length())]
     work, tokens = (amounts / limits[:, None]).tolist()
-    descent = Descent(work, tokens, weights)
-    for block, members in enumerate(dealt):
-        descent.place(members, block * degree, degree, 1.0, 1.0)
-    trials = max(TRIALS * (1 + (made.num_devices < 128)), made.num_devices // 2)
-    Exchange(work, tokens, weights, descent.degrees, descent.firsts, made.num_devices).run(degree, trials)
-    ours = descent.degrees, descent.firsts
-    theirs = place(made)
-    return theirs if _score(made, theirs) < _score(made, ours) else ours
+    descent = Descent(work, tokens, _weights(made))
+    for block in range(count):
+        descent.place(np.flatnonzero(np.equal(own, block)).tolist(), block * degree, degree, 1.0, 1.0)
+    return descent.degrees, descent.firsts
 
 
-def _score(made: Problem, placement: Placement) -> tuple[float, float, float]:
-    """Smaller is better: tokens above the memory limit, compute above its limit (both relative), traffic."""
+def _exchange(made: Problem, degrees: list[int], firsts: list[int]) -> None:
+    """Improves a placement in place. No load exceeds its limit for that, or what is the largest already."""
+    loads = _largest(made, (degrees, firsts))
+    work = (made.work_I / max(made.compute_limit, loads[0], 1e-300)).tolist()
+    tokens = (made.lengths_I / max(made.memory_limit, loads[1])).tolist()
+    trials = max(TRIALS * (1 + (made.num_devices < 2 * MANY)), made.num_devices // 2)
+    Exchange(work, tokens, _weights(made), degrees, firsts, made.num_devices).run(made.max_degree, trials)
+
+
+def _weights(made: Problem) -> list[float]:
+    return [made.weight(2**k) for k in range(made.max_degree.bit_length())]
+
+
+def _largest(made: Problem, placement: Placement) -> tuple[float, float]:
+    """The largest compute and the most tokens of a device."""
     degrees, firsts = np.array(placement[0]), np.array(placement[1])
     edges = np.zeros((2, made.num_devices + 1))
-    for row, amounts in enumerate((made.lengths_I / degrees, made.work_I / degrees)):
+    for row, amounts in enumerate((made.work_I / degrees, made.lengths_I / degrees)):
         np.add.at(edges[row], firsts, amounts)
         np.add.at(edges[row], firsts + degrees, -amounts)
-    most = np.cumsum(edges, 1).max(1)
-    excess = [
-        round(max(float(load) / limit - 1, 0.0), 9) if limit else 0.0
-        for load, limit in zip(most, (made.memory_limit, made.compute_limit), strict=True)
+    compute, memory = np.cumsum(edges, 1).max(1).tolist()
+    return compute, memory
+
+
+def _score(made: Problem, placement: Placement) -> tuple[float, float]:
+    """Smaller is better: what exceeds the limits of memory and compute (relative to them), then traffic."""
+    compute, memory = _largest(made, placement)
+    over = [
+        round(max(load / limit - 1, 0.0), 9) if limit else 0.0
+        for load, limit in ((memory, made.memory_limit), (compute, made.compute_limit))
     ]
-    weights = np.array([made.weight(2**k) for k in range(made.max_degree.bit_length())])
-    return excess[0], excess[1], float((made.lengths_I * weights[np.log2(degrees).astype(int)]).sum())
+    weights = np.array(_weights(made))
+    return MEMORY * over[0] + over[1], float((made.lengths_I * weights[np.log2(placement[0]).astype(int)]).sum())

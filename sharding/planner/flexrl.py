@@ -25,7 +25,7 @@ def flexrl(
     num_devices: int,
     limits: Limits | None = None,
     *,
-    work: Sequence[float] | np.ndarray | None = None,
+    work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
     cost: Any = None,
 ) -> ShardPlan:
     """Baseline split and place, then merges from the highest degree down, then the short items anew (Algorithm 2)."""

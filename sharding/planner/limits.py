@@ -31,7 +31,7 @@ class Limits:
     max_degree: int = 0
     num_heads: int = 0
     alpha: float = 1.1
-    tolerance: float = 0.02
+    tolerance: float = 0.025
     tokens_per_device: int = 0
     short: int = 0
     cap: int = 0
@@ -123,7 +123,7 @@ def problem(
     lengths: Sequence[int] | np.ndarray,
     num_devices: int,
     limits: Limits,
-    work: Sequence[float] | np.ndarray | None = None,
+    work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
     cost: Any = None,
 ) -> Problem:
     """Raises PlanError for whatever no planner could place."""
@@ -162,7 +162,9 @@ def problem(
                 f"{int(lengths_I.sum())} tokens do not fit {num_devices} devices of limits.tokens_per_device {room} at "
                 f"limits.max_degree {degree}: one device would hold at least {math.ceil(least_memory)}"
             )
-        memory = max(least_memory, min(memory, room - degree.bit_length()))  # every round may add a token of padding
+        memory = max(
+            least_memory, min(memory, float(room - degree.bit_length()))
+        )  # every round may add a token of padding
     return Problem(
         lengths_I=lengths_I,
         work_I=work_I,

@@ -157,7 +157,7 @@ def _spread(runs: Sequence[_Run], base: int, replica: int, target: float) -> tup
 def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray | None) -> np.ndarray:
     """How many of `count` equal units each device gets if each goes to the one with the least load (and `room`)."""
 
-    def below(level: float) -> np.ndarray:
+    def below(level: int) -> np.ndarray:
         fits = np.maximum((level - loads + EPS) // size, 0).astype(np.int64)
         return fits if room is None else np.minimum(fits, room)
 

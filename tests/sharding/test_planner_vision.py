@@ -1,0 +1,85 @@
+"""Units of the vision tower: spread evenly, near the tokens that wait for them."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharding.plan import PlanError
+from sharding.planner import VisionPlan, spread_vision
+from sharding.planner.baselines import longest_first
+
+RUN = st.tuples(st.integers(1, 40), st.sampled_from([16, 64, 100, 256, 999]), st.integers(0, 7), st.integers(0, 2))
+
+
+def units(runs: list[tuple[int, int, int, int]]) -> tuple[list[int], list[int], list[int]]:
+    """(count, patches, device, log2 degree) of each run -> units, home_first, home_degree on 8 devices."""
+    rows = [(size, device >> k << k, 1 << k) for count, size, device, k in runs for _ in range(count)]
+    return tuple(map(list, zip(*rows, strict=True)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(RUN, min_size=1, max_size=12), st.sampled_from([0, 4]))
+def test_units_are_even_within_their_replica(runs: list[tuple[int, int, int, int]], replica: int) -> None:
+    sizes, first, degree = units(runs)
+    plan = spread_vision(sizes, first, degree, 8, replica=replica)
+    assert plan == spread_vision(np.array(sizes), np.array(first), np.array(degree), 8, replica=replica)
+    assert VisionPlan.from_json(plan.to_json()) == plan
+    assert plan.loads().sum() == sum(sizes)
+    block = replica or 8
+    for base in range(0, 8, block):
+        own = [u for u in range(len(sizes)) if first[u] // block == base // block]
+        assert all(base <= plan.devices[u] < base + block for u in own)
+        loads = plan.loads()[base : base + block]
+        amounts = np.array([sizes[u] for u in own], float)
+        plain = np.bincount(longest_first(amounts, block), amounts, block) if own else np.zeros(block)
+        assert loads.max() <= max(1.05 * loads.mean(), plain.max()) + 1e-6
+
+
+def test_frames_of_a_video_fill_their_home_first() -> None:
+    plan = spread_vision([100] * 80, [0] * 40 + [4] * 40, [4] * 80, 8)
+    assert plan.home_patches == 8000
+    assert plan.loads().tolist() == [1000] * 8
+    plan = spread_vision([100] * 80, [0] * 80, [1] * 80, 8)  # all tokens on device 0: nearly all features travel
+    assert plan.balance <= 1.05
+    assert plan.home_patches >= 1000
+
+
+def test_a_text_only_device_takes_its_part() -> None:
+    plan = spread_vision([64] * 100, [2] * 100, [2] * 100, 4)
+    assert plan.loads().min() >= 1536  # a unit less at most: up to 1.05 of the mean may stay home
+    assert plan.balance <= 1.05
+    assert plan.home_patches == plan.loads()[2:].sum() >= 3200
+
+
+def test_one_large_unit_sets_the_bound() -> None:
+    plan = spread_vision([1000, 10, 10, 10], [0, 0, 0, 0], [1, 1, 1, 1], 4)
+    assert plan.loads().max() == 1000
+
+
+def test_nothing_to_spread() -> None:
+    plan = spread_vision([], [], [], 4)
+    assert plan.loads().tolist() == [0] * 4
+    assert (plan.balance, plan.home_patches) == (1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "replica", "words"),
+    [
+        (([0], [0], [1]), 0, "vision unit 0: 0 patches"),
+        (([5, 5], [0, 7], [1, 2]), 0, "vision unit 1"),
+        (([5], [2], [4]), 4, "within one replica of 4"),
+        (([5], [2], [4]), 3, "no multiple"),
+        (([5], [2], []), 0, "of equal length"),
+    ],
+)
+def test_what_cannot_be_is_named(rows: tuple[list[int], list[int], list[int]], replica: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        spread_vision(*rows, 8, replica=replica)
+
+
+def test_other_text_is_no_plan() -> None:
+    with pytest.raises(PlanError, match="serialised vision plan"):
+        VisionPlan.from_json(json.dumps({"units": []}))
