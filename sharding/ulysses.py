@@ -98,6 +98,8 @@ def spread_attention(
     views = views_of(spread, segments_BT, branches_BT, tile)
 
     def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> Array:
+        if not views:  # nobody has a token
+            return jnp.zeros_like(q_BTNH)
         return _attend(k_BTKH.shape[2], q_BTNH[0], k_BTKH[0], v_BTKH[0], views)[None]
 
     return attend

@@ -66,7 +66,7 @@ def plans(draw):
 def to_rows(values, cells):
     """One value a token -> `[devices, columns, ...]`, zeros elsewhere."""
     rows = np.zeros((DEVICES * COLUMNS, *values.shape[1:]), values.dtype)
-    rows[cells] = values
+    rows[np.asarray(cells, int)] = values
     return rows.reshape(DEVICES, COLUMNS, *values.shape[1:])
 
 
@@ -178,6 +178,14 @@ def test_one_device_needs_no_mesh():
     spread = Spread(np.array([[0, 50]]), np.array([[50, 30]]), np.zeros((1, 0), int), ((1, 64), (1, 40)), ())
     got = jax.jit(lambda q, k, v: spread_attention(spread, segments, nothing)(q, k, v))(q, k, v)
     np.testing.assert_allclose(got, attention(q, k, v, Mask(segments)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_without_sequences_gives_zeros():
+    nothing = np.zeros((DEVICES, 0), np.int32)
+    spread = Spread(nothing, nothing, nothing, (), binary_axes(DEVICES))
+    rows = [to_rows(x[:0], []) for x in (*inputs(4, 2), *[np.zeros(0, np.int32)] * 2)]
+    for x in value_and_grads(on_mesh(attend), *rows, spread):
+        np.testing.assert_array_equal(x, 0)
 
 
 def groups_in(text):
