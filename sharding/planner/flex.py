@@ -1,9 +1,9 @@
 """FlexUlysses: every sequence its own degree, so that all devices compute alike and little travels.
 
 Objective, lexicographic: tokens of a device within the memory limit and the largest compute load within
-`Limits.tolerance` of the smallest possible (where both cannot be had, memory counts ten times), then traffic. If a placement without any sharding reaches the first two, it
-is the plan. Else sequences descend the tree of groups (`descend`), pairs of groups exchange what they have
-(`exchange`), and FlexRL's own placement (`flexrl`) is taken where it is better.
+`Limits.tolerance` of the smallest possible (where not both can be had, memory counts ten times), then traffic. If a
+placement without any sharding reaches the first, it is the plan. Else sequences descend the tree of groups (`descend`),
+pairs of groups exchange what they have (`exchange`), and FlexRL's own placement (`flexrl`) is taken where it is better.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class Limits:
     `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound.
     `replica`: consecutive devices that no group may leave; 0 for all of them. Where its size is no power of two, groups
     stay within aligned blocks of its largest power-of-two divisor (12 devices: blocks of 4, odd counts: no sharding).
-    `alpha`: most tokens of a device over the mean (FlexRL's alpha). Exceeded, by as little as can be, only where one
-    sequence or one block of groups holds more than that at the highest degree.
+    `alpha`: most tokens of a device over the mean (FlexRL's alpha). Exceeded, by as little as is found, only where one
+    sequence or one block of `max_degree` devices holds more than that at the highest degree.
     `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
     `tokens_per_device`: what a device's buffer holds, padding of chunks included; never exceeded. 0: no bound.
     `short`, `cap`, `rounds_per_degree`: h_pack, H_pack and the most rounds of dynamic packing, see `plan.rounds`.
