@@ -34,12 +34,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 import numpy as np
 from common import ROOT, Worker, WorkerError, spread, thread_environment
 
+from sharding.plan import ShardPlan
 from sharding.planner import Limits, bucketing, flex_ulysses, ulysses
 from sharding.shapes import ShapeBook
 from sharding.spread import lay, size_weights
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
-SKEWED = (4096, *[512] * 8)  # a token count that buckets evenly, a quadratic cost that does not
+WORKLOADS = {
+    "skewed": (4096, *[512] * 8),  # a token count that buckets evenly, a quadratic cost that does not
+    "one_long": (2048, *[64] * 32),
+    "even": (128,) * 64,  # nothing to balance: what does sharding cost?
+}
 MODEL = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -78,16 +83,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds a step under each plan; ratios of medians above 1 mean that FlexUlysses is faster."""
+    """Seconds a step under each plan of each workload; ratios of medians above 1 mean that FlexUlysses is faster."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise WorkerError("two cores are needed, one for each process")
-    heads = {"num_heads": MODEL["num_heads"]}
-    plans = {
-        "fsdp_bucketing": bucketing(options.lengths, 2, Limits(**heads)),
-        "ulysses": ulysses(options.lengths, 2, Limits(**heads), degree=2),
-        "flex_ulysses": flex_ulysses(options.lengths, 2, Limits(**heads)),
-    }
+    workloads = {"given": tuple(options.lengths)} if options.lengths else WORKLOADS
+    plans = {name: _plans(lengths) for name, lengths in workloads.items()}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -95,47 +96,62 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "port": port,
         "processes": 2,
         "model": MODEL,
-        "plans": {name: plan.to_json() for name, plan in plans.items()},
+        "plans": {f"{load} {name}": plan.to_json() for load, named in plans.items() for name, plan in named.items()},
     }
     command = [sys.executable, str(ROOT / "benchmarks" / "ulysses_worker.py")]
     load_before = os.getloadavg()[0]
+    seconds: dict[str, list[float]] = {name: [] for name in shared["plans"]}
+    losses: dict[str, float] = {}
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(2) as pool:
 
         def start(process: int) -> Worker:
             settings = shared | {"process": process, "core": cores[process]}
-            return Worker(f"process {process}", command, settings, thread_environment(1) | {"JAX_PLATFORMS": "cpu"})
+            return Worker(
+                f"process {process}", command, settings, thread_environment(1) | {"JAX_PLATFORMS": "cpu"}
+            )
 
         workers = [stack.enter_context(worker) for worker in pool.map(start, range(2))]
-        seconds: dict[str, list[float]] = {name: [] for name in plans}
-        losses: dict[str, float] = {}
         for index in range(options.warmup + options.repeats):
-            for name in plans:
+            for name in seconds:
                 answers = list(pool.map(lambda worker, name=name: worker.ask(do="step", plan=name), workers))
                 losses[name] = answers[0]["loss"]
                 _say(f"{name}: {answers[0]['seconds']:.3f} s{' (warm-up)' if index < options.warmup else ''}")
                 if index >= options.warmup:
                     seconds[name].append(max(answer["seconds"] for answer in answers))
         last = list(pool.map(Worker.finish, workers))
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
+    result: dict[str, Any] = {
         "what": "forward and backward of one batch, 2 processes of one CPU core each, gloo, float32",
         "load_average_before": round(load_before, 2),
-        "lengths": list(options.lengths),
         "model": MODEL | {"parameters": workers[0].about["parameters"]},
         "repeats": options.repeats,
-        "plans": {
-            name: {
-                "seconds": spread(seconds[name]),
-                "balance": round(plan.balance, 3),
-                "degrees": dict(collections.Counter(map(str, plan.degrees))),
-                "loss": losses[name],
-            }
-            for name, plan in plans.items()
-        },
-        "flex_ulysses_against": {
-            name: round(medians[name] / medians["flex_ulysses"], 3) for name in medians if name != "flex_ulysses"
-        },
         "peak_rss_mib": [one["peak_rss_mib"] for one in last],
+    }
+    for load, named in plans.items():
+        medians = {name: statistics.median(seconds[f"{load} {name}"]) for name in named}
+        result[load] = {
+            "lengths": {str(length): count for length, count in collections.Counter(workloads[load]).items()},
+            "plans": {
+                name: {
+                    "seconds": spread(seconds[f"{load} {name}"]),
+                    "balance": round(plan.balance, 3),
+                    "degrees": dict(collections.Counter(map(str, plan.degrees))),
+                    "loss": losses[f"{load} {name}"],
+                }
+                for name, plan in named.items()
+            },
+            "flex_ulysses_against": {
+                name: round(medians[name] / medians["flex_ulysses"], 3) for name in medians if name != "flex_ulysses"
+            },
+        }
+    return result
+
+
+def _plans(lengths: Sequence[int]) -> dict[str, ShardPlan]:
+    limits = Limits(num_heads=MODEL["num_heads"])
+    return {
+        "fsdp_bucketing": bucketing(lengths, 2, limits),
+        "ulysses": ulysses(lengths, 2, limits, degree=2),
+        "flex_ulysses": flex_ulysses(lengths, 2, limits),
     }
 
 
@@ -176,7 +192,8 @@ def _collectives() -> dict[str, Any]:
     code = (
         "import json\n"
         "import jax, ulysses_worker as w\n"
-        "from sharding.planner import Limits, flex_ulysses\n"
+        "from sharding.plan import ShardPlan
+from sharding.planner import Limits, flex_ulysses\n"
         f"model = w.text_model({MODEL!r} | {{'num_layers': 8}})\n"
         "strategy = w.Fsdp(w.make_mesh(8), model, forward=w.logprobs, loss=w.loss, row_dims=w.row_dims)\n"
         "lengths = [700, 300, 200, 150, 90, 90, 60, 50, 40, 30]\n"

@@ -150,7 +150,7 @@ class ShardingConfig:
     vocab_chunk: int = 0  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
     max_degree: int = 0  # devices a sequence is spread over at most (ulysses: always); 0: as devices and heads allow
     alpha: float = 1.1  # flex_ulysses: tokens of a device, at most this times the mean
-    tolerance: float = 0.02  # flex_ulysses: accepted excess of the largest attention load over the smallest possible
+    tolerance: float = 0.025  # flex_ulysses: accepted excess of the largest attention load over the smallest possible
     max_shapes: int = 32  # ulysses, flex_ulysses: about so many step shapes are compiled in a run
     calibration: str = ""  # flex_ulysses: file of `python -m sharding.calibrate`; empty: attention counts as length**2
 

@@ -6,6 +6,7 @@ device and column each token of that row goes. The vision tower's frames are dea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from models.config import VisionConfig
 from models.inputs import VisionInput
 from models.processing.vision_input import concatenate
-from sharding.cost import CostModel
+from sharding.cost import CostError, CostModel
 from sharding.mesh import binary_axes
 from sharding.plan import PlanError, ShardPlan
 from sharding.planner import Limits, flex_ulysses, spread_vision, ulysses
@@ -53,8 +54,33 @@ def planner(config: Config, num_heads: int, num_devices: int) -> Planner:
         raise ConfigError(_explained(error)) from error
     if settings.strategy is Strategy.ULYSSES:
         return lambda lengths, work: ulysses(lengths, num_devices, limits, work=work, degree=degree)
-    cost = _calibration(settings.calibration) if settings.calibration else None
-    return lambda lengths, work: flex_ulysses(lengths, num_devices, limits, work=work, cost=cost)
+    if not settings.calibration:
+        return lambda lengths, work: flex_ulysses(lengths, num_devices, limits, work=work)
+    try:
+        cost = _calibration(settings.calibration)
+    except CostError as error:
+        raise ConfigError(f"sharding.calibration: {error}") from error
+
+    def calibrated(lengths: Sequence[int], squares: Sequence[float]) -> ShardPlan:
+        # Attention over a shared prompt is not quadratic in the length: the model is asked for that of equal work.
+        work = cost.attention_seconds(np.sqrt(squares)) + cost.linear_seconds(np.array(lengths, float))
+        try:
+            return flex_ulysses(lengths, num_devices, limits, work=work, cost=_Squares(cost, squares))
+        except CostError as error:
+            raise ConfigError(f"sharding.calibration {settings.calibration}: {error}") from error
+
+    return calibrated
+
+
+@dataclasses.dataclass(frozen=True)
+class _Squares:
+    """A cost model for sequences of which attention is quadratic in something else than their lengths."""
+
+    cost: CostModel
+    squares: Sequence[float]
+
+    def step_seconds(self, plan: ShardPlan) -> float:
+        return self.cost.step_seconds(plan, squares=self.squares)
 
 
 def _explained(error: PlanError) -> str:
@@ -92,7 +118,7 @@ def compose_spread(
     pieces = _pieces(entries, config, num_devices, num_heads)
     least = math.ceil(sum(_tokens(entries, piece) for piece in pieces) / (tokens_per_device(config) * num_devices))
     failure: PlanError | None = None
-    for count in range(max(least, 1), len(pieces) + 1):
+    for count in range(min(max(least, 1), len(pieces)), len(pieces) + 1):
         try:
             parts = [_Part(entries, members, plan, config, vision, book) for members in _deal(entries, pieces, count)]
             return _joined(parts)

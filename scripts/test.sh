@@ -6,8 +6,20 @@
 #   bash scripts/test.sh "" -m "not slow"   further words go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
-extras="test${1:+,$1}"
+extras="${1:-}"
 [ $# -gt 0 ] && shift
+pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
 [ -x .venv/bin/python ] || python3 -m venv .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$extras]"
+case ",$extras," in
+*,aot,*)
+    # Beside the environment, not in it: there, JAX would look for GPUs at every start and complain.
+    extras="$(tr , '\n' <<<"$extras" | grep -vx aot | paste -sd, -)"
+    pip install -e ".[test${extras:+,$extras}]"
+    version="$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
+    export FLUXJAX_AOT="$PWD/.aot/$version"
+    [ -d "$FLUXJAX_AOT" ] || pip install --no-deps --target "$FLUXJAX_AOT" \
+        "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version"
+    ;;
+*) pip install -e ".[test${extras:+,$extras}]" ;;
+esac
 exec .venv/bin/python -m pytest "$@"

@@ -138,7 +138,8 @@ def problem(
     if work is not None:
         work_I = np.asarray(work, float)
     elif cost is not None:
-        work_I = np.array([float(cost.attention_seconds(n)) for n in lengths_I.tolist()])
+        # Linear work too: planned on attention alone, tokens stay uneven by up to alpha, and cost as much as they save.
+        work_I = np.array([float(cost.attention_seconds(n) + cost.linear_seconds(n)) for n in lengths_I.tolist()])
     else:
         work_I = lengths_I.astype(float) ** 2
     if work_I.shape != lengths_I.shape:

@@ -1,7 +1,7 @@
 """On GPUs, all-to-alls run while attention is computed: asserted on the schedule that XLA compiles for 8 H100.
 
-No GPU is needed, but the CUDA plugin of the installed JAX (extra `aot`), in this environment or in a folder that
-`FLUXJAX_AOT` names (`pip install --no-deps --target FOLDER jax-cuda12-plugin jax-cuda12-pjrt`).
+No GPU is needed, but the CUDA plugin of the installed JAX, in this environment or in a folder that `FLUXJAX_AOT` names:
+`bash scripts/test.sh aot` makes one.
 """
 
 import collections
@@ -53,7 +53,7 @@ def exposed(at: dict[str, int]) -> list[str]:
 def plugin_environment() -> dict[str, str]:
     folder = os.environ.get("FLUXJAX_AOT", "")
     if not folder and not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
-        pytest.skip("needs the CUDA plugin: pip install 'fluxjax[aot]', or set FLUXJAX_AOT to a folder with it")
+        pytest.skip("needs the CUDA plugin: run `bash scripts/test.sh aot`, or set FLUXJAX_AOT to a folder with it")
     clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
 

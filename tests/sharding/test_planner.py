@@ -130,6 +130,9 @@ class Cost:
     def attention_seconds(self, length: int, degree: int = 1) -> float:
         return length**2 / degree
 
+    def linear_seconds(self, tokens: int) -> float:
+        return 0.0
+
     def step_seconds(self, plan: ShardPlan) -> float:
         return float((plan.compute() + self.wire * plan.traffic()).max())
 
