@@ -106,9 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         def start(process: int) -> Worker:
             settings = shared | {"process": process, "core": cores[process]}
-            return Worker(
-                f"process {process}", command, settings, thread_environment(1) | {"JAX_PLATFORMS": "cpu"}
-            )
+            return Worker(f"process {process}", command, settings, thread_environment(1) | {"JAX_PLATFORMS": "cpu"})
 
         workers = [stack.enter_context(worker) for worker in pool.map(start, range(2))]
         for index in range(options.warmup + options.repeats):
@@ -192,8 +190,7 @@ def _collectives() -> dict[str, Any]:
     code = (
         "import json\n"
         "import jax, ulysses_worker as w\n"
-        "from sharding.plan import ShardPlan
-from sharding.planner import Limits, flex_ulysses\n"
+        "from sharding.planner import Limits, flex_ulysses\n"
         f"model = w.text_model({MODEL!r} | {{'num_layers': 8}})\n"
         "strategy = w.Fsdp(w.make_mesh(8), model, forward=w.logprobs, loss=w.loss, row_dims=w.row_dims)\n"
         "lengths = [700, 300, 200, 150, 90, 90, 60, 50, 40, 30]\n"
