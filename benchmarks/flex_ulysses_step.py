@@ -223,9 +223,7 @@ def _say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be given several times")
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=list(SKEWED), help="tokens of each sequence (measured)"
-    )
+    parser.add_argument("--lengths", type=int, nargs="+", help="a workload of your own: tokens of each (measured)")
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each plan (measured)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them; the first compiles (measured)")
     parser.add_argument("--batches", type=int, default=50, help="random batches of each mix (counted)")
