@@ -28,6 +28,7 @@ from sharding.spread import SizedLayout, lay, size_weights
 from .config import Config, ConfigError, Strategy
 from .layout import Composition, Entry, Spans, blank, fill, frame_bound_of, side_by_side, train_batch
 from .packing import Budget, Piece, cut
+from .types import TrainBatch
 
 Planner = Callable[[Sequence[int], Sequence[float]], ShardPlan]  # (tokens, work) of each sequence -> plan
 
@@ -120,10 +121,11 @@ def compose_spread(
     failure: PlanError | None = None
     for count in range(min(max(least, 1), len(pieces)), len(pieces) + 1):
         try:
-            parts = [_Part(entries, members, plan, config, vision, book) for members in _deal(entries, pieces, count)]
-            return _joined(parts)
+            parts = [_Part(entries, members, plan, config, vision) for members in _deal(entries, pieces, count)]
         except PlanError as error:
             failure = failure or error
+        else:
+            return _joined([part.fill(book) for part in parts])
     assert failure is not None
     raise ConfigError(_explained(failure)) from failure
 
@@ -170,7 +172,11 @@ def _deal(entries: Sequence[Entry], pieces: Sequence[Piece], count: int) -> list
 
 
 class _Part:
-    """One microbatch: its plan, its layout, and the arrays."""
+    """One microbatch: planned when it is made, which may fail; then filled."""
+
+    layout: SizedLayout
+    spans: Spans
+    batch: TrainBatch
 
     def __init__(
         self,
@@ -179,34 +185,40 @@ class _Part:
         plan: Planner,
         config: Config,
         vision: VisionConfig | None,
-        book: ShapeBook,
     ) -> None:
-        self.plan = plan([_tokens(entries, p) for p in pieces], [_work(entries, p) for p in pieces])
-        layout = lay(self.plan, tokens_per_device(config))
-        media = _Media(entries, pieces, self.plan, config.packing.patches_per_device, vision) if vision else None
-        self.spans = Spans(total=sum(self.plan.lengths))
+        self._entries, self._pieces = entries, pieces
+        self._cap, self._share = tokens_per_device(config), config.packing.share_prompts
+        shard_plan = plan([_tokens(entries, p) for p in pieces], [_work(entries, p) for p in pieces])
+        self._bare = lay(shard_plan, self._cap)
+        patches = config.packing.patches_per_device
+        self._media = None if vision is None else _Media(entries, pieces, shard_plan, patches, vision)
+
+    def fill(self, book: ShapeBook) -> _Part:
+        """Lays everything out in buffers of sizes that `book` chooses."""
+        bare, media = self._bare, self._media
+        self.spans = Spans(total=sum(bare.plan.lengths))
         features = media.first_feature if media else {}
-        self.spans.place(tuple(pieces), 0, entries, features, config.packing.share_prompts)
+        self.spans.place(tuple(self._pieces), 0, self._entries, features, self._share)
         line = {
             name: array.reshape(*array.shape[:-2], -1) for name, array in fill(self.spans, self.spans.total).items()
         }
         feature_index, predecessor = line["feature_index"], line["predecessor"]
 
-        needs = layout.needs() | layout.imports(predecessor).needs()
-        caps = {"columns": tokens_per_device(config)}
-        weights = size_weights(needs)
+        needs = bare.needs() | bare.imports(predecessor).needs()
+        caps, weights = {"columns": self._cap}, size_weights(needs)
         if media is not None:
-            needs |= media.needs(feature_index, layout.device)
+            needs |= media.needs(feature_index, bare.device)
             caps["patches"] = media.cap
             weights |= {name: 0.25 for name in needs if name == "patches" or name.startswith("send/")}
         sizes = book.fit(needs, caps, weights)
 
-        self.layout = layout.sized(sizes)
+        self.layout = bare.sized(sizes)
         line["predecessor"], spread = self.layout.spread(predecessor)
         buffer = None
         if media is not None:
-            line["feature_index"], buffer = media.buffers(feature_index, layout.device, sizes)
+            line["feature_index"], buffer = media.buffers(feature_index, bare.device, sizes)
         self.batch = train_batch(_onto_rows(line, self.layout), buffer, spread)
+        return self
 
     def response_cells(self) -> np.ndarray:
         """The cells of all response tokens, response after response."""

@@ -17,6 +17,7 @@ from fluxjax.algorithms import grpo
 from fluxjax.batching import compose, unpack
 from fluxjax.config import ConfigError, Strategy
 from fluxjax.learner import Learner
+from sharding.cost import CostModel
 from sharding.mesh import make_mesh
 from sharding.plan import ShardPlan, rounds
 
@@ -131,6 +132,42 @@ def test_every_strategy_equals_one_device(strategy, degree, share):
     if strategy == "ulysses":
         assert {one for batch in composition.batches for one, _ in batch.inputs.spread.rounds} == {degree}
     assert_equal(outcome(learner(heads, DEVICES), composition), alone(heads, groups, prepared))
+
+
+@pytest.mark.slow
+def test_replicas_are_never_spanned():
+    """Six devices are three replicas of two: degrees stay at two, features and exports within their replica."""
+    groups, prepared = random_groups(3)
+    config = spread_config()
+    composition = compose(groups, prepared, config, 6, vision=MODEL.vision, num_heads=8)
+    assert {degree for batch in composition.batches for degree, _ in batch.inputs.spread.rounds} <= {1, 2}
+    assert_equal(outcome(learner((8, 2), 6), composition), alone((8, 2), groups, prepared))
+
+
+@pytest.mark.slow
+def test_one_short_text_on_all_devices():
+    """Seven devices have no token and none has a patch; all take part in the collectives, vision tower's included."""
+    groups, prepared = make_groups([[5]], [[4]])
+    composition = compose(groups, prepared, spread_config(), DEVICES, vision=MODEL.vision, num_heads=8)
+    [batch] = composition.batches
+    assert not batch.inputs.vision.frame_segments_P.any()
+    assert_equal(outcome(learner((8, 2), DEVICES), composition), alone((8, 2), groups, prepared))
+
+
+def test_a_calibration_decides_what_is_spread(tmp_path):
+    """On links that take for ever nothing is; the file that a run names is read once, a missing one is named."""
+    groups, prepared = make_groups([[60], [30], [9], [4]], [[4], [3], [2], [1]])
+    config = spread_config()
+    config.sharding.alpha = 8.0  # memory forces nothing
+    free = compose(groups, prepared, config, 4, num_heads=8)
+    CostModel.published().on(bandwidth=1e-9).save(tmp_path / "slow.json")
+    config.sharding.calibration = str(tmp_path / "slow.json")
+    dear = compose(groups, prepared, config, 4, num_heads=8)
+    degrees = [max(layout.plan.degrees) for one in (free, dear) for layout in one.layouts]
+    assert degrees[0] > 1 and degrees[1] == 1
+    config.sharding.calibration = str(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"sharding\.calibration.*none\.json"):
+        compose(groups, prepared, config, 4, num_heads=8)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from .flexrl import place
 from .limits import Limits, Problem, problem
 
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them where there are few or many devices
-TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # tried when a cost model can tell which is best
+TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried when a cost model can tell which is best
 SPARE = 0.03  # of the memory limit, for the devices within a block to even out
 MANY = 64  # devices from which on there is time for one start only
 MEMORY = 10.0  # what exceeding the memory limit counts, against compute
