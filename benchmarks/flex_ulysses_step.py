@@ -37,7 +37,7 @@ from common import ROOT, Worker, WorkerError, spread, thread_environment
 from sharding.plan import ShardPlan
 from sharding.planner import Limits, bucketing, flex_ulysses, ulysses
 from sharding.shapes import ShapeBook
-from sharding.spread import lay, size_weights
+from sharding.spread import lay, size_weight
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 WORKLOADS = {
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
             from flex_ulysses_simulated import simulate
 
             result["simulated"] = simulate(mixes)
-    except (WorkerError, FileNotFoundError) as error:
+    except (WorkerError, OSError, ValueError) as error:  # PlanError and damaged JSON are ValueErrors
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, WorkerError) else 2
     print(json.dumps(result))
@@ -171,7 +171,7 @@ def count(mixes: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
             layout = lay(flex_ulysses(lengths.tolist(), 8, limits))
             before = np.maximum(np.arange(lengths.sum()) - 1, np.repeat(np.cumsum(lengths) - lengths, lengths))
             needs = layout.needs() | layout.imports(before).needs()
-            layouts.append(layout.sized(book.fit(needs, {}, size_weights(needs))))
+            layouts.append(layout.sized(book.fit(needs, {}, size_weight)))
         shapes = {(one.columns, one.rounds) for one in layouts}
         padding = [one.padding() for one in layouts]
         result[name] = {

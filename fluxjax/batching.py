@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from models.config import VisionConfig
+from models.config import TextConfig, VisionConfig
 from sharding.shapes import ShapeBook
 
 from .algorithms.loss import response_weights
@@ -31,7 +31,7 @@ def compose(
     num_shards: int = 1,
     *,
     vision: VisionConfig | None = None,
-    num_heads: int = 0,
+    text: TextConfig | None = None,
     shapes: ShapeBook | None = None,
     skip_idle: bool = False,
 ) -> Composition:
@@ -41,7 +41,7 @@ def compose(
     batches have no vision buffer). Groups are laid out by draw and responses by sample, whatever order they
     arrive in. Rows and patches of a shard are the cap of `config.packing`, or a half or quarter of it; `row_shapes`
     lists what may come out. Strategies that spread sequences over devices plan and lay them out in `spreading`;
-    `num_heads`, the model's query heads, bounds the degrees (0: no bound); `shapes` remembers earlier sizes.
+    `text`, the decoder's sizes, bounds the degrees (None: nothing does); `shapes` remembers earlier sizes.
 
     `skip_idle` leaves out groups without any advantage: their gradient is zero unless there is a KL term. Loss
     weights still count them. If there are no others, the first group stays.
@@ -69,8 +69,8 @@ def compose(
         entries = [e for e in entries if any(sample.advantage != 0.0 for sample in e.samples)] or entries[:1]
 
     if config.sharding.strategy is not Strategy.FSDP:
-        book = ShapeBook(config.sharding.max_shapes) if shapes is None else shapes
-        return compose_spread(entries, config, num_shards, vision, num_heads, book)
+        book = ShapeBook(num_shards, config.sharding.max_shapes) if shapes is None else shapes
+        return compose_spread(entries, config, num_shards, vision, text, book)
     packing = config.packing
     sizes = budget(config, num_shards, vision)
     plan = pack([entry.item for entry in entries], sizes, share_prompts=packing.share_prompts)

@@ -150,6 +150,7 @@ class ShardingConfig:
     vocab_chunk: int = 0  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
     max_degree: int = 0  # devices a sequence is spread over at most (ulysses: always); 0: as devices and heads allow
     alpha: float = 1.1  # flex_ulysses: tokens of a device, at most this times the mean
+    devices_per_host: int = 8  # flex_ulysses: sequences are spread further only where nothing else helps
     tolerance: float = 0.025  # flex_ulysses: accepted excess of the largest attention load over the smallest possible
     max_shapes: int = 32  # ulysses, flex_ulysses: about so many step shapes are compiled in a run
     calibration: str = ""  # flex_ulysses: file of `python -m sharding.calibrate`; empty: attention counts as length**2
@@ -161,10 +162,10 @@ class PackingConfig:
     rows_per_device: int = 16  # of one microbatch
     patches_per_device: int = 4096  # of one microbatch
     share_prompts: bool = True  # compute a group's prompt once for all its responses
-    # Strategies that spread sequences over devices:
-    short: int = 1024  # sequences of at most so many tokens are joined (h_pack in FlexRL)
-    group_cap: int = 8192  # up to so many tokens of a device group (H_pack)
-    rounds_per_degree: int = 1  # sequence groups a device group has at most
+    # Strategies that spread sequences over devices; a device's row has tokens_per_row * rows_per_device tokens:
+    rounds_per_degree: int = 1  # sequence groups of a device group at most; more overlap more and pad more
+    short: int = 1024  # with several rounds: sequences of at most so many tokens are joined (h_pack in FlexRL)
+    group_cap: int = 8192  # with several rounds: up to so many tokens of a device group (H_pack)
 
 
 @dataclasses.dataclass(slots=True)
@@ -245,7 +246,8 @@ class Config:
                 f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in "
                 f"rollout.max_sequence_tokens ({self.rollout.max_sequence_tokens})"
             )
-        if self.packing.tokens_per_row < self.rollout.max_sequence_tokens:
+        whole = self.sharding.strategy is Strategy.FSDP  # others spread what a row can't hold
+        if whole and self.packing.tokens_per_row < self.rollout.max_sequence_tokens:
             raise ConfigError(
                 f"packing.tokens_per_row ({self.packing.tokens_per_row}) is shorter than "
                 f"rollout.max_sequence_tokens ({self.rollout.max_sequence_tokens}); the longest response would not fit"
@@ -313,6 +315,7 @@ _POSITIVE = [
     "packing.patches_per_device",
     "packing.rounds_per_degree",
     "sharding.max_shapes",
+    "sharding.devices_per_host",
     "checkpoint.keep",
     "evaluation.samples",
     "evaluation.samples_during",

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from models.config import TextConfig
 from models.decoder import Decoder
 from models.forward import logprobs as model_logprobs
 from models.inputs import PackedTokens
@@ -65,7 +66,7 @@ class Learner:
         policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are not so many devices."""
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
-        self.shapes = ShapeBook(config.sharding.max_shapes)
+        self.shapes = ShapeBook(self.mesh.size, config.sharding.max_shapes)
         self._model = model
         self.reset(token_loss, never_sampled=never_sampled)
         self.params = jax.device_put(
@@ -74,9 +75,17 @@ class Learner:
         self.opt_state = self._init(self.params)
 
     @property
-    def num_heads(self) -> int:
-        """The query heads of the model: a sequence is spread over no more devices."""
-        return self._model.config.text.num_heads
+    def text(self) -> TextConfig:
+        """The decoder's sizes: what spreading sequences depends on."""
+        return self._model.config.text
+
+    def _place(self, inputs: PackedTokens, batch: Any) -> Any:
+        if inputs.spread is not None and not set(inputs.spread.axes) <= set(self.mesh.axis_names):
+            raise ValueError(
+                f"the batch is spread over axes {inputs.spread.axes}, the mesh has {self.mesh.axis_names}; for these "
+                f"strategies make the mesh with make_mesh({self.mesh.size}), without further replicas"
+            )
+        return self._strategy.place(batch)
 
     def reset(
         self,
@@ -132,18 +141,18 @@ class Learner:
         """(gradients, tally) summed over the microbatches, laid out like the parameters; nothing is waited for."""
         if not batches:
             raise ValueError("an optimizer step needs at least one microbatch")
-        placed = self._strategy.place(batches[0])
+        placed = self._place(batches[0].inputs, batches[0])
         _, abstract, _ = jax.eval_shape(self._loss_and_grad, self.params, placed)
         grads, tally = self._zeros(tuple(abstract.sums), tuple(abstract.maxima))
         for batch in batches:
-            placed = placed if batch is batches[0] else self._strategy.place(batch)
+            placed = placed if batch is batches[0] else self._place(batch.inputs, batch)
             grads, tally = self._accumulate(self.params, grads, tally, placed)
         return grads, tally
 
     def logprobs(self, inputs: PackedTokens, params: Params | None = None) -> tuple[jax.Array, jax.Array]:
         """(log-probability of each token, entropy of its distribution), `[B, T]` float32, under the learner's
         parameters or others of the same layout (a frozen reference). Meaningless where a token has no predecessor."""
-        return self._logprobs(self.params if params is None else params, self._strategy.place(inputs))
+        return self._logprobs(self.params if params is None else params, self._place(inputs, inputs))
 
     def state(self) -> dict[str, Any]:
         """Everything that the rest of training depends on, as a pytree of arrays for a checkpoint."""

@@ -49,7 +49,7 @@ class PolicyTrainer:
             self._config,
             self._learner.mesh.size,
             vision=self._vision,
-            num_heads=self._learner.num_heads,
+            text=self._learner.text,
             shapes=self._learner.shapes,
             skip_idle=not (self._config.algorithm.kl_coefficient or self._config.algorithm.entropy_coefficient),
         )

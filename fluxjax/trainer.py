@@ -104,7 +104,7 @@ class FluxTrainer:
                 config, self.model, self.algorithm.token_loss, mesh=mesh, never_sampled=self.processor.media_token_ids
             )
             if config.sharding.strategy is not Strategy.FSDP:
-                planner(config, self.learner.num_heads, mesh.size)  # a degree that can't be ends here
+                planner(config, self.learner.text, mesh.size)  # a degree that can't be ends here
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
             self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
 
@@ -213,7 +213,7 @@ class FluxTrainer:
         self.coordinator.load_state_dict(state["coordinator"])
         self.source.load_state_dict(state["source"])
         self.summary = Summary.from_state_dict(state["summary"])
-        self.learner.shapes.load_state(state["shapes"])
+        self.learner.shapes.load_state(state.get("shapes", self.learner.shapes.state()))
         self.summary.devices = self.learner.mesh.size  # perhaps another mesh now
         self.summary.resumed_from.append(step)
         self._loaded, self._started = step, True

@@ -61,7 +61,7 @@ async def warm_start(
                 config,
                 learner.mesh.size,
                 vision=vision,
-                num_heads=learner.num_heads,
+                text=learner.text,
                 shapes=learner.shapes,
             )
             yield step, learner.step(batch.batches)

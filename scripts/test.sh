@@ -13,12 +13,15 @@ pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
 case ",$extras," in
 *,aot,*)
     # Beside the environment, not in it: there, JAX would look for GPUs at every start and complain.
-    extras="$(tr , '\n' <<<"$extras" | grep -vx aot | paste -sd, -)"
+    extras="$(tr , '\n' <<<"$extras" | { grep -vx aot || true; } | paste -sd, -)"
     pip install -e ".[test${extras:+,$extras}]"
     version="$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
     export FLUXJAX_AOT="$PWD/.aot/$version"
-    [ -d "$FLUXJAX_AOT" ] || pip install --no-deps --target "$FLUXJAX_AOT" \
-        "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version"
+    if [ ! -d "$FLUXJAX_AOT" ]; then # complete or not there
+        rm -rf .aot/unfinished
+        pip install --no-deps --target .aot/unfinished "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version"
+        mv .aot/unfinished "$FLUXJAX_AOT"
+    fi
     ;;
 *) pip install -e ".[test${extras:+,$extras}]" ;;
 esac

@@ -130,6 +130,8 @@ def check(plan: ShardPlan) -> None:
     count = len(plan.lengths)
     if not len(plan.work) == len(plan.degrees) == len(plan.firsts) == count:
         raise PlanError("lengths, work, degrees and firsts must be of equal length")
+    if plan.num_devices < 1:
+        raise PlanError(f"a plan needs at least one device, not {plan.num_devices}")
     for index, (degree, first) in enumerate(zip(plan.degrees, plan.firsts, strict=True)):
         if degree < 1 or degree & (degree - 1) or first % degree or not 0 <= first <= plan.num_devices - degree:
             raise PlanError(
@@ -141,10 +143,16 @@ def check(plan: ShardPlan) -> None:
         raise PlanError(f"rounds must stand in decreasing degree, got {degrees}")
     seen: list[int] = []
     for one in plan.rounds:
+        if one.degree < 1 or one.degree & (one.degree - 1) or plan.num_devices % one.degree:
+            raise PlanError(
+                f"{plan.num_devices} devices have no round of degree {one.degree}: a power of two divides them"
+            )
         if len(one.groups) != plan.num_devices // one.degree:
             raise PlanError(f"a round of degree {one.degree} needs {plan.num_devices // one.degree} groups")
         for group, members in enumerate(one.groups):
             for index in members:
+                if not 0 <= index < count:
+                    raise PlanError(f"a round names sequence {index}, but there are {count}")
                 if plan.degrees[index] != one.degree or plan.firsts[index] != group * one.degree:
                     raise PlanError(f"sequence {index} stands in a round of another group than its own")
                 seen.append(index)

@@ -8,7 +8,8 @@ still multiply the combinations of a dozen sizes. So sizes are chosen together, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 Sizes = dict[str, int]  # by the name of the buffer
 
@@ -22,36 +23,43 @@ class ShapeBook:
     exist, requests are served by any entry that is large enough; one that fits none enlarges a last entry that holds
     the largest of all sizes, so that ever fewer requests do not fit.
 
-    The order of requests decides, so it is part of a run's state: `state` and `load_state`.
+    The order of requests decides, so it is part of a run's state: `state` and `load_state`. Sizes made for `devices`
+    devices are of no use to others.
     """
 
+    devices: int = 1
     most: int = 32
     slack: float = 0.15
     entries: list[Sizes] = dataclasses.field(default_factory=list)
 
-    def fit(self, needs: Mapping[str, int], caps: Mapping[str, int], weights: Mapping[str, float]) -> Sizes:
-        """Sizes of at least `needs`, each at most its cap (if it has one). `weights` is what one unit of a size costs;
-        1 if it is not named."""
+    def fit(self, needs: Mapping[str, int], caps: Mapping[str, int], weight: Callable[[str], float]) -> Sizes:
+        """Sizes of at least `needs`, each at most its cap (if it has one). `weight` is what a unit of a size costs."""
+
+        def cost(sizes: Mapping[str, int]) -> float:
+            return sum(size * weight(name) for name, size in sizes.items())
+
         tight = {name: round_up(need, caps.get(name, 0)) for name, need in needs.items()}
-        if fitting := [one for one in self.entries if _covers(one, needs)]:
-            best = min(fitting, key=lambda one: _cost(one, weights))
-            full = len(self.entries) >= self.most
-            if full or _cost(best, weights) <= (1 + self.slack) * _cost(tight, weights):
+        usable = [one for one in self.entries if all(one.get(name, 0) <= cap for name, cap in caps.items())]
+        full = len(self.entries) >= self.most
+        if fitting := [one for one in usable if _covers(one, needs)]:
+            best = min(fitting, key=cost)
+            if full or cost(best) <= (1 + self.slack) * cost(tight):
                 return best
-        if len(self.entries) < self.most:
+        if not full:
             self.entries.append(tight)
             return tight
-        names = {name for one in [tight, *self.entries] for name in one}
-        largest = {name: max(one.get(name, 0) for one in [tight, *self.entries]) for name in sorted(names)}
+        names = {name for one in [tight, *usable] for name in one}
+        largest = {name: max(one.get(name, 0) for one in [tight, *usable]) for name in sorted(names)}
         self.entries[-1] = largest
         return largest
 
-    def state(self) -> list[Sizes]:
+    def state(self) -> dict[str, Any]:
         """What `load_state` takes: plain JSON."""
-        return [dict(one) for one in self.entries]
+        return {"devices": self.devices, "entries": [dict(one) for one in self.entries]}
 
-    def load_state(self, state: list[Sizes]) -> None:
-        self.entries = [dict(one) for one in state]
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`; a run that has moved to another number of devices begins afresh."""
+        self.entries = [dict(one) for one in state["entries"]] if state["devices"] == self.devices else []
 
 
 def round_up(need: int, cap: int = 0) -> int:
@@ -63,7 +71,3 @@ def round_up(need: int, cap: int = 0) -> int:
 
 def _covers(sizes: Mapping[str, int], needs: Mapping[str, int]) -> bool:
     return all(need <= sizes.get(name, 0) for name, need in needs.items())
-
-
-def _cost(sizes: Mapping[str, int], weights: Mapping[str, float]) -> float:
-    return sum(size * weights.get(name, 1.0) for name, size in sizes.items())

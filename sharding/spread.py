@@ -27,8 +27,8 @@ class Spread:
 
     `starts_BJ` and `counts_BJ`: the columns `[start, start + count)` of round `j`; 0 tokens where a device has no part
     in it. Since `start + budget` may exceed T, a view begins at `min(start, T - budget)` and its own columns later.
-    `exports_BX`: the columns whose hidden states predict tokens on other devices (the last token of a chunk; of a prompt
-    before its responses).
+    `exports_BX`: the columns whose hidden states predict tokens on other devices (the last token of a chunk; of a
+    prompt before its responses).
 
     `rounds` are (degree, budget) in the order of execution: degrees never increase. `axes` are the mesh's axes of size
     two, outermost first; a group of degree `p` is the product of the last `log2(p)` of them.
@@ -41,8 +41,10 @@ class Spread:
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def group(self, degree: int) -> tuple[str, ...]:
-        """The mesh axes of a group of `degree` devices; none for 1."""
+        """The mesh axes of a group of `degree` devices; none for 1. Raises ValueError for one wider than the mesh."""
         twos = degree.bit_length() - 1
+        if twos > len(self.axes):
+            raise ValueError(f"no group of {degree} devices over the axes {self.axes}")
         return self.axes[len(self.axes) - twos :]
 
     def with_exports(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
@@ -163,10 +165,14 @@ def _round_order(name: str) -> tuple[int, int]:
     return -int(degree), int(k)
 
 
-def size_weights(sizes: Sizes) -> dict[str, float]:
-    """What a unit of each size costs beside a column of the row: sharded rounds are sent, exports are small."""
-    sent = {name: 0.25 if _round_order(name)[0] < -1 else 0.05 for name in sizes if name.startswith("round/")}
-    return sent | {"exports": 0.1}
+def size_weight(name: str) -> float:
+    """What a unit of a buffer's size costs beside a column of the row, which passes all of the decoder: sharded rounds
+    are sent, patches and features pass a smaller tower and the wire, exports are few."""
+    if name.startswith("round/"):
+        return 0.25 if _round_order(name)[0] < -1 else 0.05
+    if name == "patches" or name.startswith("send/"):
+        return 0.25
+    return {"columns": 1.0, "exports": 0.1}[name]
 
 
 def lay(plan: ShardPlan, cap: int = 0) -> Layout:

@@ -152,6 +152,19 @@ def test_resumed_with_another_strategy(commands, text, reference, tmp_path):
         np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)  # as above
 
 
+def test_sequences_spread_over_devices(commands, text, tmp_path):
+    """Buffer shapes depend on earlier batches; a resumed run remembers them, and ends with the same bits."""
+    spread = [*text, "--config.sharding.devices=4", "--config.sharding.strategy=flex_ulysses"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    commands.run(whole, TEXT, spread, devices=4)
+    assert read(whole / "metrics.jsonl")[-1]["packing/shapes"] >= 1
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / str(STEPS))
+    commands.run(resumed, TEXT, spread, devices=4)
+    assert summary(resumed)["resumed_from"] == [6]
+    assert_same_run(resumed, whole)
+
+
 def test_images_and_videos(commands, tmp_path):
     """Decoding in threads ahead of use, two sources mixed, a frozen reference model in the checkpoint."""
     (tmp_path / "data").mkdir()

@@ -12,10 +12,13 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from models.inputs import ModelInput
+import jax
+import numpy as np
+
+from models.inputs import ModelInput, VisionInput
 from models.processing.errors import MediaError, PromptError
 
-from ..config import Config
+from ..config import Config, Strategy
 from ..types import PreparedPrompt, Prompt
 from .errors import DataError
 from .loader import PromptLoader
@@ -36,17 +39,26 @@ class TextAndMedia(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a prompt may be at most, so that the engine's cache and a microbatch can hold it."""
+    """What a prompt may be at most, so that the engine's cache and a microbatch can hold it. Its media are computed by
+    `devices` devices, one frame pair by one of them."""
 
     tokens: int
-    patches: int
+    patches: int  # of a device
+    devices: int = 1
 
     @classmethod
     def of(cls, config: Config) -> Limits:
+        devices = config.sharding.devices or jax.device_count()
         return cls(
             tokens=config.rollout.max_sequence_tokens - config.rollout.max_new_tokens,
             patches=config.packing.patches_per_device,
+            devices=1 if config.sharding.strategy is Strategy.FSDP else devices & -devices,
         )
+
+    def hold(self, vision: VisionInput) -> bool:
+        """Whether the devices surely can: longest first, none gets more than the mean and one frame pair."""
+        largest = int(np.bincount(vision.frame_segments_P).max()) if self.devices > 1 else 0
+        return vision.num_patches <= self.patches or vision.num_patches / self.devices + largest <= self.patches
 
 
 def prepare_prompt(
@@ -67,8 +79,9 @@ def prepare_prompt(
         return _skip(prompt, f"failed with {type(error).__name__}", str(error))
     if len(inputs) > limits.tokens:
         return _skip(prompt, "prompt too long", f"{len(inputs)} tokens, at most {limits.tokens} leave room to answer")
-    if inputs.vision is not None and inputs.vision.num_patches > limits.patches:
-        return _skip(prompt, "too many patches", f"{inputs.vision.num_patches}, at most {limits.patches}")
+    if inputs.vision is not None and not limits.hold(inputs.vision):
+        room = f"{limits.devices} devices of {limits.patches} (packing.patches_per_device)"
+        return _skip(prompt, "too many patches", f"{inputs.vision.num_patches}, more than fit {room}")
     return PreparedPrompt(prompt, inputs)
 
 

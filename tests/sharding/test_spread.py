@@ -12,7 +12,7 @@ from sharding.mesh import binary_axes, make_mesh
 from sharding.plan import PlanError, ShardPlan, rounds
 from sharding.route import route
 from sharding.shapes import ShapeBook, round_up
-from sharding.spread import SizedLayout, lay
+from sharding.spread import SizedLayout, lay, size_weight
 
 DEVICES = 8
 
@@ -163,11 +163,15 @@ def test_sizes_waste_at_most_an_eighth(need):
     assert round_up(need, cap=need) == need
 
 
+def one_each(name: str) -> float:
+    return 1.0
+
+
 def test_a_shape_that_wastes_little_is_used_again():
-    book = ShapeBook(most=3, slack=0.1)
-    first = book.fit({"columns": 1000, "round/2/0": 500}, {}, {})
-    assert book.fit({"columns": 990, "round/2/0": 480}, {}, {}) is first
-    assert book.fit({"columns": 500}, {}, {}) is not first  # three times its cost
+    book = ShapeBook(1, most=3, slack=0.1)
+    first = book.fit({"columns": 1000, "round/2/0": 500}, {}, one_each)
+    assert book.fit({"columns": 990, "round/2/0": 480}, {}, one_each) is first
+    assert book.fit({"columns": 500}, {}, one_each) is not first  # three times its cost
     assert len(book.entries) == 2
 
 
@@ -178,7 +182,7 @@ def test_shapes_cover_what_is_asked_and_stay_few(requests, most):
     given_out = []
     for columns, sent in requests:
         needs = {"columns": columns} | ({"round/2/0": sent} if sent else {})
-        sizes = book.fit(needs, {}, {})
+        sizes = book.fit(needs, {}, one_each)
         assert all(sizes[name] >= need for name, need in needs.items())
         given_out.append(tuple(sizes.items()))
     assert len(book.entries) <= most
@@ -186,4 +190,22 @@ def test_shapes_cover_what_is_asked_and_stay_few(requests, most):
 
     again = ShapeBook(most=most)
     again.load_state(book.state())
-    assert again.fit({"columns": 77}, {}, {}) == book.fit({"columns": 77}, {}, {})
+    assert again.fit({"columns": 77}, {}, one_each) == book.fit({"columns": 77}, {}, one_each)
+
+
+def test_shapes_of_other_devices_or_above_the_caps_of_today_are_not_used():
+    book = ShapeBook(8, most=1)
+    large = book.fit({"columns": 1000, "round/8/0": 200}, {}, one_each)
+    assert book.fit({"columns": 100}, {}, one_each) is large  # the book is full
+    tight = book.fit({"columns": 100}, {"columns": 128}, one_each)
+    assert tight["columns"] <= 128
+    fewer = ShapeBook(4, most=1)
+    fewer.load_state(book.state())
+    assert fewer.entries == []
+
+
+def test_what_an_entry_has_too_much_is_weighed_as_what_it_is():
+    """A sharded round of 200 columns that stays empty costs 50 columns' worth: less than a new shape."""
+    book = ShapeBook()
+    first = book.fit({"columns": 1000, "round/2/0": 200, "round/1/0": 1000, "exports": 8}, {}, size_weight)
+    assert book.fit({"columns": 1000, "round/1/0": 1000}, {}, size_weight) is first
