@@ -157,7 +157,7 @@ def test_sequences_spread_over_devices(commands, text, tmp_path):
     spread = [*text, "--config.sharding.devices=4", "--config.sharding.strategy=flex_ulysses"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     commands.run(whole, TEXT, spread, devices=4)
-    assert read(whole / "metrics.jsonl")[-1]["packing/shapes"] >= 1
+    assert max(record.get("packing/shapes", 0) for record in read(whole / "metrics.jsonl")) >= 1
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "checkpoints" / str(STEPS))
     commands.run(resumed, TEXT, spread, devices=4)
