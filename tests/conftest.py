@@ -31,3 +31,10 @@ def shared() -> pathlib.Path:
     if not folder.is_dir():
         pytest.skip(f"needs the shared workloads in {folder}; they are not part of a user's clone")
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_programs():
+    """Every compiled program holds memory maps. Linux allows a process 65,530 of them; beyond that, XLA crashes."""
+    yield
+    jax.clear_caches()

@@ -42,6 +42,13 @@ def learner(heads: tuple[int, int], devices: int) -> Learner:
     return Learner(make_config(), tiny(heads), grpo.token_loss, mesh=make_mesh(devices))
 
 
+@pytest.fixture(autouse=True)
+def _few_programs():
+    """Nearly every plan here is a program of its own: see `_forget_compiled_programs`."""
+    yield
+    jax.clear_caches()
+
+
 def random_groups(seed: int):
     """One to seven groups of very different lengths, with text, images and videos in any order."""
     rng = np.random.default_rng(seed)
@@ -86,12 +93,13 @@ def outcome(learner: Learner, composition):
 def assert_equal(got, want) -> None:
     (tally, grads, scores), (want_tally, want_grads, want_scores) = got, want
 
-    def close(path, a, b) -> None:
+    def close(path, a, b, least=1e-30) -> None:
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        scale = np.abs(b).max(initial=1e-30)
+        scale = np.abs(b).max(initial=least)
         np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * scale, err_msg=jax.tree_util.keystr(path))
 
-    jax.tree_util.tree_map_with_path(close, tally.sums, want_tally.sums)
+    # Tallies are sums over tokens of terms of about one and either sign, which may cancel.
+    jax.tree_util.tree_map_with_path(functools.partial(close, least=1.0), tally.sums, want_tally.sums)
     jax.tree_util.tree_map_with_path(close, grads, want_grads)
     assert scores.keys() == want_scores.keys()
     for key in scores:
