@@ -79,14 +79,6 @@ class Learner:
         """The decoder's sizes: what spreading sequences depends on."""
         return self._model.config.text
 
-    def _place(self, inputs: PackedTokens, batch: Any) -> Any:
-        if inputs.spread is not None and not set(inputs.spread.axes) <= set(self.mesh.axis_names):
-            raise ValueError(
-                f"the batch is spread over axes {inputs.spread.axes}, the mesh has {self.mesh.axis_names}; for these "
-                f"strategies make the mesh with make_mesh({self.mesh.size}), without further replicas"
-            )
-        return self._strategy.place(batch)
-
     def reset(
         self,
         token_loss: TokenLoss,
@@ -167,6 +159,14 @@ class Learner:
         self.params = self._strategy.shard(state["params"])
         self.opt_state = jax.device_put(state["opt_state"], self._opt_shardings, may_alias=False)
         self.version = int(state["version"])
+
+    def _place(self, inputs: PackedTokens, batch: Any) -> Any:
+        if inputs.spread is not None and not set(inputs.spread.axes) <= set(self.mesh.axis_names):
+            raise ValueError(
+                f"the batch is spread over axes {inputs.spread.axes}, the mesh has {self.mesh.axis_names}; for these "
+                f"strategies make the mesh with make_mesh({self.mesh.size}), without further replicas"
+            )
+        return self._strategy.place(batch)
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> tuple[Array, Array]:
         return model_logprobs(

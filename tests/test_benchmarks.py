@@ -98,3 +98,28 @@ def test_wrong_settings_end_in_one_line(arguments: list[str], says: str) -> None
 def test_help() -> None:
     done = run("--help")
     assert done.returncode == 0 and "--peer-python" in done.stdout
+
+
+@pytest.mark.slow
+def test_two_processes_compute_the_same_under_every_plan():
+    """Real processes with a device each: FSDP's gathers and Ulysses' all-to-alls between them."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "flex_ulysses_step.py"), "--part=measured"]
+    command += ["--repeats=1", "--warmup=1", "--lengths", "48", "16", "9", "5"]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)["measured"]["given"]["plans"]
+    assert plans["fsdp_bucketing"]["degrees"] == {"1": 4} and plans["ulysses"]["degrees"] == {"2": 4}
+    losses = [plan["loss"] for plan in plans.values()]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+def test_the_plan_benchmark_takes_other_mixes(tmp_path):
+    mixes = tmp_path / "mixes.json"
+    lengths = [900, 30, 20, 200, 150, 80, 60, 40]
+    mixes.write_text(json.dumps([{"name": "own", "devices": 4, "sequences": [{"length": n} for n in lengths]}]))
+    command = [sys.executable, str(ROOT / "benchmarks" / "flex_ulysses_plan.py"), "--mixes", str(mixes), "--repeats=1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert 1.0 <= answer["worst_balance"] < 1.03 and answer["worst_memory"] <= 1.1
