@@ -144,7 +144,7 @@ class OptimConfig:
 
 @dataclasses.dataclass(slots=True)
 class ShardingConfig:
-    strategy: Strategy = Strategy.FSDP  # fsdp, ulysses or flex_ulysses: whole sequences, all spread alike, each as needed
+    strategy: Strategy = Strategy.FSDP  # fsdp, ulysses, flex_ulysses: sequences whole, spread alike, spread as needed
     devices: int = 0  # 0: all that JAX sees
     remat: Remat = Remat.NONE
     vocab_chunk: int = 0  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
