@@ -115,7 +115,7 @@ def alone(heads, groups, prepared):
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}-{heads[1]}")
 @given(seed=st.integers(0, 2**20), share=st.booleans())
-@settings(deadline=None, max_examples=3)
+@settings(deadline=None, max_examples=2)
 def test_any_plan_equals_one_device(heads, seed, share):
     groups, prepared = random_groups(seed)
     config = spread_config(share=share)
