@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import resource
 import shutil
 import subprocess
 import sys
@@ -295,10 +294,9 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(small_disk):
 
 
 def test_a_write_that_fails_is_a_clear_error_and_leaves_nothing(tmp_path):
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-
     script = """
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         from fluxjax.data import DataError
         from fluxjax.data.embedded import ensure
         from fluxjax.data.pans import PansRecipe
@@ -307,7 +305,7 @@ def test_a_write_that_fails_is_a_clear_error_and_leaves_nothing(tmp_path):
         except DataError as error:
             print(error)
     """
-    process = run(script, tmp_path, stdout=subprocess.PIPE, preexec_fn=limit, text=True)
+    process = run(script, tmp_path, stdout=subprocess.PIPE, text=True)
     out, _ = process.communicate()
     assert process.returncode == 0
     assert "cannot be built in" in out and "File too large; free some space" in out

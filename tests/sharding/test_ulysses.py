@@ -21,7 +21,6 @@ from sharding.ulysses import spread_attention, views_of
 
 DEVICES, COLUMNS, TOKENS, H = 8, 96, 96, 4  # TOKENS: of all sequences together, at most
 BUDGETS = ((8, 12), (4, 24), (4, 24), (2, 48), (2, 48), (1, 96), (1, 96))
-MESH = make_mesh(DEVICES)
 ROWS = P(binary_axes(DEVICES))
 EXAMPLE = [(37, 0, 0, 2), (5, 0, 0, 1), (20, 1, 1, 3), (9, 3, 3, 1), (7, 4, 0, 4), (1, 5, 7, 1), (6, 6, 7, 2)]
 
@@ -77,7 +76,7 @@ def inputs(N, K, dtype=np.float32):
 
 @functools.cache  # so that one function is compiled once a shape
 def on_mesh(local):
-    return jax.shard_map(local, mesh=MESH, in_specs=ROWS, out_specs=ROWS, check_vma=True)
+    return jax.shard_map(local, mesh=make_mesh(DEVICES), in_specs=ROWS, out_specs=ROWS, check_vma=True)
 
 
 def attend(q, k, v, segments, branches, spread):
