@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..partition import karmarkar_karp
 from ..plan import PlanError, ShardPlan
 from .limits import Limits, problem
 
@@ -68,35 +69,4 @@ def longest_first(work_I: np.ndarray, count: int) -> list[int]:
         load, bin = heap[0]
         bins[i] = bin
         heapq.heapreplace(heap, (load + float(work_I[i]), bin))
-    return bins
-
-
-def karmarkar_karp(work: Sequence[float] | np.ndarray, count: int) -> list[int]:
-    """The bin of each item, of `count`, by the largest differencing method.
-
-    A partial solution is its bins in decreasing order. The two with the widest spread are joined, the fullest of one
-    with the emptiest of the other, until one is left. Empty bins are not stored.
-    """
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for i, amount in enumerate(np.asarray(work, float).tolist()):
-        heap.append((-amount if count > 1 else 0.0, i, [(amount, [i])]))
-    heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        _, _, one = heapq.heappop(heap)
-        _, _, other = heapq.heappop(heap)
-        overlap = max(len(one) + len(other) - count, 0)
-        alone = len(other) - overlap  # bins of `other` that meet an empty one
-        meet = [
-            (load + more, items + others)
-            for (load, items), (more, others) in zip(one[len(one) - overlap :], reversed(other[alone:]), strict=True)
-        ]
-        joined = sorted(one[: len(one) - overlap] + other[:alone] + meet, key=lambda bin: -bin[0])
-        least = joined[-1][0] if len(joined) == count else 0.0
-        heapq.heappush(heap, (least - joined[0][0], number, joined))
-        number += 1
-    bins = [0] * len(work)
-    for bin, (_, items) in enumerate(heap[0][2] if heap else []):
-        for i in items:
-            bins[i] = bin
     return bins

@@ -1,0 +1,78 @@
+"""Numbers dealt to bins of nearly equal sums: Karmarkar-Karp differencing, with and without equal sizes, and swaps.
+
+numpy only. A partition is the bin of each item, `[items]` int in `[0, bins)`. All of it is deterministic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+Bins = list[tuple[float, list[int]]]  # the sum and the items of each, fullest first
+
+
+def karmarkar_karp(
+    work: Sequence[float] | Sequence[int] | np.ndarray, count: int, *, equal_size: bool = False
+) -> list[int]:
+    """The bin of each item, of `count`, by the largest differencing method (Karmarkar and Karp, 1982).
+
+    A partial solution is its bins in decreasing order. The two with the widest spread are joined, the fullest of one
+    with the emptiest of the other, until one is left. Empty bins are not stored. With `equal_size`, the first partial
+    solutions are `count` items of similar work, one in each bin, so every bin ends with one of each: sizes are equal,
+    or differ by one where `count` does not divide the number of items.
+    """
+    amounts = np.asarray(work, float)
+    if equal_size:
+        order = np.argsort(-amounts, kind="stable").tolist()
+        dealt = [[(float(amounts[i]), [i]) for i in order[at : at + count]] for at in range(0, len(order), count)]
+        starts: list[Bins] = [bins + [(0.0, [])] * (count - len(bins)) for bins in dealt]
+    else:
+        starts = [[(amount, [i])] for i, amount in enumerate(amounts.tolist())]
+    heap = [(-_spread(bins, count), number, bins) for number, bins in enumerate(starts)]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        overlap = max(len(one) + len(other) - count, 0)
+        alone = len(other) - overlap  # bins of `other` that meet an empty one
+        meet = [
+            (load + more, items + others)
+            for (load, items), (more, others) in zip(one[len(one) - overlap :], reversed(other[alone:]), strict=True)
+        ]
+        joined = sorted(one[: len(one) - overlap] + other[:alone] + meet, key=lambda bin: -bin[0])
+        heapq.heappush(heap, (-_spread(joined, count), number, joined))
+        number += 1
+    bins = [0] * len(amounts)
+    for bin, (_, items) in enumerate(heap[0][2] if heap else []):
+        for i in items:
+            bins[i] = bin
+    return bins
+
+
+def swapped(work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int) -> list[int]:
+    """`bins`, improved: as long as the fullest bin gets emptier by giving an item away, for nothing or for another one,
+    without filling another bin as much, the best such exchange is made. The largest sum never grows."""
+    work_I, bins_I = np.asarray(work, float), np.array(bins, int)
+    while True:
+        loads = np.bincount(bins_I, work_I, count)
+        full = int(loads.argmax())
+        mine, others = np.flatnonzero(bins_I == full), np.flatnonzero(bins_I != full)
+        if not len(mine):
+            return bins_I.tolist()
+        partner = np.concatenate([bins_I[others], np.arange(count)])  # an item of it in return, or nothing
+        given = work_I[mine][:, None] - np.concatenate([work_I[others], np.zeros(count)])[None]
+        fuller = np.maximum(loads[full] - given, loads[partner][None] + given)
+        fuller[:, partner == full] = np.inf
+        item, column = np.unravel_index(int(fuller.argmin()), fuller.shape)
+        if not fuller[item, column] < loads[full] * (1 - 1e-12):
+            return bins_I.tolist()
+        bins_I[mine[item]] = partner[column]
+        if column < len(others):
+            bins_I[others[column]] = full
+
+
+def _spread(bins: Bins, count: int) -> float:
+    return bins[0][0] - (bins[-1][0] if len(bins) == count else 0.0)
