@@ -43,8 +43,9 @@ class Checkpoints:
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
         )
+        handlers = {"arrays": ocp.StandardCheckpointHandler(), "state": ocp.JsonCheckpointHandler()}
         try:
-            return ocp.CheckpointManager(self.folder, options=options)
+            return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         except OSError as error:
             raise CheckpointError(f"cannot create {self.folder}: {error.strerror}; set run_dir elsewhere") from error
 
@@ -89,11 +90,13 @@ class Checkpoints:
         `abstract` is a pytree of `ShapeDtypeStruct` with the shardings wanted now: see `like`.
         Raises `CheckpointError` if there is none, or if its arrays do not fit the model of the configuration.
         """
+        self._settle()  # what is being written can be described only once it is complete
         step = self.latest() if step is None else step
         if step is None:
             raise CheckpointError(f"there is no checkpoint in {self.folder}")
         args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract), state=ocp.args.JsonRestore())
         try:
+            self._check_fits(step, abstract)  # before any array is read: Orbax's failed reads end noisily, one by one
             restored = self._manager.restore(step, args=args)
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise CheckpointError(
@@ -101,6 +104,19 @@ class Checkpoints:
                 f"{str(error).strip().splitlines()[0]}"
             ) from error
         return step, restored["arrays"], restored["state"]
+
+    def _check_fits(self, step: int, abstract: Any) -> None:
+        """Raises ValueError naming the first array whose shape is not the wanted one, or that is on one side only."""
+        metadata = self._manager.item_metadata(step)["arrays"]
+        if metadata is None:
+            raise ValueError("its arrays cannot be found")
+        stored, wanted = _shapes(metadata.tree), _shapes(abstract)
+        for name in sorted(stored.keys() | wanted.keys()):
+            if stored.get(name) != wanted.get(name):
+                has, wants = (
+                    f"{shape}" if shape is not None else "none" for shape in (stored.get(name), wanted.get(name))
+                )
+                raise ValueError(f"{name} has the shape {has} there, {wants} is wanted")
 
     def close(self) -> None:
         self._settle()
@@ -128,6 +144,15 @@ class Checkpoints:
         )
         # A manager that has failed once keeps reporting it: start afresh, which also removes the partial folder.
         self._manager = self._open()
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in leaves
+        if hasattr(leaf, "shape")
+    }
 
 
 _MARGIN = 2**20  # bytes beside the arrays: metadata, many small files
