@@ -10,11 +10,11 @@ extras="${1:-}"
 [ $# -gt 0 ] && shift
 pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
 [ -x .venv/bin/python ] || python3 -m venv .venv
-case ",$extras," in
-*,aot,*)
+case ",$extras," in *,aot,*) aot=1 ;; *) aot= ;; esac
+extras="$(tr , '\n' <<<"$extras" | { grep -vx aot || true; } | paste -sd, -)"
+pip install -e ".[test${extras:+,$extras}]"
+if [ "$aot" ]; then
     # Beside the environment, not in it: there, JAX would look for GPUs at every start and complain.
-    extras="$(tr , '\n' <<<"$extras" | { grep -vx aot || true; } | paste -sd, -)"
-    pip install -e ".[test${extras:+,$extras}]"
     version="$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
     export FLUXJAX_AOT="$PWD/.aot/$version"
     if [ ! -d "$FLUXJAX_AOT" ]; then # complete or not there
@@ -22,7 +22,5 @@ case ",$extras," in
         pip install --no-deps --target .aot/unfinished "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version"
         mv .aot/unfinished "$FLUXJAX_AOT"
     fi
-    ;;
-*) pip install -e ".[test${extras:+,$extras}]" ;;
-esac
+fi
 exec .venv/bin/python -m pytest "$@"

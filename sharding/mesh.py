@@ -54,8 +54,12 @@ def binary_axes(num_devices: int) -> tuple[str, ...]:
 
 def group_axes(mesh: Mesh, degree: int) -> tuple[str, ...]:
     """The trailing axes whose product is `degree`: the axes of a nested group. Degree 1 is no axis at all."""
+    return trailing(mesh.axis_names[1:], degree)
+
+
+def trailing(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
+    """The last `log2(degree)` of these axes of size two. Raises MeshError for a degree that is no group of them."""
     twos = degree.bit_length() - 1
-    if degree < 1 or degree != 1 << twos or twos > len(mesh.axis_names) - 1:
-        widest = 1 << (len(mesh.axis_names) - 1)
-        raise MeshError(f"no group of {degree} devices on this mesh; a power of two up to {widest}")
-    return mesh.axis_names[len(mesh.axis_names) - twos :]
+    if degree < 1 or degree != 1 << twos or twos > len(axes):
+        raise MeshError(f"no group of {degree} devices on this mesh; a power of two up to {1 << len(axes)}")
+    return axes[len(axes) - twos :]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .mesh import binary_axes
+from .mesh import binary_axes, trailing
 from .plan import PlanError, ShardPlan
 from .shapes import Sizes
 
@@ -41,11 +41,8 @@ class Spread:
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def group(self, degree: int) -> tuple[str, ...]:
-        """The mesh axes of a group of `degree` devices; none for 1. Raises ValueError for one wider than the mesh."""
-        twos = degree.bit_length() - 1
-        if twos > len(self.axes):
-            raise ValueError(f"no group of {degree} devices over the axes {self.axes}")
-        return self.axes[len(self.axes) - twos :]
+        """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for one wider than the mesh."""
+        return trailing(self.axes, degree)
 
     def with_exports(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
         """The device's hidden states, and behind them those that its group of the highest degree exports."""
