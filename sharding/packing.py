@@ -122,12 +122,13 @@ def lb_micro(
 ) -> Schedule:
     """Equal numbers of sequences and of microbatches on all devices, for a barrier at each (appendix C.1).
 
-    Karmarkar-Karp deals the sequences to devices, as many to each up to one, and those of each device to its
-    microbatches, of which there are ever more until every one of every device fits. The `m`-th heaviest microbatches
-    run together, which is the best order. Arguments and errors as for `local_sort`.
+    Karmarkar-Karp with exchanges deals the sequences to devices, as many to each up to one. Karmarkar-Karp deals those
+    of each device to its microbatches, of which there are ever more until every one of every device fits. The `m`-th
+    heaviest microbatches run together, which is the best order. The appendix does not tell of exchanges, but without
+    them devices are far less even than Tables 4 and 6 say (`docs/log.md`). Arguments and errors as for `local_sort`.
     """
     lengths_I, work_I, room = _problem(lengths, num_devices, limits, work, cost)
-    shares = _shares(karmarkar_karp(work_I, num_devices, equal_size=True), num_devices)
+    shares = _shares(_as_many_each(work_I, num_devices), num_devices)
     return _schedule(lengths_I, work_I, room, [_together(shares, lengths_I, work_I, room)])
 
 
@@ -136,7 +137,7 @@ def lb_mini(
 ) -> Schedule:
     """Devices even over the whole minibatch, however many sequences and microbatches each has (section 4, C.1).
 
-    The best of Karmarkar-Karp without and with equal sizes and of longest first, each improved by exchanges. So its
+    The best of Karmarkar-Karp, of longest first and of the shares of `lb_micro`, each improved by exchanges. So its
     makespan with one barrier at the end never exceeds that of `lb_micro`, be its barriers one or many. Then each device
     packs alone, in as many microbatches as it takes until every one fits: even in tokens, since work need not be.
     Only for ODC: numbers of microbatches differ, and a device may have none. Arguments and errors as for `local_sort`.
@@ -145,7 +146,7 @@ def lb_mini(
     starts = (
         karmarkar_karp(work_I, num_devices),
         longest_first(work_I, num_devices),
-        karmarkar_karp(work_I, num_devices, equal_size=True),
+        _as_many_each(work_I, num_devices),
     )
     dealt = [swapped(work_I, bins, num_devices) for bins in starts]
     bins = min(dealt, key=lambda bins: np.bincount(bins, work_I, num_devices).max(initial=0.0))
@@ -171,9 +172,9 @@ def verl_native(
     """What verl does: devices are balanced over the global batch, before that is cut into minibatches (appendix C.2).
 
     Each device shuffles its equal share, by `seed`, and cuts it into minibatches of `minibatch` sequences a device (0:
-    one minibatch), so each of them is uneven; each is packed as by `lb_micro`, whose optimized form (C.3) is a call of
-    its own for each minibatch. Unlike verl's published code, this one never exceeds the budget. Arguments and errors as
-    for `local_sort`.
+    one minibatch), so each of them is uneven; each is packed as by `lb_micro`. The optimized form (C.3) is `lb_micro`
+    for each minibatch. Unlike verl's published code, this one never exceeds the budget. Arguments and errors as for
+    `local_sort`.
     """
     if minibatch < 0:
         raise PlanError(f"minibatch is {minibatch} sequences a device; use 0 for all")
@@ -221,6 +222,10 @@ def _problem(
             "raise it, shorten the sequence, or use a strategy that spreads sequences over devices"
         )
     return lengths_I, work_I, room
+
+
+def _as_many_each(work_I: np.ndarray, count: int) -> list[int]:
+    return swapped(work_I, karmarkar_karp(work_I, count, equal_size=True), count, equal_size=True)
 
 
 def _shares(bins: Sequence[int], count: int) -> list[list[int]]:

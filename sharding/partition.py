@@ -52,18 +52,22 @@ def karmarkar_karp(
     return bins
 
 
-def swapped(work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int) -> list[int]:
+def swapped(
+    work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int, *, equal_size: bool = False
+) -> list[int]:
     """`bins`, improved: as long as the fullest bin gets emptier by giving an item away, for nothing or for another one,
-    without filling another bin as much, the best such exchange is made. The largest sum never grows."""
+    without filling another bin as much, the best such exchange is made. The largest sum never grows. With `equal_size`,
+    never for nothing, so that bins keep their numbers of items."""
     work_I, bins_I = np.asarray(work, float), np.array(bins, int)
     while True:
         loads = np.bincount(bins_I, work_I, count)
         full = int(loads.argmax())
         mine, others = np.flatnonzero(bins_I == full), np.flatnonzero(bins_I != full)
-        if not len(mine):
+        empty_handed = np.arange(0 if equal_size else count)
+        partner = np.concatenate([bins_I[others], empty_handed])  # an item of it in return, or nothing
+        if not len(mine) or not len(partner):
             return bins_I.tolist()
-        partner = np.concatenate([bins_I[others], np.arange(count)])  # an item of it in return, or nothing
-        given = work_I[mine][:, None] - np.concatenate([work_I[others], np.zeros(count)])[None]
+        given = work_I[mine][:, None] - np.concatenate([work_I[others], np.zeros(len(empty_handed))])[None]
         fuller = np.maximum(loads[full] - given, loads[partner][None] + given)
         fuller[:, partner == full] = np.inf
         item, column = np.unravel_index(int(fuller.argmin()), fuller.shape)

@@ -83,6 +83,35 @@ def test_swaps_only_help(amounts: list[int], count: int) -> None:
     assert max(loads(swapped(amounts, karmarkar_karp(amounts, count), count), amounts, count)) <= 4 / 3 * best + 1e-9
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 4))
+def test_exchanges_of_one_for_one_keep_sizes(amounts: list[int], count: int) -> None:
+    bins = karmarkar_karp(amounts, count, equal_size=True)
+    better = swapped(amounts, bins, count, equal_size=True)
+    assert np.bincount(better, minlength=count).tolist() == np.bincount(bins, minlength=count).tolist()
+    most = max(loads(better, amounts, count))
+    assert most <= max(loads(bins, amounts, count))
+    full = int(np.argmax(loads(better, amounts, count)))
+    for i, j in itertools.product(range(len(amounts)), repeat=2):  # and none is left that would help
+        if better[i] == full != better[j]:
+            changed = [*better]
+            changed[i], changed[j] = better[j], better[i]
+            pair = loads(changed, amounts, count)[[better[i], better[j]]]
+            assert max(pair) >= most
+
+
+def test_lb_micro_leaves_whole_devices_even() -> None:
+    """Eight sequences a device: Karmarkar-Karp of equal sizes alone lets devices wait for a tenth of the time."""
+    rng = np.random.default_rng(0)
+    alone = whole = work = 0.0
+    for _ in range(20):
+        made = lb_micro(rng.lognormal(9, 0.5, 64).clip(1, 65536).astype(int), 8, limits(65536))
+        alone += max(np.bincount(karmarkar_karp(made.work, 8, equal_size=True), made.work))
+        whole += makespan(made, "minibatch")
+        work += sum(made.work) / 8
+    assert work < whole < 1.01 * work < 1.1 * work < alone
+
+
 def test_partitions_by_hand() -> None:
     # Of equal size: {8, 7} and {6, 5} differ by 1 each and {4} by 4; 4-1 -> 3, 3-1 -> 2: 16 and 14, three and two.
     bins = karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=True)
