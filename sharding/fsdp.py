@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from .strategy import Forward, Loss, Params, Tally
 from .walk import Walk
-from .weights import ShardingRules, WeightSpec, shardings
+from .weights import ShardingRules, WeightSpec, shardings, specs
 
 
 class Fsdp:
@@ -47,15 +47,17 @@ class Fsdp:
         unroll: int = Walk.unroll,
     ) -> None:
         self.mesh = mesh
-        self.shardings = shardings(model, mesh, rules or ShardingRules())
-        self._graphdef = nnx.graphdef(model)
-        self._rules = rules or ShardingRules()
-        self._forward = forward
-        self._loss = loss
+        self.rules = rules or ShardingRules()
+        self.shardings = shardings(model, mesh, self.rules)
+        self.specs = specs(model)
+        self.abstract: Params = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        self.graphdef = nnx.graphdef(model)
+        self.forward, self.loss = forward, loss
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.remat = remat
         self._row_dims = row_dims
-        self._compute_dtype = jnp.dtype(compute_dtype)
         self._axes = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
-        weights_as_they_are = not self._axes and self._compute_dtype == jnp.float32
+        weights_as_they_are = not self._axes and self.compute_dtype == jnp.float32
         self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat, unroll=unroll)
 
     def shard(self, params: Params) -> Params:
@@ -71,7 +73,7 @@ class Fsdp:
     def loss_and_grad(self, params: Params, batch: Any) -> tuple[jax.Array, Tally, Params]:
         def local(params: Params, batch: Any) -> tuple[jax.Array, Tally, Params]:
             def objective(params: Params) -> tuple[jax.Array, Tally]:
-                return self._loss(nnx.merge(self._graphdef, params), batch, self._walk)
+                return self.loss(nnx.merge(self.graphdef, params), batch, self._walk)
 
             (loss, tally), grads = jax.value_and_grad(objective, has_aux=True)(params)
             sums, maxima = self._reduce(jax.lax.psum, tally.sums), self._reduce(jax.lax.pmax, tally.maxima)
@@ -82,7 +84,7 @@ class Fsdp:
 
     def logprobs(self, params: Params, inputs: Any) -> Any:
         def local(params: Params, inputs: Any) -> Any:
-            return self._forward(nnx.merge(self._graphdef, params), inputs, self._walk)
+            return self.forward(nnx.merge(self.graphdef, params), inputs, self._walk)
 
         return self._on_mesh(local, (self._param_specs(), self._row_specs(inputs)), self._rows(0))(params, inputs)
 
@@ -91,13 +93,13 @@ class Fsdp:
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     def _gather(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
-        cut = self._rules.cut(spec, self.mesh)
+        cut = self.rules.cut(spec, self.mesh)
         replicated_over = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
         if replicated_over:
             # Its transpose sums the gradient over these axes; here, it does so after the scatter, on the slice.
             local = jax.lax.pcast(local, replicated_over, to="varying")
         if jnp.issubdtype(local.dtype, jnp.floating):
-            local = local.astype(self._compute_dtype)
+            local = local.astype(self.compute_dtype)
         return local if cut is None else jax.lax.all_gather(local, cut.axes, axis=cut.dim, tiled=True)
 
     def _reduce(self, reduction: Callable, tree: Any) -> Any:

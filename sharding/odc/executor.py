@@ -1,0 +1,212 @@
+"""Runs a minibatch: one thread a device, each through its own microbatches, and one barrier at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..fsdp import Fsdp
+from ..strategy import Params, Tally
+from .flat import Rows
+from .gradients import Device, Gradients, Key, Turn
+from .programs import Microbatch, Programs
+from .worker import Fetcher, Worker
+
+
+class OdcError(RuntimeError):
+    """A device failed within a minibatch. The message says which, where and why; parameters are as they were."""
+
+
+class _Failure:
+    """The first thing that went wrong on any thread; all others stop at their next step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: OdcError | None = None
+
+    def note(self, device: Device, place: str, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None and not isinstance(error, OdcError):
+                self._error = OdcError(f"{device} failed in {place}: {type(error).__name__}: {error}")
+                self._error.__cause__ = error
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """`own[d]` are the indices of the microbatches of device `d`, in order; `work[i]` is that of microbatch `i`."""
+
+    own: tuple[tuple[int, ...], ...]
+    work: tuple[float, ...]
+
+    @staticmethod
+    def of(count: int, devices: Sequence[int], work: Sequence[float], num_devices: int) -> _Plan:
+        if not count or len(devices) != count or (work and len(work) != count):
+            raise ValueError(f"{count} microbatches, {len(devices)} devices, {len(work)} amounts of work; as many each")
+        if not set(devices) <= set(range(num_devices)):
+            raise ValueError(f"microbatches for devices {sorted(set(devices))}, but the mesh has {num_devices}")
+        own = tuple(tuple(i for i in range(count) if devices[i] == d) for d in range(num_devices))
+        return _Plan(own, tuple(work) or (1.0,) * count)
+
+    def by_finish(self, devices: Sequence[int]) -> list[tuple[Turn, int]]:
+        """All microbatches of these devices as (turn, index), by when they are expected to end."""
+        found = []
+        for device in devices:
+            ends = np.cumsum([self.work[i] for i in self.own[device]])
+            found += [(end, device, number) for number, end in enumerate(ends)]
+        return [((device, number), self.own[device][number]) for _, device, number in sorted(found)]
+
+
+class Odc:
+    """The weights of `strategy`, walked on demand.
+
+    Parameters and gradients are laid out as by `strategy`, which may also be used between two minibatches. A device
+    holds the whole weights of at most `live_layers` steps at once (a layer, or what stands between two stacks of
+    layers): the one that is computed, those fetched ahead and one not yet done. `deterministic` adds gradients in an
+    order that depends on nothing but the minibatch and the predicted work. `group` neighbouring devices (0: all) hold
+    all parameters and gradients together (hybrid sharding). `last_seconds` says for each local device how long it took
+    for its part of the last minibatch.
+    """
+
+    last_seconds: dict[int, float]
+
+    def __init__(self, strategy: Fsdp, *, live_layers: int = 3, deterministic: bool = False, group: int = 0) -> None:
+        if live_layers < 2:
+            raise ValueError(f"live_layers is {live_layers}; one is fetched while another is computed, so at least 2")
+        self.mesh = strategy.mesh
+        self._live_layers, self._deterministic = live_layers, deterministic
+        self._devices: list[Device] = list(self.mesh.devices.flat)
+        self._local = [d for d, device in enumerate(self._devices) if device.process_index == jax.process_index()]
+        self._rows = Rows(
+            self.mesh, strategy.specs, strategy.abstract, strategy.rules, dtype=strategy.compute_dtype, group=group
+        )
+        self._programs = Programs(self._rows, strategy)
+        self._combine = jax.jit(_combined, static_argnums=1, out_shardings=NamedSharding(self.mesh, P()))
+        self.last_seconds = {}
+
+    def loss_and_grad(
+        self, params: Params, batches: Sequence[Any], devices: Sequence[int], work: Sequence[float] = ()
+    ) -> tuple[jax.Array, Tally, Params]:
+        """(loss, tally, gradients) summed over the microbatches `batches`, of which `devices[i]` computes the `i`-th.
+
+        Every process has all batches, as arrays on the host. `work` is the predicted work of each, in any unit: the
+        deterministic order follows it. Raises OdcError if a device fails.
+        """
+        plan = _Plan.of(len(batches), devices, work, len(self._devices))
+        microbatches = [self._programs.training(batch) for batch in batches]
+        failure = _Failure()
+        orders = self._orders(plan, microbatches) if self._deterministic else None
+        owners = [self._devices[d] for d in self._local]
+        gradients = Gradients(owners, orders, 2 * self._live_layers, failure.check)
+        workers = self._workers(plan, batches, self._rows.publish(params), failure)
+        self._run(workers, failure, lambda w: w.train(microbatches, gradients, self._owners(w.number)))
+        loss, tally = self._tally(workers, microbatches[0])
+        return loss, tally, self._rows.collect(self._gathered(gradients))
+
+    def logprobs(self, params: Params, inputs: Sequence[Any], devices: Sequence[int]) -> list[Any]:
+        """What `forward` returns for each of `inputs`, on the device that computed it; None for other processes'."""
+        plan = _Plan.of(len(inputs), devices, (), len(self._devices))
+        microbatches = [self._programs.scoring(one) for one in inputs]
+        failure = _Failure()
+        workers = self._workers(plan, inputs, self._rows.publish(params), failure)
+        self._run(workers, failure, lambda worker: worker.score(microbatches))
+        found = {i: result for worker in workers for i, result in worker.results.items()}
+        return [found.get(i) for i in range(len(inputs))]
+
+    def _workers(
+        self, plan: _Plan, batches: Sequence[Any], rows: list[list[jax.Array]], failure: _Failure
+    ) -> list[Worker]:
+        shards = [[{s.device: s.data for s in layer.addressable_shards} for layer in unit] for unit in rows]
+        workers = []
+        for d in self._local:
+            fetcher = Fetcher(self._devices[d], self._owners(d), shards)
+            own = plan.own[d]
+            workers.append(Worker(d, self._devices[d], fetcher.fetch, batches, own, self._live_layers, failure.check))
+        return workers
+
+    def _run(self, workers: Sequence[Worker], failure: _Failure, work: Callable[[Worker], None]) -> None:
+        began = time.perf_counter()
+
+        def run(worker: Worker) -> None:
+            try:
+                work(worker)
+            except BaseException as error:  # whatever it is, the other threads must not wait for this one
+                failure.note(worker.device, worker.place, error)
+            worker.seconds = time.perf_counter() - began
+
+        threads = [threading.Thread(target=run, args=(w,), name=f"odc-{w.number}", daemon=True) for w in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        failure.check()
+        self.last_seconds = {worker.number: worker.seconds for worker in workers}
+
+    def _owners(self, device: int) -> list[Device]:
+        """The devices that hold what `device` fetches, in the order of the mesh."""
+        return [self._devices[d] for d in self._group(device)]
+
+    def _group(self, device: int) -> range:
+        first = device // self._rows.group * self._rows.group
+        return range(first, first + self._rows.group)
+
+    def _orders(self, plan: _Plan, microbatches: Sequence[Microbatch]) -> dict[Device, dict[Key, list[Turn]]]:
+        orders: dict[Device, dict[Key, list[Turn]]] = {}
+        for d in self._local:
+            order: dict[Key, list[Turn]] = {}
+            for turn, index in plan.by_finish(self._group(d)):
+                for key in microbatches[index].pushes:
+                    order.setdefault(key, []).append(turn)
+            orders[self._devices[d]] = order
+        return orders
+
+    def _gathered(self, gradients: Gradients) -> list[list[jax.Array]]:
+        rows = []
+        for u, unit in enumerate(self._rows.units):
+            size = unit.size * self._rows.outer
+            layers = []
+            for layer in range(max(unit.layers, 1)):
+                own = [gradients.of(self._devices[d], (u, layer), size) for d in self._local]
+                layers.append(self._everywhere((size * len(self._devices),), own))
+            rows.append(layers)
+        return rows
+
+    def _tally(self, workers: Sequence[Worker], one: Microbatch) -> tuple[jax.Array, Tally]:
+        """Loss and tally of all devices, from one small array of each."""
+        tree = one.program.tree
+        example = jax.tree.unflatten(tree, range(tree.num_leaves))
+        maxima = len(example[1].maxima)
+        none = np.array([0.0] * (tree.num_leaves - maxima) + [-np.inf] * maxima, np.float32)
+        own = [
+            jax.device_put(none[None], w.device) if w.tally is None else _flat(jax.tree.leaves(w.tally))
+            for w in workers
+        ]
+        values = self._combine(self._everywhere((len(self._devices), tree.num_leaves), own), maxima)
+        return jax.tree.unflatten(tree, list(values))
+
+    def _everywhere(self, shape: tuple[int, ...], own: list[jax.Array]) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(shape, self._rows.sharding, own)
+
+
+@jax.jit
+def _flat(values: list[jax.Array]) -> jax.Array:
+    return jnp.stack(values)[None]
+
+
+def _combined(table: jax.Array, maxima: int) -> list[jax.Array]:
+    """`[devices, values]`, the last `maxima` of which are maxima, -> each over all devices."""
+    sums, largest = jnp.sum(table, axis=0), jnp.max(table, axis=0)
+    count = table.shape[1]
+    return [sums[i] if i < count - maxima else largest[i] for i in range(count)]

@@ -1,0 +1,231 @@
+"""Parameters as a parameter server holds them: one flat row on each device for each unit that is fetched at once.
+
+A unit is the weights of one layer, or some weights outside all stacks. Its row on a device is what FSDP keeps there of
+each of them, one after the other, so that a fetch is one transfer from each owner and a push one to each. Rows come
+from parameters as they lie on the mesh, and gradients go back to that layout, without leaving the device.
+
+A weight that FSDP can't cut over all devices has copies. Each copy's holder answers for a part of it, padded to equal
+lengths, so that every element has one owner. With `group` fewer than all devices, the devices of a group (a host) hold
+the rows of the whole mesh together: gathered when they are published, and their gradients summed and scattered over the
+groups at the end of the minibatch (hybrid sharding, ODC paper section 6.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..mesh import group_axes
+from ..weights import ShardingRules, WeightSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A weight in a unit: cut along `dim` into `shards` (1: not cut), each of which `copies` devices share.
+
+    A device answers for `size` elements of it, from `offset` in its row.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    dim: int
+    shards: int
+    copies: int
+    offset: int
+    size: int
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return tuple(n // self.shards if d == self.dim else n for d, n in enumerate(self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Weights that are fetched together; `layers` of them if they are stacked, else 0. A row has `size` elements."""
+
+    pieces: tuple[Piece, ...]
+    layers: int
+    size: int
+
+
+class Rows:
+    """The units of parameters on `mesh`, and what turns parameters into rows and gradient rows into gradients.
+
+    `specs` are the declarations of the weights and `params` their abstract values, one structure. Rows are sent as
+    `dtype`. `group` is how many neighbouring devices share one copy of all rows, 0 for all of them; raises `MeshError`
+    if that is no group of this mesh.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        specs: Any,
+        params: Any,
+        rules: ShardingRules,
+        *,
+        dtype: Any = jnp.float32,
+        group: int = 0,
+    ) -> None:
+        self.mesh, self.group = mesh, group or mesh.size
+        self._dtype = jnp.dtype(dtype)
+        self._axes = mesh.axis_names
+        inner = self._axes if self.group == mesh.size else group_axes(mesh, self.group)
+        self._outer = tuple(axis for axis in self._axes if axis not in inner)
+        self.outer = mesh.size // self.group
+        leaves, self._tree = jax.tree.flatten(params)
+        self._shapes = [leaf.shape for leaf in leaves]
+        self._dtypes = [leaf.dtype for leaf in leaves]
+        declared = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, WeightSpec))
+        self._cuts = [rules.cut(spec, mesh) for spec in declared]
+        self.units = tuple(self._unit(members, declared) for members in _modules(declared, params))
+        self._param_specs = jax.tree.unflatten(self._tree, [self._spec(i, s) for i, s in enumerate(declared)])
+        rows = [[P(self._axes)] * max(unit.layers, 1) for unit in self.units]
+        across = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # rows of copies differ on purpose
+        self._publish = jax.jit(across(self._local_rows, in_specs=(self._param_specs,), out_specs=rows))
+        collect = across(self._local_gradients, in_specs=(rows,), out_specs=self._param_specs)
+        self._collect = jax.jit(collect)
+        self.sharding = NamedSharding(mesh, P(self._axes))
+
+    def publish(self, params: Any) -> list[list[jax.Array]]:
+        """`[unit][layer]`: arrays `[devices * outer * size]`, each device's row its own part of them."""
+        return self._publish(params)
+
+    def collect(self, rows: list[list[jax.Array]]) -> Any:
+        """Gradients laid out like the parameters, from rows like those of `publish`."""
+        return self._collect(rows)
+
+    def whole(
+        self, units: Sequence[int], rows: Sequence[Sequence[jax.Array]], leaves: Sequence[int]
+    ) -> list[jax.Array]:
+        """The weights `leaves` (of one layer) from the rows of these units, one row of each device of a group."""
+        found: dict[int, jax.Array] = {}
+        for unit, own in zip(units, rows, strict=True):
+            pieces = self.units[unit].pieces
+            found |= dict(zip((piece.leaf for piece in pieces), _whole(self, unit, list(own)), strict=True))
+        return [found[leaf] for leaf in leaves]
+
+    def _unit(self, members: Sequence[int], declared: Sequence[WeightSpec]) -> Unit:
+        pieces: list[Piece] = []
+        offset, first = 0, members[0]
+        layers = self._shapes[first][0] if len(self._shapes[first]) > len(declared[first].shape) else 0
+        for i in members:
+            cut, shape = self._cuts[i], declared[i].shape
+            shards = math.prod(self.mesh.shape[axis] for axis in cut.axes) if cut else 1
+            copies = self.mesh.size // shards
+            size = -(-math.prod(shape) // shards // copies)
+            pieces.append(Piece(i, shape, cut.dim if cut else 0, shards, copies, offset, size))
+            offset += size
+        return Unit(tuple(pieces), layers, offset)
+
+    def _spec(self, leaf: int, declared: WeightSpec) -> P:
+        cut = self._cuts[leaf]
+        stacked = len(self._shapes[leaf]) - len(declared.shape)
+        return P() if cut is None else P(*[None] * (cut.dim + stacked), cut.axes)
+
+    # --- on one device ------------------------------------------------------------------------------
+
+    def _local_rows(self, params: Any) -> list[list[jax.Array]]:
+        leaves = jax.tree.leaves(params)
+        rows = []
+        for unit in self.units:
+            layers: list[jax.Array] = []
+            for layer in range(max(unit.layers, 1)):
+                parts = [self._part(p, leaves[p.leaf][layer] if unit.layers else leaves[p.leaf]) for p in unit.pieces]
+                row = jnp.concatenate(parts)
+                if self._outer:
+                    row = jax.lax.all_gather(row, self._outer, tiled=True)
+                layers.append(row)
+            rows.append(layers)
+        return rows
+
+    def _part(self, piece: Piece, shard: jax.Array) -> jax.Array:
+        """What this device answers for, of its copy of a shard."""
+        flat = shard.reshape(-1).astype(self._dtype)
+        if piece.copies == 1:
+            return flat
+        flat = jnp.pad(flat, (0, piece.copies * piece.size - flat.shape[0]))
+        return jax.lax.dynamic_slice_in_dim(flat, self._copy(piece) * piece.size, piece.size)
+
+    def _copy(self, piece: Piece) -> jax.Array:
+        return jax.lax.axis_index(self._axes) // piece.shards
+
+    def _local_gradients(self, rows: list[list[jax.Array]]) -> Any:
+        leaves: list[Any] = [None] * len(self._shapes)
+        for unit, layers in zip(self.units, rows, strict=True):
+            if self._outer:
+                layers = [jax.lax.psum_scatter(row, self._outer, tiled=True) for row in layers]
+            for piece in unit.pieces:
+                parts = [self._gradient(piece, row) for row in layers]
+                leaf = jnp.stack(parts) if unit.layers else parts[0]
+                leaves[piece.leaf] = leaf.astype(self._dtypes[piece.leaf])
+        return jax.tree.unflatten(self._tree, leaves)
+
+    def _gradient(self, piece: Piece, row: jax.Array) -> jax.Array:
+        own = row[piece.offset : piece.offset + piece.size]
+        if piece.copies > 1:
+            # Copies are the leading axes of the mesh: the holders of one shard differ in these alone.
+            cut = self._cuts[piece.leaf]
+            holders = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
+            own = jax.lax.all_gather(own, holders, tiled=True)[: math.prod(piece.shard_shape)]
+        return own.reshape(piece.shard_shape)
+
+
+def _modules(declared: Sequence[WeightSpec], params: Any) -> list[list[int]]:
+    """Which leaves are fetched together: those of the largest modules of weights that are all stacked, or all not. Of a
+    decoder: its embedding, its layers, its last norm, its head."""
+    leaves, tree = jax.tree.flatten(params)
+    stacked = [len(leaf.shape) - len(spec.shape) for leaf, spec in zip(leaves, declared, strict=True)]
+    found: list[list[int]] = []
+
+    def walk(part: Any, top: bool) -> None:
+        members = jax.tree.leaves(part)
+        if not isinstance(part, dict) or (not top and len({stacked[i] for i in members}) == 1):
+            found.append(members)
+        else:
+            for name in sorted(part):
+                walk(part[name], False)
+
+    walk(jax.tree.unflatten(tree, range(len(leaves))), True)
+    return found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _whole(layout: Rows, unit: int, rows: list[jax.Array]) -> list[jax.Array]:
+    size = layout.units[unit].size
+    # [group, outer, size] -> [devices, size]: device `n` is member `n % group` of group `n // group`
+    table = jnp.stack(rows).reshape(layout.group, layout.outer, size).swapaxes(0, 1).reshape(-1, size)
+    whole = []
+    for piece in layout.units[unit].pieces:
+        part = table[:, piece.offset : piece.offset + piece.size].reshape(piece.copies, piece.shards, piece.size)
+        shards = part.swapaxes(0, 1).reshape(piece.shards, -1)[:, : math.prod(piece.shard_shape)]
+        joined = jnp.moveaxis(shards.reshape(piece.shards, *piece.shard_shape), 0, piece.dim)
+        whole.append(joined.reshape(piece.shape))
+    return whole
+
+
+def _whole_forward(layout: Rows, unit: int, rows: list[jax.Array]) -> tuple[list[jax.Array], None]:
+    return _whole(layout, unit, rows), None
+
+
+def _whole_backward(layout: Rows, unit: int, _: None, gradients: list[jax.Array]) -> tuple[list[jax.Array]]:
+    # Written out: the transpose of many slices would be a sum of as many padded rows.
+    parts = []
+    for piece, gradient in zip(layout.units[unit].pieces, gradients, strict=True):
+        before, after = piece.shape[: piece.dim], piece.shape[piece.dim :]
+        inner = (piece.shards, after[0] // piece.shards, *after[1:]) if after else (piece.shards,)
+        shards = jnp.moveaxis(gradient.reshape(*before, *inner), piece.dim, 0).reshape(piece.shards, -1)
+        shards = jnp.pad(shards, ((0, 0), (0, piece.copies * piece.size - shards.shape[1])))
+        parts.append(shards.reshape(piece.shards, piece.copies, piece.size).swapaxes(0, 1).reshape(-1, piece.size))
+    table = jnp.concatenate(parts, axis=1).reshape(layout.outer, layout.group, -1).swapaxes(0, 1)
+    return (list(table.reshape(layout.group, -1)),)
+
+
+_whole.defvjp(_whole_forward, _whole_backward)

@@ -1,0 +1,92 @@
+"""The compiled programs of a microbatch: those of each stage, for each shape of a batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ..fsdp import Fsdp
+from ..walk import Walk
+from .flat import Rows
+from .gradients import Key
+from .stages import Stage, Step, backward, cut, forward, infer
+
+
+class Microbatch:
+    """The steps of one shape of batch, and what runs them.
+
+    `keys[i]` are the (unit, layer) of the weights of step `i`; `pushes` those of all gradients, in the order in which
+    they are pushed. `forward[i](rows, values, layer)` and `infer[i]` are compiled; so is `backward`.
+    """
+
+    def __init__(self, rows: Rows, function: Callable[[Any, Any], Any], params: Any, batch: Any, remat: bool) -> None:
+        self.program = cut(function, params, batch)
+        self.steps = self.program.steps
+        home = {piece.leaf: u for u, unit in enumerate(rows.units) for piece in unit.pieces}
+        needed = {id(step.stage): sorted({home[leaf] for leaf in step.stage.weights}) for step in self.steps}
+        self.keys: list[list[Key]] = [[(u, step.layer) for u in needed[id(step.stage)]] for step in self.steps]
+        self.pushes: list[Key] = [key for keys in reversed(self.keys) for key in keys]
+        self._compiled: dict[tuple[int, str], Callable] = {}
+        self._rows, self._needed, self._remat = rows, needed, remat
+
+    def forward(self, step: Step) -> Callable[[Any, list, Any], tuple[list, Any]]:
+        return self._jitted(step.stage, "forward")
+
+    def infer(self, step: Step) -> Callable[[Any, list, Any], list]:
+        return self._jitted(step.stage, "infer")
+
+    def _jitted(self, stage: Stage, kind: str) -> Callable:
+        name = (id(stage), kind)
+        if name not in self._compiled:
+            units = self._needed[id(stage)]
+
+            def whole(rows: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+                return self._rows.whole(units, rows, stage.weights)
+
+            made = forward(stage, whole, self._remat) if kind == "forward" else infer(stage, whole)
+            self._compiled[name] = jax.jit(made)
+        return self._compiled[name]
+
+
+class Programs:
+    """Microbatches by their shapes."""
+
+    def __init__(self, rows: Rows, strategy: Fsdp) -> None:
+        self._rows, self._strategy = rows, strategy
+        self._known: dict[tuple, Microbatch] = {}
+        self._lock = threading.Lock()
+        self._params = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, strategy.compute_dtype), strategy.abstract
+        )
+        self._walk = Walk(unroll=0)
+
+    def training(self, batch: Any) -> Microbatch:
+        """Results: (loss, tally)."""
+        strategy = self._strategy
+        return self._of("training", lambda model, batch: strategy.loss(model, batch, self._walk), batch)
+
+    def scoring(self, inputs: Any) -> Microbatch:
+        """Results: those of the strategy's `forward`."""
+        strategy = self._strategy
+        return self._of("scoring", lambda model, inputs: strategy.forward(model, inputs, self._walk), inputs)
+
+    def _of(self, kind: str, function: Callable[[Any, Any], Any], batch: Any) -> Microbatch:
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+        leaves, tree = jax.tree.flatten(abstract)
+        name = (kind, tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
+        with self._lock:
+            if name not in self._known:
+                graphdef = self._strategy.graphdef
+
+                def traced(params: Any, batch: Any) -> Any:
+                    return function(nnx.merge(graphdef, params), batch)
+
+                self._known[name] = Microbatch(self._rows, traced, self._params, abstract, self._strategy.remat)
+            return self._known[name]
+
+
+pull_back = jax.jit(backward)

@@ -1,0 +1,309 @@
+"""A model's loss cut into stages, each a program of its own: one for each layer, one between two stacks of layers.
+
+What FSDP runs as one program a device must be able to leave between any two layers here, to fetch and to push. The
+function is traced once with whole weights; its `scan`s over stacked weights are the stacks, everything between two of
+them is one more stage. So ODC computes the very operations that the other strategies do, for any model that walks its
+stacks with `Walk.scan`, and no model needs to know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+Slots = tuple[int, ...]  # numbers of values that stages hand to each other; each is written once
+
+
+class StageError(ValueError):
+    """The traced function can't be cut. The message says what stands in the way."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """`function(weights, values, layer) -> values`: whole weights (those of one layer), inputs, index of the layer.
+
+    `weights` are indices of the leaves of the parameters. `active_in` and `active_out` say which inputs and outputs
+    gradients flow through: they depend on weights and are floats.
+    """
+
+    name: str
+    function: Callable[[Sequence[jax.Array], Sequence[jax.Array], Any], list[jax.Array]]
+    weights: tuple[int, ...]
+    stacked: bool
+    active_in: tuple[bool, ...]
+    active_out: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """A stage applied once: to which values, on which layer of its stack (0 if it has none)."""
+
+    stage: Stage
+    layer: int
+    reads: Slots
+    writes: Slots
+    last: Slots = ()  # values that no later step reads
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage.name}[{self.layer}]" if self.stage.stacked else self.stage.name
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """All steps in order. `inputs` are the slots of the batch's leaves, `outputs` those of the function's results (or
+    a constant); `tree` is the results' structure."""
+
+    steps: tuple[Step, ...]
+    inputs: Slots
+    outputs: tuple[int | np.ndarray, ...]
+    tree: Any
+
+
+def cut(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> Program:
+    """The program of `function(params, batch)`; both may be abstract (`ShapeDtypeStruct`s).
+
+    Raises StageError for a stack that returns something for every layer, or runs backwards.
+    """
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(params, batch)
+    return _Cutter(closed, params).program(jax.tree.structure(shape))
+
+
+class _Cutter:
+    def __init__(self, closed: Any, params: Any) -> None:
+        self._closed, self._jaxpr = closed, closed.jaxpr
+        paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in _leaves(params)]
+        self._paths = paths
+        self._leaf = {var: i for i, var in enumerate(self._jaxpr.invars[: len(paths)])}
+        self._consts = {var: np.asarray(value) for var, value in zip(self._jaxpr.constvars, closed.consts, strict=True)}
+        self._slot: dict[Any, int] = {}
+        self._active: set[Any] = set()  # variables
+        self._steps: list[Step] = []
+
+    def program(self, tree: Any) -> Program:
+        inputs = tuple(self._new(var) for var in self._jaxpr.invars[len(self._paths) :])
+        begin = 0
+        for at, eqn in enumerate(self._jaxpr.eqns):
+            self._note_activity(eqn)
+            if self._is_stack(eqn):
+                self._segment(begin, at)
+                self._stack(eqn)
+                begin = at + 1
+        self._segment(begin, len(self._jaxpr.eqns))
+        outputs = tuple(self._output(var) for var in self._jaxpr.outvars)
+        return Program(_with_last(self._steps, {o for o in outputs if isinstance(o, int)}), inputs, outputs, tree)
+
+    def _is_stack(self, eqn: Any) -> bool:
+        if eqn.primitive.name != "scan":
+            return False
+        first = eqn.params["num_consts"] + eqn.params["num_carry"]
+        return any(_is_var(var) and var in self._leaf for var in eqn.invars[first:])
+
+    def _note_activity(self, eqn: Any) -> None:
+        if any(_is_var(var) and (var in self._leaf or var in self._active) for var in eqn.invars):
+            self._active.update(var for var in eqn.outvars if jnp.issubdtype(var.aval.dtype, jnp.inexact))
+
+    def _segment(self, begin: int, end: int) -> None:
+        """One step of all equations from `begin` to `end`: it hands on what later ones read."""
+        eqns = self._jaxpr.eqns[begin:end]
+        if not eqns:
+            return
+        made = {var for eqn in eqns for var in eqn.outvars}
+        read = _ordered(var for eqn in eqns for var in eqn.invars if _is_var(var) and var not in made)
+        weights = tuple(var for var in read if var in self._leaf)
+        values = tuple(var for var in read if var in self._slot)
+        later = {var for eqn in self._jaxpr.eqns[end:] for var in eqn.invars if _is_var(var)}
+        later |= {var for var in self._jaxpr.outvars if _is_var(var)}
+        results = tuple(var for eqn in eqns for var in eqn.outvars if var in later)
+        consts = tuple(var for var in read if var in self._consts)
+        known = [self._consts[var] for var in consts]
+        part = self._jaxpr.replace(
+            constvars=[], invars=[*weights, *values, *consts], outvars=list(results), eqns=list(eqns)
+        )
+        run = core.jaxpr_as_fun(self._closed.replace(jaxpr=part, consts=[]))
+
+        def function(given: Sequence[jax.Array], inputs: Sequence[jax.Array], layer: Any) -> list[jax.Array]:
+            return list(run(*given, *inputs, *map(jnp.asarray, known)))
+
+        leaves = tuple(self._leaf[var] for var in weights)
+        stage = Stage(
+            _common_name([self._paths[i] for i in leaves]),
+            function,
+            leaves,
+            stacked=False,
+            active_in=tuple(var in self._active for var in values),
+            active_out=tuple(var in self._active for var in results),
+        )
+        reads = tuple(self._slot[var] for var in values)
+        self._steps.append(Step(stage, 0, reads, tuple(self._new(var) for var in results)))
+
+    def _stack(self, eqn: Any) -> None:
+        """One step for each layer, all of one stage."""
+        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        if len(eqn.outvars) > num_carry or eqn.params["reverse"]:
+            raise StageError(
+                "a stack of layers that returns something for every layer, or runs backwards, can't be cut"
+            )
+        body = core.jaxpr_as_fun(eqn.params["jaxpr"])
+        # How to make each argument of the body: a weight, a value, the layer's part of either, or a constant.
+        sources: list[tuple[str, Any, bool]] = []
+        weights: list[int] = []
+        values: list[Any] = []
+        carried: list[int] = []  # which of `values` are what one layer hands to the next
+        for at, var in enumerate(eqn.invars):
+            sliced = at >= num_consts + num_carry
+            if _is_var(var) and var in self._leaf:
+                sources.append(("weight", len(weights), False))
+                weights.append(self._leaf[var])
+                if not sliced:
+                    raise StageError(f"the weight {self._paths[weights[-1]]} is used whole by every layer of a stack")
+            elif _is_var(var) and var in self._slot:
+                if num_consts <= at < num_consts + num_carry:
+                    carried.append(len(values))
+                sources.append(("value", len(values), sliced))
+                values.append(var)
+            else:
+                sources.append(("const", self._consts[var] if _is_var(var) else var.val, sliced))
+
+        def function(given: Sequence[jax.Array], inputs: Sequence[jax.Array], layer: Any) -> list[jax.Array]:
+            arguments = []
+            for kind, which, sliced in sources:
+                value = {"weight": given, "value": inputs}[kind][which] if kind != "const" else jnp.asarray(which)
+                arguments.append(jax.lax.dynamic_index_in_dim(value, layer, keepdims=False) if sliced else value)
+            return list(body(*arguments))
+
+        carries = eqn.invars[num_consts : num_consts + num_carry]
+        if not all(_is_var(var) and var in self._slot for var in carries):
+            raise StageError("a stack of layers starts from a constant or a weight; it must start from computed values")
+        floats = {v for v in carries if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+        stage = Stage(
+            _common_name([self._paths[i] for i in weights]),
+            function,
+            tuple(weights),
+            stacked=True,
+            active_in=tuple(var in self._active or var in floats for var in values),
+            active_out=tuple(var in floats for var in carries),
+        )
+        reads = [self._slot[var] for var in values]
+        for layer in range(eqn.params["length"]):
+            writes = tuple(self._fresh() for _ in carries)
+            self._steps.append(Step(stage, layer, tuple(reads), writes))
+            for at, slot in zip(carried, writes, strict=True):
+                reads[at] = slot
+        for var, slot in zip(eqn.outvars, self._steps[-1].writes, strict=True):
+            self._slot[var] = slot
+
+    def _new(self, var: Any) -> int:
+        self._slot[var] = self._fresh()
+        return self._slot[var]
+
+    def _fresh(self) -> int:
+        self._count = getattr(self, "_count", -1) + 1
+        return self._count
+
+    def _output(self, var: Any) -> int | np.ndarray:
+        if not _is_var(var):
+            return np.asarray(var.val)
+        return self._slot[var] if var in self._slot else self._consts[var]
+
+
+def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, core.Literal)
+
+
+def _ordered(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))
+
+
+def _common_name(paths: Sequence[str]) -> str:
+    """`layers` for the weights of the stack `layers`, `embedding, visual.patch_embed` for several modules."""
+    split = [path.split(".") for path in paths]
+    depth = 2 if len({tuple(parts[:1]) for parts in split}) == 1 and split and split[0][0] == "visual" else 1
+    return ", ".join(_ordered(".".join(parts[:depth]) for parts in split)) or "inputs"
+
+
+def _with_last(steps: Sequence[Step], kept: set[int]) -> tuple[Step, ...]:
+    """Says of each step which values nobody reads after it. `kept` are results."""
+    seen = set(kept)
+    marked: list[Step] = []
+    for step in reversed(steps):
+        last = tuple(slot for slot in _ordered((*step.reads, *step.writes)) if slot not in seen)
+        seen.update(last)
+        marked.append(dataclasses.replace(step, last=last))
+    return tuple(reversed(marked))
+
+
+# --- the programs of a stage ------------------------------------------------------------------------
+
+Whole = Callable[[Any], list[jax.Array]]  # rows of the owners -> whole weights
+
+
+@functools.partial(jax.tree_util.register_static)
+@dataclasses.dataclass(frozen=True)
+class _Dropped:
+    """Stands in saved values for the weights' row `index`: it is fetched again."""
+
+    index: int
+
+
+_WHOLE = "whole weight"
+
+
+def forward(stage: Stage, whole: Whole, remat: bool) -> Callable[[Any, list, Any], tuple[list, Any]]:
+    """`(rows, values, layer) -> (outputs, saved)`; `saved` is what `backward` needs beside the rows, which it leaves
+    out. With `remat` that is the inputs alone, else all but whole weights, as in `Walk`."""
+    policies = jax.checkpoint_policies
+    policy = policies.nothing_saveable if remat else policies.save_anything_except_these_names(_WHOLE)
+
+    def run(rows: Any, values: list, layer: Any) -> tuple[list, Any]:
+        def active_part(rows: Any, active: list) -> tuple[list, list]:
+            def body(rows: Any, active: list, passive: list, layer: Any) -> list:
+                weights = [checkpoint_name(w, _WHOLE) for w in whole(rows)]
+                return stage.function(weights, _merge(stage.active_in, active, passive), layer)
+
+            outputs = jax.checkpoint(body, policy=policy)(rows, active, passive, layer)
+            return _split(stage.active_out, outputs)
+
+        active, passive = _split(stage.active_in, values)
+        active_out, pull, passive_out = jax.vjp(active_part, rows, active, has_aux=True)
+        position = {id(row): k for k, row in enumerate(jax.tree.leaves(rows))}
+        leaves, tree = jax.tree.flatten(pull)
+        kept = [_Dropped(position[id(leaf)]) if id(leaf) in position else leaf for leaf in leaves]
+        return _merge(stage.active_out, active_out, passive_out), jax.tree.unflatten(tree, kept)
+
+    return run
+
+
+def backward(pull: Any, rows: Any, cotangents: list) -> tuple[Any, list]:
+    """(gradient rows, gradients of the active inputs), given those of the active outputs."""
+    flat = jax.tree.leaves(rows)
+    leaves, tree = jax.tree.flatten(pull, is_leaf=lambda leaf: isinstance(leaf, _Dropped))
+    whole = jax.tree.unflatten(tree, [flat[leaf.index] if isinstance(leaf, _Dropped) else leaf for leaf in leaves])
+    return whole(cotangents)
+
+
+def infer(stage: Stage, whole: Whole) -> Callable[[Any, list, Any], list]:
+    """`(rows, values, layer) -> outputs`, nothing kept."""
+    return lambda rows, values, layer: stage.function(whole(rows), values, layer)
+
+
+def _split(active: Sequence[bool], values: Sequence[Any]) -> tuple[list, list]:
+    pairs = list(zip(active, values, strict=True))
+    return [v for yes, v in pairs if yes], [v for yes, v in pairs if not yes]
+
+
+def _merge(active: Sequence[bool], first: Sequence[Any], second: Sequence[Any]) -> list:
+    yes, no = iter(first), iter(second)
+    return [next(yes) if one else next(no) for one in active]
