@@ -18,9 +18,10 @@ from sharding.shapes import ShapeBook
 
 from .algorithms.loss import response_weights
 from .config import Config, ConfigError, Strategy
+from .decoupled import compose_decoupled
 from .layout import Composition, Entry, lay_out
 from .packing import Budget, grid, pack
-from .spreading import compose_spread
+from .spreading import compose_spread, shape_book
 from .types import Group, PreparedPrompt, Response, Reward, Sample
 
 
@@ -41,7 +42,8 @@ def compose(
     batches have no vision buffer). Groups are laid out by draw and responses by sample, whatever order they
     arrive in. Rows and patches of a shard are the cap of `config.packing`, or a half or quarter of it; `row_shapes`
     lists what may come out. Strategies that spread sequences over devices plan and lay them out in `spreading`;
-    `text`, the decoder's sizes, bounds the degrees (None: nothing does); `shapes` remembers earlier sizes.
+    `text`, the decoder's sizes, bounds the degrees (None: nothing does); `shapes` remembers earlier sizes (made by
+    `spreading.shape_book`). Under `odc` every microbatch is one device's, see `decoupled`.
 
     `skip_idle` leaves out groups without any advantage: their gradient is zero unless there is a KL term. Loss
     weights still count them. If there are no others, the first group stays.
@@ -69,8 +71,9 @@ def compose(
         entries = [e for e in entries if any(sample.advantage != 0.0 for sample in e.samples)] or entries[:1]
 
     if config.sharding.strategy is not Strategy.FSDP:
-        book = ShapeBook(num_shards, config.sharding.max_shapes) if shapes is None else shapes
-        return compose_spread(entries, config, num_shards, vision, text, book)
+        book = shape_book(config, num_shards) if shapes is None else shapes
+        laid_out = compose_decoupled if config.sharding.strategy is Strategy.ODC else compose_spread
+        return laid_out(entries, config, num_shards, vision, text, book)
     packing = config.packing
     sizes = budget(config, num_shards, vision)
     plan = pack([entry.item for entry in entries], sizes, share_prompts=packing.share_prompts)

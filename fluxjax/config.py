@@ -19,6 +19,21 @@ class Strategy(enum.Enum):
     FSDP = "fsdp"  # every device computes whole sequences
     ULYSSES = "ulysses"  # every sequence is spread over the same number of devices
     FLEX_ULYSSES = "flex_ulysses"  # each sequence over as many devices as balance needs
+    ODC = "odc"  # every device computes whole sequences at its own pace, and waits at the end of a step only
+
+    @property
+    def spreads(self) -> bool:
+        """Whether several devices may compute a sequence together."""
+        return self in (Strategy.ULYSSES, Strategy.FLEX_ULYSSES)
+
+
+class Balance(enum.Enum):
+    """Names of `sharding.packing.SCHEDULERS`."""
+
+    LB_MINI = "lb_mini"  # devices even over the whole step, with as many microbatches as each needs
+    LB_MICRO = "lb_micro"  # as many microbatches on every device, even one by one: made for collectives
+    LOCAL_SORT = "local_sort"  # an equal share in the order drawn, every sequence a microbatch, longest first
+    VERL_NATIVE = "verl_native"  # lb_micro over all minibatches of a rollout; a step is one, so here it is lb_micro
 
 
 class DType(enum.Enum):
@@ -144,16 +159,20 @@ class OptimConfig:
 
 @dataclasses.dataclass(slots=True)
 class ShardingConfig:
-    strategy: Strategy = Strategy.FSDP  # fsdp, ulysses, flex_ulysses: sequences whole, spread alike, spread as needed
+    strategy: Strategy = Strategy.FSDP  # whole sequences: fsdp, odc (without barriers); spread: ulysses, flex_ulysses
     devices: int = 0  # 0: all that JAX sees
     remat: Remat = Remat.NONE
     vocab_chunk: int = 0  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
     max_degree: int = 0  # devices a sequence is spread over at most (ulysses: always); 0: as devices and heads allow
     alpha: float = 1.1  # flex_ulysses: tokens of a device, at most this times the mean
-    devices_per_host: int = 8  # flex_ulysses: sequences are spread further only where nothing else helps
+    devices_per_host: int = 8  # flex_ulysses: sequences are spread further only where nothing else helps; odc: hybrid
     tolerance: float = 0.025  # flex_ulysses: accepted excess of the largest attention load over the smallest possible
-    max_shapes: int = 32  # ulysses, flex_ulysses: about so many step shapes are compiled in a run
-    calibration: str = ""  # flex_ulysses: file of `python -m sharding.calibrate`; empty: attention counts as length**2
+    max_shapes: int = 32  # all but fsdp: about so many shapes of microbatches are compiled in a run
+    calibration: str = ""  # file of `python -m sharding.calibrate`; empty: flex_ulysses counts length**2, odc FLOPs
+    balance: Balance = Balance.LB_MINI  # odc: how sequences are dealt to devices and microbatches
+    hybrid: bool = False  # odc: parameters, gradients spread over devices_per_host devices; optimizer state over all
+    deterministic: bool = False  # odc: gradients add up in an order fixed by the plan, bitwise; else as they arrive
+    live_layers: int = 3  # odc: layers whose weights are on a device at once, at most; at least 2
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,7 +181,7 @@ class PackingConfig:
     rows_per_device: int = 16  # of one microbatch
     patches_per_device: int = 4096  # of one microbatch
     share_prompts: bool = True  # compute a group's prompt once for all its responses
-    # Strategies that spread sequences over devices; a device's row has tokens_per_row * rows_per_device tokens:
+    # All but fsdp: a device has one row of tokens_per_row * rows_per_device tokens. Where sequences are spread:
     rounds_per_degree: int = 1  # sequence groups of a device group at most; more overlap more and pad more
     short: int = 1024  # with several rounds: sequences of at most so many tokens are joined (h_pack in FlexRL)
     group_cap: int = 8192  # with several rounds: up to so many tokens of a device group (H_pack)
@@ -246,16 +265,35 @@ class Config:
                 f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in "
                 f"rollout.max_sequence_tokens ({self.rollout.max_sequence_tokens})"
             )
-        whole = self.sharding.strategy is Strategy.FSDP  # others spread what a row can't hold
-        if whole and self.packing.tokens_per_row < self.rollout.max_sequence_tokens:
-            raise ConfigError(
-                f"packing.tokens_per_row ({self.packing.tokens_per_row}) is shorter than "
-                f"rollout.max_sequence_tokens ({self.rollout.max_sequence_tokens}); the longest response would not fit"
-            )
+        self._validate_strategy()
         if not self.data.sources:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
         if not self.model.path:
             self._validate_tiny_model()
+
+    def _validate_strategy(self) -> None:
+        strategy, longest = self.sharding.strategy, self.rollout.max_sequence_tokens
+        row, rows = self.packing.tokens_per_row, self.packing.rows_per_device
+        if strategy is Strategy.FSDP and row < longest:
+            raise ConfigError(
+                f"packing.tokens_per_row ({row}) is shorter than rollout.max_sequence_tokens ({longest}); the longest "
+                "response would not fit"
+            )
+        if strategy is Strategy.ODC and row * rows < longest:
+            raise ConfigError(
+                f"packing.tokens_per_row * packing.rows_per_device ({row} * {rows} = {row * rows}) is a device's row, "
+                f"shorter than rollout.max_sequence_tokens ({longest}); raise one of them, or spread sequences over "
+                "devices with sharding.strategy ulysses or flex_ulysses"
+            )
+        if self.sharding.hybrid and strategy is not Strategy.ODC:
+            raise ConfigError(
+                f"sharding.hybrid needs sharding.strategy odc, not {strategy.value}; set the one or unset the other"
+            )
+        if self.sharding.live_layers < 2:
+            raise ConfigError(
+                f"sharding.live_layers is {self.sharding.live_layers}; it must be at least 2, one layer to compute and "
+                "one to fetch"
+            )
 
     def _validate_tiny_model(self) -> None:
         model = self.model

@@ -44,7 +44,9 @@ class Composition:
 
     `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens. `cells` says where these are,
     response after response: indices into the token buffers of all microbatches, flattened, one after the other.
-    `layouts` are those of the shard plans, one a microbatch, where sequences are spread over devices.
+    `layouts` are those of the shard plans, one a microbatch, where sequences are spread over devices. `devices` is the
+    device that computes each microbatch, alone, in this order; none if all devices take part in every microbatch. Then
+    `work` is what each is predicted to cost, in any unit.
     """
 
     batches: tuple[TrainBatch, ...]
@@ -52,6 +54,8 @@ class Composition:
     cells: np.ndarray
     lengths: np.ndarray
     layouts: tuple[SizedLayout, ...] = ()
+    devices: tuple[int, ...] = ()
+    work: tuple[float, ...] = ()
 
     def fill(self) -> tuple[float, float]:
         """Used over padded size of the token and of the patch buffers, between 0 and 1; 0 patches for text models."""

@@ -76,7 +76,7 @@ def pack(items: Sequence[Item], budget: Budget, *, share_prompts: bool = True) -
     An item's patches count once for each shard that has rows of it. Raises ConfigError if a prompt with one
     response exceeds `tokens_per_row`, or its media the patches of a shard.
     """
-    _check(items, budget)
+    check(items, budget)
     if share_prompts:
         whole = [piece for index in range(len(items)) for piece in cut(items, index, budget)]
         candidates = [_first_fit(items, _by_size(items, whole), budget), _chain(items, budget)]
@@ -87,13 +87,14 @@ def pack(items: Sequence[Item], budget: Budget, *, share_prompts: bool = True) -
     return min(plans, key=lambda plan: _cost(plan, budget))
 
 
-def _check(items: Sequence[Item], budget: Budget) -> None:
+def check(items: Sequence[Item], budget: Budget, row: str = "packing.tokens_per_row") -> None:
+    """Raises ConfigError for a prompt of which a response or the media fit nowhere; `row` is what a row is made of."""
     for item in items:
         tokens = item.prompt + max(item.responses)
         if tokens > budget.tokens_per_row:
             raise ConfigError(
                 f"prompt {item.name}: {item.prompt} prompt tokens and a response of {max(item.responses)} make "
-                f"{tokens}, more than packing.tokens_per_row = {budget.tokens_per_row}"
+                f"{tokens}, more than {row} = {budget.tokens_per_row}"
             )
         if item.patches > budget.patches[-1]:
             raise ConfigError(

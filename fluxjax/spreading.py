@@ -27,6 +27,7 @@ from .packing import Budget, Piece, cut
 from .types import TrainBatch
 
 Planner = Callable[[Sequence[int], Sequence[float]], ShardPlan]  # (tokens, work) of each sequence -> plan
+Numbers = Sequence[int] | Sequence[float] | np.ndarray
 
 
 def planner(config: Config, text: TextConfig | None, num_devices: int) -> Planner:
@@ -61,20 +62,15 @@ def planner(config: Config, text: TextConfig | None, num_devices: int) -> Planne
     if not settings.calibration:
         return lambda lengths, work: flex_ulysses(lengths, num_devices, limits, work=work)
     try:
-        cost = _calibration(settings.calibration)
-        if text is not None:
-            cost = cost.of(_sizes(text, 2 if config.model.compute_dtype is DType.BFLOAT16 else 4))
+        cost = calibrated(config, text)
         for k in range(1, degree.bit_length()):
             cost.all_to_all_seconds(1, 1 << k)
     except CostError as error:
         raise ConfigError(f"sharding.calibration: {error}; or lower sharding.max_degree") from error
 
-    def calibrated(lengths: Sequence[int], squares: Sequence[float]) -> ShardPlan:
-        # Attention over a shared prompt is not quadratic in the length: the model is asked for that of equal work.
-        work = cost.attention_seconds(np.sqrt(squares)) + cost.linear_seconds(np.array(lengths, float))
-        return flex_ulysses(lengths, num_devices, limits, work=work, cost=_Squares(cost, squares))
-
-    return calibrated
+    return lambda lengths, squares: flex_ulysses(
+        lengths, num_devices, limits, work=forward_seconds(cost, lengths, squares), cost=_Squares(cost, squares)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +90,21 @@ def _explained(error: PlanError) -> str:
     return words.replace("limits.max_degree", "sharding.max_degree").replace("limits.num_heads", "the model's")
 
 
-def _sizes(text: TextConfig, value_bytes: int) -> ModelSizes:
-    return ModelSizes(
+def calibrated(config: Config, text: TextConfig | None, vision: VisionConfig | None = None) -> CostModel:
+    """The cost model that `sharding.calibration` names, of a model of these sizes (None: of the one in the file).
+    Raises CostError for a file that can't be read."""
+    cost = _calibration(config.sharding.calibration)
+    return cost if text is None else cost.of(model_sizes(config, text, vision))
+
+
+def forward_seconds(cost: CostModel, tokens: Numbers, squares: Numbers) -> np.ndarray:
+    """Of a forward pass over each sequence, without its media."""
+    # Attention over a shared prompt is not quadratic in the length: the model is asked for that of equal work.
+    return cost.attention_seconds(np.sqrt(squares)) + cost.linear_seconds(np.array(tokens, float))
+
+
+def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = None) -> ModelSizes:
+    decoder = ModelSizes(
         name="the trained model",
         layers=text.num_layers,
         width=text.hidden_size,
@@ -104,7 +113,17 @@ def _sizes(text: TextConfig, value_bytes: int) -> ModelSizes:
         head_size=text.head_dim,
         mlp=text.intermediate_size,
         vocabulary=text.vocab_size,
-        value_bytes=value_bytes,
+        value_bytes=2 if config.model.compute_dtype is DType.BFLOAT16 else 4,
+    )
+    if vision is None:
+        return decoder
+    return dataclasses.replace(
+        decoder,
+        vision_layers=vision.depth,
+        vision_width=vision.hidden_size,
+        vision_mlp=vision.intermediate_size,
+        patch_values=vision.patch_values,
+        patches_per_token=vision.merge_unit,
     )
 
 
@@ -116,6 +135,11 @@ def _calibration(path: str) -> CostModel:
 def tokens_per_device(config: Config) -> int:
     """The row of a device: as many tokens as its packed rows would have together."""
     return config.packing.tokens_per_row * config.packing.rows_per_device
+
+
+def shape_book(config: Config, num_devices: int) -> ShapeBook:
+    """An empty memory of buffer sizes. Under `odc` these are of one device's buffers, and good for any number."""
+    return ShapeBook(1 if config.sharding.strategy is Strategy.ODC else num_devices, config.sharding.max_shapes)
 
 
 def compose_spread(
@@ -133,45 +157,44 @@ def compose_spread(
     exists.
     """
     plan = planner(config, text, num_devices)
-    pieces = _pieces(entries, config, num_devices, text)
-    least = math.ceil(sum(_tokens(entries, piece) for piece in pieces) / (tokens_per_device(config) * num_devices))
+    # A group that not even all devices of a sharded sequence could hold is cut, its prompt computed twice.
+    heads = text.num_heads if text is not None else 0
+    degree = Limits(max_degree=config.sharding.max_degree, num_heads=heads).degree(num_devices)
+    pieces = pieces_of(entries, tokens_per_device(config) * degree, config.packing.share_prompts)
+    least = math.ceil(sum(tokens_of(entries, piece) for piece in pieces) / (tokens_per_device(config) * num_devices))
     failure: PlanError | None = None
     for count in range(min(max(least, 1), len(pieces)), len(pieces) + 1):
         try:
-            parts = [_Part(entries, members, plan, config, vision) for members in _deal(entries, pieces, count)]
+            parts = [Part(entries, members, plan, config, vision) for members in _deal(entries, pieces, count)]
         except PlanError as error:
             failure = failure or error
         else:
-            return _joined([part.fill(book) for part in parts])
+            return joined([part.fill(book) for part in parts])
     assert failure is not None
     raise ConfigError(_explained(failure)) from failure
 
 
-def _pieces(entries: Sequence[Entry], config: Config, num_devices: int, text: TextConfig | None) -> list[Piece]:
+def pieces_of(entries: Sequence[Entry], longest: int, share_prompts: bool) -> list[Piece]:
+    """What is computed as one sequence: with `share_prompts` a group, in several parts if it has more than `longest`
+    tokens; otherwise each response. A response that exceeds `longest` with its prompt stands alone all the same."""
     items = [entry.item for entry in entries]
-    if not config.packing.share_prompts:
-        return [Piece(i, (k,)) for i, item in enumerate(items) for k in range(len(item.responses))]
-    # A group that not even all devices of a sharded sequence could hold is cut, its prompt computed twice.
-    heads = text.num_heads if text is not None else 0
-    degree = Limits(max_degree=config.sharding.max_degree, num_heads=heads).degree(num_devices)
-    longest = Budget(tokens_per_device(config) * degree, (), ())
     return [
         piece
         for i, item in enumerate(items)
         for piece in (
-            cut(items, i, longest)
-            if item.prompt + max(item.responses) <= longest.tokens_per_row
+            cut(items, i, Budget(longest, (), ()))
+            if share_prompts and item.prompt + max(item.responses) <= longest
             else [Piece(i, (k,)) for k in range(len(item.responses))]
         )
     ]
 
 
-def _tokens(entries: Sequence[Entry], piece: Piece) -> int:
+def tokens_of(entries: Sequence[Entry], piece: Piece) -> int:
     item = entries[piece.item].item
     return item.prompt + sum(item.responses[k] for k in piece.responses)
 
 
-def _work(entries: Sequence[Entry], piece: Piece) -> float:
+def squares_of(entries: Sequence[Entry], piece: Piece) -> float:
     """Twice the (query, key) pairs that attention looks at: `length**2` for a prompt with one response."""
     item = entries[piece.item].item
     return float(item.prompt**2) + sum(r**2 + 2 * item.prompt * r for r in (item.responses[k] for k in piece.responses))
@@ -182,14 +205,14 @@ def _deal(entries: Sequence[Entry], pieces: Sequence[Piece], count: int) -> list
     if count == 1:
         return [list(pieces)]
     totals, members = [0] * count, [[] for _ in range(count)]
-    for index in sorted(range(len(pieces)), key=lambda i: (-_tokens(entries, pieces[i]), i)):
+    for index in sorted(range(len(pieces)), key=lambda i: (-tokens_of(entries, pieces[i]), i)):
         target = totals.index(min(totals))
-        totals[target] += _tokens(entries, pieces[index])
+        totals[target] += tokens_of(entries, pieces[index])
         members[target].append(index)
     return [[pieces[i] for i in sorted(indices)] for indices in members if indices]
 
 
-class _Part:
+class Part:
     """One microbatch: planned when it is made, which may fail; then filled."""
 
     layout: SizedLayout
@@ -206,12 +229,12 @@ class _Part:
     ) -> None:
         self._entries, self._pieces = entries, pieces
         self._cap, self._share = tokens_per_device(config), config.packing.share_prompts
-        shard_plan = plan([_tokens(entries, p) for p in pieces], [_work(entries, p) for p in pieces])
+        shard_plan = plan([tokens_of(entries, p) for p in pieces], [squares_of(entries, p) for p in pieces])
         self._bare = lay(shard_plan, self._cap)
         patches = config.packing.patches_per_device
         self._media = None if vision is None else SpreadMedia(entries, pieces, shard_plan, patches, vision)
 
-    def fill(self, book: ShapeBook) -> _Part:
+    def fill(self, book: ShapeBook) -> Part:
         """Lays everything out in buffers of sizes that `book` chooses."""
         bare, media = self._bare, self._media
         self.spans = Spans(total=sum(bare.plan.lengths))
@@ -256,7 +279,7 @@ def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout) -> dict[str, np
     return rows
 
 
-def _joined(parts: Sequence[_Part]) -> Composition:
+def joined(parts: Sequence[Part], devices: tuple[int, ...] = (), work: tuple[float, ...] = ()) -> Composition:
     cells, first = [], 0
     for part in parts:
         cells.append(first + part.response_cells())
@@ -268,4 +291,6 @@ def _joined(parts: Sequence[_Part]) -> Composition:
         np.concatenate(cells),
         np.concatenate([part.spans.response_lengths() for part in parts]),
         tuple(part.layout for part in parts),
+        devices,
+        work,
     )

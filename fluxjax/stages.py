@@ -68,12 +68,29 @@ class PolicyTrainer:
                 "packing/token_fill": tokens_fill,
                 "packing/patch_fill": patches_fill,
             }
-            | (
-                spread_metrics(composition) | {"packing/shapes": float(len(self._learner.shapes.entries))}
-                if composition.layouts
-                else {}
-            )
+            | plan_metrics(composition, self._learner.mesh.size)
+            | ({"packing/shapes": float(len(self._learner.shapes.entries))} if composition.layouts else {})
         )
+
+
+def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
+    """What the strategy's plans say of a step; nothing where sequences are packed without one."""
+    if composition.devices:
+        return decoupled_metrics(composition, num_devices)
+    return spread_metrics(composition) if composition.layouts else {}
+
+
+def decoupled_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
+    """How evenly a step's work is dealt to devices that keep their own pace: the share of their time in which they are
+    predicted to wait at its end, the most and fewest microbatches of a device, padding of the rows."""
+    loads = np.bincount(composition.devices, composition.work, num_devices)
+    counts = np.bincount(composition.devices, minlength=num_devices)
+    return {
+        "sharding/bubble": float(1 - loads.mean() / loads.max()),
+        "sharding/microbatches_max": float(counts.max()),
+        "sharding/microbatches_min": float(counts.min()),
+        "sharding/mlp_padding": float(np.mean([layout.padding()["mlp"] for layout in composition.layouts])),
+    }
 
 
 def spread_metrics(composition: Composition) -> dict[str, float]:

@@ -92,6 +92,9 @@ def test_overrides_are_typed():
         ("--config.name=a/b", "name is 'a/b'"),
         ("--config.seed=3000000000", "seed is 3000000000"),
         ("--config.algorithm.name=sft", "algorithm.name is sft"),
+        ("--config.sharding.balance=lb", "'lb' is not one of lb_mini, lb_micro, local_sort, verl_native"),
+        ("--config.sharding.hybrid=true", "sharding.hybrid needs sharding.strategy odc, not fsdp"),
+        ("--config.sharding.live_layers=1", "sharding.live_layers is 1; it must be at least 2"),
         ("--config=README.md", "README.md cannot be run: SyntaxError"),
     ],
 )

@@ -1,20 +1,18 @@
 """Sequences spread over 8 devices, by any plan: loss, gradients and log-probs of one device to 1e-5 (float32)."""
 
 import dataclasses
-import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_cases import MODEL, Content, make_config, make_groups
+from learner_cases import alone, assert_equal, learner, outcome, random_groups, tiny
+from packing_cases import MODEL, make_config, make_groups
 
-import models
 from fluxjax import cli, spreading
 from fluxjax.algorithms import grpo
-from fluxjax.batching import compose, unpack
+from fluxjax.batching import compose
 from fluxjax.config import ConfigError, Strategy
 from fluxjax.learner import Learner
 from sharding.cost import CostModel
@@ -23,23 +21,6 @@ from sharding.plan import ShardPlan, rounds
 
 DEVICES = 8
 HEADS = [(28, 4), (32, 8), (40, 8), (8, 2), (4, 1)]
-MEDIA = [(1, 4, 4), (1, 8, 4), (2, 4, 8), (3, 4, 4)]
-TOLERANCE = 1e-5  # float32, of the largest magnitude in each array
-
-
-@functools.cache
-def tiny(heads: tuple[int, int]):
-    text = dataclasses.replace(MODEL.text, num_heads=heads[0], num_kv_heads=heads[1])
-    model = models.create(dataclasses.replace(MODEL, text=text), seed=1)
-    graphdef, params = models.split(model)
-    rng = np.random.default_rng(2)
-    noise = lambda w: jnp.asarray(np.asarray(w) + 0.1 * rng.normal(size=w.shape).astype(np.float32))  # noqa: E731
-    return models.merge(graphdef, jax.tree.map(noise, params))
-
-
-@functools.cache
-def learner(heads: tuple[int, int], devices: int) -> Learner:
-    return Learner(make_config(), tiny(heads), grpo.token_loss, mesh=make_mesh(devices))
 
 
 @pytest.fixture(autouse=True)
@@ -47,21 +28,6 @@ def _few_programs():
     """Nearly every plan here is a program of its own: see `_forget_compiled_programs`."""
     yield
     jax.clear_caches()
-
-
-def random_groups(seed: int):
-    """One to seven groups of very different lengths, with text, images and videos in any order."""
-    rng = np.random.default_rng(seed)
-    contents: list[Content] = []
-    lengths: list[list[int]] = []
-    for _ in range(rng.integers(1, 8)):
-        media = [MEDIA[i] for i in rng.integers(0, len(MEDIA), rng.integers(0, 3))]
-        content: Content = [int(rng.integers(1, 20))]
-        for grid in media:
-            content += [grid, int(rng.integers(1, 6))]
-        contents.append(content)
-        lengths.append(rng.integers(1, 10, rng.integers(1, 4)).tolist())
-    return make_groups(contents, lengths, seed)
 
 
 def random_plan(seed: int, max_degree: int, devices: int = DEVICES):
@@ -82,34 +48,6 @@ def spread_config(strategy=Strategy.FLEX_ULYSSES, share=True, max_degree=0):
     config.sharding.strategy = strategy
     config.sharding.max_degree = max_degree
     return config
-
-
-def outcome(learner: Learner, composition):
-    grads, tally = learner.accumulate(composition.batches)
-    scores = [learner.logprobs(batch.inputs)[0] for batch in composition.batches]
-    return tally, jax.tree.map(np.asarray, grads), unpack(composition, scores)
-
-
-def assert_equal(got, want) -> None:
-    (tally, grads, scores), (want_tally, want_grads, want_scores) = got, want
-
-    def close(path, a, b, least=1e-30) -> None:
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        scale = np.abs(b).max(initial=least)
-        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * scale, err_msg=jax.tree_util.keystr(path))
-
-    # Tallies are sums over tokens of terms of about one and either sign, which may cancel.
-    jax.tree_util.tree_map_with_path(functools.partial(close, least=1.0), tally.sums, want_tally.sums)
-    jax.tree_util.tree_map_with_path(close, grads, want_grads)
-    assert scores.keys() == want_scores.keys()
-    for key in scores:
-        np.testing.assert_allclose(scores[key], want_scores[key], atol=TOLERANCE * 5, rtol=0)  # nats, of about 5
-
-
-def alone(heads, groups, prepared):
-    config = make_config(tokens_per_row=128, rows=32, patches=2048)
-    composition = compose(groups, prepared, config, vision=MODEL.vision)
-    return outcome(learner(heads, 1), composition)
 
 
 @pytest.mark.slow

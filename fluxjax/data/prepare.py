@@ -18,7 +18,7 @@ import numpy as np
 from models.inputs import ModelInput, VisionInput
 from models.processing.errors import MediaError, PromptError
 
-from ..config import Config, Strategy
+from ..config import Config
 from ..types import PreparedPrompt, Prompt
 from .errors import DataError
 from .loader import PromptLoader
@@ -52,7 +52,7 @@ class Limits:
         return cls(
             tokens=config.rollout.max_sequence_tokens - config.rollout.max_new_tokens,
             patches=config.packing.patches_per_device,
-            devices=1 if config.sharding.strategy is Strategy.FSDP else devices & -devices,
+            devices=devices & -devices if config.sharding.strategy.spreads else 1,
         )
 
     def hold(self, vision: VisionInput) -> bool:

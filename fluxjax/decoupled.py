@@ -1,0 +1,134 @@
+"""Groups whose sequences are dealt to devices that keep their own pace (`sharding.strategy` `odc`), then laid out.
+
+Devices wait for one another at the end of a minibatch only, so what has to be even is the work of each over all of its
+microbatches, not the number or the size of these (ODC paper, section 4). A microbatch is one row of one device, laid
+out like any other that `spreading` makes, by a plan of a single device; the device computes its own media, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from models.config import TextConfig, VisionConfig
+from sharding.cost import CostError
+from sharding.packing import SCHEDULERS
+from sharding.plan import ShardPlan, rounds
+from sharding.planner import Limits
+from sharding.shapes import ShapeBook
+
+from .config import Config, ConfigError
+from .layout import Composition, Entry
+from .packing import Budget, check
+from .spreading import (
+    Part,
+    calibrated,
+    forward_seconds,
+    joined,
+    model_sizes,
+    pieces_of,
+    squares_of,
+    tokens_of,
+    tokens_per_device,
+)
+
+Floats = np.ndarray  # f64, one for each sequence
+Estimate = Callable[[Floats, Floats, Floats], Floats]  # (tokens, squares, patches) of each sequence -> work
+
+VERL_LINEAR = 24576.0  # verl's work of a token where that of attention is length**2
+
+
+def compose_decoupled(
+    entries: Sequence[Entry],
+    config: Config,
+    num_devices: int,
+    vision: VisionConfig | None,
+    text: TextConfig | None,
+    book: ShapeBook,
+) -> Composition:
+    """Microbatches of one device each, device after device, the heaviest of each first; `sharding.balance` deals.
+
+    With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt, as
+    long as a device's row holds it; otherwise each response is a sequence of its own. A device may have no microbatch.
+    `book`, of one device, keeps the shapes of all devices few. Raises ConfigError, naming prompt and field, for a
+    sequence or media that no device holds, and for a calibration that can't be read.
+    """
+    work_of = estimate(config, text, vision)
+    room, items = tokens_per_device(config), [entry.item for entry in entries]
+    cap = config.packing.patches_per_device
+    cap = cap // vision.merge_unit * vision.merge_unit if vision is not None else 0
+    check(items, Budget(room, (1,), (cap,)), "packing.tokens_per_row * packing.rows_per_device")
+
+    pieces = pieces_of(entries, room, config.packing.share_prompts)
+    tokens = [tokens_of(entries, piece) for piece in pieces]
+    patches = np.array([items[piece.item].patches for piece in pieces], float)
+    squares = np.array([squares_of(entries, piece) for piece in pieces])
+    work = work_of(np.array(tokens, float), squares, patches)
+    deal = SCHEDULERS[config.sharding.balance.value]
+    schedule = deal(tokens, num_devices, Limits(tokens_per_device=room), work=work)
+
+    owners, media = [piece.item for piece in pieces], [item.patches for item in items]
+    parts: list[Part] = []
+    devices: list[int] = []
+    loads: list[float] = []
+    for device, own in enumerate(schedule.microbatches):
+        made = [part for members in own for part in _within(members, owners, media, cap)]
+        for members in sorted(made, key=lambda members: (-work[members].sum(), members)):
+            part = Part(entries, [pieces[i] for i in members], _alone, config, vision)
+            parts.append(part.fill(book))
+            devices.append(device)
+            loads.append(float(work[members].sum()))
+    return joined(parts, tuple(devices), tuple(loads))
+
+
+def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
+    """What a sequence costs beside others: seconds where `sharding.calibration` is given, else FLOPs; without `text`,
+    the decoder's sizes, verl's formula.
+
+    `squares` are twice the (query, key) pairs of attention, and the media count for each sequence that shows them.
+    Raises ConfigError for a calibration that can't be read.
+    """
+    if config.sharding.calibration:
+        try:
+            cost = calibrated(config, text, vision)
+        except CostError as error:
+            raise ConfigError(f"sharding.calibration: {error}") from error
+        return lambda tokens, squares, patches: (
+            forward_seconds(cost, tokens, squares) + (cost.vision_seconds(patches) if vision is not None else 0.0)
+        )
+    if text is None:
+        return lambda tokens, squares, patches: VERL_LINEAR * tokens + squares
+    # Of a forward pass; a backward pass takes about twice as much of either. Matrix products cost two FLOPs a token and
+    # weight. A pair costs two for its score and two for its value, in each channel of all heads of each layer, and
+    # `squares` count a pair twice. So in units of `squares` a token costs
+    #     weights / (layers * heads * head_size),    weights = those of all matrices, the output head's among them,
+    # which is 70,000 for Qwen2.5-VL-7B. ODC's fit to measured times of a 7B model has 64,500; verl's 24,576 counts the
+    # pairs behind the mask, too.
+    sizes = model_sizes(config, text, vision)
+    token, square = sizes.linear_flops(), 2.0 * sizes.layers * sizes.heads * sizes.head_size
+    patch = sizes.vision_flops() if vision is not None else 0.0
+    return lambda tokens, squares, patches: token * tokens + square * squares + patch * patches
+
+
+def _alone(lengths: Sequence[int], work: Sequence[float]) -> ShardPlan:
+    """All of it on one device."""
+    degrees, firsts = (1,) * len(lengths), (0,) * len(lengths)
+    return ShardPlan(1, tuple(lengths), tuple(map(float, work)), degrees, firsts, rounds(1, lengths, degrees, firsts))
+
+
+def _within(members: Sequence[int], item: Sequence[int], patches: Sequence[int], cap: int) -> list[list[int]]:
+    """The members of a microbatch in as few parts of at most `cap` patches as first-fit-decreasing finds.
+
+    `item[i]` is that of piece `i`; its `patches` stand once in a microbatch, so its pieces stay together.
+    """
+    parts: list[set[int]] = []
+    used: list[int] = []
+    for one in sorted({item[i] for i in members}, key=lambda one: (-patches[one], one)):
+        place = next((k for k, n in enumerate(used) if n + patches[one] <= cap), len(parts))
+        if place == len(parts):
+            parts.append(set())
+            used.append(0)
+        parts[place].add(one)
+        used[place] += patches[one]
+    return [sorted(i for i in members if item[i] in part) for part in parts]

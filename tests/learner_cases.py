@@ -1,0 +1,76 @@
+"""Random groups, tiny models and their learners, and what two ways of computing the same must have in common."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from packing_cases import MODEL, Content, make_config, make_groups
+
+import models
+from fluxjax.algorithms import grpo
+from fluxjax.batching import compose, unpack
+from fluxjax.learner import Learner
+from sharding.mesh import make_mesh
+
+MEDIA = [(1, 4, 4), (1, 8, 4), (2, 4, 8), (3, 4, 4)]
+TOLERANCE = 1e-5  # float32, of the largest magnitude in each array
+
+
+@functools.cache
+def tiny(heads: tuple[int, int]):
+    text = dataclasses.replace(MODEL.text, num_heads=heads[0], num_kv_heads=heads[1])
+    model = models.create(dataclasses.replace(MODEL, text=text), seed=1)
+    graphdef, params = models.split(model)
+    rng = np.random.default_rng(2)
+    noise = lambda w: jnp.asarray(np.asarray(w) + 0.1 * rng.normal(size=w.shape).astype(np.float32))  # noqa: E731
+    return models.merge(graphdef, jax.tree.map(noise, params))
+
+
+@functools.cache
+def learner(heads: tuple[int, int], devices: int) -> Learner:
+    return Learner(make_config(), tiny(heads), grpo.token_loss, mesh=make_mesh(devices))
+
+
+def random_groups(seed: int):
+    """One to seven groups of very different lengths, with text, images and videos in any order."""
+    rng = np.random.default_rng(seed)
+    contents: list[Content] = []
+    lengths: list[list[int]] = []
+    for _ in range(rng.integers(1, 8)):
+        media = [MEDIA[i] for i in rng.integers(0, len(MEDIA), rng.integers(0, 3))]
+        content: Content = [int(rng.integers(1, 20))]
+        for grid in media:
+            content += [grid, int(rng.integers(1, 6))]
+        contents.append(content)
+        lengths.append(rng.integers(1, 10, rng.integers(1, 4)).tolist())
+    return make_groups(contents, lengths, seed)
+
+
+def outcome(learner: Learner, composition):
+    grads, tally = learner.accumulate(composition.batches)
+    scores = [learner.logprobs(batch.inputs)[0] for batch in composition.batches]
+    return tally, jax.tree.map(np.asarray, grads), unpack(composition, scores)
+
+
+def assert_equal(got, want) -> None:
+    (tally, grads, scores), (want_tally, want_grads, want_scores) = got, want
+
+    def close(path, a, b, least=1e-30) -> None:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        scale = np.abs(b).max(initial=least)
+        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * scale, err_msg=jax.tree_util.keystr(path))
+
+    # Tallies are sums over tokens of terms of about one and either sign, which may cancel.
+    jax.tree_util.tree_map_with_path(functools.partial(close, least=1.0), tally.sums, want_tally.sums)
+    jax.tree_util.tree_map_with_path(close, grads, want_grads)
+    assert scores.keys() == want_scores.keys()
+    for key in scores:
+        np.testing.assert_allclose(scores[key], want_scores[key], atol=TOLERANCE * 5, rtol=0)  # nats, of about 5
+
+
+def alone(heads, groups, prepared):
+    config = make_config(tokens_per_row=128, rows=32, patches=2048)
+    composition = compose(groups, prepared, config, vision=MODEL.vision)
+    return outcome(learner(heads, 1), composition)

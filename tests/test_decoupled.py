@@ -1,0 +1,311 @@
+"""Microbatches of one device each (`sharding.strategy=odc`): nothing lost, nothing beyond a device's row and patches,
+and the loss of the ordinary packing."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_cases import alone, assert_equal, learner, outcome, random_groups, tiny
+from packing_cases import MODEL, make_config, make_groups
+
+from fluxjax import cli
+from fluxjax.batching import compose, unpack, with_reference
+from fluxjax.config import Balance, ConfigError, Strategy
+from fluxjax.data.prepare import Limits
+from fluxjax.decoupled import estimate
+from fluxjax.spreading import model_sizes, shape_book
+from fluxjax.stages import plan_metrics
+from sharding.cost import QWEN2_5_VL_7B, CostModel
+from sharding.packing import SCHEDULERS
+
+UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
+HEADS = (8, 2)
+
+
+def odc(tokens_per_row=40, rows=2, patches=96, share=True, balance=Balance.LB_MINI):
+    config = make_config(tokens_per_row, rows, patches, share)
+    config.sharding.strategy = Strategy.ODC
+    config.sharding.balance = balance
+    return config
+
+
+# Strategies draw plain numbers only: run-time type checks draw random numbers, which hypothesis forbids inside them.
+media = st.sampled_from([(1, 2, 2), (1, 2, 4), (1, 6, 4), (2, 2, 2), (2, 4, 2)])
+text_case = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 12), min_size=1, max_size=2),
+        st.lists(st.integers(0, 20), min_size=1, max_size=5),
+    ),
+    min_size=1,
+    max_size=9,
+)
+vision_case = st.lists(
+    st.tuples(
+        st.lists(st.one_of(st.integers(1, 6), media), min_size=1, max_size=3),
+        st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    ),
+    min_size=1,
+    max_size=7,
+)
+options = {
+    "seed": st.integers(0, 99),
+    "devices": st.integers(1, 6),
+    "share": st.booleans(),
+    "balance": st.sampled_from(sorted(SCHEDULERS)),
+}
+
+
+def build(case):
+    """At least one response of the first group has a token."""
+    lengths = [[*sizes] for _, sizes in case]
+    lengths[0][0] = max(lengths[0][0], 1)
+    return [[*content] for content, _ in case], lengths
+
+
+def check(case, vision, seed, devices, share, balance):
+    groups, prepared = make_groups(*build(case), seed, UNIQUE)
+    config = odc(share=share, balance=Balance(balance))
+    composition = compose(groups, prepared, config, devices, vision=vision, text=MODEL.text)
+    check_microbatches(composition, vision, devices)
+    responses = {(s.response.draw, s.response.sample): s.response for g in groups for s in g.samples}
+    responses = {key: response for key, response in responses.items() if response.token_ids}
+    assert sorted(composition.keys) == sorted(responses)
+    batches = composition.batches
+    trained = sum(int((batch.loss_weights_BT != 0).sum()) for batch in batches)
+    assert trained == sum(len(response.token_ids) for response in responses.values())
+    assert sum(batch.loss_weights_BT.sum(dtype=np.float64) for batch in batches) == pytest.approx(1.0, rel=1e-5)
+    tokens = unpack(composition, [batch.inputs.tokens_BT for batch in batches])
+    logprobs = unpack(composition, [batch.behaviour_logprobs_BT for batch in batches])
+    for key, response in responses.items():
+        assert tokens[key].tolist() == list(response.token_ids)
+        assert logprobs[key].tolist() == list(response.logprobs)
+    check_prompts(composition, prepared, share, responses)
+
+
+def check_microbatches(composition, vision, devices):
+    """One row each, in order of device and work, within a device's 80 tokens and 96 patches, and never empty."""
+    owners, work = composition.devices, composition.work
+    assert len(composition.batches) == len(owners) == len(work) == len(composition.layouts)
+    assert set(owners) <= set(range(devices))
+    assert [*zip(owners, work, strict=True)] == sorted(zip(owners, work, strict=True), key=lambda x: (x[0], -x[1]))
+    for inputs in (batch.inputs for batch in composition.batches):
+        assert inputs.tokens_BT.shape[0] == 1 and inputs.tokens_BT.shape[1] <= 80
+        assert {degree for degree, _ in inputs.spread.rounds} == {1} and inputs.spread.axes == ()
+        assert inputs.segments_BT.any()
+        assert (inputs.vision is None) == (vision is None)
+        assert vision is None or (inputs.vision.num_patches <= 96 and not inputs.vision.route.axes)
+
+
+def check_prompts(composition, prepared, share, responses):
+    """Every response stands behind its own prompt, whose tokens show their own pixels, once in a microbatch."""
+    ends = np.cumsum([batch.inputs.tokens_BT.size for batch in composition.batches])
+    firsts = composition.cells[np.cumsum(composition.lengths) - composition.lengths]
+    segments = {}
+    for key, cell in zip(composition.keys, firsts.tolist(), strict=True):
+        number = int(np.searchsorted(ends, cell, side="right"))
+        inputs, prompt = composition.batches[number].inputs, prepared[key[0]].inputs
+        column = cell - int(ends[number]) + inputs.tokens_BT.size
+        before = inputs.predecessor_BT[0]
+        chain = [int(before[column])]
+        while before[chain[-1]] != chain[-1]:
+            chain.append(int(before[chain[-1]]))
+        chain = chain[::-1]
+        assert inputs.tokens_BT[0, chain].tolist() == prompt.token_ids_T.tolist()
+        assert set(inputs.segments_BT[0, chain].tolist()) == {int(inputs.segments_BT[0, column])}
+        assert not inputs.branches_BT[0, chain].any() and bool(inputs.branches_BT[0, column]) == share
+        shown, own = inputs.feature_index_BT[0, chain], prompt.feature_index_T
+        np.testing.assert_array_equal(shown >= 0, own >= 0)
+        if prompt.vision is not None:
+            size = (-1, MODEL.vision.merge_unit * MODEL.vision.patch_values)
+            pixels = inputs.vision.patches_PX.reshape(size)[shown[shown >= 0]]
+            np.testing.assert_array_equal(pixels, prompt.vision.patches_PX.reshape(size)[own[own >= 0]])
+        segments.setdefault(key[0], set()).add((number, int(inputs.segments_BT[0, column])))
+    for draw, places in segments.items():
+        lengths = [len(response.token_ids) for key, response in responses.items() if key[0] == draw]
+        if not share:
+            assert len(places) == len(lengths)
+        elif len(prepared[draw].inputs) + sum(lengths) <= 80:
+            assert len(places) == 1  # the prompt is computed once
+    if composition.batches[0].inputs.vision is not None:
+        for number, batch in enumerate(composition.batches):
+            there = {draw for draw, places in segments.items() if number in {place for place, _ in places}}
+            media = [prepared[draw].inputs.vision for draw in there]
+            patches = sum(one.num_patches for one in media if one is not None)
+            assert np.count_nonzero(batch.inputs.vision.frame_segments_P) == patches
+
+
+@settings(deadline=None, max_examples=50)
+@given(case=text_case, **options)
+def test_every_response_to_text_is_there_once(case, seed, devices, share, balance):
+    check(case, None, seed, devices, share, balance)
+
+
+@settings(deadline=None, max_examples=50)
+@given(case=vision_case, **options)
+def test_every_response_to_media_is_there_once(case, seed, devices, share, balance):
+    check(case, MODEL.vision, seed, devices, share, balance)
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=text_case, seed=options["seed"], devices=options["devices"], share=options["share"])
+def test_lb_mini_is_at_least_as_even_as_lb_micro(case, seed, devices, share):
+    groups, prepared = make_groups(*build(case), seed)
+
+    def busiest(balance):
+        composition = compose(groups, prepared, odc(share=share, balance=balance), devices, text=MODEL.text)
+        return np.bincount(composition.devices, composition.work).max()
+
+    assert busiest(Balance.LB_MINI) <= busiest(Balance.LB_MICRO) * (1 + 1e-12)
+
+
+@settings(deadline=None, max_examples=15)
+@given(case=vision_case, seed=options["seed"], devices=options["devices"], share=options["share"])
+def test_order_of_arrival_does_not_matter(case, seed, devices, share):
+    groups, prepared = make_groups(*build(case), seed)
+    first, second = (
+        compose(some, prepared, odc(share=share), devices, vision=MODEL.vision, text=MODEL.text)
+        for some in (groups, groups[::-1])
+    )
+    assert first.keys == second.keys and first.devices == second.devices and first.work == second.work
+    assert jax.tree.structure(first.batches) == jax.tree.structure(second.batches)
+    for one, other in zip(jax.tree.leaves(first.batches), jax.tree.leaves(second.batches), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_every_schedule_can_be_chosen():
+    assert {balance.value for balance in Balance} == set(SCHEDULERS)
+
+
+def test_media_split_what_tokens_would_let_stand_together():
+    groups, prepared = make_groups([[3, (1, 8, 6)]] * 4 + [[3]], [[4]] * 5)  # 48 patches each, two fit
+    config = odc(tokens_per_row=200, patches=99)
+    composition = compose(groups, prepared, config, 1, vision=MODEL.vision, text=MODEL.text)
+    used = [np.count_nonzero(batch.inputs.vision.frame_segments_P) for batch in composition.batches]
+    assert used == [96, 96] and composition.devices == (0, 0)
+    assert composition.work[0] > composition.work[1]  # the text is in the first one
+
+
+def test_devices_may_have_no_microbatch():
+    groups, prepared = make_groups([[9], [9]], [[4], [4]])
+    composition = compose(groups, prepared, odc(), 5, text=MODEL.text)
+    assert len(composition.batches) == 2 and len(set(composition.devices)) == 2
+    metrics = plan_metrics(composition, 5)
+    assert metrics["sharding/bubble"] == pytest.approx(3 / 5)
+    assert (metrics["sharding/microbatches_max"], metrics["sharding/microbatches_min"]) == (1, 0)
+    assert 0 <= metrics["sharding/mlp_padding"] < 1
+
+
+def test_devices_have_as_many_microbatches_as_they_need():
+    groups, prepared = make_groups([[75], [36], [36], [75]], [[5]] * 4)  # 80, 41, 41, 80 tokens
+    composition = compose(groups, prepared, odc(), 3, text=MODEL.text)
+    assert sorted(np.bincount(composition.devices).tolist()) == [1, 1, 2]
+    assert plan_metrics(composition, 3)["sharding/bubble"] < 0.05
+    sort = compose(groups, prepared, odc(balance=Balance.LOCAL_SORT), 3, text=MODEL.text)
+    assert sort.devices == (0, 0, 1, 2)  # no empty ones to make the numbers equal
+    assert plan_metrics(sort, 3)["sharding/bubble"] > 0.5
+
+
+def test_few_shapes_over_all_devices_and_steps():
+    config = odc(tokens_per_row=200, patches=512)
+    config.sharding.max_shapes = 4
+    book = shape_book(config, 6)
+    assert book.devices == 1
+    shapes = set()
+    for step in range(60):
+        groups, prepared = random_groups(step)
+        composition = compose(groups, prepared, config, 1 + step % 6, vision=MODEL.vision, text=MODEL.text, shapes=book)
+        if step >= 30:
+            shapes |= {(b.inputs.tokens_BT.shape, b.inputs.vision.num_patches) for b in composition.batches}
+        assert len(book.entries) <= 4
+    assert len(shapes) <= 5  # four, and the last one as it was before it grew
+
+
+def test_what_no_device_holds_is_refused():
+    groups, prepared = make_groups([[4], [70]], [[3], [5, 11]])
+    with pytest.raises(
+        ConfigError, match=r"prompt-103: 70 .* 11 make 81.*tokens_per_row \* packing.rows_per_device = 80"
+    ):
+        compose(groups, prepared, odc(), 3, text=MODEL.text)
+    groups, prepared = make_groups([[4, (1, 10, 10)]], [[3]])
+    with pytest.raises(ConfigError, match=r"prompt-100: .* 100 patches.* packing\.patches_per_device = 96"):
+        compose(groups, prepared, odc(patches=99), 3, vision=MODEL.vision, text=MODEL.text)
+
+
+def test_a_rollout_longer_than_a_row_is_refused_at_the_start():
+    longer = ["--config=configs/text.py", "--config.packing.tokens_per_row=64", "--config.packing.rows_per_device=2"]
+    longer += ["--config.sharding.strategy=odc"]
+    cli.load([*longer, "--config.rollout.max_sequence_tokens=128"])
+    with pytest.raises(ConfigError, match=r"tokens_per_row.*rows_per_device.*flex_ulysses"):
+        cli.load([*longer, "--config.rollout.max_sequence_tokens=129"])
+
+
+def test_a_prompt_has_the_patches_of_one_device():
+    config = odc(patches=96)
+    config.sharding.devices = 8
+    assert Limits.of(config).devices == 1
+    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    assert Limits.of(config).devices == 8
+
+
+def test_work_counts_attention_linear_layers_and_media(tmp_path):
+    tokens, squares, patches = np.array([100.0]), np.array([1e4]), np.array([40.0])
+    config, text, vision = odc(), MODEL.text, MODEL.vision
+    assert estimate(config, None, vision)(tokens, squares, patches) == 24576.0 * 100 + 1e4
+    sizes = model_sizes(config, text, vision)
+    layer = 32 * (2 * 4 * 16 + 2 * 2 * 16) + 3 * 32 * 48
+    flops = 2 * 100 * (2 * layer + 32 * 64) + 2 * 1e4 / 2 * 2 * 4 * 16 * 2
+    assert estimate(config, text, None)(tokens, squares, patches) == pytest.approx(flops)
+    with_media = estimate(config, text, vision)(tokens, squares, patches)
+    assert with_media == pytest.approx(flops + 40 * sizes.vision_flops())
+
+    CostModel.published().save(tmp_path / "h800.json")
+    config.sharding.calibration = str(tmp_path / "h800.json")
+    cost = CostModel.published().of(sizes)
+    wanted = cost.sequence_seconds(100) + cost.vision_seconds(40)
+    assert estimate(config, text, vision)(tokens, squares, patches) == pytest.approx(float(wanted))
+    config.sharding.calibration = str(tmp_path / "none.json")
+    groups, prepared = make_groups([[4]], [[3]])
+    with pytest.raises(ConfigError, match=r"sharding\.calibration.*none\.json"):
+        compose(groups, prepared, config, 2, text=text)
+
+
+def test_the_weight_of_a_token_is_near_what_was_measured():
+    """ODC's fit to times of a 7B model, in units of its attention: 8.768 / 4.348 * 32000 a token."""
+    text = dataclasses.replace(
+        MODEL.text,
+        vocab_size=QWEN2_5_VL_7B.vocabulary,
+        hidden_size=QWEN2_5_VL_7B.width,
+        intermediate_size=QWEN2_5_VL_7B.mlp,
+        num_layers=QWEN2_5_VL_7B.layers,
+        num_heads=QWEN2_5_VL_7B.heads,
+        num_kv_heads=QWEN2_5_VL_7B.kv_heads,
+        head_dim=QWEN2_5_VL_7B.head_size,
+        rope=dataclasses.replace(MODEL.text.rope, mrope_section=()),
+    )
+    work = estimate(odc(), text, None)
+    one, none = np.ones(1), np.zeros(1)
+    assert float((work(one, none, none) / work(none, one, none))[0]) == pytest.approx(8.768 / 4.348 * 32000, rel=0.1)
+
+
+def test_reference_logprobs_are_filled_in_on_every_device():
+    groups, prepared = make_groups([[4], [5, (1, 2, 2)]], [[3, 2], [1]])
+    composition = compose(groups, prepared, odc(), 2, vision=MODEL.vision, text=MODEL.text)
+    filled = with_reference(composition, [np.full(b.loss_weights_BT.shape, -2.5) for b in composition.batches])
+    assert filled.devices == composition.devices == (0, 1) and filled.work == composition.work
+    for batch in filled.batches:
+        expected = np.where(batch.versions_BT >= 0, np.float32(-2.5), np.float32(0))
+        np.testing.assert_array_equal(batch.reference_logprobs_BT, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
+def test_sum_over_the_microbatches_of_three_devices_equals_one_ordinary_batch(share):
+    groups, prepared = random_groups(7)
+    config = odc(tokens_per_row=32, patches=112, share=share)
+    config.sharding.max_shapes = 1  # every shape is compiled
+    composition = compose(groups, prepared, config, 3, vision=MODEL.vision, text=tiny(HEADS).config.text)
+    assert set(composition.devices) == {0, 1, 2} and len(composition.batches) > 3
+    assert_equal(outcome(learner(HEADS, 1), composition), alone(HEADS, groups, prepared))
