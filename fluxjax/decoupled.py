@@ -13,14 +13,14 @@ import numpy as np
 
 from models.config import TextConfig, VisionConfig
 from sharding.cost import CostError
-from sharding.packing import SCHEDULERS
+from sharding.packing import SCHEDULERS, Schedule, makespan
 from sharding.plan import ShardPlan, rounds
 from sharding.planner import Limits
 from sharding.shapes import ShapeBook
 
 from .config import Config, ConfigError
 from .layout import Composition, Entry
-from .packing import Budget, check
+from .packing import Budget, Piece, check
 from .spreading import (
     Part,
     calibrated,
@@ -37,6 +37,8 @@ Floats = np.ndarray  # f64, one for each sequence
 Estimate = Callable[[Floats, Floats, Floats], Floats]  # (tokens, squares, patches) of each sequence -> work
 
 VERL_LINEAR = 24576.0  # verl's work of a token where that of attention is length**2
+CUTS = 3  # further sizes of pieces that are tried where prompts are shared
+WORTH = 0.01  # of the time that a step is predicted to take: what must be saved to compute prompts more than once
 
 
 def compose_decoupled(
@@ -50,24 +52,18 @@ def compose_decoupled(
     """Microbatches of one device each, device after device, the heaviest of each first; `sharding.balance` deals.
 
     With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt, as
-    long as a device's row holds it; otherwise each response is a sequence of its own. A device may have no microbatch.
+    long as a device's row holds it and devices do not wait for it; otherwise each response is a sequence of its own. A
+    device may have no microbatch.
     `book`, of one device, keeps the shapes of all devices few. Raises ConfigError, naming prompt and field, for a
     sequence or media that no device holds, and for a calibration that can't be read.
     """
-    work_of = estimate(config, text, vision)
-    room, items = tokens_per_device(config), [entry.item for entry in entries]
+    items = [entry.item for entry in entries]
     cap = config.packing.patches_per_device
     cap = cap // vision.merge_unit * vision.merge_unit if vision is not None else 0
-    check(items, Budget(room, (1,), (cap,)), "packing.tokens_per_row * packing.rows_per_device")
+    check(items, Budget(tokens_per_device(config), (1,), (cap,)), "packing.tokens_per_row * packing.rows_per_device")
 
-    pieces = pieces_of(entries, room, config.packing.share_prompts)
-    tokens = [tokens_of(entries, piece) for piece in pieces]
-    patches = np.array([items[piece.item].patches for piece in pieces], float)
-    squares = np.array([squares_of(entries, piece) for piece in pieces])
-    work = work_of(np.array(tokens, float), squares, patches)
-    deal = SCHEDULERS[config.sharding.balance.value]
-    schedule = deal(tokens, num_devices, Limits(tokens_per_device=room), work=work)
-
+    pieces, schedule = _dealt(entries, config, num_devices, estimate(config, text, vision))
+    work = np.array(schedule.work)
     owners, media = [piece.item for piece in pieces], [item.patches for item in items]
     parts: list[Part] = []
     devices: list[int] = []
@@ -80,6 +76,31 @@ def compose_decoupled(
             devices.append(device)
             loads.append(float(work[members].sum()))
     return joined(parts, tuple(devices), tuple(loads))
+
+
+def _dealt(
+    entries: Sequence[Entry], config: Config, num_devices: int, work_of: Estimate
+) -> tuple[list[Piece], Schedule]:
+    """The pieces, and which device computes them in which microbatch.
+
+    Fewer groups than devices, or a few more, can't be even. So smaller pieces are tried, too: groups whose responses
+    are cut at a device's share of all tokens, a half or a quarter of it, at the cost of further copies of the prompts.
+    """
+    room, share = tokens_per_device(config), config.packing.share_prompts
+    whole = pieces_of(entries, room, share)
+    mean = -(-sum(tokens_of(entries, piece) for piece in whole) // num_devices)
+    choices = [whole, *(pieces_of(entries, room, True, max(mean >> k, 1)) for k in range(CUTS) if share)]
+    deal, limits = SCHEDULERS[config.sharding.balance.value], Limits(tokens_per_device=room)
+    best: tuple[list[Piece], Schedule] | None = None
+    for pieces in choices:
+        tokens = [tokens_of(entries, piece) for piece in pieces]
+        squares = np.array([squares_of(entries, piece) for piece in pieces])
+        patches = np.array([entries[piece.item].item.patches for piece in pieces], float)
+        made = deal(tokens, num_devices, limits, work=work_of(np.array(tokens, float), squares, patches))
+        if best is None or makespan(made, "minibatch") < (1 - WORTH) * makespan(best[1], "minibatch"):
+            best = pieces, made
+    assert best is not None
+    return best
 
 
 def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:

@@ -174,19 +174,20 @@ def compose_spread(
     raise ConfigError(_explained(failure)) from failure
 
 
-def pieces_of(entries: Sequence[Entry], longest: int, share_prompts: bool) -> list[Piece]:
-    """What is computed as one sequence: with `share_prompts` a group, in several parts if it has more than `longest`
-    tokens; otherwise each response. A response that exceeds `longest` with its prompt stands alone all the same."""
+def pieces_of(entries: Sequence[Entry], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
+    """What is computed as one sequence: with `share_prompts` a group, else each response.
+
+    A group is cut into parts of at most `longest` tokens, and of at most `responses` without the prompt (0: any). A
+    response with its prompt that has more is a part all the same.
+    """
     items = [entry.item for entry in entries]
-    return [
-        piece
-        for i, item in enumerate(items)
-        for piece in (
-            cut(items, i, Budget(longest, (), ()))
-            if share_prompts and item.prompt + max(item.responses) <= longest
-            else [Piece(i, (k,)) for k in range(len(item.responses))]
-        )
-    ]
+    if not share_prompts:
+        return [Piece(i, (k,)) for i, item in enumerate(items) for k in range(len(item.responses))]
+    pieces = []
+    for i, item in enumerate(items):
+        size = min(longest, item.prompt + responses) if responses else longest
+        pieces += cut(items, i, Budget(max(size, item.prompt + max(item.responses)), (), ()))
+    return pieces
 
 
 def tokens_of(entries: Sequence[Entry], piece: Piece) -> int:

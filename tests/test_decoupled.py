@@ -82,7 +82,7 @@ def check(case, vision, seed, devices, share, balance):
     for key, response in responses.items():
         assert tokens[key].tolist() == list(response.token_ids)
         assert logprobs[key].tolist() == list(response.logprobs)
-    check_prompts(composition, prepared, share, responses)
+    check_prompts(composition, prepared, share, responses, devices)
 
 
 def check_microbatches(composition, vision, devices):
@@ -99,7 +99,7 @@ def check_microbatches(composition, vision, devices):
         assert vision is None or (inputs.vision.num_patches <= 96 and not inputs.vision.route.axes)
 
 
-def check_prompts(composition, prepared, share, responses):
+def check_prompts(composition, prepared, share, responses, devices):
     """Every response stands behind its own prompt, whose tokens show their own pixels, once in a microbatch."""
     ends = np.cumsum([batch.inputs.tokens_BT.size for batch in composition.batches])
     firsts = composition.cells[np.cumsum(composition.lengths) - composition.lengths]
@@ -127,8 +127,8 @@ def check_prompts(composition, prepared, share, responses):
         lengths = [len(response.token_ids) for key, response in responses.items() if key[0] == draw]
         if not share:
             assert len(places) == len(lengths)
-        elif len(prepared[draw].inputs) + sum(lengths) <= 80:
-            assert len(places) == 1  # the prompt is computed once
+        elif devices == 1 and len(prepared[draw].inputs) + sum(lengths) <= 80:
+            assert len(places) == 1  # nothing would be gained by computing the prompt again
     if composition.batches[0].inputs.vision is not None:
         for number, batch in enumerate(composition.batches):
             there = {draw for draw, places in segments.items() if number in {place for place, _ in places}}
@@ -158,7 +158,8 @@ def test_lb_mini_is_at_least_as_even_as_lb_micro(case, seed, devices, share):
         composition = compose(groups, prepared, odc(share=share, balance=balance), devices, text=MODEL.text)
         return np.bincount(composition.devices, composition.work).max()
 
-    assert busiest(Balance.LB_MINI) <= busiest(Balance.LB_MICRO) * (1 + 1e-12)
+    # A hundredth is not worth further copies of prompts, so that one of the two may do without them.
+    assert busiest(Balance.LB_MINI) <= busiest(Balance.LB_MICRO) * (1 / 0.99 if share else 1) * (1 + 1e-12)
 
 
 @settings(deadline=None, max_examples=15)
@@ -196,6 +197,16 @@ def test_devices_may_have_no_microbatch():
     assert metrics["sharding/bubble"] == pytest.approx(3 / 5)
     assert (metrics["sharding/microbatches_max"], metrics["sharding/microbatches_min"]) == (1, 0)
     assert 0 <= metrics["sharding/mlp_padding"] < 1
+
+
+def test_groups_are_cut_where_devices_would_wait():
+    groups, prepared = make_groups([[6], [6]], [[9] * 6, [9] * 6])
+    composition = compose(groups, prepared, odc(), 4, text=MODEL.text)
+    assert composition.devices == (0, 1, 2, 3) and plan_metrics(composition, 4)["sharding/bubble"] < 0.01
+    prompts = sum(len(np.unique(b.inputs.segments_BT[b.inputs.segments_BT != 0])) for b in composition.batches)
+    assert prompts == 4
+    many, prepared = make_groups([[6]] * 8, [[9] * 6] * 8)
+    assert len(compose(many, prepared, odc(), 4, text=MODEL.text).batches) == 8  # even as they are
 
 
 def test_devices_have_as_many_microbatches_as_they_need():
