@@ -52,10 +52,11 @@ def compose_decoupled(
     """Microbatches of one device each, device after device, the heaviest of each first; `sharding.balance` deals.
 
     With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt, as
-    long as a device's row holds it and devices do not wait for it; otherwise each response is a sequence of its own. A
-    device may have no microbatch.
-    `book`, of one device, keeps the shapes of all devices few. Raises ConfigError, naming prompt and field, for a
-    sequence or media that no device holds, and for a calibration that can't be read.
+    long as a device's row holds it and devices do not wait for it; otherwise each response is a sequence of its own.
+    A device may have no microbatch. `book`, of one device, keeps the shapes of all devices few.
+
+    Raises ConfigError, naming prompt and field, for a sequence or media that no device holds, and for a calibration
+    that can't be read.
     """
     items = [entry.item for entry in entries]
     cap = config.packing.patches_per_device
