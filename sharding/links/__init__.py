@@ -1,0 +1,17 @@
+"""Point-to-point ties between the processes of one run: arrays on demand, counters, and failures told within seconds.
+
+initialize("host0:1234", processes, process)    # instead of jax.distributed.initialize
+links = Links()
+try:
+    ...                                         # offer, fetch, ready, notify, wait, barrier
+except Exception as error:
+    leave(error, links)                         # one line on standard error, told to the others, and out
+links.barrier("end")
+links.close()
+"""
+
+from .links import Links, leave
+from .relay import initialize
+from .wires import LinkError
+
+__all__ = ["LinkError", "Links", "initialize", "leave"]

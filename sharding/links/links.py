@@ -1,0 +1,322 @@
+"""What ties the processes of a run together besides collectives: arrays on demand, counters, and news of failures."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import multiprocessing
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import transfer
+from jax.sharding import SingleDeviceSharding
+
+from .arrivals import Arrivals
+from .meeting import Card, connect, gather, listen, own_address, place
+from .relay import survives_coordinator
+from .wires import LinkError, Message, Wires
+
+ADVICE = "All processes of the run end; start them all again, and it goes on from its last checkpoint."
+
+_STREAMS = 2  # TCP streams between two transfer servers; on one host 1, 2 and 4 are equally fast
+_PROBE = 2**64 - 1  # less the process: keys of the arrays that are fetched once, to see that it works
+_LINE = 1000  # characters of a reported failure
+_LOOK = 1.0  # seconds between two looks at the clock, in a wait that nothing wakes
+_NEWS = 2.0  # seconds in which a death that broke a transfer is known here as well
+
+
+class Links:
+    """Arrays travel through `jax.experimental.transfer`; beside it, one TCP connection between each two processes
+    carries small messages and notices a death at once. Every method may be called from many threads.
+
+    Collective: all processes of `jax.distributed` (started by `initialize` of this package) make theirs in the same
+    order. One process alone opens nothing: nobody to fetch from, and no barrier to wait at.
+
+    A peer is lost when its connection closes without a word (a process killed or crashed: at once) or when nothing was
+    heard of it for `timeout` seconds (a process stopped, a host or network gone; stay below JAX's own
+    `heartbeat_timeout_seconds`). Then, and when a process reports a failure, whatever waits here raises LinkError, and
+    so does what is called afterwards; every peer is told; and this process has `grace` seconds to end itself. A thread
+    inside a collective with a dead process can't be woken, so after that time the process is ended as by `leave`.
+
+    `host`: the IP address by which the others reach this process. Found unless given: loopback where all processes
+    share a host, else the address from which this host speaks to the others.
+
+    Raises LinkError when the processes do not reach each other within `timeout`.
+    """
+
+    def __init__(self, *, timeout: float = 60.0, grace: float = 10.0, host: str = "") -> None:
+        self.process = jax.process_index()
+        self.processes = jax.process_count()
+        self._timeout = timeout
+        self._grace = grace
+        self._news = threading.Condition()  # guards what follows
+        self._counts: collections.Counter[Any] = collections.Counter()
+        self._failure = ""
+        self._announced = False  # a failure is about to be told, or has been
+        self._closed = False
+        self._peers_closed: dict[int, float] = {}  # when
+        self._peers_gone: set[int] = set()
+        self._arrivals = Arrivals()
+        self._cards: list[Card] = []
+        self._peers = [peer for peer in range(self.processes) if peer != self.process]
+        self._wires: Wires | None = None
+        if self._peers:
+            self._meet(host)
+
+    def _meet(self, host: str) -> None:
+        names, places = zip(*gather([socket.gethostname(), place()]), strict=True)
+        if not host:
+            away = [name for name, where in zip(names, places, strict=True) if where != places[self.process]]
+            host = own_address(away) if away else "127.0.0.1"
+        self._cards = [Card(name, "", 0, "", "") for name in names]
+        door = listen(host, self.processes)
+        bound = f"[{host}]:0" if ":" in host else f"{host}:0"
+        self._server = transfer.start_transfer_server(jax.local_devices()[0].client, bound, [bound] * _STREAMS)
+        mine = Card(names[self.process], host, door.getsockname()[1], self._server.address(), secrets.token_hex(16))
+        self._cards = [Card(**fields) for fields in gather(dataclasses.asdict(mine))]
+        wires = connect(self.process, self._cards, door, self._timeout)
+        door.close()
+        self._connections = {peer: self._server.connect(self._cards[peer].transfer) for peer in self._peers}
+        self._wires = Wires(wires, self._timeout, self._heard, self._gone)
+        self._probe()
+
+    def _probe(self) -> None:
+        """Fetches one number from each peer: a firewall that lets no arrays through shows here, not as a hang."""
+        device = jax.local_devices()[0]
+        for peer in self._peers:
+            self.offer(_PROBE - peer, [jax.device_put(np.array([self.process], np.int32), device)])
+        like = [jax.ShapeDtypeStruct((1,), np.int32)]
+        got = {peer: self.fetch(peer, _PROBE - self.process, like, device) for peer in self._peers}
+        end = time.monotonic() + self._timeout
+        for peer, arrays in got.items():
+            if not self._arrivals.wait(arrays, lambda: bool(self._failure) or time.monotonic() > end):
+                self.fail(f"no array came from {self._name(peer)} at {self._cards[peer].transfer}; open the ports")
+                raise self._error()
+
+    def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
+        """`arrays`, each on one local device and computed or not, can be fetched once, by one peer, under `key`.
+
+        Does not wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they
+        have been fetched; whoever donates or deletes one before breaks the fetch.
+        """
+        self.check()
+        full = [array for array in arrays if array.size]
+        if full and self._peers:
+            self._server.await_pull(key, full)
+
+    def fetch(self, process: int, key: int, like: Sequence[jax.ShapeDtypeStruct], device: Any) -> list[jax.Array]:
+        """What `process` offers, or will offer, under `key`, on its way to the local `device`. Does not wait.
+
+        The arrays have the shapes and dtypes of `like`, which must be those of the offer. Like results of a program
+        they are filled in later, and programs can be called on them meanwhile. Wait with `ready` for them and for what
+        is computed from them: `jax.block_until_ready` hangs where a peer does.
+        """
+        self.check()
+        if process not in self._peers:
+            raise ValueError(f"process {self.process} of {self.processes} can't fetch from process {process}")
+        where = SingleDeviceSharding(device)
+        # Nothing is sent for an empty array, and the transfer engine would wait for it for ever.
+        full = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=where) for one in like if one.size]
+        came = iter(self._connections[process].pull(key, full) if full else ())
+        return [next(came) if one.size else jax.device_put(np.zeros(one.shape, one.dtype), device) for one in like]
+
+    def ready(self, arrays: Sequence[jax.Array]) -> None:
+        """Returns when all `arrays` are there. Raises LinkError, or the error of the program that computes them."""
+        self.check()
+        try:
+            if self._arrivals.wait(arrays, self._hopeless):
+                return
+        except Exception as error:
+            reason = self.explain(error)
+            if reason is error:
+                raise
+            raise reason from error
+        raise self._error()
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The LinkError behind the error of a program, a collective or a transfer, if there is one, else `error`.
+
+        The wires may hear of a death later than the program that needed the dead process: waits two seconds for it.
+        """
+        if isinstance(error, jax.errors.JaxRuntimeError) and self._peers:
+            with self._news:
+                if self._news.wait_for(lambda: self._failure, _NEWS):
+                    return self._error()
+        return error
+
+    def notify(self, process: int, topic: str) -> None:
+        """One more notification of `topic` for `process`, which may be this one. Does not wait."""
+        self.check()
+        if process == self.process:
+            self._count(topic)
+        else:
+            self._send(process, {"kind": "count", "topic": topic})
+
+    def wait(self, topic: str, at_least: int) -> None:
+        """Returns when `at_least` notifications of `topic` have come since the beginning, from all processes together.
+        LinkError for a failure before."""
+        self._await(lambda: self._counts[topic] >= at_least, self._hopeless)
+
+    def barrier(self, name: str) -> None:
+        """Returns when all processes have called it with `name` as often as this one, each from one thread at a time.
+        LinkError for a failure before. No device takes part."""
+        self.check()
+        with self._news:
+            self._counts["here", name] += 1
+            times = self._counts["here", name]
+        for peer in self._peers:
+            self._send(peer, {"kind": "here", "name": name})
+
+        def missing() -> set[int]:
+            return {peer for peer in self._peers if self._counts[peer, name] < times}
+
+        self._await(lambda: not missing(), lambda: self._over() or bool(missing() & self._peers_closed.keys()))
+
+    def fail(self, reason: str) -> None:
+        """Tells all processes that this one has failed: what waits raises LinkError with `reason`, here as well. Only
+        the first failure of a run counts. Never raises."""
+        self._announce(f"{self._name(self.process)} failed: {reason}")
+
+    def check(self) -> None:
+        """Raises LinkError if a peer is lost, or a process has failed, or these links are closed."""
+        if self._over():
+            raise self._error()
+
+    def close(self) -> None:
+        """The orderly end, behind a `barrier`: peers may still wait for what was offered. Not after a failure, which
+        ends in `leave`. A peer that closes is missed only by who waits for it."""
+        with self._news:
+            if self._closed or self._announced:
+                return
+            self._closed = True
+            self._news.notify_all()
+        if self._wires is not None:
+            self._wires.tell_all({"kind": "closed"})
+            self._wires.close()
+
+    def _name(self, process: int) -> str:
+        host = self._cards[process].host if self._cards else socket.gethostname()
+        return f"process {process} ({host})"
+
+    def _outlive_peers(self) -> None:
+        """Process 0 serves JAX's coordination: when it goes, JAX aborts those that `initialize` did not start."""
+        if self.process == 0:
+            with self._news:
+                self._news.wait_for(lambda: len(self._peers_gone) == len(self._peers), self._grace + _NEWS)
+
+    def _send(self, process: int, message: Message) -> None:
+        if self._wires is None or process not in self._peers:
+            raise ValueError(f"there is no process {process}, only {self.processes}")
+        self._wires.send(process, message)
+
+    def _count(self, key: Any) -> None:
+        with self._news:
+            self._counts[key] += 1
+            self._news.notify_all()
+
+    def _await(self, come: Callable[[], bool], hopeless: Callable[[], bool]) -> None:
+        with self._news:
+            while not come():
+                if hopeless():
+                    raise self._error()
+                self._news.wait(_LOOK)
+
+    def _over(self) -> bool:
+        return bool(self._failure) or self._closed
+
+    def _hopeless(self) -> bool:
+        """Whether what has not come will never come. When a peer has closed, it may still be under way, or come from
+        another peer; but who closes has been through the last barrier, so it takes no longer than the time-out."""
+        late = time.monotonic() - self._timeout
+        return self._over() or any(when < late for when in self._peers_closed.values())
+
+    def _error(self) -> LinkError:
+        if self._failure:
+            return LinkError(f"{self._failure} {ADVICE}")
+        if self._closed:
+            return LinkError(f"the links of {self._name(self.process)} are closed")
+        names = ", ".join(map(self._name, sorted(self._peers_closed)))
+        return LinkError(f"{names} closed, but {self._name(self.process)} still waits. {ADVICE}")
+
+    def _heard(self, peer: int, message: Message) -> None:
+        match message["kind"]:
+            case "count":
+                self._count(message["topic"])
+            case "here":
+                self._count((peer, message["name"]))
+            case "failed":
+                self._announce(message["text"])
+            case "closed":
+                with self._news:
+                    self._peers_closed[peer] = time.monotonic()
+                    self._news.notify_all()
+
+    def _gone(self, peer: int, why: str) -> None:
+        with self._news:
+            self._peers_gone.add(peer)
+            self._news.notify_all()
+            expected = peer in self._peers_closed or self._closed
+        if not expected:
+            at_once = peer == 0 and not survives_coordinator()  # JAX is about to abort this process
+            self._announce(f"{self._name(peer)} is lost: {why}", at_once)
+
+    def _announce(self, text: str, at_once: bool = False) -> None:
+        with self._news:
+            if self._announced or self._closed:  # whoever goes on must not end the process before all were told
+                self._news.wait_for(lambda: self._failure or self._closed, 2 * _NEWS)
+                return
+            self._announced = True
+        text = " ".join(text.split())[:_LINE].rstrip(".") + "."
+        if at_once:
+            _end(f"{text} {ADVICE}", 1)
+        if self._wires is not None:
+            self._wires.tell_all({"kind": "failed", "text": text})
+        with self._news:
+            self._failure = text
+            self._news.notify_all()
+        self._arrivals.give_up()
+        if self._wires is not None:
+            threading.Thread(target=self._give_grace, name="link-grace", daemon=True).start()
+
+    def _give_grace(self) -> None:
+        time.sleep(self._grace)
+        leave(self._error(), self)
+
+
+_ending = threading.Lock()
+
+
+def leave(error: BaseException, links: Links | None = None, code: int = 1) -> NoReturn:
+    """Ends this process with one line on standard error and exit status `code`, after telling the others.
+
+    At once and without Python's exit handlers, so files must be written before. Among the handlers is JAX's shutdown,
+    which waits for all processes, for dead ones until its heartbeat time-out (100 s), and then aborts. And a thread
+    that waits within JAX for arrays which never come aborts an interpreter that is about to end.
+    """
+    if links is not None:
+        error = links.explain(error)
+    line = str(error) if isinstance(error, LinkError) else f"{type(error).__name__}: {error}"
+    if links is not None:
+        links.fail(line)
+    _end(line, code, links)
+
+
+def _end(line: str, code: int, links: Links | None = None) -> NoReturn:
+    if not _ending.acquire(blocking=False):  # another thread is at it
+        threading.Event().wait()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.write(2, (" ".join(line.split()) + "\n").encode())
+    for child in multiprocessing.active_children():
+        child.terminate()
+    if links is not None:
+        links._outlive_peers()
+    os._exit(code)

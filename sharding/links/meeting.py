@@ -1,0 +1,146 @@
+"""How the processes of a run find each other: by which address each is reached, and a wire between each two.
+
+What they must know beforehand they tell each other through `jax.distributed`. A connection counts only once it has
+named its process and the secret that this process was told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import json
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from .wires import LinkError, Wire
+
+_WIDTH = 1024  # bytes
+_GREETING = 1024  # bytes
+_GREETING_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """How a process is reached: `host` is for people, `address` an IP address with the `port` of its wires, `transfer`
+    the address of its transfer server. Who knows the `secret` is one of the run's processes."""
+
+    host: str
+    address: str
+    port: int
+    transfer: str
+    secret: str
+
+
+def gather(mine: Any) -> list[Any]:
+    """What every process has here, by process; through JSON. Collective, by `jax.distributed`."""
+    data = json.dumps(mine).encode()
+    if len(data) > _WIDTH:
+        raise LinkError(f"what this process is called takes {len(data)} bytes, more than {_WIDTH}; say a shorter host")
+    rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(_WIDTH), np.uint8))
+    return [json.loads(bytes(row)) for row in np.asarray(rows)]
+
+
+def place() -> str:
+    """The same text in two processes that reach each other over the loopback interface, and in no others."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def own_address(others: Sequence[str]) -> str:
+    """The IP address from which this host speaks to the first of `others` (host names) that has an address itself.
+
+    Where none has, that of the default route; loopback on a host without one. Nothing is sent.
+    """
+    for name in (*others, "192.0.2.1"):  # an address for documentation: it belongs to nobody
+        try:
+            found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+        except OSError:
+            continue
+        for family, kind, protocol, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)
+                    own = probe.getsockname()[0]
+            except OSError:
+                continue
+            if not own.startswith("127."):  # the name of this host, as some hosts write it down
+                return own
+    return "127.0.0.1"
+
+
+def listen(address: str, processes: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family, backlog=max(processes, 8))
+    except OSError as error:
+        raise LinkError(f"can't listen at {address}, is it an address of {socket.gethostname()}? {error}") from error
+
+
+def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: float) -> dict[int, Wire]:
+    """A wire to every peer: calls the processes before this one, is called by those behind it at `door`.
+
+    Raises LinkError when one of them is not there `timeout` seconds later.
+    """
+    wires: dict[int, Wire] = {}
+    try:
+        _connect(wires, process, cards, door, time.monotonic() + timeout)
+    except LinkError:
+        for wire in wires.values():
+            wire.close()
+        raise
+    return wires
+
+
+def _connect(wires: dict[int, Wire], process: int, cards: Sequence[Card], door: socket.socket, end: float) -> None:
+    own = cards[process]
+    for peer, card in enumerate(cards[:process]):
+        try:
+            wires[peer] = Wire.on(socket.create_connection((card.address, card.port), timeout=_left(end)))
+            wires[peer].write({"process": process, "secret": card.secret})
+        except OSError as error:
+            raise LinkError(
+                f"process {process} ({own.host}) can't reach process {peer} ({card.host}) at "
+                f"{card.address}:{card.port}: {error}. Open the ports between the hosts, or say `host=`."
+            ) from error
+    while len(wires) < len(cards) - 1:
+        try:
+            door.settimeout(_left(end))
+            called, _ = door.accept()
+        except OSError as error:
+            missing = [str(peer) for peer in range(process + 1, len(cards)) if peer not in wires]
+            raise LinkError(
+                f"process {process} ({own.host}) was not called by process {', '.join(missing)} at "
+                f"{own.address}:{own.port}: {error}. Start them all, and open the ports between the hosts."
+            ) from error
+        wire = Wire.on(called)
+        peer = _greeting(wire, own.secret, min(_left(end), _GREETING_SECONDS))
+        if peer is not None and process < peer < len(cards) and peer not in wires:
+            wires[peer] = wire
+        else:
+            wire.close()
+
+
+def _left(end: float) -> float:
+    return max(end - time.monotonic(), 0.01)
+
+
+def _greeting(wire: Wire, secret: str, timeout: float) -> int | None:
+    """The process that a caller says it is; None for one that does not know the secret."""
+    wire.socket.settimeout(timeout)
+    try:
+        said = json.loads(wire.lines.readline(_GREETING))
+        if hmac.compare_digest(str(said["secret"]).encode(), secret.encode()):
+            return int(said["process"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None

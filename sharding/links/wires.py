@@ -1,0 +1,122 @@
+"""One TCP connection between each two processes: small messages, a heartbeat, and the news of a death at once.
+
+A message is a line of JSON; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Message = dict[str, Any]
+
+_LAST_WORDS = 2.0  # seconds that a peer which reads nothing may hold up the others
+
+
+class LinkError(RuntimeError):
+    """A peer is lost, has failed or does not answer. One line: which process, on which host, and what to do."""
+
+
+@dataclasses.dataclass
+class Wire:
+    """One end of a connection. `lines` reads from `socket`; whoever writes to it holds `writing`."""
+
+    socket: socket.socket
+    lines: io.BufferedReader
+    writing: threading.Lock
+
+    @classmethod
+    def on(cls, end: socket.socket) -> Wire:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return cls(end, end.makefile("rb"), threading.Lock())
+
+    def write(self, message: Message) -> None:
+        with self.writing:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        self.lines.close()
+        self.socket.close()
+
+
+class Wires:
+    """The wires of one process at work. `heard(process, message)` is called for every message of a peer, in order, and
+    `gone(process, why)` once, behind the last of them; both from the thread that listens to this peer.
+
+    A peer of which nothing was heard for `timeout` seconds is gone. Every process sends a heartbeat several times as
+    often, from a thread: only a process that is stopped, cut off, or holds the interpreter lock that long misses it.
+    """
+
+    def __init__(
+        self,
+        wires: Mapping[int, Wire],
+        timeout: float,
+        heard: Callable[[int, Message], None],
+        gone: Callable[[int, str], None],
+    ) -> None:
+        self._wires = dict(wires)
+        self._timeout = timeout
+        self._heard = heard
+        self._gone = gone
+        self._closed = threading.Event()
+        for wire in self._wires.values():
+            wire.socket.settimeout(timeout)
+        for process in self._wires:
+            threading.Thread(target=self._listen, args=(process,), name=f"link-{process}", daemon=True).start()
+        threading.Thread(target=self._beat, name="link-heartbeat", daemon=True).start()
+
+    def send(self, process: int, message: Message) -> None:
+        """Never raises: that a peer is gone is known when all of its messages were heard, and said by `gone`."""
+        try:
+            self._wires[process].write(message)
+        except TimeoutError:  # its buffers have been full for the whole time-out, and half a line is written
+            self._hang_up(self._wires[process])
+        except OSError:
+            pass
+
+    def tell_all(self, message: Message) -> None:
+        """To every peer; returns after two seconds although one of them reads nothing."""
+        threads = [threading.Thread(target=self.send, args=(peer, message), daemon=True) for peer in self._wires]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + _LAST_WORDS
+        for thread in threads:
+            thread.join(max(end - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        """Nothing more is sent. Listens on until the peers close as well, for a socket closed earlier would reset the
+        connection, and a message under way be lost."""
+        self._closed.set()
+        for wire in self._wires.values():
+            self._hang_up(wire, socket.SHUT_WR)
+
+    def _hang_up(self, wire: Wire, how: int = socket.SHUT_RDWR) -> None:
+        with contextlib.suppress(OSError):  # the peer was faster
+            wire.socket.shutdown(how)
+
+    def _listen(self, process: int) -> None:
+        wire = self._wires[process]
+        try:
+            for line in wire.lines:
+                self._heard(process, json.loads(line))
+            why = "its connection closed"
+        except ConnectionError:  # reset, because it died before it had read everything
+            why = "its connection closed"
+        except TimeoutError:
+            why = f"it has not answered for {self._timeout:g} s"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f"{type(error).__name__}: {error}"
+        self._gone(process, why)
+        wire.close()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(min(self._timeout / 5, 5.0)):
+            for process in self._wires:
+                self.send(process, {"kind": "alive"})

@@ -1,0 +1,143 @@
+"""The wires below the links, within one process: greetings, heartbeats, last words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sharding.links import LinkError
+from sharding.links.meeting import Card, connect, listen, own_address, place
+from sharding.links.wires import Wire, Wires
+
+Pair = Callable[[], tuple[Wire, socket.socket]]
+
+
+class Log:
+    """What is heard of the peers: the callbacks of `Wires`."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+        self.why: list[str] = []
+        self.gone = threading.Event()
+
+    def hear(self, process: int, message: dict[str, object]) -> None:
+        self.heard.append((process, message["kind"]))
+
+    def lose(self, process: int, why: str) -> None:
+        self.why.append(why)
+        self.gone.set()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Makes both ends of a connection: a wire, which its `Wires` close, and what the peer holds."""
+    held = []
+
+    def make() -> tuple[Wire, socket.socket]:
+        near, far = socket.socketpair()
+        held.append(far)
+        return Wire(near, near.makefile("rb"), threading.Lock()), far
+
+    yield make
+    for far in held:
+        far.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("link-") and thread.name != "link-arrival":
+            thread.join(30)
+
+
+@pytest.fixture
+def door() -> Iterator[socket.socket]:
+    with listen("127.0.0.1", 3) as opened:
+        yield opened
+
+
+def read(far: socket.socket) -> object:
+    with far.makefile("rb") as lines:
+        return json.loads(lines.readline())
+
+
+def test_silence_is_noticed_and_a_heartbeat_heard(pair: Pair) -> None:
+    wire, far = pair()
+    log = Log()
+    wires = Wires({3: wire}, 2.0, log.hear, log.lose)
+    for _ in range(3):
+        far.sendall(b'{"kind": "alive"}\n')
+    assert read(far) == {"kind": "alive"}
+    assert log.gone.wait(20) and log.why == ["it has not answered for 2 s"]
+    assert log.heard == [(3, "alive")] * 3
+    wires.close()
+
+
+@pytest.mark.parametrize(("last", "why"), [(b"", "its connection closed"), (b"nonsense\n", "JSONDecodeError")])
+def test_messages_are_heard_before_the_end(pair: Pair, last: bytes, why: str) -> None:
+    wire, far = pair()
+    log = Log()
+    far.sendall(b'{"kind": "count"}\n' * 1000 + last)
+    far.close()
+    wires = Wires({0: wire}, 20.0, log.hear, log.lose)
+    assert log.gone.wait(20) and log.heard == [(0, "count")] * 1000 and why in log.why[0]
+    wires.send(0, {"kind": "alive"})  # never raises
+    wires.close()
+
+
+def test_a_peer_that_reads_nothing_holds_nobody_up(pair: Pair) -> None:
+    stuck, _ = pair()
+    other, far = pair()
+    log = Log()
+    wires = Wires({1: stuck, 2: other}, 60.0, log.hear, log.lose)
+    threading.Thread(target=wires.send, args=(1, {"kind": "x" * 10_000_000}), daemon=True).start()
+    begun = time.monotonic()
+    wires.tell_all({"kind": "failed"})
+    assert time.monotonic() - begun < 40
+    assert read(far) == {"kind": "failed"}
+    wires.close()
+
+
+def card(door: socket.socket | None, secret: str) -> Card:
+    return Card("here", "127.0.0.1", door.getsockname()[1] if door else 1, "", secret)
+
+
+def test_strangers_are_turned_away(door: socket.socket) -> None:
+    """Whoever hangs up, does not know the secret, is a process that was not expected, or talks nonsense."""
+    cards = [card(door, "s0"), card(None, "s1")]
+    said = [
+        b"",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b'{"process": 1, "secret": "s1"}\n',
+        b'{"process": 7, "secret": "s0"}\n',
+        b"[]\n",
+    ]
+    with contextlib.ExitStack() as ends:
+        strangers = [ends.enter_context(socket.create_connection(door.getsockname())) for _ in said]
+        for stranger, words in zip(strangers, said, strict=True):
+            stranger.sendall(words)
+            stranger.shutdown(socket.SHUT_WR)
+        [friend] = connect(1, cards, door, 60.0).items()
+        [known] = connect(0, cards, door, 60.0).items()
+        assert (friend[0], known[0]) == (0, 1)
+        for stranger in strangers:
+            assert stranger.recv(10) == b""
+        friend[1].close()
+        known[1].close()
+
+
+def test_a_process_that_never_comes(door: socket.socket) -> None:
+    cards = [card(door, "a"), card(None, "b"), card(None, "c")]
+    with pytest.raises(LinkError, match=r"process 0 \(here\) was not called by process 1, 2 at 127.0.0.1:\d+: timed"):
+        connect(0, cards, door, 0.2)
+    with pytest.raises(LinkError, match=r"process 2 \(here\) can't reach process 1 \(here\) at 127.0.0.1:1: .*refused"):
+        connect(2, cards, door, 30.0)
+    with pytest.raises(LinkError, match=r"can't listen at 192\.0\.2\.1, is it an address of"):
+        listen("192.0.2.1", 2)
+
+
+def test_addresses() -> None:
+    assert place() == place()
+    listen(own_address(["no-such-host.invalid"]), 2).close()  # it is one of this host
