@@ -10,6 +10,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -48,8 +49,8 @@ def row_dims(inputs: PackedTokens) -> object:
     return jax.tree_util.tree_map_with_path(lambda path, _: int(path[-1].name == "positions_3BT"), inputs)
 
 
-def batch_of(plan: ShardPlan, vocabulary: int) -> PackedTokens:
-    """Random tokens, the same for every plan, where the plan says."""
+def batch_of(plan: ShardPlan, vocabulary: int, names: Sequence[int] = ()) -> PackedTokens:
+    """Random tokens where the plan says. `names[i]`, `i` if not given, decides those of sequence `i`."""
     bare = lay(plan)
     lengths = np.array(plan.lengths)
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -58,7 +59,9 @@ def batch_of(plan: ShardPlan, vocabulary: int) -> PackedTokens:
     needs = bare.needs() | bare.imports(before).needs()
     layout = bare.sized({name: round_up(need) for name, need in needs.items()})
     predecessors, spread = layout.spread(before)
-    tokens = np.random.default_rng(0).integers(0, vocabulary, lengths.sum())
+    names = names or range(len(lengths))
+    drawn = [np.random.default_rng(name).integers(0, vocabulary, n) for name, n in zip(names, lengths, strict=True)]
+    tokens = np.concatenate(drawn) if drawn else np.zeros(0, int)
 
     def rows(values: np.ndarray, padding: int = 0) -> np.ndarray:
         flat = np.full(plan.num_devices * layout.columns, padding, np.int32)

@@ -18,10 +18,10 @@ from sharding.shapes import ShapeBook
 
 from .algorithms.loss import response_weights
 from .config import Config, ConfigError, Strategy
-from .decoupled import compose_decoupled
+from .decoupled import compose_decoupled, estimate
 from .layout import Composition, Entry, lay_out
 from .packing import Budget, grid, pack
-from .spreading import compose_spread, shape_book
+from .spreading import compose_spread, planner, shape_book
 from .types import Group, PreparedPrompt, Response, Reward, Sample
 
 
@@ -107,6 +107,14 @@ def budget(config: Config, num_shards: int, vision: VisionConfig | None) -> Budg
             raise ConfigError(f"packing.{field} = {getattr(packing, field)} must be at least {least}")
     patches = grid(packing.patches_per_device, unit) if unit else (0,)
     return Budget(packing.tokens_per_row, grid(packing.rows_per_device), patches, num_shards)
+
+
+def check_strategy(config: Config, num_devices: int, text: TextConfig, vision: VisionConfig | None) -> None:
+    """Raises ConfigError for degrees that can't be on so many devices, and for a calibration that can't be read."""
+    if config.sharding.strategy.spreads:
+        planner(config, text, num_devices)
+    elif config.sharding.strategy is Strategy.ODC:
+        estimate(config, text, vision)
 
 
 def row_shapes(config: Config, num_shards: int, vision: VisionConfig | None) -> list[tuple[int, int, int]]:

@@ -24,13 +24,15 @@ from models.decoder import Decoder
 from models.forward import logprobs as model_logprobs
 from models.inputs import PackedTokens
 from sharding.fsdp import Fsdp
-from sharding.mesh import make_mesh
+from sharding.links import Links
+from sharding.mesh import MeshError, make_mesh
+from sharding.odc import Odc
 from sharding.overlap import compiler_options
-from sharding.shapes import ShapeBook
 from sharding.strategy import Params, Tally
 from sharding.walk import Walk
 
-from .config import AlgorithmConfig, Config, OptimConfig, Remat, Schedule
+from .config import AlgorithmConfig, Config, ConfigError, OptimConfig, Remat, Schedule, Strategy
+from .spreading import shape_book
 from .types import TrainBatch
 
 # (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, metrics by name, each [B, T])
@@ -60,19 +62,24 @@ class Learner:
         *,
         mesh: Mesh | None = None,
         never_sampled: tuple[int, ...] = (),
+        links: Links | None = None,
     ) -> None:
-        """`model` keeps its own weights: the learner starts from a copy, spread over `mesh` (default: as
+        """`links` are those to the other processes, where there are others and `sharding.strategy` is `odc`.
+
+        `model` keeps its own weights: the learner starts from a copy, spread over `mesh` (default: as
         `config.sharding.devices` says). `never_sampled` are token ids that the engine is told never to generate: the
-        policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are not so many devices."""
+        policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are not so many devices, and
+        ConfigError for hosts (`sharding.hybrid`) that these can't be cut into."""
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
-        self.shapes = ShapeBook(self.mesh.size, config.sharding.max_shapes)
+        self.shapes = shape_book(config, self.mesh.size)
         self._model = model
+        self._links = links
         self.reset(token_loss, never_sampled=never_sampled)
-        self.params = jax.device_put(
-            nnx.to_pure_dict(nnx.state(model, nnx.Param)), self._strategy.shardings, may_alias=False
-        )
+        self.params = self._strategy.shard(nnx.to_pure_dict(nnx.state(model, nnx.Param)), may_alias=False)
         self.opt_state = self._init(self.params)
+        if config.sharding.strategy is Strategy.ODC:
+            _ = self.odc  # hosts that can't be end here
 
     @property
     def text(self) -> TextConfig:
@@ -109,30 +116,44 @@ class Learner:
             compute_dtype=jnp.dtype(self.config.model.compute_dtype.value),
             remat=self.config.sharding.remat is Remat.LAYER,
         )
+        self._odc: Odc | None = None  # until it is needed
         self._compile()
         self.version = 0
         if hasattr(self, "params"):
             self.opt_state = self._init(self.params)
 
-    def step(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+    def step(
+        self, batches: Sequence[TrainBatch], devices: Sequence[int] = (), work: Sequence[float] = ()
+    ) -> dict[str, float]:
         """One optimizer step over the sum of the microbatches' losses. Blocks until it is done.
+
+        All devices compute each of `batches` together, or `devices[i]` the `i`-th alone, each device at its own pace
+        (`sharding.odc`); `work` is what each is predicted to cost.
 
         Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics
         over trained tokens; for tokens that an engine generated, the mean and maximum absolute difference between
         its log-probs and the trainer's before the update. Gradients that are not finite change nothing and are
-        reported by `skipped_nonfinite` = 1.
+        reported by `skipped_nonfinite` = 1. `seconds/idle`, with `devices`: how long a device waited for the last
+        one, on average.
 
-        Raises ValueError without a microbatch, or if the devices do not divide its rows.
+        Raises ValueError without a microbatch, or if the devices do not divide its rows; `sharding.odc.OdcError` for a
+        device that fails alone, before anything has changed.
         """
-        grads, tally = self.accumulate(batches)
+        grads, tally = self.accumulate(batches, devices, work)
         self.params, self.opt_state, report = self._apply(self.params, self.opt_state, grads, tally)
         self.version += 1
-        return _metrics(tally, np.asarray(report))
+        return _metrics(tally, np.asarray(report)) | ({"seconds/idle": self.odc.idle} if devices else {})
 
-    def accumulate(self, batches: Sequence[TrainBatch]) -> tuple[Params, Tally]:
-        """(gradients, tally) summed over the microbatches, laid out like the parameters; nothing is waited for."""
+    def accumulate(
+        self, batches: Sequence[TrainBatch], devices: Sequence[int] = (), work: Sequence[float] = ()
+    ) -> tuple[Params, Tally]:
+        """(gradients, tally) summed over the microbatches, laid out like the parameters. Collective microbatches are
+        not waited for."""
         if not batches:
             raise ValueError("an optimizer step needs at least one microbatch")
+        if devices:
+            _, tally, grads = self.odc.loss_and_grad(self.params, batches, devices, work)
+            return grads, tally
         placed = self._place(batches[0].inputs, batches[0])
         _, abstract, _ = jax.eval_shape(self._loss_and_grad, self.params, placed)
         grads, tally = self._zeros(tuple(abstract.sums), tuple(abstract.maxima))
@@ -145,6 +166,32 @@ class Learner:
         """(log-probability of each token, entropy of its distribution), `[B, T]` float32, under the learner's
         parameters or others of the same layout (a frozen reference). Meaningless where a token has no predecessor."""
         return self._logprobs(self.params if params is None else params, self._place(inputs, inputs))
+
+    def scores(
+        self, batches: Sequence[PackedTokens], devices: Sequence[int] = (), params: Params | None = None
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """`logprobs` of each batch, computed as `step` would."""
+        if devices:
+            return self.odc.logprobs(self.params if params is None else params, batches, devices)
+        return [self.logprobs(inputs, params) for inputs in batches]
+
+    @property
+    def odc(self) -> Odc:
+        """Runs microbatches that belong to single devices. Raises ConfigError for hosts that the mesh can't be cut
+        into."""
+        if self._odc is None:
+            settings = self.config.sharding
+            try:
+                self._odc = Odc(
+                    self._strategy,
+                    live_layers=settings.live_layers,
+                    deterministic=settings.deterministic,
+                    group=settings.devices_per_host if settings.hybrid else 0,
+                    links=self._links,
+                )
+            except MeshError as error:
+                raise ConfigError(f"sharding.devices_per_host is {settings.devices_per_host}: {error}") from error
+        return self._odc
 
     def state(self) -> dict[str, Any]:
         """Everything that the rest of training depends on, as a pytree of arrays for a checkpoint."""

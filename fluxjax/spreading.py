@@ -1,4 +1,4 @@
-"""Groups whose sequences are spread over devices (`sharding.strategy` other than `fsdp`): planned, then laid out.
+"""Groups with sequences spread over devices (`sharding.strategy` `ulysses`, `flex_ulysses`): planned, then laid out.
 
 Everything is first laid out as one long row, as if there were one device; the plan's layout then says to which
 device and column each token of that row goes. The vision tower's frames are dealt out by a plan of their own.

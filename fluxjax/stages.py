@@ -54,10 +54,10 @@ class PolicyTrainer:
             skip_idle=not (self._config.algorithm.kl_coefficient or self._config.algorithm.entropy_coefficient),
         )
         if self._reference is not None:
-            reference = self._reference
-            scores = [self._learner.logprobs(batch.inputs, reference)[0] for batch in composition.batches]
-            composition = with_reference(composition, scores)
-        metrics = self._learner.step(composition.batches)
+            inputs = [batch.inputs for batch in composition.batches]
+            scores = self._learner.scores(inputs, composition.devices, self._reference)
+            composition = with_reference(composition, [logprobs for logprobs, _ in scores])
+        metrics = self._learner.step(composition.batches, composition.devices, composition.work)
         self.last_groups = scored
         tokens_fill, patches_fill = composition.fill()
         return (

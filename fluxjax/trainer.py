@@ -17,14 +17,16 @@ from models.decoder import parameter_count
 from rollout.engine import EngineError, SamplingParams
 from rollout.jax_engine import JaxEngine
 from sharding.mesh import MeshError, make_mesh
+from sharding.odc import OdcError
 
 from . import run_folder
 from .algorithms import ALGORITHMS
+from .batching import check_strategy
 from .build import build_model
 from .callbacks import Callback
 from .checkpoint import CheckpointError, Checkpoints, like
 from .compile_cache import use_compile_cache
-from .config import Config, ConfigError, Strategy
+from .config import Config, ConfigError
 from .coordinator import Coordinator, CoordinatorError, Settings, Synchronous
 from .coordinator.messages import Finish
 from .data import open_held_out, open_sources, open_warm_start
@@ -42,7 +44,6 @@ from .report.summary import Summary, TrainingResult
 from .reporter import Reporter, closing, opening
 from .rewards import Scorer
 from .runtime import Runtime
-from .spreading import planner
 from .stages import HeldOutEvaluator, PolicyTrainer
 from .timeline import Timeline
 from .types import Prompt
@@ -103,8 +104,7 @@ class FluxTrainer:
             self.learner = Learner(
                 config, self.model, self.algorithm.token_loss, mesh=mesh, never_sampled=self.processor.media_token_ids
             )
-            if config.sharding.strategy is not Strategy.FSDP:
-                planner(config, self.learner.text, mesh.size)  # a degree that can't be ends here
+            check_strategy(config, mesh.size, self.learner.text, self.vision)
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
             self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
 
@@ -385,7 +385,7 @@ class FluxTrainer:
 
 
 # What a user can mend; anything else is a defect and keeps its traceback.
-USER_ERRORS = (ConfigError, DataError, CheckpointError, CoordinatorError, EngineError, OSError)
+USER_ERRORS = (ConfigError, DataError, CheckpointError, CoordinatorError, EngineError, OdcError, OSError)
 
 
 def main(config: Config) -> int:

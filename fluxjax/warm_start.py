@@ -64,7 +64,7 @@ async def warm_start(
                 text=learner.text,
                 shapes=learner.shapes,
             )
-            yield step, learner.step(batch.batches)
+            yield step, learner.step(batch.batches, batch.devices, batch.work)
     finally:
         source.close()
 

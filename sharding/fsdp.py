@@ -60,8 +60,9 @@ class Fsdp:
         weights_as_they_are = not self._axes and self.compute_dtype == jnp.float32
         self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat, unroll=unroll)
 
-    def shard(self, params: Params) -> Params:
-        return _put(params, self.shardings)
+    def shard(self, params: Params, *, may_alias: bool | None = None) -> Params:
+        """`may_alias=False` copies what lies there already."""
+        return _put(params, self.shardings, may_alias)
 
     def place(self, batch: Any) -> Any:
         """Every process has the whole batch and keeps its devices' part. Raises ValueError if the devices do not divide
@@ -126,14 +127,14 @@ class Fsdp:
         jax.tree.map(one, self._row_dims(batch), batch)
 
 
-def _put(tree: Any, shardings: Any) -> Any:
+def _put(tree: Any, shardings: Any, may_alias: bool | None = None) -> Any:
     """Host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices."""
     if jax.process_count() == 1:
-        return jax.device_put(tree, shardings)
+        return jax.device_put(tree, shardings, may_alias=may_alias)
 
     def one(array: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            return jax.device_put(array, sharding)  # it is on the mesh already
+            return jax.device_put(array, sharding, may_alias=may_alias)  # it is on the mesh already
         whole = np.asarray(array)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 

@@ -49,9 +49,9 @@ def random_groups(seed: int):
 
 
 def outcome(learner: Learner, composition):
-    grads, tally = learner.accumulate(composition.batches)
-    scores = [learner.logprobs(batch.inputs)[0] for batch in composition.batches]
-    return tally, jax.tree.map(np.asarray, grads), unpack(composition, scores)
+    grads, tally = learner.accumulate(composition.batches, composition.devices, composition.work)
+    scores = learner.scores([batch.inputs for batch in composition.batches], composition.devices)
+    return tally, jax.tree.map(np.asarray, grads), unpack(composition, [logprobs for logprobs, _ in scores])
 
 
 def assert_equal(got, want) -> None:

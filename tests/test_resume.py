@@ -165,6 +165,19 @@ def test_sequences_spread_over_devices(commands, text, tmp_path):
     assert_same_run(resumed, whole)
 
 
+def test_every_device_at_its_own_pace(commands, text, tmp_path):
+    """ODC on four devices, killed and started again: in deterministic order the bits are those of a run left alone."""
+    settings = {"devices": 4, "strategy": "odc", "deterministic": True}
+    odc = [*text, *(f"--config.sharding.{name}={value}" for name, value in settings.items())]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    commands.run(whole, TEXT, odc, devices=4)
+    assert all("seconds/idle" in record for record in read(whole / "metrics.jsonl") if record.get("phase") == "rl")
+    signal_when(commands.start(killed, TEXT, odc, devices=4), logged(killed, "rl", 5))
+    commands.run(killed, TEXT, odc, devices=4)
+    assert summary(killed)["resumed_from"] == [3]
+    assert_same_run(killed, whole)
+
+
 def test_images_and_videos(commands, tmp_path):
     """Decoding in threads ahead of use, two sources mixed, a frozen reference model in the checkpoint."""
     (tmp_path / "data").mkdir()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +17,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..fsdp import Fsdp
+from ..links import LinkError, Links
 from ..strategy import Params, Tally
 from .flat import Rows
 from .gradients import Device, Gradients, Key, Turn
 from .programs import Microbatch, Programs
-from .worker import Fetcher, Worker
+from .remote import Remote
+from .traffic import Traffic
+from .window import Itinerary
+from .worker import Task, Worker
 
 
 class OdcError(RuntimeError):
@@ -27,17 +33,26 @@ class OdcError(RuntimeError):
 
 
 class _Failure:
-    """The first thing that went wrong on any thread; all others stop at their next step."""
+    """The first thing that went wrong on any thread; all others, also of other processes, stop at their next step."""
 
-    def __init__(self) -> None:
+    def __init__(self, links: Links | None) -> None:
+        self._links = links
         self._lock = threading.Lock()
         self._error: OdcError | None = None
 
-    def note(self, device: Device, place: str, error: BaseException) -> None:
-        with self._lock:
-            if self._error is None and not isinstance(error, OdcError):
-                self._error = OdcError(f"{device} failed in {place}: {type(error).__name__}: {error}")
-                self._error.__cause__ = error
+    @contextlib.contextmanager
+    def noting(self, what: Callable[[], str]) -> Iterator[None]:
+        """Keeps whatever is raised inside: the other threads must not wait for this one."""
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                if self._error is None:
+                    ours = f"{what()}: {type(error).__name__}: {error}"
+                    self._error = OdcError(str(error) if isinstance(error, LinkError) else ours)
+                    self._error.__cause__ = error
+                    if self._links is not None and not isinstance(error, LinkError):
+                        self._links.fail(str(self._error))
 
     def check(self) -> None:
         if self._error is not None:
@@ -76,13 +91,22 @@ class Odc:
     holds the whole weights of at most `live_layers` steps at once (a layer, or what stands between two stacks of
     layers): the one that is computed, those fetched ahead and one not yet done. `deterministic` adds gradients in an
     order that depends on nothing but the minibatch and the predicted work. `group` neighbouring devices (0: all) hold
-    all parameters and gradients together (hybrid sharding). `last_seconds` says for each local device how long it took
+    all parameters and gradients together (hybrid sharding). `links` are those of this process to the others, where
+    there are others. `last_seconds` says for each local device how long it took
     for its part of the last minibatch.
     """
 
     last_seconds: dict[int, float]
 
-    def __init__(self, strategy: Fsdp, *, live_layers: int = 3, deterministic: bool = False, group: int = 0) -> None:
+    def __init__(
+        self,
+        strategy: Fsdp,
+        *,
+        live_layers: int = 3,
+        deterministic: bool = False,
+        group: int = 0,
+        links: Links | None = None,
+    ) -> None:
         if live_layers < 2:
             raise ValueError(f"live_layers is {live_layers}; one is fetched while another is computed, so at least 2")
         self.mesh = strategy.mesh
@@ -92,6 +116,8 @@ class Odc:
         self._rows = Rows(
             self.mesh, strategy.specs, strategy.abstract, strategy.rules, dtype=strategy.compute_dtype, group=group
         )
+        self._links = links
+        self._number = 0  # of minibatches so far
         self._programs = Programs(self._rows, strategy)
         self._combine = jax.jit(_combined, static_argnums=1, out_shardings=NamedSharding(self.mesh, P()))
         self.last_seconds = {}
@@ -102,71 +128,103 @@ class Odc:
         """(loss, tally, gradients) summed over the microbatches `batches`, of which `devices[i]` computes the `i`-th.
 
         Every process has all batches, as arrays on the host. `work` is the predicted work of each, in any unit: the
-        deterministic order follows it. Raises OdcError if a device fails.
+        deterministic order follows it. Raises OdcError, on all processes, if a device or a process fails.
         """
         plan = _Plan.of(len(batches), devices, work, len(self._devices))
         microbatches = [self._programs.training(batch) for batch in batches]
-        failure = _Failure()
+        tasks = [Task(own, batches, microbatches) for own in plan.own]
+        failure = _Failure(self._links)
         orders = self._orders(plan, microbatches) if self._deterministic else None
         owners = [self._devices[d] for d in self._local]
         gradients = Gradients(owners, orders, 2 * self._live_layers, failure.check)
-        workers = self._workers(plan, batches, self._rows.publish(params), failure)
-        self._run(workers, failure, lambda w: w.train(microbatches, gradients, self._owners(w.number)))
+        trips = [task.training(self._live_layers) for task in tasks]
+        traffic = self._traffic(params, trips)
+        workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
+        jobs = [self._training(worker, traffic, trips[worker.number], gradients) for worker in workers]
+        self._run(workers, jobs, failure, self._servers(traffic, tasks, gradients))
+        grads = self._rows.collect(self._gathered(gradients))
         loss, tally = self._tally(workers, microbatches[0])
-        return loss, tally, self._rows.collect(self._gathered(gradients))
+        return loss, tally, grads
+
+    @property
+    def idle(self) -> float:
+        """Seconds between a local device's end of the last minibatch and that of the last of them, on average."""
+        seconds = list(self.last_seconds.values())
+        return max(seconds) - sum(seconds) / len(seconds) if seconds else 0.0
 
     def logprobs(self, params: Params, inputs: Sequence[Any], devices: Sequence[int]) -> list[Any]:
         """What `forward` returns for each of `inputs`, on the device that computed it; None for other processes'."""
         plan = _Plan.of(len(inputs), devices, (), len(self._devices))
         microbatches = [self._programs.scoring(one) for one in inputs]
-        failure = _Failure()
-        workers = self._workers(plan, inputs, self._rows.publish(params), failure)
-        self._run(workers, failure, lambda worker: worker.score(microbatches))
+        tasks = [Task(own, inputs, microbatches) for own in plan.own]
+        failure = _Failure(self._links)
+        trips = [task.scoring(self._live_layers) for task in tasks]
+        traffic = self._traffic(params, trips)
+        workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
+        jobs = [functools.partial(w.score, traffic.window(w.number, trips[w.number])) for w in workers]
+        self._run(workers, jobs, failure, [])
         found = {i: result for worker in workers for i, result in worker.results.items()}
         return [found.get(i) for i in range(len(inputs))]
 
-    def _workers(
-        self, plan: _Plan, batches: Sequence[Any], rows: list[list[jax.Array]], failure: _Failure
-    ) -> list[Worker]:
-        shards = [[{s.device: s.data for s in layer.addressable_shards} for layer in unit] for unit in rows]
-        workers = []
-        for d in self._local:
-            fetcher = Fetcher(self._devices[d], self._owners(d), shards)
-            own = plan.own[d]
-            workers.append(Worker(d, self._devices[d], fetcher.fetch, batches, own, self._live_layers, failure.check))
-        return workers
+    def _traffic(self, params: Params, trips: Sequence[Itinerary]) -> Traffic:
+        self._number += 1
+        remote = None
+        if self._links is not None:
+            remote = Remote(self._links, self._number, self._devices, 2 * self._live_layers)
+        traffic = Traffic(self._rows, self._rows.publish(params), self._devices, self._local, remote)
+        traffic.offer(trips)
+        return traffic
 
-    def _run(self, workers: Sequence[Worker], failure: _Failure, work: Callable[[Worker], None]) -> None:
+    def _training(self, worker: Worker, traffic: Traffic, trip: Itinerary, gradients: Gradients) -> Callable[[], None]:
+        push = traffic.pusher(worker.number, gradients)
+        return lambda: worker.train(traffic.window(worker.number, trip), push)
+
+    def _servers(
+        self, traffic: Traffic, tasks: Sequence[Task], gradients: Gradients
+    ) -> list[tuple[int, Callable[[], None]]]:
+        """For each device of another process, what takes its gradients."""
+        return [
+            (client, functools.partial(traffic.serve, client, tasks[client].pushes(), gradients))
+            for client in traffic.clients
+        ]
+
+    def _run(
+        self,
+        workers: Sequence[Worker],
+        jobs: Sequence[Callable[[], None]],
+        failure: _Failure,
+        servers: Sequence[tuple[int, Callable[[], None]]],
+    ) -> None:
+        """All jobs, each on a thread of its own, to the end of the minibatch."""
         began = time.perf_counter()
 
-        def run(worker: Worker) -> None:
-            try:
-                work(worker)
-            except BaseException as error:  # whatever it is, the other threads must not wait for this one
-                failure.note(worker.device, worker.place, error)
+        def work(worker: Worker, job: Callable[[], None]) -> None:
+            with failure.noting(lambda: f"{worker.device} failed in {worker.place}"):
+                job()
             worker.seconds = time.perf_counter() - began
 
-        threads = [threading.Thread(target=run, args=(w,), name=f"odc-{w.number}", daemon=True) for w in workers]
+        def serve(client: int, job: Callable[[], None]) -> None:
+            with failure.noting(lambda: f"taking the gradients of {self._devices[client]} failed"):
+                job()
+
+        threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in zip(workers, jobs, strict=True)]
+        threads += [threading.Thread(target=serve, args=pair, daemon=True) for pair in servers]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         failure.check()
+        if self._links is not None:
+            with failure.noting(lambda: "the end of the minibatch was not reached by all"):
+                self._links.barrier(f"minibatch {self._number}")
+            failure.check()
         self.last_seconds = {worker.number: worker.seconds for worker in workers}
-
-    def _owners(self, device: int) -> list[Device]:
-        """The devices that hold what `device` fetches, in the order of the mesh."""
-        return [self._devices[d] for d in self._group(device)]
-
-    def _group(self, device: int) -> range:
-        first = device // self._rows.group * self._rows.group
-        return range(first, first + self._rows.group)
 
     def _orders(self, plan: _Plan, microbatches: Sequence[Microbatch]) -> dict[Device, dict[Key, list[Turn]]]:
         orders: dict[Device, dict[Key, list[Turn]]] = {}
         for d in self._local:
             order: dict[Key, list[Turn]] = {}
-            for turn, index in plan.by_finish(self._group(d)):
+            for turn, index in plan.by_finish(self._rows.members(d)):
                 for key in microbatches[index].pushes:
                     order.setdefault(key, []).append(turn)
             orders[self._devices[d]] = order

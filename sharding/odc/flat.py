@@ -94,6 +94,11 @@ class Rows:
         self._collect = jax.jit(collect)
         self.sharding = NamedSharding(mesh, P(self._axes))
 
+    def members(self, device: int) -> range:
+        """The devices that hold what `device` fetches, by their number in the mesh."""
+        first = device // self.group * self.group
+        return range(first, first + self.group)
+
     def publish(self, params: Any) -> list[list[jax.Array]]:
         """`[unit][layer]`: arrays `[devices * outer * size]`, each device's row its own part of them."""
         return self._publish(params)

@@ -28,7 +28,7 @@ class Microbatch:
         self.steps = self.program.steps
         home = {piece.leaf: u for u, unit in enumerate(rows.units) for piece in unit.pieces}
         needed = {id(step.stage): sorted({home[leaf] for leaf in step.stage.weights}) for step in self.steps}
-        self.keys: list[list[Key]] = [[(u, step.layer) for u in needed[id(step.stage)]] for step in self.steps]
+        self.keys = [tuple((u, step.layer) for u in needed[id(step.stage)]) for step in self.steps]
         self.pushes: list[Key] = [key for keys in reversed(self.keys) for key in keys]
         self._compiled: dict[tuple[int, str], Callable] = {}
         self._rows, self._needed, self._remat = rows, needed, remat
@@ -48,7 +48,7 @@ class Microbatch:
                 return self._rows.whole(units, rows, stage.weights)
 
             made = forward(stage, whole, self._remat) if kind == "forward" else infer(stage, whole)
-            self._compiled[name] = jax.jit(made)
+            self._compiled.setdefault(name, jax.jit(made))  # all threads call the same one
         return self._compiled[name]
 
 

@@ -1,11 +1,11 @@
 """One device's way through its microbatches: it fetches the weights of the next layers, computes one, pushes gradients.
 
-Programs are dispatched without waiting for them; what bounds how far dispatch runs ahead, and so how many layers'
-weights a device holds, is `Window`.
+Programs are dispatched without waiting for them; what bounds how far dispatch runs ahead is the window.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,161 +13,114 @@ import jax
 import numpy as np
 
 from ..strategy import Tally
-from .gradients import Device, Gradients, Key
+from .gradients import Device, Key
 from .programs import Microbatch, pull_back
-
-Row = tuple[jax.Array, ...]  # one unit's rows, of each of its owners, on the worker's device
-
-
-class Fetcher:
-    """Brings rows to `device`, from wherever their owners are: from one device to another, not through the host."""
-
-    def __init__(
-        self, device: Device, owners: Sequence[Device], rows: Sequence[Sequence[dict[Device, jax.Array]]]
-    ) -> None:
-        self._device, self._owners, self._rows = device, owners, rows
-
-    def fetch(self, key: Key) -> Row:
-        """Starts the transfers; the rows need not have arrived."""
-        unit, layer = key
-        shards = self._rows[unit][layer]
-        return tuple(jax.device_put([shards[owner] for owner in self._owners], self._device))
+from .stages import Step
+from .window import Itinerary, Row, Window
 
 
-class Window:
-    """The weights that a device holds while it takes its steps: at most those of `live` steps that follow each other.
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A device's part of a minibatch: the batches `own` (indices of `batches`), each as `microbatches` runs it."""
 
-    `needs` are the keys of each step. Of `live` 3 or more, one step is dispatched while the one before is computed.
-    """
+    own: tuple[int, ...]
+    batches: Sequence[Any]
+    microbatches: Sequence[Microbatch]
 
-    def __init__(self, fetch: Callable[[Key], Row], needs: Sequence[Sequence[Key]], live: int) -> None:
-        self._fetch, self._needs = fetch, needs
-        self._lag = 1 if live > 2 else 0
-        self._ahead = live - 1 - self._lag
-        self._held: dict[Key, Row] = {}
-        self._results: list[Any] = []  # of the steps taken
+    def training(self, live: int) -> Itinerary:
+        needs = [keys for i in self.own for keys in (*self.microbatches[i].keys, *reversed(self.microbatches[i].keys))]
+        return Itinerary(tuple(needs), live)
 
-    def step(self, number: int) -> list[Row]:
-        """The rows for this step, and on their way those of the next; steps are taken in order."""
-        done = number - 1 - self._lag
-        if done >= 0:
-            jax.block_until_ready(self._results[done])
-            self._results[done] = None
-        wanted = {key for needs in self._needs[number : number + 1 + self._ahead] for key in needs}
-        self._held = {key: rows for key, rows in self._held.items() if key in wanted}
-        for needs in self._needs[number : number + 1 + self._ahead]:
-            for key in needs:
-                if key not in self._held:
-                    self._held[key] = self._fetch(key)
-        return [self._held[key] for key in self._needs[number]]
+    def scoring(self, live: int) -> Itinerary:
+        return Itinerary(tuple(keys for i in self.own for keys in self.microbatches[i].keys), live)
 
-    def dispatched(self, result: jax.Array) -> None:
-        """`result` is any output of the step's program."""
-        self._results.append(result)
-
-    def finish(self) -> None:
-        jax.block_until_ready([result for result in self._results if result is not None])
-        self._held = {}
+    def pushes(self) -> list[tuple[int, Key]]:
+        """(own microbatch, key) of each push of training, in order."""
+        return [(number, key) for number, i in enumerate(self.own) for key in self.microbatches[i].pushes]
 
 
 class Worker:
-    """Device `number`'s part of a minibatch: the microbatches `own`, indices of `batches`, one after the other.
+    """Device `number` at work on its task.
 
     `place` says what it is at, `tally` is the sum of its results, `results` those of `score` by index.
     """
 
-    def __init__(
-        self,
-        number: int,
-        device: Device,
-        fetch: Callable[[Key], Row],
-        batches: Sequence[Any],
-        own: Sequence[int],
-        live: int,
-        check: Callable[[], None],
-    ) -> None:
-        self.number, self.device = number, device
-        self.place = "before its first microbatch"
+    def __init__(self, number: int, device: Device, task: Task, check: Callable[[], None]) -> None:
+        self.number, self.device, self.task = number, device, task
+        self.place = "its first microbatch"
         self.results: dict[int, Any] = {}
         self.tally: Any = None  # like the results of a training program
         self.seconds = 0.0
-        self._fetch, self._batches, self._own, self._live, self._check = fetch, batches, own, live, check
+        self._check = check
 
-    def train(self, microbatches: Sequence[Microbatch], gradients: Gradients, owners: Sequence[Device]) -> None:
-        """Forward and backward through each microbatch; `microbatches[i]` runs batch `i`."""
-        needs = [keys for i in self._own for keys in (*microbatches[i].keys, *reversed(microbatches[i].keys))]
-        window = Window(self._fetch, needs, self._live)
-        at = 0
-        for number, index in enumerate(self._own):
-            one = microbatches[index]
+    def train(self, window: Window, push: Callable[[Key, int, Sequence[jax.Array]], None]) -> None:
+        """Forward and backward through each microbatch; `push(key, own microbatch, rows)` takes gradients away."""
+        for number, index in enumerate(self.task.own):
+            one = self.task.microbatches[index]
             values = self._values(one, index)
             saved: list[Any] = []
             for step in one.steps:
-                rows = self._arrive(window, at, f"{number + 1} of {len(self._own)}, {step.name}")
+                rows = self._next(window, number, step.name)
                 outputs, pull = one.forward(step)(rows, [values[slot] for slot in step.reads], np.int32(step.layer))
-                values |= dict(zip(step.writes, outputs, strict=True))
-                saved.append((pull, [(out.shape, out.dtype) for out in outputs]))
+                del rows  # the next step fetches before it has others to put in their place
                 window.dispatched(outputs[0])
-                at += 1
-                for slot in step.last:
-                    values.pop(slot, None)
-            self._add_tally(one, values)
+                saved.append((pull, [(out.shape, out.dtype) for out in outputs]))
+                _hand_on(values, step, outputs)
+            results = self._outputs(one, values)
+            self.tally = results if self.tally is None else _joined(self.tally, results)
             loss: Any = one.program.outputs[0]
-            cotangents: dict[int, Any] = {loss: np.ones((), np.float32)}
             del values
-            for k in reversed(range(len(one.steps))):
-                step, keys = one.steps[k], one.keys[k]
-                rows = self._arrive(window, at, f"{number + 1} of {len(self._own)}, {step.name} backward")
+            cotangents: dict[int, Any] = {loss: np.ones((), np.float32)}
+            for step, keys in zip(reversed(one.steps), reversed(one.keys), strict=True):
+                rows = self._next(window, number, f"{step.name} backward")
                 pull, shapes = saved.pop()
-                pairs = zip(step.writes, shapes, step.stage.active_out, strict=True)
                 given = [
-                    cotangents.pop(s, None) if s in cotangents else np.zeros(*shape) for s, shape, on in pairs if on
+                    cotangents.pop(slot) if slot in cotangents else np.zeros(*shape)
+                    for slot, shape, active in zip(step.writes, shapes, step.stage.active_out, strict=True)
+                    if active
                 ]
                 gradient_rows, back = pull_back(pull, rows, given)
+                del rows, pull
                 window.dispatched(gradient_rows[0][0] if gradient_rows else back[0])
-                at += 1
                 active = [slot for slot, on in zip(step.reads, step.stage.active_in, strict=True) if on]
                 for slot, gradient in zip(active, back, strict=True):
                     cotangents[slot] = _plus(cotangents[slot], gradient) if slot in cotangents else gradient
-                for key, own_rows in zip(keys, gradient_rows, strict=True):
-                    for owner, row in zip(owners, own_rows, strict=True):
-                        gradients.push(owner, key, (self.number, number), row)
+                for key, own in zip(keys, gradient_rows, strict=True):
+                    push(key, number, own)
         window.finish()
 
-    def score(self, microbatches: Sequence[Microbatch]) -> None:
+    def score(self, window: Window) -> None:
         """Forward only."""
-        needs = [keys for i in self._own for keys in microbatches[i].keys]
-        window = Window(self._fetch, needs, self._live)
-        at = 0
-        for number, index in enumerate(self._own):
-            one = microbatches[index]
+        for number, index in enumerate(self.task.own):
+            one = self.task.microbatches[index]
             values = self._values(one, index)
             for step in one.steps:
-                rows = self._arrive(window, at, f"{number + 1} of {len(self._own)}, {step.name}")
+                rows = self._next(window, number, step.name)
                 outputs = one.infer(step)(rows, [values[slot] for slot in step.reads], np.int32(step.layer))
-                values |= dict(zip(step.writes, outputs, strict=True))
+                del rows
                 window.dispatched(outputs[0])
-                at += 1
-                for slot in step.last:
-                    values.pop(slot, None)
-            self.results[index] = jax.tree.unflatten(one.program.tree, self._outputs(one, values))
+                _hand_on(values, step, outputs)
+            self.results[index] = self._outputs(one, values)
         window.finish()
 
     def _values(self, one: Microbatch, index: int) -> dict[int, jax.Array]:
-        leaves = jax.device_put(jax.tree.leaves(self._batches[index]), self.device)
+        leaves = jax.device_put(jax.tree.leaves(self.task.batches[index]), self.device)
         return dict(zip(one.program.inputs, leaves, strict=True))
 
-    def _arrive(self, window: Window, at: int, place: str) -> list[Row]:
-        self.place = f"microbatch {place}"
+    def _next(self, window: Window, number: int, place: str) -> list[Row]:
+        self.place = f"microbatch {number + 1} of {len(self.task.own)}, {place}"
         self._check()
-        return window.step(at)
+        return window.next()
 
-    def _outputs(self, one: Microbatch, values: dict[int, jax.Array]) -> list[Any]:
-        return [values[o] if isinstance(o, int) else jax.device_put(o, self.device) for o in one.program.outputs]
+    def _outputs(self, one: Microbatch, values: dict[int, jax.Array]) -> Any:
+        outputs = [values[o] if isinstance(o, int) else jax.device_put(o, self.device) for o in one.program.outputs]
+        return jax.tree.unflatten(one.program.tree, outputs)
 
-    def _add_tally(self, one: Microbatch, values: dict[int, jax.Array]) -> None:
-        more = jax.tree.unflatten(one.program.tree, self._outputs(one, values))
-        self.tally = more if self.tally is None else _joined(self.tally, more)
+
+def _hand_on(values: dict[int, jax.Array], step: Step, outputs: Sequence[jax.Array]) -> None:
+    values.update(zip(step.writes, outputs, strict=True))
+    for slot in step.last:
+        values.pop(slot, None)
 
 
 @jax.jit

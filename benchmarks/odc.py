@@ -1,0 +1,297 @@
+"""On-demand communication against collective FSDP: measured on two processes, simulated on 8 to 32 devices.
+
+    python benchmarks/odc.py                              all three parts
+    python benchmarks/odc.py --part measured --minibatches 5
+    python benchmarks/odc.py --lengths 1024 128 128 128 128 128 128 128
+
+Parts: `measured` times minibatches of LongAlign-like lengths (forward and backward of 4 samples a device) under
+collective FSDP with LB-Micro, ODC with LB-Micro and ODC with LB-Mini, interleaved, beside what the schedules predict;
+`together` times sharded sequences run collectively with the others under ODC, against FlexUlysses and ODC for all;
+`bandwidth` compares gather and scatter-accumulate with the collectives on the same arrays; `simulated` predicts bubble
+rates for the paper's settings, beside its Tables 4 and 6.
+
+Prints one JSON line on standard output and its progress on standard error. `benchmarks/README.md` says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
+
+import numpy as np
+from common import ROOT, Worker, WorkerError, spread, thread_environment
+from odc_simulated import fitted, simulate
+
+from sharding.packing import SCHEDULERS, Schedule, bubble_rate, makespan
+from sharding.planner import Limits, flex_ulysses, ulysses
+
+# Eight layers and wide heads: attention's share of the longest sequence is that of a 1.5B model at 64k tokens.
+MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 128,
+    "intermediate_size": 3328,
+    "num_layers": 8,
+    "num_heads": 32,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+}
+LONGEST = 1024  # tokens; LongAlign's are scaled down to it
+METHODS = {  # name: (how it runs, scheduler, where devices wait)
+    "collective_lb_micro": ("collective", "lb_micro", "microbatch"),
+    "odc_lb_micro": ("odc", "lb_micro", "minibatch"),
+    "odc_lb_mini": ("odc", "lb_mini", "minibatch"),
+}
+PARTS = ("measured", "together", "bandwidth", "simulated")
+TOGETHER = {  # sequences that FlexUlysses spreads over both devices, and others
+    "one long": (1024, *[192] * 8),
+    "two long": (1024, 640, *[128] * 16),
+}
+SIZES = (1 << 16, 1 << 20, 1 << 24)  # floats of an array that is gathered: 256 KiB to 64 MiB
+
+
+def main(argv: Sequence[str]) -> int:
+    """0, or 1 with one line on standard error for a worker that failed, 2 for input that can't be."""
+    options = _parser().parse_args(argv)
+    parts = options.part or list(PARTS)
+    result: dict[str, Any] = {"benchmark": "odc"}
+    try:
+        if set(parts) - {"simulated"}:
+            result |= _on_two_processes(options, parts)
+        if "simulated" in parts:
+            result |= {name: value for name, value in simulate().items() if name.startswith("simulated")}
+    except (WorkerError, OSError, ValueError) as error:  # PlanError is a ValueError
+        print(f"error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, WorkerError) else 2
+    print(json.dumps(result))
+    return 0
+
+
+def _on_two_processes(options: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
+    minibatches = [tuple(options.lengths)] if options.lengths else _minibatches(options.minibatches)
+    schedules = {
+        f"{index} {name}": (how, _schedule(scheduler, lengths))
+        for index, lengths in enumerate(minibatches)
+        for name, (how, scheduler, _) in METHODS.items()
+    }
+    raw = {name: (how, dataclasses.asdict(schedule)) for name, (how, schedule) in schedules.items()}
+    runs = (raw if "measured" in parts else {}) | (_together() if "together" in parts else {})
+    load_before = os.getloadavg()[0]
+    with _workers(options, runs) as (ask, about):
+        result: dict[str, Any] = {
+            "what": "two processes of one CPU core each, gloo and jax.experimental.transfer over loopback, float32",
+            "load_average_before": round(load_before, 2),
+        }
+        if "measured" in parts:
+            result["measured"] = _measure(ask, schedules, minibatches, options) | {
+                "model": MODEL | {"parameters": about["parameters"]},
+                "rematerialisation": options.remat,
+            }
+        if "together" in parts:
+            result["together"] = _compare(ask, options)
+        if "bandwidth" in parts:
+            result["bandwidth"] = [_bandwidth(ask, values, options.repeats) for values in SIZES]
+    return result
+
+
+def _minibatches(count: int) -> list[tuple[int, ...]]:
+    """Lengths of 4 samples for each of 2 devices, LongAlign's as fitted to the paper's bubble rate, scaled down."""
+    lengths = fitted("longalign")
+    lengths = lengths.scaled(LONGEST / lengths.longest)
+    return [tuple(lengths.draw(np.random.default_rng(seed), 8).tolist()) for seed in range(count)]
+
+
+def _schedule(scheduler: str, lengths: Sequence[int]) -> Schedule:
+    """By FLOPs of the model above; a microbatch holds as many tokens as the longest sequence (packing ratio 1)."""
+    m = MODEL
+    heads = m["num_heads"] * m["head_dim"]
+    layer = m["hidden_size"] * (2 * heads + 2 * m["num_kv_heads"] * m["head_dim"] + 3 * m["intermediate_size"])
+    weights = m["num_layers"] * layer + m["vocab_size"] * m["hidden_size"]
+    work = [2.0 * weights * n + 2.0 * m["num_layers"] * heads * n**2 for n in lengths]
+    return SCHEDULERS[scheduler](lengths, 2, Limits(tokens_per_device=max(LONGEST, *lengths)), work=work)
+
+
+def _measure(ask: Any, schedules: Any, minibatches: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each minibatch under each method, and over all minibatches; ratios above 1: LB-Mini is faster."""
+    groups = {str(index): [f"{index} {name}" for name in METHODS] for index in range(len(minibatches))}
+    seconds, idle = _timed(ask, groups, options)
+    total = {
+        name: sum(statistics.median(seconds[f"{index} {name}"]) for index in range(len(minibatches)))
+        for name in METHODS
+    }
+    ideal = {
+        name: sum(makespan(schedules[f"{index} {name}"][1], barrier) for index in range(len(minibatches)))
+        for name, (_, _, barrier) in METHODS.items()
+    }
+    return {
+        "minibatches": [
+            {
+                "lengths": sorted(lengths, reverse=True),
+                "methods": {
+                    name: {
+                        "seconds": spread(seconds[f"{index} {name}"]),
+                        "cores_idle": round(statistics.median(idle[f"{index} {name}"]), 3),
+                        "bubble_rate_of_the_schedule": round(
+                            bubble_rate(schedules[f"{index} {name}"][1], barrier=barrier), 3
+                        ),
+                        "microbatches": schedules[f"{index} {name}"][1].counts().tolist(),
+                    }
+                    for name, (_, _, barrier) in METHODS.items()
+                },
+            }
+            for index, lengths in enumerate(minibatches)
+        ],
+        "repeats": options.repeats,
+        "seconds": {name: round(value, 3) for name, value in total.items()},
+        "odc_lb_mini_against": {
+            name: {
+                "measured": round(total[name] / total["odc_lb_mini"], 3),
+                "predicted_by_the_schedules": round(ideal[name] / ideal["odc_lb_mini"], 3),
+            }
+            for name in METHODS
+            if name != "odc_lb_mini"
+        },
+    }
+
+
+def _timed(ask: Any, groups: dict[str, list[str]], options: argparse.Namespace) -> tuple[Any, Any]:
+    """Seconds of each run and the share of the cores' time that passed idle, repeat by repeat; those of a group must
+    find the same loss and gradients."""
+    names = [name for members in groups.values() for name in members]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    idle: dict[str, list[float]] = {name: [] for name in names}
+    checks: dict[str, tuple[float, float]] = {}
+    for repeat in range(options.warmup + options.repeats):
+        for name in names:
+            answers = ask(do="step", run=name)
+            took = max(answer["seconds"] for answer in answers)
+            checks[name] = (answers[0]["loss"], answers[0]["grad_norm"])
+            _say(f"{name}: {took:.3f} s{' (warm-up)' if repeat < options.warmup else ''}")
+            if repeat >= options.warmup:
+                seconds[name].append(took)
+                idle[name].append(1 - sum(answer["cpu"] for answer in answers) / (2 * took))
+    for group, members in groups.items():
+        found = np.array([checks[name] for name in members])
+        if not np.allclose(found, found[0], rtol=1e-4):
+            raise WorkerError(f"the methods disagree on minibatch {group}: loss and gradient norm {found.tolist()}")
+    return seconds, idle
+
+
+def _together() -> dict[str, Any]:
+    """FlexUlysses for all; the sequences that it shards alone, and the others under ODC; ODC for all."""
+    runs: dict[str, Any] = {}
+    for load, lengths in TOGETHER.items():
+        plan = flex_ulysses(lengths, 2, Limits(num_heads=MODEL["num_heads"]))
+        sharded = [i for i, degree in enumerate(plan.degrees) if degree > 1]
+        others = [i for i, degree in enumerate(plan.degrees) if degree == 1]
+        spread_over = ulysses([lengths[i] for i in sharded], 2, Limits(num_heads=MODEL["num_heads"]), degree=2)
+        rest = dataclasses.asdict(_schedule("lb_mini", [lengths[i] for i in others]))
+        runs[f"{load} flex_ulysses"] = ("plan", plan.to_json())
+        runs[f"{load} together"] = ("mixed", (spread_over.to_json(), sharded, rest, others))
+        runs[f"{load} odc"] = ("odc", dataclasses.asdict(_schedule("lb_mini", lengths)))
+    return runs
+
+
+def _compare(ask: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step each way; ratios above 1: faster together than that."""
+    ways = ("flex_ulysses", "together", "odc")
+    seconds, _ = _timed(ask, {load: [f"{load} {way}" for way in ways] for load in TOGETHER}, options)
+    result: dict[str, Any] = {}
+    for load, lengths in TOGETHER.items():
+        medians = {way: statistics.median(seconds[f"{load} {way}"]) for way in ways}
+        result[load] = {
+            "lengths": lengths,
+            "seconds": {way: spread(seconds[f"{load} {way}"]) for way in ways},
+            "together_against": {
+                way: round(medians[way] / medians["together"], 3) for way in ways if way != "together"
+            },
+        }
+    return result
+
+
+def _bandwidth(ask: Any, values: int, repeats: int) -> dict[str, Any]:
+    """GB/s that a device receives: half of the gathered array, or of the array whose parts are added."""
+    answers = ask(do="bandwidth", values=values, repeats=max(repeats, 5))
+    received = values // 2 * 4
+    rates: dict[str, Any] = {"array_mib": values * 4 / 2**20}
+    for name in ("all_gather", "gather", "reduce_scatter", "scatter_accumulate"):
+        # The scatters work on twice the array, a whole one on each device.
+        share = received if "gather" in name else 2 * received // 2
+        took = statistics.median(max(pair) for pair in zip(*(answer[name] for answer in answers), strict=True))
+        rates[name] = {"ms": round(took * 1e3, 2), "gb_per_s": round(share / took / 1e9, 3)}
+    rates["gather_against_all_gather"] = round(rates["all_gather"]["ms"] / rates["gather"]["ms"], 2)
+    rates["scatter_accumulate_against_reduce_scatter"] = round(
+        rates["reduce_scatter"]["ms"] / rates["scatter_accumulate"]["ms"], 2
+    )
+    _say(f"bandwidth: {rates}")
+    return rates
+
+
+@contextlib.contextmanager
+def _workers(options: argparse.Namespace, runs: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise WorkerError("two cores are needed, one for each process")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "port": port,
+        "processes": 2,
+        "model": MODEL,
+        "runs": runs,
+        "remat": options.remat,
+        "live_layers": options.live_layers,
+        "deterministic": options.deterministic,
+    }
+    command = [sys.executable, str(ROOT / "benchmarks" / "odc_worker.py")]
+    environment = thread_environment(1) | {"JAX_PLATFORMS": "cpu", "NPROC": "2"}  # two threads serve and compute
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(2) as pool:
+
+        def start(process: int) -> Worker:
+            return Worker(
+                f"process {process}", command, shared | {"process": process, "core": cores[process]}, environment
+            )
+
+        workers = [stack.enter_context(worker) for worker in pool.map(start, range(2))]
+        number = 0
+
+        def ask(**request: Any) -> list[dict[str, Any]]:
+            nonlocal number
+            number += 1
+            return list(pool.map(lambda worker: worker.ask(number=number, **request), workers))
+
+        yield ask, workers[0].about
+        list(pool.map(Worker.finish, workers))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be given several times")
+    parser.add_argument("--lengths", type=int, nargs="+", help="one minibatch of your own: tokens of each sequence")
+    parser.add_argument("--minibatches", type=int, default=4, help="random ones, of 4 samples a device")
+    parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds before them; the first compiles")
+    parser.add_argument("--live-layers", type=int, default=3, help="layers whose weights a device holds under ODC")
+    parser.add_argument("--deterministic", action="store_true", help="ODC adds gradients in a fixed order")
+    parser.add_argument("--remat", action="store_true", help="compute each layer again in the backward pass")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

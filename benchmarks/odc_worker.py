@@ -1,0 +1,182 @@
+"""One process with one device of a minibatch, collective or on demand: run by `benchmarks/odc.py`, pinned to a core.
+
+All methods run the same model, loss, attention kernel and layout of a microbatch; they differ in who computes what, and
+in how weights and gradients travel.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import Channel, peak_rss_mib
+from ulysses_worker import batch_of, loss, row_dims, text_model
+
+import models
+from models.decoder import parameter_count
+from models.forward import logprobs
+from sharding.fsdp import Fsdp
+from sharding.links import Links, initialize
+from sharding.mesh import make_mesh
+from sharding.odc import Odc
+from sharding.packing import Schedule
+from sharding.plan import ShardPlan, rounds
+
+
+class Minibatches:
+    """The microbatches of schedules, as arrays: for all devices together, or one by one."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def collective(self, schedule: Schedule) -> list[Any]:
+        """The `m`-th microbatches of all devices are one batch; a device without one has a token of padding."""
+        steps = range(int(schedule.counts().max()))
+        return [self._batch(schedule, [own[m] if m < len(own) else () for own in schedule.microbatches]) for m in steps]
+
+    def alone(self, schedule: Schedule, names: Sequence[int] = ()) -> tuple[list[Any], list[int], list[float]]:
+        """(batches, device of each, work of each). `names` as for `batch_of`."""
+        found = [
+            (self._batch(schedule, [one], names), device, sum(schedule.work[i] for i in one))
+            for device, own in enumerate(schedule.microbatches)
+            for one in own
+            if one
+        ]
+        batches, devices, work = zip(*found, strict=True)
+        return list(batches), list(devices), list(work)
+
+    def _batch(self, schedule: Schedule, members: Sequence[Sequence[int]], names: Sequence[int] = ()) -> Any:
+        order = [(i, device) for device, own in enumerate(members) for i in own]
+        lengths = tuple(schedule.lengths[i] for i, _ in order)
+        degrees, firsts = (1,) * len(order), tuple(device for _, device in order)
+        work = tuple(schedule.work[i] for i, _ in order)
+        plan = ShardPlan(len(members), lengths, work, degrees, firsts, rounds(len(members), lengths, degrees, firsts))
+        return batch_of(plan, self._vocabulary, [names[i] if names else i for i, _ in order])
+
+
+def main(settings: dict) -> None:
+    os.sched_setaffinity(0, {settings["core"]})  # before JAX starts its threads
+    channel = Channel()
+    initialize(f"127.0.0.1:{settings['port']}", settings["processes"], settings["process"])
+    mesh = make_mesh()
+    model = text_model(settings["model"])
+    fsdp = Fsdp(mesh, model, forward=logprobs, loss=loss, row_dims=row_dims, remat=settings["remat"])
+    links = Links()
+    odc = Odc(fsdp, links=links, live_layers=settings["live_layers"], deterministic=settings["deterministic"])
+    _, params = models.split(model)
+    params = fsdp.shard(params)
+    minibatches = Minibatches(settings["model"]["vocab_size"])
+    runs: dict[str, Callable[[], Any]] = {}
+    step = jax.jit(fsdp.loss_and_grad)
+    add = jax.jit(lambda one, other: jax.tree.map(jnp.add, one, other), donate_argnums=0)
+
+    def collective(batches: Sequence[Any]) -> Any:
+        total = None
+        for batch in batches:
+            more = step(params, fsdp.place(batch))
+            total = more if total is None else add(total, more)
+        return total
+
+    def alone(batches: Sequence[Any], devices: Sequence[int], work: Sequence[float]) -> Any:
+        return odc.loss_and_grad(params, batches, devices, work)
+
+    for name, (kind, raw) in settings["runs"].items():
+        if kind == "plan":  # sharded sequences: one collective microbatch
+            batch = batch_of(ShardPlan.from_json(raw), settings["model"]["vocab_size"])
+            runs[name] = functools.partial(collective, [batch])
+        elif kind == "mixed":
+            batch = batch_of(ShardPlan.from_json(raw[0]), settings["model"]["vocab_size"], raw[1])
+            rest = minibatches.alone(_schedule(raw[2]), raw[3])
+            runs[name] = lambda batch=batch, rest=rest: add(collective([batch]), alone(*rest))
+        elif kind == "collective":
+            runs[name] = functools.partial(collective, minibatches.collective(_schedule(raw)))
+        else:
+            runs[name] = functools.partial(alone, *minibatches.alone(_schedule(raw)))
+    channel.say(parameters=parameter_count(model))
+    for request in channel.requests():
+        links.barrier(f"before {request['number']}")
+        if request["do"] == "bandwidth":
+            channel.say(**bandwidth(mesh, links, request["number"], request["values"], request["repeats"]))
+            continue
+        started, cpu = time.perf_counter(), time.process_time()
+        value, _, grads = jax.block_until_ready(runs[request["run"]]())
+        seconds = time.perf_counter() - started
+        norm = float(jax.jit(lambda tree: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))(grads)) ** 0.5
+        own = odc.last_seconds.get(settings["process"], 0.0)
+        channel.say(seconds=seconds, cpu=time.process_time() - cpu, own=own, loss=float(value), grad_norm=norm)
+    channel.say(peak_rss_mib=peak_rss_mib())
+    links.close()
+
+
+def bandwidth(mesh: Any, links: Links, number: int, values: int, repeats: int) -> dict[str, Any]:
+    """Seconds of an all-gather and a reduce-scatter of `values` floats, and of the same done point to point."""
+    device, me = jax.local_devices()[0], links.process
+    sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
+    shard = jax.device_put(np.full(values // 2, 1.0, np.float32), device)
+    whole = jax.make_array_from_single_device_arrays((values,), sharded, [shard])
+    many = jax.make_array_from_single_device_arrays(
+        (2 * values,), sharded, [jax.device_put(np.ones(values, np.float32), device)]
+    )
+    spec = jax.sharding.PartitionSpec(mesh.axis_names)
+
+    def mapped(function: Callable) -> Callable:
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+    gather = mapped(lambda x: jax.lax.all_gather(x, mesh.axis_names, tiled=True))
+    scatter = mapped(lambda x: jax.lax.psum_scatter(x, mesh.axis_names, tiled=True))
+    join = jax.jit(lambda a, b: jnp.concatenate([a, b]))
+    halves = jax.jit(lambda x: tuple(jnp.split(x, 2)))
+    add = jax.jit(jnp.add)
+    like = [jax.ShapeDtypeStruct((values // 2,), jnp.float32)]
+    key = [number << 32]
+
+    def fetch(mine: jax.Array) -> jax.Array:
+        """Swaps an array with the other process."""
+        key[0] += 1
+        links.offer(key[0], [mine])
+        (theirs,) = links.fetch(1 - me, key[0], like, device)
+        links.ready([theirs])
+        return theirs
+
+    def push() -> jax.Array:
+        parts = halves(many.addressable_shards[0].data)
+        return add(parts[me], fetch(parts[1 - me]))
+
+    operations: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: gather(whole),
+        "gather": lambda: join(shard, fetch(shard)),
+        "reduce_scatter": lambda: scatter(many),
+        "scatter_accumulate": push,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in operations}
+    for repeat in range(repeats + 1):
+        for name, run in operations.items():
+            links.barrier(f"bandwidth {number} {repeat} {name}")
+            began = time.perf_counter()
+            jax.block_until_ready(run())
+            if repeat:  # the first compiles
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def _schedule(raw: dict[str, Any]) -> Schedule:
+    return Schedule(**{name: _tuples(value) for name, value in raw.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,134 @@
+"""One of several processes of a run under ODC, for `test_odc_processes`: `odc_process.py SETTINGS`, one JSON object.
+
+`job` is `equality`: random minibatches under ODC against collective FSDP on the same mesh; or `training`: a learner and
+checkpoints, where a process may be killed for real, hang, or fail in the middle of a minibatch.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+
+SETTINGS = json.loads(sys.argv[1])
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    f"--xla_force_host_platform_device_count={SETTINGS['devices']} --xla_backend_optimization_level=0"
+)
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE / "sharding")]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+
+from sharding.links import Links, initialize, leave  # noqa: E402
+from sharding.odc import Odc  # noqa: E402
+from sharding.odc.worker import Worker  # noqa: E402
+
+
+def equality(links: Links) -> None:
+    """Point to point between all devices, and hybrid with a group in each process; both orders."""
+    from toy import assert_equal, make_batch, strategy, toy
+
+    model, params = toy()
+    fsdp = strategy(jax.device_count(), model)
+    placed = fsdp.shard(params)
+    batches = [make_batch(rows) for rows in (4, 8, 4, 8, 4)]
+    total = None
+    for batch in batches:
+        more = jax.jit(fsdp.loss_and_grad)(placed, fsdp.place(batch))
+        total = more if total is None else jax.tree.map(jnp.add, total, more)
+    assert total is not None
+    want = (total[0], total[1].sums, total[2])
+    rng = np.random.default_rng(0)
+    for group in (0, SETTINGS["devices"]):
+        for deterministic in (False, True):
+            odc = Odc(fsdp, links=links, group=group, deterministic=deterministic, live_layers=2)
+            for _ in range(2):
+                own = rng.integers(0, jax.device_count(), len(batches)).tolist()
+                loss, tally, grads = odc.loss_and_grad(placed, batches, own)
+                assert_equal(mine((loss, tally.sums, grads)), mine(want), 1e-5)
+            scores = odc.logprobs(placed, [batch["inputs"] for batch in batches], own)
+            here = {d for d in range(jax.device_count()) if fsdp.mesh.devices.flat[d] in jax.local_devices()}
+            assert [one is not None for one in scores] == [d in here for d in own]
+    say(done=True)
+
+
+def mine(tree):
+    """What of each array lies on this process's devices."""
+    return jax.tree.map(lambda array: np.stack([np.asarray(s.data) for s in array.addressable_shards]), tree)
+
+
+def training(links: Links) -> None:
+    """Steps with a checkpoint after each; says the step of the checkpoint it goes on from, and where it ends."""
+    from learner_cases import tiny
+    from packing_cases import make_config, make_groups
+
+    import models
+    from fluxjax.algorithms import grpo
+    from fluxjax.batching import compose
+    from fluxjax.checkpoint import Checkpoints, like
+    from fluxjax.config import Strategy
+    from fluxjax.learner import Learner
+    from models.config import Qwen2Config
+
+    config = make_config(tokens_per_row=64, rows=4)
+    config.sharding.strategy, config.sharding.deterministic = Strategy.ODC, True
+    model = models.create(Qwen2Config(text=tiny((4, 2)).config.text), seed=3)
+    learner = Learner(config, model, grpo.token_loss, links=links)
+    checkpoints = Checkpoints(pathlib.Path(SETTINGS["checkpoints"]), keep=2)
+    first = checkpoints.latest()
+    if first is not None:
+        _, arrays, _ = checkpoints.restore(like(learner.state()))
+        learner.load_state(arrays)
+    say(resumed_from=first)
+    for step in range((first or 0) + 1, SETTINGS["steps"] + 1):
+        groups, prepared = make_groups([[3]] * 4, [[9], [5], [21], [2]], seed=step)
+        composition = compose(
+            groups, prepared, config, learner.mesh.size, text=model.config.text, shapes=learner.shapes
+        )
+        if step == SETTINGS.get("fault_step"):
+            break_down(SETTINGS["fault"])
+        learner.step(composition.batches, composition.devices, composition.work)
+        checkpoints.save(step, learner.state(), {})
+        checkpoints.wait()
+    checkpoints.close()
+    norms = [float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(learner.params)]
+    say(done=True, norms=norms)
+
+
+def break_down(fault: str) -> None:
+    """From now on, this process dies, hangs or fails when it comes to a certain layer."""
+    step = Worker._next
+
+    def broken(self, window, number, place):
+        rows = step(self, window, number, place)
+        if place == "layers[1] backward":
+            if fault == "raise":
+                raise MemoryError("no room for 3 GB")
+            os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        return rows
+
+    Worker._next = broken
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    initialize(SETTINGS["coordinator"], SETTINGS["processes"], SETTINGS["process"])
+    links = Links(timeout=SETTINGS.get("timeout", 60.0))
+    try:
+        {"equality": equality, "training": training}[SETTINGS["job"]](links)
+        multihost_utils.sync_global_devices("end")
+        links.barrier("end")
+    except Exception as error:
+        leave(error, links)
+    links.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""ODC: the same loss and gradients as one device whoever computes what; bounded, reproducible if asked, never stuck."""
+
+import functools
+import random
+import time
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import assert_equal, loss, make_batch, strategy, toy
+
+from sharding.mesh import MeshError
+from sharding.odc import Odc, OdcError
+from sharding.odc.flat import Rows
+from sharding.odc.stages import StageError, cut
+from sharding.odc.window import Itinerary, Window
+from sharding.odc.worker import Worker
+from sharding.walk import Walk
+from sharding.weights import ShardingRules, specs
+
+KINDS = (3, 7)  # rows of a microbatch: two compiled shapes
+
+
+@functools.cache
+def batches():
+    return {rows: make_batch(rows) for rows in KINDS}
+
+
+@functools.cache
+def alone(rows):
+    """(loss, tally, gradients) and log-probs of a microbatch on one device."""
+    model, params = toy()
+    one = strategy(1, model)
+    params, batch = one.shard(params), one.place(batches()[rows])
+    return jax.jit(one.loss_and_grad)(params, batch), jax.jit(one.logprobs)(params, batch["inputs"])
+
+
+@functools.cache
+def make(devices, **options):
+    model, params = toy()
+    fsdp = strategy(devices, model, remat=options.pop("remat", False))
+    return Odc(fsdp, **options), fsdp.shard(params)
+
+
+def summed(kinds):
+    total, tally, grads = alone(kinds[0])[0]
+    for rows in kinds[1:]:
+        more = alone(rows)[0]
+        total, tally = total + more[0], tally + more[1]
+        grads = jax.tree.map(jnp.add, grads, more[2])
+    return total, tally, grads
+
+
+# --- equality ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from([(1, 0), (2, 0), (3, 0), (4, 0), (4, 2), (6, 2), (8, 0)]),
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 7)), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_equals_one_device_whoever_computes_what(mesh, microbatches, deterministic):
+    devices, group = mesh
+    odc, params = make(devices, group=group, deterministic=deterministic)
+    kinds = [rows for rows, _ in microbatches]
+    own = [device % devices for _, device in microbatches]
+    result = odc.loss_and_grad(params, [batches()[rows] for rows in kinds], own)
+    assert_equal(result, summed(kinds), 1e-5)
+
+
+@pytest.mark.parametrize("options", [{"remat": True}, {"live_layers": 2}, {"live_layers": 9}])
+def test_equals_one_device_however_much_is_kept(options):
+    odc, params = make(2, **options)
+    result = odc.loss_and_grad(params, [batches()[rows] for rows in (3, 7, 3)], [0, 1, 0])
+    assert_equal(result, summed((3, 7, 3)), 1e-5)
+
+
+def test_gradients_lie_where_fsdp_puts_them():
+    odc, params = make(4)
+    _, _, grads = odc.loss_and_grad(params, [batches()[3]], [2])
+    jax.tree.map(lambda g, p: g.sharding.is_equivalent_to(p.sharding, g.ndim) or pytest.fail(str(p)), grads, params)
+
+
+def test_scores_lie_on_the_devices_that_computed_them():
+    odc, params = make(3)
+    scores = odc.logprobs(params, [batches()[rows]["inputs"] for rows in (7, 3, 7)], [2, 0, 2])
+    for rows, device, result in zip((7, 3, 7), (2, 0, 2), scores, strict=True):
+        assert_equal(result, alone(rows)[1], 1e-5)
+        assert result[0].devices() == {jax.devices()[device]}
+
+
+def test_low_precision_weights_travel_in_low_precision():
+    model, params = toy()
+    fsdp = strategy(2, model, compute_dtype=jnp.bfloat16)
+    odc = Odc(fsdp)
+    placed = fsdp.shard(params)
+    result = odc.loss_and_grad(placed, [batches()[3], batches()[7]], [0, 1])
+    one = strategy(1, model, compute_dtype=jnp.bfloat16)
+    same = [jax.jit(one.loss_and_grad)(one.shard(params), one.place(batches()[rows])) for rows in KINDS]
+    assert_equal(result[2], jax.tree.map(jnp.add, same[0][2], same[1][2]), 2e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(result[2])} == {jnp.dtype(jnp.float32)}
+
+
+# --- reproducible -----------------------------------------------------------------------------------
+
+
+def test_deterministic_order_gives_the_same_bits_whatever_the_pace(monkeypatch):
+    odc, params = make(4, deterministic=True, live_layers=2)
+    kinds, own = (3, 7, 7, 3, 3, 7), [0, 1, 1, 2, 3, 3]
+    work = [1.0, 5.0, 4.0, 2.0, 3.0, 1.0]
+    step = Worker._next
+
+    def dawdle(self, *args):
+        time.sleep(pace.random() * 0.02)
+        return step(self, *args)
+
+    monkeypatch.setattr(Worker, "_next", dawdle)
+    results = []
+    for seed in range(4):
+        pace = random.Random(seed)
+        results.append(odc.loss_and_grad(params, [batches()[rows] for rows in kinds], own, work))
+    for result in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, result, results[0])
+    assert_equal(results[0], summed(kinds), 1e-5)
+
+
+# --- memory -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("live", [2, 3, 5])
+def test_few_fetched_layers_are_alive(monkeypatch, live):
+    """Counts arrays that still exist, not those that the window says it holds: nothing else may keep them."""
+    odc, params = make(2, live_layers=live)
+    alive, most = set(), [0]
+
+    class Counting(Window):
+        def __init__(self, itinerary, fetch, ready):
+            def counted(key, count):
+                rows = fetch(key, count)
+                name = (id(self), key, count)
+                alive.add(name)
+                weakref.finalize(rows[1], alive.discard, name)  # another device's row: a copy, which nobody else has
+                most[0] = max(most[0], len(alive))
+                return rows
+
+            super().__init__(itinerary, counted, ready)
+
+    monkeypatch.setattr("sharding.odc.traffic.Window", Counting)
+    odc.loss_and_grad(params, [batches()[7]] * 3, [0, 0, 0])
+    assert 2 <= most[0] <= live
+    assert not alive
+
+
+@given(st.lists(st.lists(st.integers(0, 4), max_size=2, unique=True), max_size=12), st.integers(2, 5))
+def test_an_itinerary_fetches_what_it_needs_and_holds_little(needs, live):
+    trip = Itinerary(tuple(tuple((unit, 0) for unit in step) for step in needs), live)
+    held = set()
+    for step, asked in enumerate(trip.fetches()):
+        assert not held & set(asked)
+        held = (held | set(asked)) & set(trip.wanted(step))
+        assert set(trip.needs[step]) <= held
+        nearby = {key for step_needs in trip.needs[step : step + live] for key in step_needs}
+        assert held <= nearby
+
+
+# --- faults -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_device_that_fails_ends_the_minibatch_in_one_clear_error(monkeypatch, deterministic):
+    odc, params = make(4, deterministic=deterministic, live_layers=2)
+    kinds, own = (3, 7, 3, 3, 7, 7, 3), [1, 1, 0, 2, 2, 3, 3]
+    step = Worker._next
+
+    def fail(self, window, number, place):
+        rows = step(self, window, number, place)
+        if self.number == 1 and number == 1 and place == "layers[2] backward":
+            raise MemoryError("no room for 3 GB")
+        return rows
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "_next", fail)
+        began = time.monotonic()
+        with pytest.raises(OdcError, match=r"cpu:1 failed in microbatch 2 of 2, layers\[2\] backward: MemoryError"):
+            odc.loss_and_grad(params, [batches()[rows] for rows in kinds], own)
+        assert time.monotonic() - began < 60  # compiles here, but never waits for the failed device
+    assert_equal(odc.loss_and_grad(params, [batches()[rows] for rows in kinds], own), summed(kinds), 1e-5)
+
+
+def test_bad_minibatches_are_refused():
+    odc, params = make(2)
+    with pytest.raises(ValueError, match="1 microbatches, 2 devices"):
+        odc.loss_and_grad(params, [batches()[3]], [0, 1])
+    with pytest.raises(ValueError, match=r"devices \[5\], but the mesh has 2"):
+        odc.loss_and_grad(params, [batches()[3]], [5])
+    with pytest.raises(ValueError, match="live_layers is 1"):
+        make(2, live_layers=1)
+    with pytest.raises(MeshError, match="no group of 4 devices"):
+        make(2, group=4)
+
+
+# --- parts ------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_cut_at_its_stack():
+    model, params = toy()
+    fsdp = strategy(1, model)
+    abstract = jax.eval_shape(lambda: params)
+
+    def traced(params, batch):
+        from flax import nnx
+
+        return loss(nnx.merge(fsdp.graphdef, params), batch, Walk(unroll=0))
+
+    program = cut(traced, abstract, batches()[3])
+    assert [step.name for step in program.steps] == ["table", "layers[0]", "layers[1]", "layers[2]", "table"]
+    assert len({id(step.stage) for step in program.steps}) == 3
+
+
+def test_a_stack_with_an_output_for_each_layer_is_refused():
+    model, params = toy()
+    fsdp = strategy(1, model)
+
+    def traced(params, inputs):
+        from flax import nnx
+
+        model = nnx.merge(fsdp.graphdef, params)
+        table = model.table.weight[...]
+        step = lambda layer, x, _: (layer(x), jnp.sum(x))  # noqa: E731
+        return Walk(unroll=0).scan(model.layers, table[inputs["tokens"]], step)
+
+    with pytest.raises(StageError, match="for every layer"):
+        cut(traced, params, batches()[3]["inputs"])
+
+
+@pytest.mark.parametrize(("devices", "group"), [(1, 0), (2, 0), (3, 0), (4, 2), (6, 2), (8, 4), (8, 0)])
+def test_rows_hold_every_weight_once_and_give_it_back(devices, group):
+    model, params = toy()
+    fsdp = strategy(devices, model)
+    rows = Rows(fsdp.mesh, specs(model), fsdp.abstract, ShardingRules(), group=group)
+    published = rows.publish(fsdp.shard(params))
+    leaves = jax.tree.leaves(params)
+    for unit, layers in zip(rows.units, published, strict=True):
+        for layer, array in enumerate(layers):
+            shards = {shard.device: shard.data for shard in array.addressable_shards}
+            for device in range(devices):
+                own = [shards[fsdp.mesh.devices.flat[d]] for d in rows.members(device)]
+                found = rows.whole([rows.units.index(unit)], [own_on_one(own)], [p.leaf for p in unit.pieces])
+                for piece, weight in zip(unit.pieces, found, strict=True):
+                    want = leaves[piece.leaf][layer] if unit.layers else leaves[piece.leaf]
+                    np.testing.assert_array_equal(weight, want)
+    held = sum(unit.size * max(unit.layers, 1) for unit in rows.units) * devices
+    total = sum(leaf.size for leaf in leaves)
+    padding = sum(max(unit.layers, 1) * devices for unit in rows.units for piece in unit.pieces if piece.copies > 1)
+    assert total <= held <= total + padding * max(1, devices)
+    # Each of the groups' copies counts as a gradient of its own.
+    back = rows.collect(published)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want * rows.outer, rtol=1e-6), back, params)
+
+
+def own_on_one(rows):
+    return jax.device_put(rows, jax.devices()[0])

@@ -1,0 +1,83 @@
+"""A small model and a loss for strategies to walk. Of its weights 8 devices divide some, only 4 or 2 others, and none
+the odd bias."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sharding.fsdp import Fsdp
+from sharding.mesh import make_mesh
+from sharding.strategy import Tally
+from sharding.vocab import token_logprobs
+from sharding.weights import WeightSpec, weight
+
+B, T, D, F, V, L = 24, 5, 12, 18, 24, 3
+normal = nnx.initializers.normal(0.3)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs, stack, width, inner):
+        self.up = weight(rngs, WeightSpec((width, inner), ("D", "F"), normal), stack)
+        self.down = weight(rngs, WeightSpec((inner, width), ("F", "D"), normal), stack)
+        self.scale = weight(rngs, WeightSpec((width,), ("D",), nnx.initializers.ones_init()), stack)
+        self.odd = weight(rngs, WeightSpec((5,), ("H",), normal), stack)
+
+    def __call__(self, x):
+        inner = jnp.tanh(jnp.einsum("BTD,DF->BTF", x * jnp.broadcast_to(self.scale[...], x.shape), self.up[...]))
+        return x + jnp.einsum("BTF,FD->BTD", inner, self.down[...]) * jnp.sum(self.odd[...])
+
+
+class Toy(nnx.Module):
+    def __init__(self, rngs, width=D, inner=F, layers=L):
+        self.table = Table(rngs, width)
+        self.layers = Layer(rngs, layers, width, inner)
+
+
+class Table(nnx.Module):
+    def __init__(self, rngs, width):
+        self.weight = weight(rngs, WeightSpec((V, width), ("V", "D"), normal))
+
+
+def forward(model, inputs, walk):
+    table = walk.use(model.table).weight[...]
+    hidden, _ = walk.scan(model.layers, table[inputs["tokens"]], lambda layer, x, _: (layer(x), None))
+    return token_logprobs(hidden, table, inputs["targets"], chunk=7)
+
+
+def loss(model, batch, walk):
+    logprobs, entropies = forward(model, batch["inputs"], walk)
+    weighted = -jnp.sum(batch["weights"] * logprobs)
+    return weighted, Tally({"entropy": jnp.sum(entropies), "loss": weighted}, {"worst": -jnp.min(logprobs)})
+
+
+def make_batch(rows=B):
+    rng = np.random.default_rng(3)
+    tokens, targets = rng.integers(0, V, (2, rows, T)).astype(np.int32)
+    weights = rng.normal(size=(rows, T)).astype(np.float32)
+    return {"inputs": {"tokens": tokens, "targets": targets}, "weights": weights}
+
+
+def toy(**sizes):
+    model = Toy(nnx.Rngs(0), **sizes)
+    return model, nnx.to_pure_dict(nnx.state(model))
+
+
+def strategy(devices, model, **options):
+    return Fsdp(
+        make_mesh(devices),
+        model,
+        forward=forward,
+        loss=loss,
+        row_dims=lambda batch: jax.tree.map(lambda _: 0, batch),
+        **options,
+    )
+
+
+def assert_equal(got, want, relative):
+    def one(a, b):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=relative * np.abs(b).max()
+        )
+
+    jax.tree.map(one, got, want)
