@@ -24,6 +24,7 @@ from common import Channel, peak_rss_mib
 from ulysses_worker import batch_of, loss, row_dims, text_model
 
 import models
+from fluxjax.allocator import keep_freed_memory
 from models.decoder import parameter_count
 from models.forward import logprobs
 from sharding.fsdp import Fsdp
@@ -67,6 +68,7 @@ class Minibatches:
 
 def main(settings: dict) -> None:
     os.sched_setaffinity(0, {settings["core"]})  # before JAX starts its threads
+    keep_freed_memory()  # as in `fluxjax.train`
     channel = Channel()
     initialize(f"127.0.0.1:{settings['port']}", settings["processes"], settings["process"])
     mesh = make_mesh()

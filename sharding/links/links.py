@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -77,13 +78,13 @@ class Links:
             away = [name for name, where in zip(names, places, strict=True) if where != places[self.process]]
             host = own_address(away) if away else "127.0.0.1"
         self._cards = [Card(name, "", 0, "", "") for name in names]
-        door = listen(host, self.processes)
         bound = f"[{host}]:0" if ":" in host else f"{host}:0"
-        self._server = transfer.start_transfer_server(jax.local_devices()[0].client, bound, [bound] * _STREAMS)
-        mine = Card(names[self.process], host, door.getsockname()[1], self._server.address(), secrets.token_hex(16))
-        self._cards = [Card(**fields) for fields in gather(dataclasses.asdict(mine))]
-        wires = connect(self.process, self._cards, door, self._timeout)
-        door.close()
+        with listen(host, self.processes) as door:
+            self._server = transfer.start_transfer_server(jax.local_devices()[0].client, bound, [bound] * _STREAMS)
+            port, transfers, secret = door.getsockname()[1], self._server.address(), secrets.token_hex(16)
+            mine = Card(names[self.process], host, port, transfers, secret)
+            self._cards = [Card(**fields) for fields in gather(dataclasses.asdict(mine))]
+            wires = connect(self.process, self._cards, door, self._timeout)
         self._connections = {peer: self._server.connect(self._cards[peer].transfer) for peer in self._peers}
         self._wires = Wires(wires, self._timeout, self._heard, self._gone)
         self._probe()
@@ -100,6 +101,7 @@ class Links:
             if not self._arrivals.wait(arrays, lambda: bool(self._failure) or time.monotonic() > end):
                 self.fail(f"no array came from {self._name(peer)} at {self._cards[peer].transfer}; open the ports")
                 raise self._error()
+        self.barrier("links")
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         """`arrays`, each on one local device and computed or not, can be fetched once, by one peer, under `key`.
@@ -146,7 +148,7 @@ class Links:
 
         The wires may hear of a death later than the program that needed the dead process: waits two seconds for it.
         """
-        if isinstance(error, jax.errors.JaxRuntimeError) and self._peers:
+        if self._peers and not isinstance(error, LinkError):
             with self._news:
                 if self._news.wait_for(lambda: self._failure, _NEWS):
                     return self._error()
@@ -306,17 +308,27 @@ def leave(error: BaseException, links: Links | None = None, code: int = 1) -> No
     line = str(error) if isinstance(error, LinkError) else f"{type(error).__name__}: {error}"
     if links is not None:
         links.fail(line)
+        if links._failure and not isinstance(error, LinkError):
+            line = str(links._error())
     _end(line, code, links)
 
 
 def _end(line: str, code: int, links: Links | None = None) -> NoReturn:
     if not _ending.acquire(blocking=False):  # another thread is at it
         threading.Event().wait()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.write(2, (" ".join(line.split()) + "\n").encode())
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(_NEWS)  # a thread that never goes on may hold the lock of a stream
+    with contextlib.suppress(OSError):
+        os.write(2, (" ".join(line.split()) + "\n").encode())
     for child in multiprocessing.active_children():
         child.terminate()
     if links is not None:
         links._outlive_peers()
     os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

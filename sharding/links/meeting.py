@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -39,11 +40,14 @@ class Card:
 
 
 def gather(mine: Any) -> list[Any]:
-    """What every process has here, by process; through JSON. Collective, by `jax.distributed`."""
+    """What every process has here, by process; through JSON. Collective. Raises LinkError when one has died."""
     data = json.dumps(mine).encode()
     if len(data) > _WIDTH:
         raise LinkError(f"what this process is called takes {len(data)} bytes, more than {_WIDTH}; say a shorter host")
-    rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(_WIDTH), np.uint8))
+    try:
+        rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(_WIDTH), np.uint8))
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's come as ValueError
+        raise LinkError(f"another process ended before all had exchanged their addresses: {error}") from error
     return [json.loads(bytes(row)) for row in np.asarray(rows)]
 
 

@@ -273,7 +273,8 @@ def forward(stage: Stage, whole: Whole, remat: bool) -> Callable[[Any, list, Any
                 weights = [checkpoint_name(w, _WHOLE) for w in whole(rows)]
                 return stage.function(weights, _merge(stage.active_in, active, passive), layer)
 
-            outputs = jax.checkpoint(body, policy=policy)(rows, active, passive, layer)
+            # The two passes are programs of their own: nothing could be merged across them.
+            outputs = jax.checkpoint(body, policy=policy, prevent_cse=False)(rows, active, passive, layer)
             return _split(stage.active_out, outputs)
 
         active, passive = _split(stage.active_in, values)

@@ -128,30 +128,37 @@ def test_a_stopped_process(tmp_path: pathlib.Path) -> None:
     with team(tmp_path, "stopped", 2) as run:
         run.until("waiting", [0, 1])
         run.signal(1, signal.SIGSTOP)
-        assert run.codes([0]) == [7], run.report()
-        assert run.words(0) == ["waiting", "told"] and len(run.errors(0)) == 1, run.report()
+        assert run.codes([0]) == [7] and run.words(0) == ["waiting", "told"], run.report()
+        [line] = run.errors(0)
+        assert f"process 1 ({socket.gethostname()}) is lost: it has not answered for 3 s. All processes" in line
 
 
 @pytest.mark.slow
-def test_a_process_inside_a_collective(tmp_path: pathlib.Path) -> None:
-    """Nothing wakes it, so it is ended."""
+@pytest.mark.parametrize(
+    ("number", "code", "why"),
+    [(signal.SIGSTOP, 1, "it has not answered for 3 s"), (signal.SIGKILL, 7, "its connection closed")],
+)
+def test_a_process_inside_a_collective(tmp_path: pathlib.Path, number: int, code: int, why: str) -> None:
+    """Nothing wakes it where the other is stopped: it is ended. Where that is killed, gloo raises, and the cause is
+    found behind its error."""
     with team(tmp_path, "collective", 2) as run:
         run.until("waiting", [0, 1])
-        run.signal(1, signal.SIGSTOP)
-        assert run.codes([0]) == [1], run.report()
+        run.signal(1, number)
+        assert run.codes([0]) == [code], run.report()
         [line] = run.errors(0)
-        assert "process 1 (" in line and "has not answered for 3 s" in line
+        assert f"process 1 ({socket.gethostname()}) is lost: {why}. All processes" in line
 
 
 @pytest.mark.slow
 def test_a_reported_failure(tmp_path: pathlib.Path) -> None:
-    """Process 1 raises; process 0, which waits for it in every way, is told why. One line from each."""
+    """Process 1 raises; process 0, which waits for it in every way, is told why. The same line from each."""
     with team(tmp_path, "failing", 2) as run:
         assert run.codes([0, 1]) == [7, 7], run.report()
         assert run.words(0) == ["waiting", "told"]
+        host = socket.gethostname()
         for process in range(2):
             [line] = run.errors(process)
-            assert "ValueError: a device thread has no memory" in line, run.report()
+            assert f"process 1 ({host}) failed: ValueError: a device thread has no memory. All processes" in line
 
 
 @pytest.mark.slow
