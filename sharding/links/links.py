@@ -316,11 +316,11 @@ def leave(error: BaseException, links: Links | None = None, code: int = 1) -> No
 def _end(line: str, code: int, links: Links | None = None) -> NoReturn:
     if not _ending.acquire(blocking=False):  # another thread is at it
         threading.Event().wait()
+    with contextlib.suppress(OSError):
+        os.write(2, (" ".join(line.split()) + "\n").encode())
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(_NEWS)  # a thread that never goes on may hold the lock of a stream
-    with contextlib.suppress(OSError):
-        os.write(2, (" ".join(line.split()) + "\n").encode())
     for child in multiprocessing.active_children():
         child.terminate()
     if links is not None:
