@@ -167,20 +167,27 @@ class Links:
         LinkError for a failure before."""
         self._await(lambda: self._counts[topic] >= at_least, self._hopeless)
 
+    def forget(self, prefix: str) -> None:
+        """Counts of topics that begin with `prefix` start again at zero, and take no memory. Behind a `barrier`, all
+        notifications that a peer sent before it called that have come."""
+        with self._news:
+            for topic in [key for key in self._counts if isinstance(key, str) and key.startswith(prefix)]:
+                del self._counts[topic]
+
     def barrier(self, name: str) -> None:
         """Returns when all processes have called it with `name` as often as this one, each from one thread at a time.
         LinkError for a failure before. No device takes part."""
         self.check()
-        with self._news:
-            self._counts["here", name] += 1
-            times = self._counts["here", name]
         for peer in self._peers:
             self._send(peer, {"kind": "here", "name": name})
 
         def missing() -> set[int]:
-            return {peer for peer in self._peers if self._counts[peer, name] < times}
+            return {peer for peer in self._peers if not self._counts[peer, name]}
 
         self._await(lambda: not missing(), lambda: self._over() or bool(missing() & self._peers_closed.keys()))
+        with self._news:
+            self._counts.subtract((peer, name) for peer in self._peers)
+            self._counts = +self._counts  # who was ahead by one keeps it; the others are forgotten
 
     def fail(self, reason: str) -> None:
         """Tells all processes that this one has failed: what waits raises LinkError with `reason`, here as well. Only

@@ -118,6 +118,8 @@ def exchange(links: Links) -> None:
             )  # its message is ahead of its arrival, so nobody came through before
     say("barrier")
     links.barrier("end")
+    links.forget("t")
+    assert links._counts == {"fetched": len(peers), "self": 1, "late": 0 if late == PROCESS else 3}
     links.close()
     links.close()
     for call in (links.check, lambda: links.barrier("x"), lambda: links.ready([]), lambda: links.notify(0, "x")):

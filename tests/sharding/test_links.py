@@ -176,6 +176,9 @@ def test_one_process_alone() -> None:
     links.ready([jax.jit(lambda x: x + 1)(jnp.ones(3))])
     links.notify(0, "a")
     links.wait("a", 1)
+    links.forget("a")
+    links.notify(0, "a")
+    links.wait("a", 1)
     links.barrier("b")
     links.check()
     with pytest.raises(ValueError, match="process 0 of 1 can't fetch from process 1"):
