@@ -17,10 +17,10 @@ from .stages import Stage, Step, backward, cut, forward, infer
 
 
 class Microbatch:
-    """The steps of one shape of batch, and what runs them.
+    """The steps of one shape of batch, and the compiled programs of each: see `stages`.
 
-    `keys[i]` are the (unit, layer) of the weights of step `i`; `pushes` those of all gradients, in the order in which
-    they are pushed. `forward[i](rows, values, layer)` and `infer[i]` are compiled; so is `backward`.
+    `keys[i]` are the (unit, layer) of the weights of step `i`, `back` the steps of the backward pass in order, `pushes`
+    the keys of all gradients, in the order in which they are pushed. A device compiles a program at its first use.
     """
 
     def __init__(self, rows: Rows, function: Callable[[Any, Any], Any], params: Any, batch: Any, remat: bool) -> None:
@@ -29,12 +29,16 @@ class Microbatch:
         home = {piece.leaf: u for u, unit in enumerate(rows.units) for piece in unit.pieces}
         needed = {id(step.stage): sorted({home[leaf] for leaf in step.stage.weights}) for step in self.steps}
         self.keys = [tuple((u, step.layer) for u in needed[id(step.stage)]) for step in self.steps]
-        self.pushes: list[Key] = [key for keys in reversed(self.keys) for key in keys]
+        self.back = [k for k in reversed(range(len(self.steps))) if self.steps[k].learns]
+        self.pushes: list[Key] = [key for k in self.back for key in self.keys[k]]
         self._compiled: dict[tuple[int, str], Callable] = {}
         self._rows, self._needed, self._remat = rows, needed, remat
 
     def forward(self, step: Step) -> Callable[[Any, list, Any], tuple[list, Any]]:
         return self._jitted(step.stage, "forward")
+
+    def backward(self, step: Step) -> Callable[[Any, Any, list], tuple[Any, list]]:
+        return self._jitted(step.stage, "backward")
 
     def infer(self, step: Step) -> Callable[[Any, list, Any], list]:
         return self._jitted(step.stage, "infer")
@@ -47,7 +51,10 @@ class Microbatch:
             def whole(rows: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
                 return self._rows.whole(units, rows, stage.weights)
 
-            made = forward(stage, whole, self._remat) if kind == "forward" else infer(stage, whole)
+            if kind == "forward":
+                made: Callable = forward(stage, whole, self._remat)
+            else:
+                made = backward(whole) if kind == "backward" else infer(stage, whole)
             self._compiled.setdefault(name, jax.jit(made))  # all threads call the same one
         return self._compiled[name]
 
@@ -59,6 +66,7 @@ class Programs:
         self._rows, self._strategy = rows, strategy
         self._known: dict[tuple, Microbatch] = {}
         self._lock = threading.Lock()
+        # As the rows are.
         self._params = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, strategy.compute_dtype), strategy.abstract
         )
@@ -87,6 +95,3 @@ class Programs:
 
                 self._known[name] = Microbatch(self._rows, traced, self._params, abstract, self._strategy.remat)
             return self._known[name]
-
-
-pull_back = jax.jit(backward)

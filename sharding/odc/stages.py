@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 Slots = tuple[int, ...]  # numbers of values that stages hand to each other; each is written once
@@ -51,6 +50,11 @@ class Step:
     reads: Slots
     writes: Slots
     last: Slots = ()  # values that no later step reads
+
+    @property
+    def learns(self) -> bool:
+        """Whether there is a backward pass through it."""
+        return bool(self.stage.weights) or any(self.stage.active_in)
 
     @property
     def name(self) -> str:
@@ -123,6 +127,8 @@ class _Cutter:
         later = {var for eqn in self._jaxpr.eqns[end:] for var in eqn.invars if _is_var(var)}
         later |= {var for var in self._jaxpr.outvars if _is_var(var)}
         results = tuple(var for eqn in eqns for var in eqn.outvars if var in later)
+        if not results:
+            return
         consts = tuple(var for var in read if var in self._consts)
         known = [self._consts[var] for var in consts]
         part = self._jaxpr.replace(
@@ -253,33 +259,30 @@ Whole = Callable[[Any], list[jax.Array]]  # rows of the owners -> whole weights
 @functools.partial(jax.tree_util.register_static)
 @dataclasses.dataclass(frozen=True)
 class _Dropped:
-    """Stands in saved values for the weights' row `index`: it is fetched again."""
+    """Stands in saved values for the whole weight `index`: it is fetched again."""
 
     index: int
 
 
-_WHOLE = "whole weight"
-
-
 def forward(stage: Stage, whole: Whole, remat: bool) -> Callable[[Any, list, Any], tuple[list, Any]]:
-    """`(rows, values, layer) -> (outputs, saved)`; `saved` is what `backward` needs beside the rows, which it leaves
-    out. With `remat` that is the inputs alone, else all but whole weights, as in `Walk`."""
-    policies = jax.checkpoint_policies
-    policy = policies.nothing_saveable if remat else policies.save_anything_except_these_names(_WHOLE)
+    """`(rows, values, layer) -> (outputs, saved)`; `saved` is what `backward` needs beside the rows: everything but
+    whole weights, or with `remat` the inputs alone, as in `Walk`."""
 
     def run(rows: Any, values: list, layer: Any) -> tuple[list, Any]:
-        def active_part(rows: Any, active: list) -> tuple[list, list]:
-            def body(rows: Any, active: list, passive: list, layer: Any) -> list:
-                weights = [checkpoint_name(w, _WHOLE) for w in whole(rows)]
-                return stage.function(weights, _merge(stage.active_in, active, passive), layer)
-
-            # The two passes are programs of their own: nothing could be merged across them.
-            outputs = jax.checkpoint(body, policy=policy, prevent_cse=False)(rows, active, passive, layer)
-            return _split(stage.active_out, outputs)
-
         active, passive = _split(stage.active_in, values)
-        active_out, pull, passive_out = jax.vjp(active_part, rows, active, has_aux=True)
-        position = {id(row): k for k, row in enumerate(jax.tree.leaves(rows))}
+        weights = whole(rows)
+
+        def body(weights: list, active: list, passive: list, layer: Any) -> list:
+            return stage.function(weights, _merge(stage.active_in, active, passive), layer)
+
+        if remat:  # the two passes are programs of their own: nothing could be merged across them
+            body = jax.checkpoint(body, prevent_cse=False)
+
+        def active_part(weights: list, active: list) -> tuple[list, list]:
+            return _split(stage.active_out, body(weights, active, passive, layer))
+
+        active_out, pull, passive_out = jax.vjp(active_part, weights, active, has_aux=True)
+        position = {id(weight): k for k, weight in enumerate(weights)}
         leaves, tree = jax.tree.flatten(pull)
         kept = [_Dropped(position[id(leaf)]) if id(leaf) in position else leaf for leaf in leaves]
         return _merge(stage.active_out, active_out, passive_out), jax.tree.unflatten(tree, kept)
@@ -287,12 +290,17 @@ def forward(stage: Stage, whole: Whole, remat: bool) -> Callable[[Any, list, Any
     return run
 
 
-def backward(pull: Any, rows: Any, cotangents: list) -> tuple[Any, list]:
-    """(gradient rows, gradients of the active inputs), given those of the active outputs."""
-    flat = jax.tree.leaves(rows)
-    leaves, tree = jax.tree.flatten(pull, is_leaf=lambda leaf: isinstance(leaf, _Dropped))
-    whole = jax.tree.unflatten(tree, [flat[leaf.index] if isinstance(leaf, _Dropped) else leaf for leaf in leaves])
-    return whole(cotangents)
+def backward(whole: Whole) -> Callable[[Any, Any, list], tuple[Any, list]]:
+    """`(saved, rows, gradients of the active outputs) -> (gradient rows, gradients of the active inputs)`."""
+
+    def run(pull: Any, rows: Any, cotangents: list) -> tuple[Any, list]:
+        weights, to_rows = jax.vjp(whole, rows)
+        leaves, tree = jax.tree.flatten(pull, is_leaf=lambda leaf: isinstance(leaf, _Dropped))
+        filled = [weights[leaf.index] if isinstance(leaf, _Dropped) else leaf for leaf in leaves]
+        gradients, back = jax.tree.unflatten(tree, filled)(cotangents)
+        return to_rows(gradients)[0], back
+
+    return run
 
 
 def infer(stage: Stage, whole: Whole) -> Callable[[Any, list, Any], list]:

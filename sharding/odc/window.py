@@ -71,6 +71,11 @@ class Window:
         self._ready(rows)
         return rows
 
+    @property
+    def done(self) -> int:
+        """How many steps are known to be done."""
+        return max(len(self._results) - 1 - self._itinerary.lag, 0)
+
     def dispatched(self, result: jax.Array) -> None:
         """`result` is any output of the step's program."""
         self._results.append(result)

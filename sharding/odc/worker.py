@@ -5,6 +5,7 @@ Programs are dispatched without waiting for them; what bounds how far dispatch r
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..strategy import Tally
 from .gradients import Device, Key
-from .programs import Microbatch, pull_back
+from .programs import Microbatch
 from .stages import Step
 from .window import Itinerary, Row, Window
 
@@ -28,8 +29,8 @@ class Task:
     microbatches: Sequence[Microbatch]
 
     def training(self, live: int) -> Itinerary:
-        needs = [keys for i in self.own for keys in (*self.microbatches[i].keys, *reversed(self.microbatches[i].keys))]
-        return Itinerary(tuple(needs), live)
+        ways = [self.microbatches[i] for i in self.own]
+        return Itinerary(tuple(keys for one in ways for keys in (*one.keys, *(one.keys[k] for k in one.back))), live)
 
     def scoring(self, live: int) -> Itinerary:
         return Itinerary(tuple(keys for i in self.own for keys in self.microbatches[i].keys), live)
@@ -54,7 +55,18 @@ class Worker:
         self._check = check
 
     def train(self, window: Window, push: Callable[[Key, int, Sequence[jax.Array]], None]) -> None:
-        """Forward and backward through each microbatch; `push(key, own microbatch, rows)` takes gradients away."""
+        """Forward and backward through each microbatch; `push(key, own microbatch, rows)` takes gradients away.
+
+        What is not computed yet is not pushed: its owner's device, which works in order, would wait for it.
+        """
+        ready = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()
+
+        def push_done(steps: int) -> None:
+            while ready and ready[0][0] < steps:
+                _, key, number, rows = ready.popleft()
+                push(key, number, rows)
+
+        steps = 0
         for number, index in enumerate(self.task.own):
             one = self.task.microbatches[index]
             values = self._values(one, index)
@@ -64,6 +76,8 @@ class Worker:
                 outputs, pull = one.forward(step)(rows, [values[slot] for slot in step.reads], np.int32(step.layer))
                 del rows  # the next step fetches before it has others to put in their place
                 window.dispatched(outputs[0])
+                steps += 1
+                push_done(window.done)
                 saved.append((pull, [(out.shape, out.dtype) for out in outputs]))
                 _hand_on(values, step, outputs)
             results = self._outputs(one, values)
@@ -71,23 +85,27 @@ class Worker:
             loss: Any = one.program.outputs[0]
             del values
             cotangents: dict[int, Any] = {loss: np.ones((), np.float32)}
-            for step, keys in zip(reversed(one.steps), reversed(one.keys), strict=True):
+            for k in one.back:
+                step = one.steps[k]
                 rows = self._next(window, number, f"{step.name} backward")
-                pull, shapes = saved.pop()
+                pull, shapes = saved[k]
+                saved[k] = None
                 given = [
                     cotangents.pop(slot) if slot in cotangents else np.zeros(*shape)
                     for slot, shape, active in zip(step.writes, shapes, step.stage.active_out, strict=True)
                     if active
                 ]
-                gradient_rows, back = pull_back(pull, rows, given)
+                gradient_rows, back = one.backward(step)(pull, rows, given)
                 del rows, pull
                 window.dispatched(gradient_rows[0][0] if gradient_rows else back[0])
                 active = [slot for slot, on in zip(step.reads, step.stage.active_in, strict=True) if on]
                 for slot, gradient in zip(active, back, strict=True):
                     cotangents[slot] = _plus(cotangents[slot], gradient) if slot in cotangents else gradient
-                for key, own in zip(keys, gradient_rows, strict=True):
-                    push(key, number, own)
+                ready.extend((steps, key, number, own) for key, own in zip(one.keys[k], gradient_rows, strict=True))
+                steps += 1
+                push_done(window.done)
         window.finish()
+        push_done(steps)
 
     def score(self, window: Window) -> None:
         """Forward only."""
