@@ -223,13 +223,11 @@ def _compare(ask: Any, options: argparse.Namespace) -> dict[str, Any]:
 def _bandwidth(ask: Any, values: int, repeats: int) -> dict[str, Any]:
     """GB/s that a device receives: half of the gathered array, or of the array whose parts are added."""
     answers = ask(do="bandwidth", values=values, repeats=max(repeats, 5))
-    received = values // 2 * 4
+    received = values // 2 * 4  # the scatters work on twice as many values, a whole array on each device
     rates: dict[str, Any] = {"array_mib": values * 4 / 2**20}
     for name in ("all_gather", "gather", "reduce_scatter", "scatter_accumulate"):
-        # The scatters work on twice the array, a whole one on each device.
-        share = received if "gather" in name else 2 * received // 2
         took = statistics.median(max(pair) for pair in zip(*(answer[name] for answer in answers), strict=True))
-        rates[name] = {"ms": round(took * 1e3, 2), "gb_per_s": round(share / took / 1e9, 3)}
+        rates[name] = {"ms": round(took * 1e3, 2), "gb_per_s": round(received / took / 1e9, 3)}
     rates["gather_against_all_gather"] = round(rates["all_gather"]["ms"] / rates["gather"]["ms"], 2)
     rates["scatter_accumulate_against_reduce_scatter"] = round(
         rates["reduce_scatter"]["ms"] / rates["scatter_accumulate"]["ms"], 2

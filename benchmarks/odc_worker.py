@@ -81,6 +81,7 @@ def main(settings: dict) -> None:
     minibatches = Minibatches(settings["model"]["vocab_size"])
     runs: dict[str, Callable[[], Any]] = {}
     step = jax.jit(fsdp.loss_and_grad)
+    squares = jax.jit(lambda tree: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
     add = jax.jit(lambda one, other: jax.tree.map(jnp.add, one, other), donate_argnums=0)
 
     def collective(batches: Sequence[Any]) -> Any:
@@ -113,10 +114,8 @@ def main(settings: dict) -> None:
             continue
         started, cpu = time.perf_counter(), time.process_time()
         value, _, grads = jax.block_until_ready(runs[request["run"]]())
-        seconds = time.perf_counter() - started
-        norm = float(jax.jit(lambda tree: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))(grads)) ** 0.5
-        own = odc.last_seconds.get(settings["process"], 0.0)
-        channel.say(seconds=seconds, cpu=time.process_time() - cpu, own=own, loss=float(value), grad_norm=norm)
+        seconds, used = time.perf_counter() - started, time.process_time() - cpu
+        channel.say(seconds=seconds, cpu=used, loss=float(value), grad_norm=float(squares(grads)) ** 0.5)
     channel.say(peak_rss_mib=peak_rss_mib())
     links.close()
 

@@ -170,9 +170,13 @@ class Learner:
     def scores(
         self, batches: Sequence[PackedTokens], devices: Sequence[int] = (), params: Params | None = None
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """`logprobs` of each batch, computed as `step` would."""
+        """`logprobs` of each batch, computed as `step` would. Raises ConfigError where devices of other processes
+        compute some of them: nothing brings their scores here."""
         if devices:
-            return self.odc.logprobs(self.params if params is None else params, batches, devices)
+            scores = self.odc.logprobs(self.params if params is None else params, batches, devices)
+            if None in scores:
+                raise ConfigError("sharding.strategy is odc: log-probs of several processes can't be brought together")
+            return scores
         return [self.logprobs(inputs, params) for inputs in batches]
 
     @property

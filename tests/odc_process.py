@@ -85,7 +85,7 @@ def training(links: Links) -> None:
         learner.load_state(arrays)
     say(resumed_from=first)
     for step in range((first or 0) + 1, SETTINGS["steps"] + 1):
-        groups, prepared = make_groups([[3]] * 4, [[9], [5], [21], [2]], seed=step)
+        groups, prepared = make_groups([[3]] * 8, [[9], [5], [200], [2], [150], [190], [30], [180]], seed=step)
         composition = compose(
             groups, prepared, config, learner.mesh.size, text=model.config.text, shapes=learner.shapes
         )

@@ -89,6 +89,9 @@ def test_a_fault_in_mid_minibatch_ends_all_and_the_run_resumes(fault, victim, sa
             assert time.monotonic() - began < 30
         else:
             assert survivor.wait(240) > 0
+        if fault == "raise":
+            assert run.processes[victim].wait(30) > 0
+            assert len([line for line in run.errors(victim).splitlines() if says in line]) == 1
         lines = [line for line in run.errors(1 - victim).splitlines() if says in line]
         assert len(lines) == 1, run.errors(1 - victim)
         assert (fault == "raise" or " is lost: " in lines[0]) and "goes on from its last checkpoint" in lines[0]

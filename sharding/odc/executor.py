@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +28,14 @@ from .traffic import Traffic
 from .window import Itinerary
 from .worker import Task, Worker
 
+_numbers = itertools.count(1)  # of minibatches of this process: all processes run the same ones in the same order
+
 
 class OdcError(RuntimeError):
-    """A device failed within a minibatch. The message says which, where and why; parameters are as they were."""
+    """A device failed within a minibatch, or a process was lost. The message says which, where and why.
+
+    Parameters are as they were. In one process the next minibatch may be tried; of several, all have to end.
+    """
 
 
 class _Failure:
@@ -92,11 +98,13 @@ class Odc:
     layers): the one that is computed, those fetched ahead and one not yet done. `deterministic` adds gradients in an
     order that depends on nothing but the minibatch and the predicted work. `group` neighbouring devices (0: all) hold
     all parameters and gradients together (hybrid sharding). `links` are those of this process to the others, where
-    there are others. `last_seconds` says for each local device how long it took
-    for its part of the last minibatch.
+    there are others. While a minibatch runs, there is a copy of the parameters in the compute dtype, each device's part
+    on the device. `last_seconds` says for each local device how long it took for its part of
+    the last minibatch, `idle` how many seconds one then waited for the others, on average.
     """
 
     last_seconds: dict[int, float]
+    idle: float
 
     def __init__(
         self,
@@ -117,10 +125,11 @@ class Odc:
             self.mesh, strategy.specs, strategy.abstract, strategy.rules, dtype=strategy.compute_dtype, group=group
         )
         self._links = links
-        self._number = 0  # of minibatches so far
+        if links is None and any(set(self._rows.members(d)) - set(self._local) for d in self._local):
+            raise ValueError("devices of other processes hold rows of this one's: Odc needs links to them")
         self._programs = Programs(self._rows, strategy)
         self._combine = jax.jit(_combined, static_argnums=1, out_shardings=NamedSharding(self.mesh, P()))
-        self.last_seconds = {}
+        self.last_seconds, self.idle = {}, 0.0
 
     def loss_and_grad(
         self, params: Params, batches: Sequence[Any], devices: Sequence[int], work: Sequence[float] = ()
@@ -138,19 +147,14 @@ class Odc:
         owners = [self._devices[d] for d in self._local]
         gradients = Gradients(owners, orders, 2 * self._live_layers, failure.check)
         trips = [task.training(self._live_layers) for task in tasks]
-        traffic = self._traffic(params, trips)
+        traffic = self._traffic(params, trips, failure)
         workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
         jobs = [self._training(worker, traffic, trips[worker.number], gradients) for worker in workers]
         self._run(workers, jobs, failure, self._servers(traffic, tasks, gradients))
+        del traffic, jobs  # and with them the rows that were published
         grads = self._rows.collect(self._gathered(gradients))
         loss, tally = self._tally(workers, microbatches[0])
         return loss, tally, grads
-
-    @property
-    def idle(self) -> float:
-        """Seconds between a local device's end of the last minibatch and that of the last of them, on average."""
-        seconds = list(self.last_seconds.values())
-        return max(seconds) - sum(seconds) / len(seconds) if seconds else 0.0
 
     def logprobs(self, params: Params, inputs: Sequence[Any], devices: Sequence[int]) -> list[Any]:
         """What `forward` returns for each of `inputs`, on the device that computed it; None for other processes'."""
@@ -159,20 +163,21 @@ class Odc:
         tasks = [Task(own, inputs, microbatches) for own in plan.own]
         failure = _Failure(self._links)
         trips = [task.scoring(self._live_layers) for task in tasks]
-        traffic = self._traffic(params, trips)
+        traffic = self._traffic(params, trips, failure)
         workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
         jobs = [functools.partial(w.score, traffic.window(w.number, trips[w.number])) for w in workers]
         self._run(workers, jobs, failure, [])
         found = {i: result for worker in workers for i, result in worker.results.items()}
         return [found.get(i) for i in range(len(inputs))]
 
-    def _traffic(self, params: Params, trips: Sequence[Itinerary]) -> Traffic:
-        self._number += 1
+    def _traffic(self, params: Params, trips: Sequence[Itinerary], failure: _Failure) -> Traffic:
         remote = None
         if self._links is not None:
-            remote = Remote(self._links, self._number, self._devices, 2 * self._live_layers)
+            remote = Remote(self._links, next(_numbers), self._devices, 2 * self._live_layers)
         traffic = Traffic(self._rows, self._rows.publish(params), self._devices, self._local, remote)
-        traffic.offer(trips)
+        with failure.noting(lambda: "offering weights to the other processes failed"):
+            traffic.offer(trips)
+        failure.check()
         return traffic
 
     def _training(self, worker: Worker, traffic: Traffic, trip: Itinerary, gradients: Gradients) -> Callable[[], None]:
@@ -216,9 +221,10 @@ class Odc:
         failure.check()
         if self._links is not None:
             with failure.noting(lambda: "the end of the minibatch was not reached by all"):
-                self._links.barrier(f"minibatch {self._number}")
+                self._links.barrier("end of a minibatch")
             failure.check()
         self.last_seconds = {worker.number: worker.seconds for worker in workers}
+        self.idle = time.perf_counter() - began - sum(self.last_seconds.values()) / len(workers)
 
     def _orders(self, plan: _Plan, microbatches: Sequence[Microbatch]) -> dict[Device, dict[Key, list[Turn]]]:
         orders: dict[Device, dict[Key, list[Turn]]] = {}

@@ -21,7 +21,8 @@ _FETCH, _PUSH = 0, 1
 
 
 class Remote:
-    """One minibatch's traffic with the devices of other processes. `devices` are all of the mesh, in its order."""
+    """One minibatch's traffic with the devices of other processes. `number` is this minibatch's own in the life of
+    `links`, `devices` are all of the mesh, in its order, `bound` is how many pushes an owner may be behind."""
 
     def __init__(self, links: Links, number: int, devices: Sequence[Device], bound: int) -> None:
         self._links, self._number, self._devices, self._bound = links, number, devices, bound
@@ -75,11 +76,15 @@ class Remote:
         return self._links.fetch(self._devices[source].process_index, name, [like], device)[0]
 
     def _name(self, kind: int, client: int, count: int, owner: int) -> int:
-        """Unique in the offering process: 64 bits do for 8 million transfers of each of a thousand devices."""
-        parts = (self._number, kind, client, owner, count)
+        """Unique in the offering process. Raises ValueError where the 63 bits of a key are not enough."""
         name = 0
-        for part, bits in zip(parts, (19, 1, 10, 10, 23), strict=True):
-            name = name << bits | part % (1 << bits)
+        for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
+            if part >> bits:
+                raise ValueError(
+                    f"{len(self._devices)} devices, minibatch {self._number}, transfer {count} of a device: keys hold "
+                    "1,024 devices, 16 million minibatches, 262,144 transfers of a device in each"
+                )
+            name = name << bits | part
         return name
 
     def _topic(self, client: int, owner: int) -> str:

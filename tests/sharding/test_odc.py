@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import assert_equal, loss, make_batch, strategy, toy
@@ -19,6 +20,7 @@ from sharding.odc.flat import Rows
 from sharding.odc.stages import StageError, cut
 from sharding.odc.window import Itinerary, Window
 from sharding.odc.worker import Worker
+from sharding.strategy import Tally
 from sharding.walk import Walk
 from sharding.weights import ShardingRules, specs
 
@@ -104,6 +106,7 @@ def test_low_precision_weights_travel_in_low_precision():
     same = [jax.jit(one.loss_and_grad)(one.shard(params), one.place(batches()[rows])) for rows in KINDS]
     assert_equal(result[2], jax.tree.map(jnp.add, same[0][2], same[1][2]), 2e-2)
     assert {leaf.dtype for leaf in jax.tree.leaves(result[2])} == {jnp.dtype(jnp.float32)}
+    assert {row.dtype for unit in odc._rows.publish(placed) for row in unit} == {jnp.dtype(jnp.bfloat16)}
 
 
 # --- reproducible -----------------------------------------------------------------------------------
@@ -154,6 +157,24 @@ def test_few_fetched_layers_are_alive(monkeypatch, live):
     odc.loss_and_grad(params, [batches()[7]] * 3, [0, 0, 0])
     assert 2 <= most[0] <= live
     assert not alive
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_no_whole_weight_is_kept_for_the_backward_pass(remat):
+    """Of what a forward pass hands to the backward pass, nothing is as large as the smallest matrix."""
+    odc, _ = make(2, remat=remat)
+    rows, batch = odc._rows, batches()[3]
+    one = odc._programs.training(batch)
+    sizes = {u: unit.size for u, unit in enumerate(rows.units)}
+    values = dict(zip(one.program.inputs, jax.tree.leaves(batch), strict=True))
+    shapes = {piece.shape for unit in rows.units for piece in unit.pieces if len(piece.shape) > 1}
+    for step, keys in zip(one.steps, one.keys, strict=True):
+        given = [tuple(jax.ShapeDtypeStruct((sizes[u],), jnp.float32) for _ in range(2)) for u, _ in keys]
+        outputs, saved = jax.eval_shape(one.forward(step), given, [values[s] for s in step.reads], np.int32(0))
+        values |= dict(zip(step.writes, outputs, strict=True))
+        kept = {leaf.shape for leaf in jax.tree.leaves(saved)}
+        assert not kept & (shapes | {shape[::-1] for shape in shapes}) and (sizes[keys[0][0]],) not in kept
+        assert step.name != "layers[0]" or kept  # activations
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=2, unique=True), max_size=12), st.integers(2, 5))
@@ -213,8 +234,6 @@ def test_the_loss_is_cut_at_its_stack():
     abstract = jax.eval_shape(lambda: params)
 
     def traced(params, batch):
-        from flax import nnx
-
         return loss(nnx.merge(fsdp.graphdef, params), batch, Walk(unroll=0))
 
     program = cut(traced, abstract, batches()[3])
@@ -222,13 +241,28 @@ def test_the_loss_is_cut_at_its_stack():
     assert len({id(step.stage) for step in program.steps}) == 3
 
 
+def test_what_comes_before_any_weight_has_no_backward_pass():
+    """A stack may start from what is computed from the batch alone."""
+    model, params = toy()
+
+    def loss_of_numbers(model, batch, walk):
+        x = jnp.asarray(batch["x"]) * 2.0
+        x, _ = walk.scan(model.layers, x, lambda layer, x, _: (layer(x), None))
+        return jnp.sum(x**2), Tally({"loss": jnp.sum(x**2)}, {})
+
+    fsdp = strategy(2, model)
+    fsdp.loss = loss_of_numbers
+    batch = {"x": np.random.default_rng(0).normal(size=(2, 5, 12)).astype(np.float32)}
+    loss, _, grads = Odc(fsdp).loss_and_grad(fsdp.shard(params), [batch], [1])
+    want = jax.value_and_grad(lambda p: loss_of_numbers(nnx.merge(fsdp.graphdef, p), batch, Walk())[0])(params)
+    assert_equal((loss, grads), want, 1e-5)
+
+
 def test_a_stack_with_an_output_for_each_layer_is_refused():
     model, params = toy()
     fsdp = strategy(1, model)
 
     def traced(params, inputs):
-        from flax import nnx
-
         model = nnx.merge(fsdp.graphdef, params)
         table = model.table.weight[...]
         step = lambda layer, x, _: (layer(x), jnp.sum(x))  # noqa: E731
