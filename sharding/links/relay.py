@@ -9,6 +9,7 @@ the service through a relay of their own, which forwards every byte, and never c
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -74,13 +75,12 @@ def _connect(near: socket.socket, target: tuple[str, int]) -> None:
 
 def _forward(source: socket.socket, target: socket.socket, close: bool) -> None:
     """Until either side ends. The far side's end is kept from the near one: see the top of this file."""
-    try:
+    with contextlib.suppress(OSError):
         while piece := source.recv(_PIECE):
             target.sendall(piece)
-    except OSError:
-        pass
     if close:
-        target.close()
+        with contextlib.suppress(OSError):  # `socket.close` would wait for the other direction
+            target.shutdown(socket.SHUT_WR)
 
 
 def _start(work: Any, *arguments: Any) -> None:
