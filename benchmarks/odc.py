@@ -57,6 +57,7 @@ PARTS = ("measured", "together", "bandwidth", "simulated")
 TOGETHER = {  # sequences that FlexUlysses spreads over both devices, and others
     "one long": (1024, *[192] * 8),
     "two long": (1024, 640, *[128] * 16),
+    "one giant": (1024, *[96] * 4),  # which no device can balance alone
 }
 SIZES = (1 << 16, 1 << 20, 1 << 24)  # floats of an array that is gathered: 256 KiB to 64 MiB
 

@@ -27,6 +27,7 @@ from run_cases import (
 from fluxjax.cli import load
 from fluxjax.report.metrics import read
 from fluxjax.trainer import main
+from sharding.odc.worker import Worker
 
 TEXT, VLM = "configs/text.py", "configs/vlm.py"
 
@@ -198,6 +199,29 @@ def test_run_folder_of_another_model(capsys, data, finished, tmp_path):
     line = tried(capsys, run_dir, TEXT, data, seed=1)
     assert "seed 0" in line
     assert checkpoint_steps(run_dir) == checkpoint_steps(finished)
+
+
+@pytest.mark.slow
+def test_a_device_that_fails_in_the_middle_of_a_step(capsys, data, finished, tmp_path, monkeypatch):
+    """ODC, two devices: the run ends in one line, and the same command goes on from the last checkpoint."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    more = {"steps": 3, "sharding__strategy": "odc", "sharding__devices": 2}
+    step = Worker._next
+
+    def fail(self, window, number, place):
+        rows = step(self, window, number, place)
+        if self.number == 1 and place == "layers[0] backward":
+            raise MemoryError("no room for 3 GB")
+        return rows
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "_next", fail)
+        line = tried(capsys, run_dir, TEXT, data, **more)
+    assert "cpu:1 failed in microbatch 1 of " in line and "layers[0] backward: MemoryError: no room for 3 GB" in line
+    assert checkpoint_steps(run_dir) == checkpoint_steps(finished)
+    assert main(load([f"--config={TEXT}", f"--config.run_dir={run_dir}", *flags(**data, **(SHORT | more))])) == 0
+    assert summary(run_dir)["resumed_from"] == [2]
 
 
 @pytest.mark.slow

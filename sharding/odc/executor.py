@@ -23,7 +23,7 @@ from ..strategy import Params, Tally
 from .flat import Rows
 from .gradients import Device, Gradients, Key, Turn
 from .programs import Microbatch, Programs
-from .remote import Remote
+from .remote import Remote, taken
 from .traffic import Traffic
 from .window import Itinerary
 from .worker import Task, Worker
@@ -142,15 +142,15 @@ class Odc:
         plan = _Plan.of(len(batches), devices, work, len(self._devices))
         microbatches = [self._programs.training(batch) for batch in batches]
         tasks = [Task(own, batches, microbatches) for own in plan.own]
-        failure = _Failure(self._links)
+        failure, number = _Failure(self._links), next(_numbers)
         orders = self._orders(plan, microbatches) if self._deterministic else None
         owners = [self._devices[d] for d in self._local]
         gradients = Gradients(owners, orders, 2 * self._live_layers, failure.check)
         trips = [task.training(self._live_layers) for task in tasks]
-        traffic = self._traffic(params, trips, failure)
+        traffic = self._traffic(number, params, trips, failure)
         workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
         jobs = [self._training(worker, traffic, trips[worker.number], gradients) for worker in workers]
-        self._run(workers, jobs, failure, self._servers(traffic, tasks, gradients))
+        self._run(number, workers, jobs, failure, self._servers(traffic, tasks, gradients))
         del traffic, jobs  # and with them the rows that were published
         grads = self._rows.collect(self._gathered(gradients))
         loss, tally = self._tally(workers, microbatches[0])
@@ -161,19 +161,19 @@ class Odc:
         plan = _Plan.of(len(inputs), devices, (), len(self._devices))
         microbatches = [self._programs.scoring(one) for one in inputs]
         tasks = [Task(own, inputs, microbatches) for own in plan.own]
-        failure = _Failure(self._links)
+        failure, number = _Failure(self._links), next(_numbers)
         trips = [task.scoring(self._live_layers) for task in tasks]
-        traffic = self._traffic(params, trips, failure)
+        traffic = self._traffic(number, params, trips, failure)
         workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
         jobs = [functools.partial(w.score, traffic.window(w.number, trips[w.number])) for w in workers]
-        self._run(workers, jobs, failure, [])
+        self._run(number, workers, jobs, failure, [])
         found = {i: result for worker in workers for i, result in worker.results.items()}
         return [found.get(i) for i in range(len(inputs))]
 
-    def _traffic(self, params: Params, trips: Sequence[Itinerary], failure: _Failure) -> Traffic:
+    def _traffic(self, number: int, params: Params, trips: Sequence[Itinerary], failure: _Failure) -> Traffic:
         remote = None
         if self._links is not None:
-            remote = Remote(self._links, next(_numbers), self._devices, 2 * self._live_layers)
+            remote = Remote(self._links, number, self._devices, 2 * self._live_layers)
         traffic = Traffic(self._rows, self._rows.publish(params), self._devices, self._local, remote)
         with failure.noting(lambda: "offering weights to the other processes failed"):
             traffic.offer(trips)
@@ -195,6 +195,7 @@ class Odc:
 
     def _run(
         self,
+        number: int,
         workers: Sequence[Worker],
         jobs: Sequence[Callable[[], None]],
         failure: _Failure,
@@ -222,6 +223,7 @@ class Odc:
         if self._links is not None:
             with failure.noting(lambda: "the end of the minibatch was not reached by all"):
                 self._links.barrier("end of a minibatch")
+                self._links.forget(taken(number))
             failure.check()
         self.last_seconds = {worker.number: worker.seconds for worker in workers}
         self.idle = time.perf_counter() - began - sum(self.last_seconds.values()) / len(workers)

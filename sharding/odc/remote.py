@@ -20,6 +20,11 @@ from .window import Row
 _FETCH, _PUSH = 0, 1
 
 
+def taken(minibatch: int) -> str:
+    """What the topics begin with under which owners say that they have taken gradients of this minibatch."""
+    return f"taken/{minibatch}/"
+
+
 class Remote:
     """One minibatch's traffic with the devices of other processes. `number` is this minibatch's own in the life of
     `links`, `devices` are all of the mesh, in its order, `bound` is how many pushes an owner may be behind."""
@@ -88,4 +93,4 @@ class Remote:
         return name
 
     def _topic(self, client: int, owner: int) -> str:
-        return f"taken/{self._number}/{client}/{owner}"
+        return f"{taken(self._number)}{client}/{owner}"
