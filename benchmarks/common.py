@@ -3,12 +3,14 @@ peer's interpreter need not have anything of this project installed."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import pathlib
 import resource
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -136,6 +138,43 @@ class Worker:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             raise WorkerError(f"the {self.name} worker {how}; its messages are above")
         return json.loads(line)
+
+
+class Pair:
+    """Two workers of one distributed program, each pinned to a core of its own."""
+
+    def __init__(self, script: str, settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
+        """`settings` go to both, with `port`, `processes`, `process` and `core`. Raises `WorkerError` for less than two
+        cores."""
+        pinned = sorted(os.sched_getaffinity(0))[:2]
+        if len(pinned) < 2:
+            raise WorkerError("two cores are needed, one for each process")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            shared = {**settings, "port": probe.getsockname()[1], "processes": 2}
+        command = [sys.executable, str(ROOT / "benchmarks" / script)]
+        self._stack = contextlib.ExitStack()
+        self._pool = self._stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+
+        def start(process: int) -> Worker:
+            own = {**shared, "process": process, "core": pinned[process]}
+            return Worker(f"process {process}", command, own, thread_environment(1) | {"JAX_PLATFORMS": "cpu"} | env)
+
+        self._workers = [self._stack.enter_context(worker) for worker in self._pool.map(start, range(2))]
+        self.about = self._workers[0].about
+
+    def ask(self, **request: Any) -> list[dict[str, Any]]:
+        """The answers of both, which are asked at the same time."""
+        return list(self._pool.map(lambda worker: worker.ask(**request), self._workers))
+
+    def finish(self) -> list[dict[str, Any]]:
+        return list(self._pool.map(Worker.finish, self._workers))
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 # --- the worker's end ---------------------------------------------------------------------------

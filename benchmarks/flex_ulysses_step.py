@@ -16,13 +16,10 @@ from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
-import contextlib
 import json
 import os
 import pathlib
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
 import numpy as np
-from common import ROOT, Worker, WorkerError, spread, thread_environment
+from common import ROOT, Pair, WorkerError, spread
 
 from sharding.plan import ShardPlan
 from sharding.planner import Limits, bucketing, flex_ulysses, ulysses
@@ -84,43 +81,28 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds a step under each plan of each workload; ratios of medians above 1 mean that FlexUlysses is faster."""
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        raise WorkerError("two cores are needed, one for each process")
     workloads = {"given": tuple(options.lengths)} if options.lengths else WORKLOADS
     plans = {name: _plans(lengths) for name, lengths in workloads.items()}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {
-        "port": port,
-        "processes": 2,
+    settings = {
         "model": MODEL,
         "plans": {f"{load} {name}": plan.to_json() for load, named in plans.items() for name, plan in named.items()},
     }
-    command = [sys.executable, str(ROOT / "benchmarks" / "ulysses_worker.py")]
     load_before = os.getloadavg()[0]
-    seconds: dict[str, list[float]] = {name: [] for name in shared["plans"]}
+    seconds: dict[str, list[float]] = {name: [] for name in settings["plans"]}
     losses: dict[str, float] = {}
-    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(2) as pool:
-
-        def start(process: int) -> Worker:
-            settings = shared | {"process": process, "core": cores[process]}
-            return Worker(f"process {process}", command, settings, thread_environment(1) | {"JAX_PLATFORMS": "cpu"})
-
-        workers = [stack.enter_context(worker) for worker in pool.map(start, range(2))]
+    with Pair("ulysses_worker.py", settings, {}) as pair:
         for index in range(options.warmup + options.repeats):
             for name in seconds:
-                answers = list(pool.map(lambda worker, name=name: worker.ask(do="step", plan=name), workers))
+                answers = pair.ask(do="step", plan=name)
                 losses[name] = answers[0]["loss"]
                 _say(f"{name}: {answers[0]['seconds']:.3f} s{' (warm-up)' if index < options.warmup else ''}")
                 if index >= options.warmup:
                     seconds[name].append(max(answer["seconds"] for answer in answers))
-        last = list(pool.map(Worker.finish, workers))
+        last = pair.finish()
     result: dict[str, Any] = {
         "what": "forward and backward of one batch, 2 processes of one CPU core each, gloo, float32",
         "load_average_before": round(load_before, 2),
-        "model": MODEL | {"parameters": workers[0].about["parameters"]},
+        "model": MODEL | {"parameters": pair.about["parameters"]},
         "repeats": options.repeats,
         "peak_rss_mib": [one["peak_rss_mib"] for one in last],
     }

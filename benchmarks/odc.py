@@ -16,22 +16,19 @@ Prints one JSON line on standard output and its progress on standard error. `ben
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-import socket
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
 import numpy as np
-from common import ROOT, Worker, WorkerError, spread, thread_environment
+from common import Pair, WorkerError, spread
 from odc_simulated import fitted, simulate
 
 from sharding.packing import SCHEDULERS, Schedule, bubble_rate, makespan
@@ -89,20 +86,29 @@ def _on_two_processes(options: argparse.Namespace, parts: Sequence[str]) -> dict
     raw = {name: (how, dataclasses.asdict(schedule)) for name, (how, schedule) in schedules.items()}
     runs = (raw if "measured" in parts else {}) | (_together() if "together" in parts else {})
     load_before = os.getloadavg()[0]
-    with _workers(options, runs) as (ask, about):
+    settings = {
+        "model": MODEL,
+        "runs": runs,
+        "remat": options.remat,
+        "live_layers": options.live_layers,
+        "deterministic": options.deterministic,
+    }
+    with Pair("odc_worker.py", settings, {"NPROC": "2"}) as pair:  # two threads: one serves while the other computes
+        ask = _Asked(pair)
         result: dict[str, Any] = {
             "what": "two processes of one CPU core each, gloo and jax.experimental.transfer over loopback, float32",
             "load_average_before": round(load_before, 2),
         }
         if "measured" in parts:
             result["measured"] = _measure(ask, schedules, minibatches, options) | {
-                "model": MODEL | {"parameters": about["parameters"]},
+                "model": MODEL | {"parameters": pair.about["parameters"]},
                 "rematerialisation": options.remat,
             }
         if "together" in parts:
             result["together"] = _compare(ask, options)
         if "bandwidth" in parts:
             result["bandwidth"] = [_bandwidth(ask, values, options.repeats) for values in SIZES]
+        result["peak_rss_mib"] = [one["peak_rss_mib"] for one in pair.finish()]
     return result
 
 
@@ -237,42 +243,15 @@ def _bandwidth(ask: Any, values: int, repeats: int) -> dict[str, Any]:
     return rates
 
 
-@contextlib.contextmanager
-def _workers(options: argparse.Namespace, runs: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        raise WorkerError("two cores are needed, one for each process")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {
-        "port": port,
-        "processes": 2,
-        "model": MODEL,
-        "runs": runs,
-        "remat": options.remat,
-        "live_layers": options.live_layers,
-        "deterministic": options.deterministic,
-    }
-    command = [sys.executable, str(ROOT / "benchmarks" / "odc_worker.py")]
-    environment = thread_environment(1) | {"JAX_PLATFORMS": "cpu", "NPROC": "2"}  # two threads serve and compute
-    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(2) as pool:
+class _Asked:
+    """Both processes, with requests numbered as they want them."""
 
-        def start(process: int) -> Worker:
-            return Worker(
-                f"process {process}", command, shared | {"process": process, "core": cores[process]}, environment
-            )
+    def __init__(self, pair: Pair) -> None:
+        self._pair, self._number = pair, 0
 
-        workers = [stack.enter_context(worker) for worker in pool.map(start, range(2))]
-        number = 0
-
-        def ask(**request: Any) -> list[dict[str, Any]]:
-            nonlocal number
-            number += 1
-            return list(pool.map(lambda worker: worker.ask(number=number, **request), workers))
-
-        yield ask, workers[0].about
-        list(pool.map(Worker.finish, workers))
+    def __call__(self, **request: Any) -> list[dict[str, Any]]:
+        self._number += 1
+        return self._pair.ask(number=self._number, **request)
 
 
 def _say(line: str) -> None:
