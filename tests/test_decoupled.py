@@ -319,4 +319,5 @@ def test_sum_over_the_microbatches_of_three_devices_equals_one_ordinary_batch(sh
     config.sharding.max_shapes = 1  # every shape is compiled
     composition = compose(groups, prepared, config, 3, vision=MODEL.vision, text=tiny(HEADS).config.text)
     assert set(composition.devices) == {0, 1, 2} and len(composition.batches) > 3
-    assert_equal(outcome(learner(HEADS, 1), composition), alone(HEADS, groups, prepared))
+    by_one = dataclasses.replace(composition, devices=(), work=())  # whoever computes them
+    assert_equal(outcome(learner(HEADS, 1), by_one), alone(HEADS, groups, prepared))
