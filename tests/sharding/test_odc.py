@@ -60,7 +60,7 @@ def summed(kinds):
 # --- equality ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from([(1, 0), (2, 0), (3, 0), (4, 0), (4, 2), (6, 2), (8, 0)]),
     st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 7)), min_size=1, max_size=6),
