@@ -162,10 +162,12 @@ class Pair:
 
         self._workers = [self._stack.enter_context(worker) for worker in self._pool.map(start, range(2))]
         self.about = self._workers[0].about
+        self._number = 0
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:
-        """The answers of both, which are asked at the same time."""
-        return list(self._pool.map(lambda worker: worker.ask(**request), self._workers))
+        """The answers of both, which are asked at the same time; `number` says the how manieth time."""
+        self._number += 1
+        return list(self._pool.map(lambda worker: worker.ask(number=self._number, **request), self._workers))
 
     def finish(self) -> list[dict[str, Any]]:
         return list(self._pool.map(Worker.finish, self._workers))

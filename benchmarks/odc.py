@@ -94,20 +94,19 @@ def _on_two_processes(options: argparse.Namespace, parts: Sequence[str]) -> dict
         "deterministic": options.deterministic,
     }
     with Pair("odc_worker.py", settings, {"NPROC": "2"}) as pair:  # two threads: one serves while the other computes
-        ask = _Asked(pair)
         result: dict[str, Any] = {
             "what": "two processes of one CPU core each, gloo and jax.experimental.transfer over loopback, float32",
             "load_average_before": round(load_before, 2),
         }
         if "measured" in parts:
-            result["measured"] = _measure(ask, schedules, minibatches, options) | {
+            result["measured"] = _measure(pair.ask, schedules, minibatches, options) | {
                 "model": MODEL | {"parameters": pair.about["parameters"]},
                 "rematerialisation": options.remat,
             }
         if "together" in parts:
-            result["together"] = _compare(ask, options)
+            result["together"] = _compare(pair.ask, options)
         if "bandwidth" in parts:
-            result["bandwidth"] = [_bandwidth(ask, values, options.repeats) for values in SIZES]
+            result["bandwidth"] = [_bandwidth(pair.ask, values, options.repeats) for values in SIZES]
         result["peak_rss_mib"] = [one["peak_rss_mib"] for one in pair.finish()]
     return result
 
@@ -241,17 +240,6 @@ def _bandwidth(ask: Any, values: int, repeats: int) -> dict[str, Any]:
     )
     _say(f"bandwidth: {rates}")
     return rates
-
-
-class _Asked:
-    """Both processes, with requests numbered as they want them."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._pair, self._number = pair, 0
-
-    def __call__(self, **request: Any) -> list[dict[str, Any]]:
-        self._number += 1
-        return self._pair.ask(number=self._number, **request)
 
 
 def _say(line: str) -> None:

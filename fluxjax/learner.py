@@ -249,7 +249,7 @@ class Learner:
     def _compile(self) -> None:
         """The programs of a phase; each is compiled at its first use, `accumulate` once for each batch shape."""
         shardings, replicated = self._strategy.shardings, NamedSharding(self.mesh, P())
-        abstract = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(self._model, nnx.Param)))
+        abstract = self._strategy.abstract
         self._opt_shardings = optax.tree_utils.tree_map_params(
             self._optimizer,
             lambda _, sharding: sharding,

@@ -80,14 +80,14 @@ class Fsdp:
             sums, maxima = self._reduce(jax.lax.psum, tally.sums), self._reduce(jax.lax.pmax, tally.maxima)
             return self._reduce(jax.lax.psum, loss), Tally(sums, maxima), grads
 
-        specs = self._param_specs()
+        specs = self.param_specs()
         return self._on_mesh(local, (specs, self._row_specs(batch)), (P(), P(), specs))(params, batch)
 
     def logprobs(self, params: Params, inputs: Any) -> Any:
         def local(params: Params, inputs: Any) -> Any:
             return self.forward(nnx.merge(self.graphdef, params), inputs, self._walk)
 
-        return self._on_mesh(local, (self._param_specs(), self._row_specs(inputs)), self._rows(0))(params, inputs)
+        return self._on_mesh(local, (self.param_specs(), self._row_specs(inputs)), self._rows(0))(params, inputs)
 
     def _on_mesh(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         # Replication is checked: an output claimed to be equal on all devices that is not ends in an error here.
@@ -106,7 +106,8 @@ class Fsdp:
     def _reduce(self, reduction: Callable, tree: Any) -> Any:
         return reduction(tree, self._axes) if self._axes else tree
 
-    def _param_specs(self) -> Any:
+    def param_specs(self) -> Any:
+        """How the parameters lie on the mesh."""
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
 
     def _row_specs(self, batch: Any) -> Any:

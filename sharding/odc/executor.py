@@ -121,9 +121,7 @@ class Odc:
         self._live_layers, self._deterministic = live_layers, deterministic
         self._devices: list[Device] = list(self.mesh.devices.flat)
         self._local = [d for d, device in enumerate(self._devices) if device.process_index == jax.process_index()]
-        self._rows = Rows(
-            self.mesh, strategy.specs, strategy.abstract, strategy.rules, dtype=strategy.compute_dtype, group=group
-        )
+        self._rows = Rows(strategy, group)
         self._links = links
         if links is None and any(set(self._rows.members(d)) - set(self._local) for d in self._local):
             raise ValueError("devices of other processes hold rows of this one's: Odc needs links to them")
@@ -229,14 +227,14 @@ class Odc:
         self.idle = time.perf_counter() - began - sum(self.last_seconds.values()) / len(workers)
 
     def _orders(self, plan: _Plan, microbatches: Sequence[Microbatch]) -> dict[Device, dict[Key, list[Turn]]]:
-        orders: dict[Device, dict[Key, list[Turn]]] = {}
-        for d in self._local:
-            order: dict[Key, list[Turn]] = {}
-            for turn, index in plan.by_finish(self._rows.members(d)):
+        """Of each owner here: whose pushes of each key come in which order, the same for all of a group."""
+        orders: dict[range, dict[Key, list[Turn]]] = {}
+        for group in {self._rows.members(d) for d in self._local}:
+            orders[group] = {}
+            for turn, index in plan.by_finish(group):
                 for key in microbatches[index].pushes:
-                    order.setdefault(key, []).append(turn)
-            orders[self._devices[d]] = order
-        return orders
+                    orders[group].setdefault(key, []).append(turn)
+        return {self._devices[d]: orders[self._rows.members(d)] for d in self._local}
 
     def _gathered(self, gradients: Gradients) -> list[list[jax.Array]]:
         rows = []

@@ -20,11 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..fsdp import Fsdp
 from ..mesh import group_axes
-from ..weights import ShardingRules, WeightSpec
+from ..weights import WeightSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,40 +58,31 @@ class Unit:
 
 
 class Rows:
-    """The units of parameters on `mesh`, and what turns parameters into rows and gradient rows into gradients.
+    """The units of a strategy's parameters, and what turns parameters into rows and gradient rows into gradients.
 
-    `specs` are the declarations of the weights and `params` their abstract values, one structure. Rows are sent as
-    `dtype`. `group` is how many neighbouring devices share one copy of all rows, 0 for all of them; raises `MeshError`
-    if that is no group of this mesh.
+    Rows are sent in the compute dtype. `group` is how many neighbouring devices share one copy of all rows, 0 for all
+    of them; raises `MeshError` if that is no group of the mesh.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        specs: Any,
-        params: Any,
-        rules: ShardingRules,
-        *,
-        dtype: Any = jnp.float32,
-        group: int = 0,
-    ) -> None:
+    def __init__(self, strategy: Fsdp, group: int = 0) -> None:
+        mesh = strategy.mesh
         self.mesh, self.group = mesh, group or mesh.size
-        self._dtype = jnp.dtype(dtype)
+        self._dtype = strategy.compute_dtype
         self._axes = mesh.axis_names
         inner = self._axes if self.group == mesh.size else group_axes(mesh, self.group)
         self._outer = tuple(axis for axis in self._axes if axis not in inner)
         self.outer = mesh.size // self.group
-        leaves, self._tree = jax.tree.flatten(params)
+        leaves, self._tree = jax.tree.flatten(strategy.abstract)
         self._shapes = [leaf.shape for leaf in leaves]
         self._dtypes = [leaf.dtype for leaf in leaves]
-        declared = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, WeightSpec))
-        self._cuts = [rules.cut(spec, mesh) for spec in declared]
-        self.units = tuple(self._unit(members, declared) for members in _modules(declared, params))
-        self._param_specs = jax.tree.unflatten(self._tree, [self._spec(i, s) for i, s in enumerate(declared)])
+        declared = jax.tree.leaves(strategy.specs, is_leaf=lambda leaf: isinstance(leaf, WeightSpec))
+        self._cuts = [strategy.rules.cut(spec, mesh) for spec in declared]
+        self.units = tuple(self._unit(members, declared) for members in _modules(declared, strategy.abstract))
+        lying = strategy.param_specs()
         rows = [[P(self._axes)] * max(unit.layers, 1) for unit in self.units]
         across = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # rows of copies differ on purpose
-        self._publish = jax.jit(across(self._local_rows, in_specs=(self._param_specs,), out_specs=rows))
-        collect = across(self._local_gradients, in_specs=(rows,), out_specs=self._param_specs)
+        self._publish = jax.jit(across(self._local_rows, in_specs=(lying,), out_specs=rows))
+        collect = across(self._local_gradients, in_specs=(rows,), out_specs=lying)
         self._collect = jax.jit(collect)
         self.sharding = NamedSharding(mesh, P(self._axes))
 
@@ -129,11 +121,6 @@ class Rows:
             pieces.append(Piece(i, shape, cut.dim if cut else 0, shards, copies, offset, size))
             offset += size
         return Unit(tuple(pieces), layers, offset)
-
-    def _spec(self, leaf: int, declared: WeightSpec) -> P:
-        cut = self._cuts[leaf]
-        stacked = len(self._shapes[leaf]) - len(declared.shape)
-        return P() if cut is None else P(*[None] * (cut.dim + stacked), cut.axes)
 
     # --- on one device ------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ Turn = tuple[int, int]  # device, its microbatch
 
 @dataclasses.dataclass
 class _Owner:
-    device: Device
     sums: dict[Key, jax.Array] = dataclasses.field(default_factory=dict)
     order: dict[Key, collections.deque[Turn]] = dataclasses.field(default_factory=dict)
     waiting: dict[tuple[Key, Turn], collections.deque[jax.Array]] = dataclasses.field(default_factory=dict)
@@ -47,7 +46,7 @@ class Gradients:
         bound: int,
         check: Callable[[], None],
     ) -> None:
-        self._owners = {device: _Owner(device) for device in owners}
+        self._owners = {device: _Owner() for device in owners}
         self._bound, self._check, self._ordered = bound, check, orders is not None
         for device, order in (orders or {}).items():
             self._owners[device].order = {key: collections.deque(turns) for key, turns in order.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ class _Cutter:
         self._leaf = {var: i for i, var in enumerate(self._jaxpr.invars[: len(paths)])}
         self._consts = {var: np.asarray(value) for var, value in zip(self._jaxpr.constvars, closed.consts, strict=True)}
         self._slot: dict[Any, int] = {}
+        self._fresh = functools.partial(next, itertools.count())
         self._active: set[Any] = set()  # variables
         self._steps: list[Step] = []
 
@@ -141,7 +143,7 @@ class _Cutter:
 
         leaves = tuple(self._leaf[var] for var in weights)
         stage = Stage(
-            _common_name([self._paths[i] for i in leaves]),
+            _segment_name([self._paths[i] for i in leaves]),
             function,
             leaves,
             stacked=False,
@@ -191,7 +193,7 @@ class _Cutter:
             raise StageError("a stack of layers starts from a constant or a weight; it must start from computed values")
         floats = {v for v in carries if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
         stage = Stage(
-            _common_name([self._paths[i] for i in weights]),
+            _stack_name([self._paths[i] for i in weights]),
             function,
             tuple(weights),
             stacked=True,
@@ -211,10 +213,6 @@ class _Cutter:
         self._slot[var] = self._fresh()
         return self._slot[var]
 
-    def _fresh(self) -> int:
-        self._count = getattr(self, "_count", -1) + 1
-        return self._count
-
     def _output(self, var: Any) -> int | np.ndarray:
         if not _is_var(var):
             return np.asarray(var.val)
@@ -233,11 +231,18 @@ def _ordered(items: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(items))
 
 
-def _common_name(paths: Sequence[str]) -> str:
-    """`layers` for the weights of the stack `layers`, `embedding, visual.patch_embed` for several modules."""
-    split = [path.split(".") for path in paths]
-    depth = 2 if len({tuple(parts[:1]) for parts in split}) == 1 and split and split[0][0] == "visual" else 1
-    return ", ".join(_ordered(".".join(parts[:depth]) for parts in split)) or "inputs"
+def _stack_name(paths: Sequence[str]) -> str:
+    """What the weights of a stack have in common: `layers`, `visual.blocks`."""
+    modules = [path.split(".")[:-1] for path in paths]
+    levels = zip(*modules, strict=False)  # as deep as the shallowest weight
+    return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
+
+
+def _segment_name(paths: Sequence[str]) -> str:
+    """The modules of these weights, but for those within another: `embedding, visual.patch_embed`."""
+    modules = _ordered(path.rpartition(".")[0] or path for path in paths)
+    outer = [name for name in modules if not any(name.startswith(f"{other}.") for other in modules)]
+    return ", ".join(outer) or "inputs"
 
 
 def _with_last(steps: Sequence[Step], kept: set[int]) -> tuple[Step, ...]:

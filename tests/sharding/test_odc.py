@@ -22,7 +22,6 @@ from sharding.odc.window import Itinerary, Window
 from sharding.odc.worker import Worker
 from sharding.strategy import Tally
 from sharding.walk import Walk
-from sharding.weights import ShardingRules, specs
 
 KINDS = (3, 7)  # rows of a microbatch: two compiled shapes
 
@@ -276,7 +275,7 @@ def test_a_stack_with_an_output_for_each_layer_is_refused():
 def test_rows_hold_every_weight_once_and_give_it_back(devices, group):
     model, params = toy()
     fsdp = strategy(devices, model)
-    rows = Rows(fsdp.mesh, specs(model), fsdp.abstract, ShardingRules(), group=group)
+    rows = Rows(fsdp, group)
     published = rows.publish(fsdp.shard(params))
     leaves = jax.tree.leaves(params)
     for unit, layers in zip(rows.units, published, strict=True):
