@@ -43,7 +43,7 @@ def compose(
     arrive in. Rows and patches of a shard are the cap of `config.packing`, or a half or quarter of it; `row_shapes`
     lists what may come out. Strategies that spread sequences over devices plan and lay them out in `spreading`;
     `text`, the decoder's sizes, bounds the degrees (None: nothing does); `shapes` remembers earlier sizes (made by
-    `spreading.shape_book`). Under `odc` every microbatch is one device's, see `decoupled`.
+    `spreading.shape_book`). Under `odc` a microbatch is one device's wherever one can hold it, see `decoupled`.
 
     `skip_idle` leaves out groups without any advantage: their gradient is zero unless there is a KL term. Loss
     weights still count them. If there are no others, the first group stays.
@@ -71,7 +71,7 @@ def compose(
         entries = [e for e in entries if any(sample.advantage != 0.0 for sample in e.samples)] or entries[:1]
 
     if config.sharding.strategy is not Strategy.FSDP:
-        book = shape_book(config, num_shards) if shapes is None else shapes
+        book = shape_book(config) if shapes is None else shapes
         laid_out = compose_decoupled if config.sharding.strategy is Strategy.ODC else compose_spread
         return laid_out(entries, config, num_shards, vision, text, book)
     packing = config.packing
@@ -110,10 +110,11 @@ def budget(config: Config, num_shards: int, vision: VisionConfig | None) -> Budg
 
 
 def check_strategy(config: Config, num_devices: int, text: TextConfig, vision: VisionConfig | None) -> None:
-    """Raises ConfigError for degrees that can't be on so many devices, and for a calibration that can't be read."""
+    """Raises ConfigError for degrees that can't be on so many devices, for rollouts longer than the devices of one
+    sequence hold, and for a calibration that can't be read."""
     if config.sharding.strategy.spreads:
         planner(config, text, num_devices)
-    elif config.sharding.strategy is Strategy.ODC:
+    if config.sharding.strategy is Strategy.ODC:
         estimate(config, text, vision)
 
 

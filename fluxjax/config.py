@@ -19,12 +19,12 @@ class Strategy(enum.Enum):
     FSDP = "fsdp"  # every device computes whole sequences
     ULYSSES = "ulysses"  # every sequence is spread over the same number of devices
     FLEX_ULYSSES = "flex_ulysses"  # each sequence over as many devices as balance needs
-    ODC = "odc"  # every device computes whole sequences at its own pace, and waits at the end of a step only
+    ODC = "odc"  # every device computes whole sequences at its own pace; those too long for one come first, spread
 
     @property
     def spreads(self) -> bool:
         """Whether several devices may compute a sequence together."""
-        return self in (Strategy.ULYSSES, Strategy.FLEX_ULYSSES)
+        return self is not Strategy.FSDP
 
 
 class Balance(enum.Enum):
@@ -273,27 +273,24 @@ class Config:
 
     def _validate_strategy(self) -> None:
         strategy, longest = self.sharding.strategy, self.rollout.max_sequence_tokens
-        row, rows = self.packing.tokens_per_row, self.packing.rows_per_device
+        row = self.packing.tokens_per_row
         if strategy is Strategy.FSDP and row < longest:
             raise ConfigError(
                 f"packing.tokens_per_row ({row}) is shorter than rollout.max_sequence_tokens ({longest}); the longest "
                 "response would not fit"
-            )
-        if strategy is Strategy.ODC and row * rows < longest:
-            raise ConfigError(
-                f"packing.tokens_per_row * packing.rows_per_device ({row} * {rows} = {row * rows}) is a device's row, "
-                f"shorter than rollout.max_sequence_tokens ({longest}); raise one of them, or spread sequences over "
-                "devices with sharding.strategy ulysses or flex_ulysses"
-            )
-        if self.sharding.hybrid and strategy is not Strategy.ODC:
-            raise ConfigError(
-                f"sharding.hybrid needs sharding.strategy odc, not {strategy.value}; set the one or unset the other"
             )
         if self.sharding.live_layers < 2:
             raise ConfigError(
                 f"sharding.live_layers is {self.sharding.live_layers}; it must be at least 2, one layer to compute and "
                 "one to fetch"
             )
+        for name in _ODC_ONLY:
+            default = getattr(ShardingConfig(), name)
+            if strategy is not Strategy.ODC and getattr(self.sharding, name) != default:
+                raise ConfigError(
+                    f"sharding.{name} needs sharding.strategy odc, not {strategy.value}; set the one or leave the "
+                    f"other at {getattr(default, 'value', default)}"
+                )
 
     def _validate_tiny_model(self) -> None:
         model = self.model
@@ -327,6 +324,7 @@ class Config:
             )
 
 
+_ODC_ONLY = ("balance", "hybrid", "deterministic", "live_layers")  # fields of sharding that nothing else reads
 _POSITIVE = [
     "model.intermediate_size",
     "model.vision_hidden_size",

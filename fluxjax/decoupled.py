@@ -3,11 +3,12 @@
 Devices wait for one another at the end of a minibatch only, so what has to be even is the work of each over all of its
 microbatches, not the number or the size of these (ODC paper, section 4). A microbatch is one row of one device, laid
 out like any other that `spreading` makes, by a plan of a single device; the device computes its own media, too.
+What one device can't hold is computed by all together, before: see `collective`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,9 +19,10 @@ from sharding.plan import ShardPlan, rounds
 from sharding.planner import Limits
 from sharding.shapes import ShapeBook
 
+from .collective import Estimate, parted, together
 from .config import Config, ConfigError
-from .layout import Composition, Entry
-from .packing import Budget, Piece, check
+from .layout import COLLECTIVE, Composition, Entry
+from .packing import Piece
 from .spreading import (
     Part,
     calibrated,
@@ -32,9 +34,6 @@ from .spreading import (
     tokens_of,
     tokens_per_device,
 )
-
-Floats = np.ndarray  # f64, one for each sequence
-Estimate = Callable[[Floats, Floats, Floats], Floats]  # (tokens, squares, patches) of each sequence -> work
 
 VERL_LINEAR = 24576.0  # verl's work of a token where that of attention is length**2
 CUTS = 3  # further sizes of pieces that are tried where prompts are shared
@@ -49,34 +48,44 @@ def compose_decoupled(
     text: TextConfig | None,
     book: ShapeBook,
 ) -> Composition:
-    """Microbatches of one device each, device after device, the heaviest of each first; `sharding.balance` deals.
+    """Microbatches of all devices together, for what no single one holds; then those of one device each, device after
+    device, the heaviest of each first; `sharding.balance` deals.
 
     With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt, as
     long as a device's row holds it and devices do not wait for it; otherwise each response is a sequence of its own.
-    A device may have no microbatch. `book`, of one device, keeps the shapes of all devices few.
+    A device may have no microbatch of its own. `book` keeps the shapes few.
 
-    Raises ConfigError, naming prompt and field, for a sequence or media that no device holds, and for a calibration
-    that can't be read.
+    Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence do not hold, and
+    for a calibration that can't be read.
     """
-    items = [entry.item for entry in entries]
-    cap = config.packing.patches_per_device
-    cap = cap // vision.merge_unit * vision.merge_unit if vision is not None else 0
-    check(items, Budget(tokens_per_device(config), (1,), (cap,)), "packing.tokens_per_row * packing.rows_per_device")
-
-    pieces, schedule = _dealt(entries, config, num_devices, estimate(config, text, vision))
-    work = np.array(schedule.work)
-    owners, media = [piece.item for piece in pieces], [item.patches for item in items]
+    work_of = estimate(config, text, vision)
+    large, rest = parted(entries, config, num_devices, vision, text)
     parts: list[Part] = []
-    devices: list[int] = []
-    loads: list[float] = []
+    work: list[float] = []
+    if large:
+        parts, work, rest = together(large, rest, config, num_devices, vision, text, work_of)
+    devices = [COLLECTIVE] * len(parts)
+    for device, part, load in _alone(rest, config, num_devices, vision, work_of) if rest else ():
+        parts.append(part)
+        devices.append(device)
+        work.append(load)
+    return joined([part.fill(book) for part in parts], tuple(devices), tuple(work))
+
+
+def _alone(
+    entries: Sequence[Entry], config: Config, num_devices: int, vision: VisionConfig | None, work_of: Estimate
+) -> list[tuple[int, Part, float]]:
+    """(device, microbatch, its work) of everything that a device computes alone."""
+    pieces, schedule = _dealt(entries, config, num_devices, work_of)
+    work = np.array(schedule.work)
+    owners, media = [piece.item for piece in pieces], [entry.item.patches for entry in entries]
+    found: list[tuple[int, Part, float]] = []
     for device, own in enumerate(schedule.microbatches):
-        made = [part for members in own for part in _within(members, owners, media, cap)]
+        made = [part for members in own for part in _within(members, owners, media, config.packing.patches_per_device)]
         for members in sorted(made, key=lambda members: (-work[members].sum(), members)):
-            part = Part(entries, [pieces[i] for i in members], _alone, config, vision)
-            parts.append(part.fill(book))
-            devices.append(device)
-            loads.append(float(work[members].sum()))
-    return joined(parts, tuple(devices), tuple(loads))
+            part = Part(entries, [pieces[i] for i in members], _on_one, config, vision)
+            found.append((device, part, float(work[members].sum())))
+    return found
 
 
 def _dealt(
@@ -133,7 +142,7 @@ def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | Non
     return lambda tokens, squares, patches: token * tokens + square * squares + patch * patches
 
 
-def _alone(lengths: Sequence[int], work: Sequence[float]) -> ShardPlan:
+def _on_one(lengths: Sequence[int], work: Sequence[float]) -> ShardPlan:
     """All of it on one device."""
     degrees, firsts = (1,) * len(lengths), (0,) * len(lengths)
     return ShardPlan(1, tuple(lengths), tuple(map(float, work)), degrees, firsts, rounds(1, lengths, degrees, firsts))

@@ -22,6 +22,8 @@ from sharding.spread import SizedLayout, Spread
 from .packing import Item, Microbatch, Row
 from .types import Sample, TrainBatch
 
+COLLECTIVE = -1  # among the devices of microbatches: all of them, together
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -37,6 +39,11 @@ class Entry:
         patches = self.inputs.vision.num_patches if self.inputs.vision is not None else 0
         return Item(self.name, len(self.inputs), tuple(len(s.response.token_ids) for s in self.samples), patches)
 
+    def only(self, responses: Sequence[int]) -> Entry:
+        """The group with these of its samples."""
+        samples = tuple(self.samples[k] for k in responses)
+        return dataclasses.replace(self, samples=samples, weights=self.weights[list(responses)])
+
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
@@ -44,9 +51,11 @@ class Composition:
 
     `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens. `cells` says where these are,
     response after response: indices into the token buffers of all microbatches, flattened, one after the other.
-    `layouts` are those of the shard plans, one a microbatch, where sequences are spread over devices. `devices` is the
-    device that computes each microbatch, alone, in this order; none if all devices take part in every microbatch. Then
-    `work` is what each is predicted to cost, in any unit.
+    `layouts` are those of the shard plans, one a microbatch, where sequences are spread over devices.
+
+    `devices`, empty if all devices take part in every microbatch, names the one that computes each microbatch alone, in
+    this order; or it is `COLLECTIVE` for one that all compute together, before any of the others. Then `work` is what
+    each is predicted to cost a device that takes part, in any unit: the one with the most to do, if all do.
     """
 
     batches: tuple[TrainBatch, ...]

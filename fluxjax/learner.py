@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,14 @@ from sharding.strategy import Params, Tally
 from sharding.walk import Walk
 
 from .config import AlgorithmConfig, Config, ConfigError, OptimConfig, Remat, Schedule, Strategy
+from .layout import COLLECTIVE
 from .spreading import shape_book
 from .types import TrainBatch
 
 # (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, metrics by name, each [B, T])
 TokenLoss: TypeAlias = Callable[[Array, Array, TrainBatch, AlgorithmConfig], tuple[Array, dict[str, Array]]]
 
+_T = TypeVar("_T")
 GAP = "rollout_trainer_logprob_gap"
 
 
@@ -72,7 +74,7 @@ class Learner:
         ConfigError for hosts (`sharding.hybrid`) that these can't be cut into."""
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
-        self.shapes = shape_book(config, self.mesh.size)
+        self.shapes = shape_book(config)
         self._model = model
         self._links = links
         self.reset(token_loss, never_sampled=never_sampled)
@@ -128,13 +130,13 @@ class Learner:
         """One optimizer step over the sum of the microbatches' losses. Blocks until it is done.
 
         All devices compute each of `batches` together, or `devices[i]` the `i`-th alone, each device at its own pace
-        (`sharding.odc`); `work` is what each is predicted to cost.
+        (`sharding.odc`), after those for which it is `COLLECTIVE`; `work` is what each is predicted to cost.
 
         Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics
         over trained tokens; for tokens that an engine generated, the mean and maximum absolute difference between
         its log-probs and the trainer's before the update. Gradients that are not finite change nothing and are
         reported by `skipped_nonfinite` = 1. `seconds/idle`, with `devices`: how long a device waited for the last
-        one, on average.
+        one at the end, on average; 0 if all microbatches are collective.
 
         Raises ValueError without a microbatch, or if the devices do not divide its rows; `sharding.odc.OdcError` for a
         device that fails alone, before anything has changed.
@@ -142,18 +144,29 @@ class Learner:
         grads, tally = self.accumulate(batches, devices, work)
         self.params, self.opt_state, report = self._apply(self.params, self.opt_state, grads, tally)
         self.version += 1
-        return _metrics(tally, np.asarray(report)) | ({"seconds/idle": self.odc.idle} if devices else {})
+        metrics = _metrics(tally, np.asarray(report))
+        if devices:
+            metrics["seconds/idle"] = self.odc.idle if set(devices) != {COLLECTIVE} else 0.0
+        return metrics
 
     def accumulate(
         self, batches: Sequence[TrainBatch], devices: Sequence[int] = (), work: Sequence[float] = ()
     ) -> tuple[Params, Tally]:
-        """(gradients, tally) summed over the microbatches, laid out like the parameters. Collective microbatches are
-        not waited for."""
+        """(gradients, tally) summed over the microbatches, laid out like the parameters. If all are collective, they
+        are not waited for."""
         if not batches:
             raise ValueError("an optimizer step needs at least one microbatch")
-        if devices:
-            _, tally, grads = self.odc.loss_and_grad(self.params, batches, devices, work)
-            return grads, tally
+        together, alone = _by_kind(len(batches), devices)
+        if not alone:
+            return self._accumulate_together(batches)
+        first = self._accumulate_together(_at(together, batches)) if together else None
+        jax.block_until_ready(first)  # so that all devices begin at their own pace together
+        _, tally, grads = self.odc.loss_and_grad(
+            self.params, _at(alone, batches), _at(alone, devices), _at(alone, work) if work else ()
+        )
+        return (grads, tally) if first is None else self._add(first, (grads, tally))
+
+    def _accumulate_together(self, batches: Sequence[TrainBatch]) -> tuple[Params, Tally]:
         placed = self._place(batches[0].inputs, batches[0])
         _, abstract, _ = jax.eval_shape(self._loss_and_grad, self.params, placed)
         grads, tally = self._zeros(tuple(abstract.sums), tuple(abstract.maxima))
@@ -172,12 +185,16 @@ class Learner:
     ) -> list[tuple[jax.Array, jax.Array]]:
         """`logprobs` of each batch, computed as `step` would. Raises ConfigError where devices of other processes
         compute some of them: nothing brings their scores here."""
-        if devices:
-            scores = self.odc.logprobs(self.params if params is None else params, batches, devices)
-            if None in scores:
+        together, alone = _by_kind(len(batches), devices)
+        scores = {i: self.logprobs(batches[i], params) for i in together}
+        if alone:
+            jax.block_until_ready(scores)
+            params = self.params if params is None else params
+            found = self.odc.logprobs(params, _at(alone, batches), _at(alone, devices))
+            if None in found:
                 raise ConfigError("sharding.strategy is odc: log-probs of several processes can't be brought together")
-            return scores
-        return [self.logprobs(inputs, params) for inputs in batches]
+            scores |= dict(zip(alone, found, strict=True))
+        return [scores[i] for i in range(len(batches))]
 
     @property
     def odc(self) -> Odc:
@@ -273,6 +290,10 @@ class Learner:
             _, more_tally, more_grads = self._loss_and_grad(params, batch)
             return jax.tree.map(jnp.add, grads, more_grads), tally + more_tally
 
+        def add(one: tuple[Params, Tally], other: tuple[Params, Tally]) -> tuple[Params, Tally]:
+            return jax.tree.map(jnp.add, one[0], other[0]), one[1] + other[1]
+
+        self._add = jax.jit(add, donate_argnums=0, out_shardings=(shardings, replicated))
         self._accumulate = jax.jit(
             accumulate, donate_argnums=(1, 2), out_shardings=(shardings, replicated), compiler_options=options
         )
@@ -319,6 +340,18 @@ def optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTra
         optax.add_decayed_weights(optim.weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+def _by_kind(count: int, devices: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(the microbatches that all devices compute together, those of one device each), as indices."""
+    if devices and len(devices) != count:
+        raise ValueError(f"{count} microbatches, {len(devices)} devices; as many each, or no devices")
+    alone = [i for i, device in enumerate(devices) if device != COLLECTIVE]
+    return sorted(set(range(count)) - set(alone)), alone
+
+
+def _at(indices: Sequence[int], values: Sequence[_T]) -> list[_T]:
+    return [values[i] for i in indices]
 
 
 def _row_dims(batch: TrainBatch | PackedTokens) -> Any:

@@ -87,8 +87,14 @@ def pack(items: Sequence[Item], budget: Budget, *, share_prompts: bool = True) -
     return min(plans, key=lambda plan: _cost(plan, budget))
 
 
-def check(items: Sequence[Item], budget: Budget, row: str = "packing.tokens_per_row") -> None:
-    """Raises ConfigError for a prompt of which a response or the media fit nowhere; `row` is what a row is made of."""
+def check(
+    items: Sequence[Item],
+    budget: Budget,
+    row: str = "packing.tokens_per_row",
+    media: str = "packing.patches_per_device",
+) -> None:
+    """Raises ConfigError for a prompt of which a response or the media fit nowhere; `row` and `media` are what the
+    bounds are made of."""
     for item in items:
         tokens = item.prompt + max(item.responses)
         if tokens > budget.tokens_per_row:
@@ -98,8 +104,7 @@ def check(items: Sequence[Item], budget: Budget, row: str = "packing.tokens_per_
             )
         if item.patches > budget.patches[-1]:
             raise ConfigError(
-                f"prompt {item.name}: its media have {item.patches} patches, more than "
-                f"packing.patches_per_device = {budget.patches[-1]}"
+                f"prompt {item.name}: its media have {item.patches} patches, more than {media} = {budget.patches[-1]}"
             )
 
 

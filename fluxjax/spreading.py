@@ -137,9 +137,9 @@ def tokens_per_device(config: Config) -> int:
     return config.packing.tokens_per_row * config.packing.rows_per_device
 
 
-def shape_book(config: Config, num_devices: int) -> ShapeBook:
-    """An empty memory of buffer sizes. Under `odc` these are of one device's buffers, and good for any number."""
-    return ShapeBook(1 if config.sharding.strategy is Strategy.ODC else num_devices, config.sharding.max_shapes)
+def shape_book(config: Config) -> ShapeBook:
+    """An empty memory of buffer sizes."""
+    return ShapeBook(config.sharding.max_shapes)
 
 
 def compose_spread(
@@ -156,22 +156,34 @@ def compose_spread(
     otherwise each response is a sequence of its own. `book` keeps the shapes few. Raises ConfigError where no plan
     exists.
     """
-    plan = planner(config, text, num_devices)
+    return joined([part.fill(book) for part in planned(entries, config, num_devices, vision, text)])
+
+
+def planned(
+    entries: Sequence[Entry], config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None
+) -> list[Part]:
+    """As few microbatches as hold everything. Raises ConfigError where no plan exists."""
+    plan, room = planner(config, text, num_devices), tokens_per_device(config)
     # A group that not even all devices of a sharded sequence could hold is cut, its prompt computed twice.
-    heads = text.num_heads if text is not None else 0
-    degree = Limits(max_degree=config.sharding.max_degree, num_heads=heads).degree(num_devices)
-    pieces = pieces_of(entries, tokens_per_device(config) * degree, config.packing.share_prompts)
-    least = math.ceil(sum(tokens_of(entries, piece) for piece in pieces) / (tokens_per_device(config) * num_devices))
+    pieces = pieces_of(entries, room * largest_degree(config, text, num_devices), config.packing.share_prompts)
+    least = math.ceil(sum(tokens_of(entries, piece) for piece in pieces) / (room * num_devices))
     failure: PlanError | None = None
     for count in range(min(max(least, 1), len(pieces)), len(pieces) + 1):
         try:
-            parts = [Part(entries, members, plan, config, vision) for members in _deal(entries, pieces, count)]
+            return [Part(entries, members, plan, config, vision) for members in _deal(entries, pieces, count)]
         except PlanError as error:
             failure = failure or error
-        else:
-            return joined([part.fill(book) for part in parts])
     assert failure is not None
     raise ConfigError(_explained(failure)) from failure
+
+
+def largest_degree(config: Config, text: TextConfig | None, num_devices: int) -> int:
+    """The most devices of one sequence. Raises ConfigError for a bound that devices or heads forbid."""
+    heads = text.num_heads if text is not None else 0
+    try:
+        return Limits(max_degree=config.sharding.max_degree, num_heads=heads).degree(num_devices)
+    except PlanError as error:
+        raise ConfigError(_explained(error)) from error
 
 
 def pieces_of(entries: Sequence[Entry], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
@@ -216,6 +228,8 @@ def _deal(entries: Sequence[Entry], pieces: Sequence[Piece], count: int) -> list
 class Part:
     """One microbatch: planned when it is made, which may fail; then filled."""
 
+    pieces: tuple[Piece, ...]
+    plan: ShardPlan
     layout: SizedLayout
     spans: Spans
     batch: TrainBatch
@@ -228,19 +242,19 @@ class Part:
         config: Config,
         vision: VisionConfig | None,
     ) -> None:
-        self._entries, self._pieces = entries, pieces
+        self._entries, self.pieces = entries, tuple(pieces)
         self._cap, self._share = tokens_per_device(config), config.packing.share_prompts
-        shard_plan = plan([tokens_of(entries, p) for p in pieces], [squares_of(entries, p) for p in pieces])
-        self._bare = lay(shard_plan, self._cap)
+        self.plan = plan([tokens_of(entries, p) for p in pieces], [squares_of(entries, p) for p in pieces])
+        self._bare = lay(self.plan, self._cap)
         patches = config.packing.patches_per_device
-        self._media = None if vision is None else SpreadMedia(entries, pieces, shard_plan, patches, vision)
+        self._media = None if vision is None else SpreadMedia(entries, pieces, self.plan, patches, vision)
 
     def fill(self, book: ShapeBook) -> Part:
         """Lays everything out in buffers of sizes that `book` chooses."""
         bare, media = self._bare, self._media
         self.spans = Spans(total=sum(bare.plan.lengths))
         features = media.first_feature if media else {}
-        self.spans.place(tuple(self._pieces), 0, self._entries, features, self._share)
+        self.spans.place(self.pieces, 0, self._entries, features, self._share)
         line = {
             name: array.reshape(*array.shape[:-2], -1) for name, array in fill(self.spans, self.spans.total).items()
         }
@@ -251,7 +265,7 @@ class Part:
         if media is not None:
             needs |= media.needs(feature_index, bare.device)
             caps["patches"] = media.cap
-        sizes = book.fit(needs, caps, size_weight)
+        sizes = book.fit(needs, caps, size_weight, self.plan.num_devices)
 
         self.layout = bare.sized(sizes)
         line["predecessor"], spread = self.layout.spread(predecessor)

@@ -9,12 +9,14 @@ import numpy as np
 
 from models.config import VisionConfig
 from rollout.engine import Engine
+from sharding.plan import ShardPlan
 
 from .algorithms import ALGORITHMS
 from .algorithms.grpo import zero_variance_groups
 from .batching import Composition, compose, with_reference
 from .config import Config
 from .held_out import HeldOut
+from .layout import COLLECTIVE
 from .learner import Learner
 from .report.summary import Summary
 from .types import Group, PreparedPrompt
@@ -69,7 +71,7 @@ class PolicyTrainer:
                 "packing/patch_fill": patches_fill,
             }
             | plan_metrics(composition, self._learner.mesh.size)
-            | ({"packing/shapes": float(len(self._learner.shapes.entries))} if composition.layouts else {})
+            | ({"packing/shapes": float(len(self._learner.shapes))} if composition.layouts else {})
         )
 
 
@@ -81,14 +83,23 @@ def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]
 
 
 def decoupled_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
-    """How evenly a step's work is dealt to devices that keep their own pace: the share of their time in which they are
-    predicted to wait at its end, the most and fewest microbatches of a device, padding of the rows."""
-    loads = np.bincount(composition.devices, composition.work, num_devices)
-    counts = np.bincount(composition.devices, minlength=num_devices)
+    """How evenly a step's work is dealt to devices that keep their own pace.
+
+    The share of all devices' time in which they are predicted to wait: at its end, and in collective microbatches for
+    the busiest device; the most and fewest microbatches of a device, those included that it computes with all others;
+    how many these are; the share of tokens in sequences on more than one device; padding of the rows.
+    """
+    devices, work = np.array(composition.devices), np.array(composition.work)
+    alone, plans = devices != COLLECTIVE, [layout.plan for layout in composition.layouts]
+    loads = np.bincount(devices[alone], work[alone], num_devices)
+    counts = np.bincount(devices[alone], minlength=num_devices) + np.count_nonzero(~alone)
+    busy = loads.sum() + sum(work[i] * num_devices / plans[i].balance for i in np.flatnonzero(~alone))
     return {
-        "sharding/bubble": float(1 - loads.mean() / loads.max()),
+        "sharding/bubble": float(1 - busy / (num_devices * (work[~alone].sum() + loads.max()))),
         "sharding/microbatches_max": float(counts.max()),
         "sharding/microbatches_min": float(counts.min()),
+        "sharding/collective": float(np.count_nonzero(~alone)),
+        "sharding/sharded_tokens": _sharded(plans),
         "sharding/mlp_padding": float(np.mean([layout.padding()["mlp"] for layout in composition.layouts])),
     }
 
@@ -97,16 +108,20 @@ def spread_metrics(composition: Composition) -> dict[str, float]:
     """How evenly the plans spread a step's sequences: largest over mean attention work and tokens of a device, the
     share of tokens in sequences on more than one device, padding of the rows and of what all-to-alls send."""
     plans = [layout.plan for layout in composition.layouts]
-    tokens = sum(sum(plan.lengths) for plan in plans)
-    sharded = sum(n for plan in plans for n, degree in zip(plan.lengths, plan.degrees, strict=True) if degree > 1)
     padding = [layout.padding() for layout in composition.layouts]
     return {
         "sharding/balance": max(plan.balance for plan in plans),
         "sharding/memory": max(plan.memory_ratio for plan in plans),
-        "sharding/sharded_tokens": sharded / tokens,
+        "sharding/sharded_tokens": _sharded(plans),
         "sharding/mlp_padding": float(np.mean([one["mlp"] for one in padding])),
         "sharding/all_to_all_padding": float(np.mean([one["all_to_all"] for one in padding])),
     }
+
+
+def _sharded(plans: Sequence[ShardPlan]) -> float:
+    """The share of tokens in sequences on more than one device."""
+    degrees = [(n, degree) for plan in plans for n, degree in zip(plan.lengths, plan.degrees, strict=True)]
+    return sum(n for n, degree in degrees if degree > 1) / sum(n for n, _ in degrees)
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:

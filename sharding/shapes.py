@@ -23,43 +23,48 @@ class ShapeBook:
     exist, requests are served by any entry that is large enough; one that fits none enlarges a last entry that holds
     the largest of all sizes, so that ever fewer requests do not fit.
 
-    The order of requests decides, so it is part of a run's state: `state` and `load_state`. Sizes made for `devices`
-    devices are of no use to others.
+    Sizes made for some number of devices are of no use to others: each number has entries of its own, and `most` counts
+    them apart. The order of requests decides, so it is part of a run's state: `state` and `load_state`.
     """
 
-    devices: int = 1
     most: int = 32
     slack: float = 0.15
-    entries: list[Sizes] = dataclasses.field(default_factory=list)
+    entries: dict[int, list[Sizes]] = dataclasses.field(default_factory=dict)  # by the number of devices
 
-    def fit(self, needs: Mapping[str, int], caps: Mapping[str, int], weight: Callable[[str], float]) -> Sizes:
-        """Sizes of at least `needs`, each at most its cap (if it has one). `weight` is what a unit of a size costs."""
+    def __len__(self) -> int:
+        return sum(map(len, self.entries.values()))
+
+    def fit(
+        self, needs: Mapping[str, int], caps: Mapping[str, int], weight: Callable[[str], float], devices: int = 1
+    ) -> Sizes:
+        """Sizes of at least `needs`, each at most its cap (if it has one), for buffers of so many devices. `weight` is
+        what a unit of a size costs."""
 
         def cost(sizes: Mapping[str, int]) -> float:
             return sum(size * weight(name) for name, size in sizes.items())
 
         tight = {name: round_up(need, caps.get(name, 0)) for name, need in needs.items()}
-        usable = [one for one in self.entries if all(one.get(name, 0) <= cap for name, cap in caps.items())]
-        full = len(self.entries) >= self.most
+        entries = self.entries.setdefault(devices, [])
+        usable = [one for one in entries if all(one.get(name, 0) <= cap for name, cap in caps.items())]
+        full = len(entries) >= self.most
         if fitting := [one for one in usable if _covers(one, needs)]:
             best = min(fitting, key=cost)
             if full or cost(best) <= (1 + self.slack) * cost(tight):
                 return best
         if not full:
-            self.entries.append(tight)
+            entries.append(tight)
             return tight
         names = {name for one in [tight, *usable] for name in one}
         largest = {name: max(one.get(name, 0) for one in [tight, *usable]) for name in sorted(names)}
-        self.entries[-1] = largest
+        entries[-1] = largest
         return largest
 
     def state(self) -> dict[str, Any]:
         """What `load_state` takes: plain JSON."""
-        return {"devices": self.devices, "entries": [dict(one) for one in self.entries]}
+        return {"entries": {str(devices): [dict(one) for one in own] for devices, own in self.entries.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`; a run that has moved to another number of devices begins afresh."""
-        self.entries = [dict(one) for one in state["entries"]] if state["devices"] == self.devices else []
+        self.entries = {int(devices): [dict(one) for one in own] for devices, own in state["entries"].items()}
 
 
 def round_up(need: int, cap: int = 0) -> int:

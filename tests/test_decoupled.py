@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from learner_cases import alone, assert_equal, learner, outcome, random_groups, tiny
 from packing_cases import MODEL, make_config, make_groups
 
-from fluxjax import cli
-from fluxjax.batching import compose, unpack, with_reference
+from fluxjax.batching import check_strategy, compose, unpack, with_reference
 from fluxjax.config import Balance, ConfigError, Strategy
 from fluxjax.data.prepare import Limits
 from fluxjax.decoupled import estimate
@@ -25,10 +24,11 @@ UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn t
 HEADS = (8, 2)
 
 
-def odc(tokens_per_row=40, rows=2, patches=96, share=True, balance=Balance.LB_MINI):
+def odc(tokens_per_row=40, rows=2, patches=96, share=True, balance=Balance.LB_MINI, degree=0):
     config = make_config(tokens_per_row, rows, patches, share)
     config.sharding.strategy = Strategy.ODC
     config.sharding.balance = balance
+    config.sharding.max_degree = degree
     return config
 
 
@@ -222,15 +222,14 @@ def test_devices_have_as_many_microbatches_as_they_need():
 def test_few_shapes_over_all_devices_and_steps():
     config = odc(tokens_per_row=200, patches=512)
     config.sharding.max_shapes = 4
-    book = shape_book(config, 6)
-    assert book.devices == 1
+    book = shape_book(config)
     shapes = set()
     for step in range(60):
         groups, prepared = random_groups(step)
         composition = compose(groups, prepared, config, 1 + step % 6, vision=MODEL.vision, text=MODEL.text, shapes=book)
         if step >= 30:
             shapes |= {(b.inputs.tokens_BT.shape, b.inputs.vision.num_patches) for b in composition.batches}
-        assert len(book.entries) <= 4
+        assert len(book) <= 4
     assert len(shapes) <= 5  # four, and the last one as it was before it grew
 
 
@@ -239,26 +238,32 @@ def test_what_no_device_holds_is_refused():
     with pytest.raises(
         ConfigError, match=r"prompt-103: 70 .* 11 make 81.*tokens_per_row \* packing.rows_per_device = 80"
     ):
-        compose(groups, prepared, odc(), 3, text=MODEL.text)
+        compose(groups, prepared, odc(), 3, text=MODEL.text)  # of an odd number, no two compute a sequence together
+    groups, prepared = make_groups([[4], [70]], [[3], [5, 91]])
+    with pytest.raises(ConfigError, match=r"prompt-103: .* make 161.*packing.rows_per_device \* 2 devices = 160"):
+        compose(groups, prepared, odc(degree=2), 8, text=MODEL.text)
     groups, prepared = make_groups([[4, (1, 10, 10)]], [[3]])
     with pytest.raises(ConfigError, match=r"prompt-100: .* 100 patches.* packing\.patches_per_device = 96"):
         compose(groups, prepared, odc(patches=99), 3, vision=MODEL.vision, text=MODEL.text)
+    with pytest.raises(ConfigError, match=r"packing\.patches_per_device = 99"):
+        compose(groups, prepared, odc(patches=99), 2, vision=MODEL.vision, text=MODEL.text)  # one image, one device
 
 
-def test_a_rollout_longer_than_a_row_is_refused_at_the_start():
-    longer = ["--config=configs/text.py", "--config.packing.tokens_per_row=64", "--config.packing.rows_per_device=2"]
-    longer += ["--config.sharding.strategy=odc"]
-    cli.load([*longer, "--config.rollout.max_sequence_tokens=128"])
-    with pytest.raises(ConfigError, match=r"tokens_per_row.*rows_per_device.*flex_ulysses"):
-        cli.load([*longer, "--config.rollout.max_sequence_tokens=129"])
+def test_a_rollout_longer_than_the_devices_of_a_sequence_hold_is_refused_at_the_start():
+    config = odc()
+    config.rollout.max_sequence_tokens = 320
+    check_strategy(config, 4, MODEL.text, None)
+    config.rollout.max_sequence_tokens = 321
+    with pytest.raises(ConfigError, match=r"max_sequence_tokens is 321, but the 4 devices .* hold 320"):
+        check_strategy(config, 8, MODEL.text, None)  # it has four heads
 
 
-def test_a_prompt_has_the_patches_of_one_device():
+def test_a_prompt_has_the_patches_of_all_devices():
     config = odc(patches=96)
-    config.sharding.devices = 8
+    config.sharding.devices = 12
+    assert Limits.of(config).devices == 4
+    config.sharding.strategy = Strategy.FSDP
     assert Limits.of(config).devices == 1
-    config.sharding.strategy = Strategy.FLEX_ULYSSES
-    assert Limits.of(config).devices == 8
 
 
 def test_work_counts_attention_linear_layers_and_media(tmp_path):

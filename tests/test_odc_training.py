@@ -1,7 +1,5 @@
 """Training under ODC: what the composer deals out and devices compute alone equals what one device computes."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ import models
 from fluxjax.algorithms import grpo
 from fluxjax.batching import compose
 from fluxjax.config import Balance, ConfigError, Strategy
+from fluxjax.layout import COLLECTIVE
 from fluxjax.learner import Learner
 from models.config import Qwen2Config
 from sharding.mesh import make_mesh
@@ -33,16 +32,10 @@ def odc_config(share=True, balance=Balance.LB_MINI, **sharding):
 def composed(config, seed, devices):
     groups, prepared = random_groups(seed)
     text = tiny(HEADS).config.text
-    return compose(groups, prepared, config, devices, vision=MODEL.vision, text=text, shapes=book(config, devices))
+    return compose(groups, prepared, config, devices, vision=MODEL.vision, text=text, shapes=SHAPES)
 
 
-@functools.cache
-def _book(devices):
-    return ShapeBook(devices, 2)  # few shapes: every one is compiled on every device
-
-
-def book(config, devices):
-    return {Strategy.ODC: _book(1), Strategy.FSDP: None}.get(config.sharding.strategy, _book(devices))
+SHAPES = ShapeBook(2)  # few: every one is compiled on every device
 
 
 @pytest.mark.slow
@@ -53,6 +46,25 @@ def test_any_batch_equals_one_device(devices, balance, seed, share):
     """Images, videos and text, in microbatches of very different sizes."""
     composition = composed(odc_config(share, balance), seed, devices)
     assert_equal(outcome(learner(HEADS, devices), composition), alone(HEADS, *random_groups(seed)))
+
+
+@pytest.mark.slow
+def test_sequences_longer_than_a_device_are_computed_by_several():
+    """A device holds 32 tokens; the longest sequence takes two of four, and a short one fills a third meanwhile. Then
+    each of four goes its own way. In the deterministic mode all of it ends in the same bits."""
+    config = odc_config(deterministic=True, max_degree=2)
+    config.packing.tokens_per_row = config.rollout.max_sequence_tokens = 16
+    config.packing.rows_per_device, config.packing.patches_per_device = 2, 64
+    composition = composed(config, 58, 4)
+    assert composition.devices == (COLLECTIVE, 0, 1, 2, 3)
+    assert composition.layouts[0].plan.degrees == (2, 1)
+    one = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(4))
+    first = outcome(one, composition)
+    assert_equal(first, alone(HEADS, *random_groups(58)))
+    again, tally = one.accumulate(composition.batches, composition.devices, composition.work)
+    assert_close((again, tally), (first[1], first[0]), 0)
+    only = composition.batches[:1], composition.devices[:1], composition.work[:1]
+    assert one.step(*only)["seconds/idle"] == 0 and one.version == 1  # no device has anything of its own
 
 
 @pytest.mark.slow
@@ -95,7 +107,7 @@ def test_fifty_steps_coincide_with_fsdp():
             rng = np.random.default_rng(step % 5)
             lengths = np.minimum(rng.lognormal(2.0, 1.0, 6).astype(int) + 1, 40).tolist()
             groups, prepared = make_groups([[3]] * 6, [[n] for n in lengths], seed=step % 5)
-            composition = compose(groups, prepared, config, 2, text=model.config.text, shapes=book(config, 2))
+            composition = compose(groups, prepared, config, 2, text=model.config.text, shapes=SHAPES)
             losses.append(one.step(composition.batches, composition.devices, composition.work)["loss"])
         curves.append(np.array(losses))
         ends.append(one.params)

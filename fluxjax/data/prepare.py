@@ -19,6 +19,7 @@ from models.inputs import ModelInput, VisionInput
 from models.processing.errors import MediaError, PromptError
 
 from ..config import Config
+from ..media import surely_hold
 from ..types import PreparedPrompt, Prompt
 from .errors import DataError
 from .loader import PromptLoader
@@ -56,9 +57,9 @@ class Limits:
         )
 
     def hold(self, vision: VisionInput) -> bool:
-        """Whether the devices surely can: longest first, none gets more than the mean and one frame pair."""
-        largest = int(np.bincount(vision.frame_segments_P).max()) if self.devices > 1 else 0
-        return vision.num_patches <= self.patches or vision.num_patches / self.devices + largest <= self.patches
+        """Whether the devices surely can."""
+        frame = int(np.bincount(vision.frame_segments_P).max())
+        return surely_hold(vision.num_patches, frame, self.devices, self.patches)
 
 
 def prepare_prompt(
