@@ -1,0 +1,171 @@
+"""What an engine holds, without time: samples that run, samples that wait, and the cache that they share.
+
+Tokens are counted by steps: a running sample has one token more for each decode step since it was let in.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from typing import NamedTuple
+
+Segments = tuple[tuple[int, int], ...]
+
+
+class Progress(NamedTuple):
+    """What a sample has. `segments` are (weight version, tokens) of what was generated since it was submitted here;
+    `tokens` counts what had begun before that, too."""
+
+    rid: str
+    sample: int
+    tokens: int
+    segments: Segments
+
+
+class Sequence:
+    """A sample on its way to `total` tokens behind a prompt of `prompt` tokens."""
+
+    __slots__ = ("generated", "joined", "mark", "prompt", "rid", "sample", "segments", "total", "waits")
+
+    def __init__(self, rid: str, sample: int, prompt: int, total: int, begun: int) -> None:
+        self.rid, self.sample, self.prompt, self.total = rid, sample, prompt, total
+        self.generated = begun  # tokens when it was let in
+        self.joined = 0  # the step at which that was
+        self.mark = -1  # the step that makes its last token; -1: it does not run
+        self.segments: Segments = ()  # of the times before it was thrown out
+        self.waits = True
+
+
+class Batch:
+    """Samples share a cache of `kv_limit` tokens; at most `max_running` run at once."""
+
+    def __init__(self, kv_limit: int, max_running: int, version: int) -> None:
+        self.kv_limit, self.max_running = kv_limit, max_running
+        self.kv = 0  # tokens in the cache
+        self.steps = 0  # decode steps so far
+        self.version = version
+        self.running: dict[Sequence, None] = {}  # in the order in which they were let in
+        self.waiting = 0
+        self.preemptions = self.decoded = 0
+        self._queue: deque[Sequence] = deque()  # with some that are gone
+        self._marks: list[tuple[int, int, Sequence]] = []  # heap of (mark, serial, sample), with some that are stale
+        self._serial = 0
+        self._versions = [(0, version)]  # (first step, version)
+        self._watermark = kv_limit // 100  # kept free when a sample is let in, so that it isn't thrown out at once
+
+    def add(self, sequence: Sequence) -> None:
+        self._queue.append(sequence)
+        self.waiting += 1
+
+    def fits(self, sequence: Sequence, kv: int, running: int) -> bool:
+        """Whether it may be let in, with `kv` tokens in the cache and so many samples running."""
+        if not running:
+            return True
+        room = max(running + 1, self._watermark)
+        return running < self.max_running and kv + sequence.prompt + sequence.generated + room <= self.kv_limit
+
+    def admit(self) -> int:
+        """Lets in whoever is next, as far as there is room. Returns the tokens that must be computed for that."""
+        queue, running, computed = self._queue, self.running, 0
+        while self.waiting:
+            sequence = queue[0]
+            if sequence.waits:
+                if not self.fits(sequence, self.kv, len(running)):
+                    break
+                self._enter(sequence)
+                computed += sequence.prompt + sequence.generated
+            queue.popleft()
+        return computed
+
+    def _enter(self, sequence: Sequence) -> None:
+        self.waiting -= 1
+        self._serial += 1
+        sequence.waits = False
+        sequence.joined = self.steps
+        sequence.mark = self.steps + sequence.total - sequence.generated
+        heapq.heappush(self._marks, (sequence.mark, self._serial, sequence))
+        self.running[sequence] = None
+        self.kv += sequence.prompt + sequence.generated
+
+    def preempt(self) -> None:
+        """Throws out the youngest until everybody has room for a token."""
+        while self.kv + len(self.running) > self.kv_limit:
+            self._expel(next(reversed(self.running)))
+            self.preemptions += 1
+
+    def expel_all(self) -> None:
+        """Everybody waits again, in the same order, before those who waited already."""
+        for sequence in tuple(reversed(self.running)):
+            self._expel(sequence)
+
+    def _expel(self, sequence: Sequence) -> None:
+        tokens, sequence.segments = self.tokens(sequence), self.segments(sequence)
+        self._leave(sequence, tokens)
+        sequence.generated = tokens
+        sequence.waits = True
+        self._queue.appendleft(sequence)
+        self.waiting += 1
+
+    def _leave(self, sequence: Sequence, tokens: int) -> None:
+        del self.running[sequence]
+        sequence.mark = -1
+        self.kv -= sequence.prompt + tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence.waits:
+            sequence.waits = False
+            self.waiting -= 1
+        else:
+            self._leave(sequence, self.tokens(sequence))
+
+    def horizon(self) -> int:
+        """Steps until a sample ends or the cache is full; somebody must run, and everybody have room for a token."""
+        marks = self._marks
+        while marks[0][2].mark != marks[0][0]:
+            heapq.heappop(marks)
+        return min(marks[0][0] - self.steps, (self.kv_limit - self.kv) // len(self.running))
+
+    def advance(self, steps: int) -> None:
+        """One token in each step for everybody who runs."""
+        tokens = steps * len(self.running)
+        self.steps += steps
+        self.kv += tokens
+        self.decoded += tokens
+
+    def ended(self) -> list[Sequence]:
+        """Those that have their last token, in the order in which they were let in; they are gone then."""
+        marks, steps, found = self._marks, self.steps, []
+        while marks and marks[0][0] <= steps:
+            mark, _, sequence = heapq.heappop(marks)
+            if sequence.mark == mark:
+                sequence.segments = self.segments(sequence)
+                self._leave(sequence, sequence.total)
+                found.append(sequence)
+        return found
+
+    def tokens(self, sequence: Sequence, ahead: int = 0) -> int:
+        """What it has generated, `ahead` steps from now."""
+        return sequence.generated + (self.steps + ahead - sequence.joined if sequence.mark >= 0 else 0)
+
+    def segments(self, sequence: Sequence, ahead: int = 0) -> Segments:
+        """(version, tokens) since it was submitted, `ahead` steps from now."""
+        if sequence.mark < 0:
+            return sequence.segments
+        parts, end = [], self.steps + ahead
+        for first, version in reversed(self._versions):
+            if end > max(first, sequence.joined):
+                parts.append((version, end - max(first, sequence.joined)))
+                end = max(first, sequence.joined)
+            if first <= sequence.joined:
+                break
+        if parts and sequence.segments and sequence.segments[-1][0] == parts[-1][0]:
+            version, tokens = sequence.segments[-1]
+            parts[-1] = (version, parts[-1][1] + tokens)
+            return (*sequence.segments[:-1], *reversed(parts))
+        return (*sequence.segments, *reversed(parts))
+
+    def change_version(self, version: int) -> None:
+        """Steps from here on are of `version`."""
+        if version != self.version:
+            self.version = version
+            self._versions.append((self.steps, version))

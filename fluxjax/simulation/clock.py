@@ -1,0 +1,61 @@
+"""Virtual time: a queue of things to do, each at its moment; what came first is done first where moments are equal."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+Action = Callable[[], object]
+Handle = list  # [time, serial, action or None]; opaque to callers
+
+
+class ClockError(RuntimeError):
+    """Something is to happen in the past, or never."""
+
+
+class Clock:
+    """`now` is in seconds and begins at 0. Nothing is real time; a run takes as long as its actions take to compute."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._queue: list[Handle] = []
+        self._serial = 0
+
+    def at(self, time: float, action: Action) -> Handle:
+        """Calls `action` when the clock reaches `time` (s); the answer is for `cancel`. Raises ClockError for a time
+        that has passed or is no finite number."""
+        if not self.now <= time < math.inf:
+            raise ClockError(f"it is {self.now}: nothing can be done at {time}")
+        self._serial += 1
+        handle = [time, self._serial, action]
+        heapq.heappush(self._queue, handle)
+        return handle
+
+    def after(self, delay: float, action: Action) -> Handle:
+        """The same, `delay` seconds from now."""
+        return self.at(self.now + delay, action)
+
+    def cancel(self, handle: Handle | None) -> None:
+        """Nothing happens if it has been done or cancelled already."""
+        if handle is not None:
+            handle[2] = None
+
+    def run(self, until: float = math.inf) -> int:
+        """Does everything up to and including `until` (s), what is put in meanwhile too, and says how many actions
+        that were. With an end, the clock then stands there; without, at the last action."""
+        queue, pop, done = self._queue, heapq.heappop, 0
+        while queue and queue[0][0] <= until:
+            time, _, action = pop(queue)
+            if action is not None:
+                self.now = time
+                action()
+                done += 1
+        if until < math.inf:
+            self.now = max(self.now, until)
+        return done
+
+    @property
+    def pending(self) -> int:
+        """Things that are still to be done."""
+        return sum(handle[2] is not None for handle in self._queue)
