@@ -3,12 +3,16 @@
 import os
 import pathlib
 import sys
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile much and run little: LLVM's optimisations would take longer than they save.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Modules, devices and subprocesses of a session share what they compile.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="fluxjax-xla-"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also without an editable install
@@ -20,6 +24,9 @@ install_import_hook(["sharding", "models", "rollout", "fluxjax"], "beartype.bear
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from fluxjax.compile_cache import share_between_devices  # noqa: E402
+
+share_between_devices()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -55,7 +55,7 @@ class Microbatch:
                 made: Callable = forward(stage, whole, self._remat)
             else:
                 made = backward(whole) if kind == "backward" else infer(stage, whole)
-            self._compiled.setdefault(name, jax.jit(made))  # all threads call the same one
+            self._compiled.setdefault(name, _one_first(jax.jit(made)))  # all threads call the same one
         return self._compiled[name]
 
 
@@ -95,3 +95,23 @@ class Programs:
 
                 self._known[name] = Microbatch(self._rows, traced, self._params, abstract, self._strategy.remat)
             return self._known[name]
+
+
+def _one_first(program: Callable) -> Callable:
+    """`program`, first called by one thread alone if compiled programs are kept: others find there what it compiles.
+
+    All devices come to a new program at about the same time; each would compile it for itself.
+    """
+    if not jax.config.jax_compilation_cache_dir:
+        return program
+    lock, called = threading.Lock(), threading.Event()
+
+    def call(*args: Any) -> Any:
+        if called.is_set():
+            return program(*args)
+        with lock:
+            results = program(*args)
+            called.set()
+            return results
+
+    return call

@@ -1,0 +1,48 @@
+"""Programs on disk: what one device compiled, the others load."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fluxjax.compile_cache import share_between_devices
+
+
+@pytest.fixture
+def every_program():
+    """Also those that compile at once are kept."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+def test_what_one_device_compiled_the_others_load(every_program):
+    assert share_between_devices()
+
+    def found_by_all_devices(x):
+        return jnp.sin(x) @ x, x.sum()
+
+    program = jax.jit(found_by_all_devices)
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    results = [program(jax.device_put(x, device)) for device in jax.devices()]
+    for device, result in zip(jax.devices(), results, strict=True):
+        assert all(part.devices() == {device} for part in result)
+        jax.tree.map(np.testing.assert_array_equal, result, results[0])
+    kept = pathlib.Path(jax.config.jax_compilation_cache_dir).glob("jit_found_by_all_devices-*-cache")
+    assert len(list(kept)) == 1
+
+
+def test_programs_of_several_devices_are_told_apart(every_program):
+    """One that talks to others is not loaded in the place of the same one for other devices."""
+
+    def found_by_nobody_else(x):
+        return x.sum()
+
+    for devices in (jax.devices()[:2], jax.devices()[2:4]):
+        place = jax.sharding.NamedSharding(jax.make_mesh((2,), ("i",), devices=devices), jax.P("i"))
+        assert jax.jit(found_by_nobody_else)(jax.device_put(np.ones(4, np.float32), place)) == 4
+    kept = pathlib.Path(jax.config.jax_compilation_cache_dir).glob("jit_found_by_nobody_else-*-cache")
+    assert len(list(kept)) == 2
