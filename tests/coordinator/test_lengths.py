@@ -123,7 +123,7 @@ class TestSynthetic:
         prompts = [p for p, _ in workload] * 4
         best = min(_seconds(predictor, prompts) for _ in range(3))
         print(f"predict: {1e6 * best / len(prompts):.1f} microseconds")
-        assert best / len(prompts) < 1e-3  # 3 to 8 microseconds, but with types checked at run time and on a busy machine
+        assert best / len(prompts) < 1e-3  # 3 to 8 microseconds without the types being checked
 
 
 def _seconds(predictor: LengthPredictor, prompts: list[Prompt]) -> float:

@@ -1,0 +1,165 @@
+"""Values that change during a run: what each text means, which text is refused, and that controllers stay in bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxjax.config import ConfigError
+from fluxjax.coordinator.pid import Pid
+from fluxjax.schedules import parse
+
+PID = "pid(metric=train/entropy, target=0.6, low=0.5, high=1.2, kp=0.1, ki=0.01, kd=0.05)"
+FINITE = st.floats(-1e6, 1e6)
+
+
+def _values(text: str, *progress: float) -> list[float]:
+    schedule = parse(text, "schedules.temperature")
+    return [schedule.value(p) for p in progress]
+
+
+class TestValues:
+    def test_constant(self) -> None:
+        assert _values("1", 0.0, 0.3, 1.0) == [1.0] * 3
+        assert _values(" 1e-3 ", 0.5) == [0.001]
+
+    def test_linear(self) -> None:
+        assert _values("linear(1.2, 0.8)", -1.0, 0.0, 0.25, 1.0, 2.0) == pytest.approx([1.2, 1.2, 1.1, 0.8, 0.8])
+
+    def test_cosine(self) -> None:
+        assert _values("cosine(1.2,0.8)", 0.0, 0.25, 0.5, 1.0) == pytest.approx(
+            [1.2, 1.0 + 0.2 * math.cos(math.pi / 4), 1.0, 0.8]
+        )
+
+    def test_phases(self) -> None:
+        text = "phases(1.2@0, 1.0@0.2, 0.7@0.7)"
+        assert _values(text, 0.0, 0.19, 0.2, 0.69, 0.7, 1.0) == [1.2, 1.2, 1.0, 1.0, 0.7, 0.7]
+
+    def test_sources(self) -> None:
+        schedule = parse("math: 1.0; code: linear(1.2, 0.8); *: 0.9", "schedules.temperature")
+        assert [schedule.value(1.0, source) for source in ("math", "code", "pans", "")] == [1.0, 0.8, 0.9, 0.9]
+        assert schedule.bounds == (0.8, 1.2)
+
+    def test_source_without_a_value(self) -> None:
+        schedule = parse("math: 1.0; code: 1.1", "schedules.temperature")
+        with pytest.raises(
+            ConfigError, match=r"schedules\.temperature has no value for source 'pans', only for math, code"
+        ):
+            schedule.value(0.0, "pans")
+
+    @given(first=FINITE, last=FINITE, progress=st.floats(-1, 2), name=st.sampled_from(["linear", "cosine"]))
+    def test_between_first_and_last(self, first: float, last: float, progress: float, name: str) -> None:
+        schedule = parse(f"{name}({first!r}, {last!r})", "x")
+        low, high = schedule.bounds
+        slack = 1e-9 * (1 + abs(low) + abs(high))
+        assert low - slack <= schedule.value(progress) <= high + slack
+        assert schedule.value(0.0) == pytest.approx(first) and schedule.value(1.0) == pytest.approx(last)
+
+
+class TestControllers:
+    def test_moves_towards_the_target(self) -> None:
+        """A plant whose metric follows the value is brought to the target and stays there."""
+        schedule = parse(PID, "x")
+        assert schedule.value(0.0) == pytest.approx(0.85)
+        for _ in range(400):
+            schedule.observe({"train/entropy": 0.7 * schedule.value(0.5), "train/loss": 3.0})
+        assert 0.7 * schedule.value(0.5) == pytest.approx(0.6, abs=0.02)
+
+    def test_what_it_ignores(self) -> None:
+        schedule = parse(PID, "x")
+        for metrics in ({}, {"train/loss": 1.0}, {"train/entropy": math.nan}):
+            schedule.observe(metrics)
+        assert schedule.value(0.0) == pytest.approx(0.85)
+        constant = parse("1.0", "x")
+        constant.observe({"train/entropy": 0.1})
+        assert constant.value(0.0) == 1.0 and constant.state_dict() == {}
+
+    def test_no_windup(self) -> None:
+        """However long the error pushed against a bound, the value leaves it as soon as the error turns."""
+        for sign, bound in ((1.0, 1.2), (-1.0, 0.5)):
+            pid = Pid(0.85, 0.5, 1.2, kp=0.1, ki=0.05, kd=0.0)
+            for _ in range(1000):
+                pid.update(sign)
+            assert pid.value == bound
+            assert pid.update(-0.2 * sign) * sign < bound * sign
+
+    @given(
+        errors=st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=40),
+        gains=st.tuples(*[st.floats(-2, 2)] * 3),
+    )
+    def test_bounds(self, errors: list[float], gains: tuple[float, float, float]) -> None:
+        kp, ki, kd = gains
+        pid = Pid(0.5, 0.1, 0.9, kp=kp, ki=ki, kd=kd)
+        for error in errors:
+            assert 0.1 <= pid.update(error) <= 0.9
+
+    def test_state(self) -> None:
+        text = f"math: {PID}; *: linear(1.0, 0.0)"
+        first, again = parse(text, "x"), parse(text, "x")
+        for step in range(5):
+            first.observe({"train/entropy": 0.1 * step})
+        again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        for schedule in (first, again):
+            schedule.observe({"train/entropy": 0.9})
+        assert first.value(0.5, "math") == again.value(0.5, "math")
+        assert first.state_dict() == again.state_dict()
+
+    def test_state_of_other_bounds(self) -> None:
+        narrow, wide = (Pid(0.65, low, high, kp=0.1, ki=0.0, kd=0.0) for low, high in ((0.6, 0.7), (0.0, 1.0)))
+        wide.update(3.0)
+        narrow.load_state_dict(wide.state_dict())
+        assert wide.value == pytest.approx(0.95) and narrow.value == 0.7
+
+    def test_refusal(self) -> None:
+        with pytest.raises(ValueError, match=r"2\.0 is not between 0\.0 and 1\.0"):
+            Pid(2.0, 0.0, 1.0, kp=0.1, ki=0.0, kd=0.0)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "needs one schedule"),
+            ("1; 2", "needs one schedule"),
+            ("warm", "'warm' is no finite number"),
+            ("nan", "no finite number"),
+            ("linear(1.2)", "linear takes two values"),
+            ("cosine(1, x)", "'x' is no finite number"),
+            ("sine(1, 2)", "there is no 'sine'"),
+            ("phases(1, 2)", "each phase is VALUE@START"),
+            ("phases(1@0.1)", "phases start at 0"),
+            ("phases(1@0, 2@0.5, 3@0.5)", "growing points"),
+            ("phases(1@0, 2@1)", "below 1"),
+            ("math: 1; math: 2", "each source once"),
+            ("math: 1; 2", "'2' must be SOURCE: SCHEDULE"),
+            ("math:", "'' is no finite number"),
+            ("pid(target=1, low=0, high=1)", "pid needs metric"),
+            ("pid(metric=a)", "pid needs target, low, high"),
+            ("pid(metric=a, target=1, low=2, high=1)", "low <= start <= high"),
+            ("pid(metric=a, target=1, low=0, high=1, start=3)", "low <= start <= high"),
+            ("pid(metric=a, goal=1)", "each name once"),
+            ("pid(metric=a, metric=b, target=1, low=0, high=1)", "each name once"),
+            ("pid(a)", "NAME=VALUE"),
+            ("linear(1, 2", "no finite number"),
+        ],
+    )
+    def test_text(self, text: str, message: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            parse(text, "schedules.temperature")
+        said = str(error.value)
+        assert said.startswith(f"schedules.temperature is {text!r}: ") and message in said and "allowed are" in said
+
+    def test_values_that_the_field_cannot_have(self) -> None:
+        for text in ("-1", "linear(1, -0.5)", "phases(1@0, -1@0.5)", "math: 1; code: -1", PID.replace("0.5", "-0.5")):
+            with pytest.raises(ConfigError, match="they must be at least 0"):
+                parse(text, "schedules.temperature", low=0.0)
+        with pytest.raises(ConfigError, match=r"they must be in \[0, 1\]"):
+            parse("1.5", "schedules.target_staleness", 0.0, 1.0)
+
+    def test_sources_where_there_are_none(self) -> None:
+        with pytest.raises(ConfigError, match="one value for all sources"):
+            parse("math: 1", "schedules.learning_rate_scale", per_source=False)
