@@ -47,11 +47,16 @@ def write_jsonl(file: pathlib.Path, records: list[dict]) -> pathlib.Path:
     return file
 
 
-def letters(folder: pathlib.Path, count: int = 12) -> dict[str, object]:
-    """A text task for `configs/text.py`: `count` training records (3 steps of 4 prompts are an epoch)."""
+def letters(folder: pathlib.Path, count: int = 12, long: str = "") -> dict[str, object]:
+    """A text task for `configs/text.py`: `count` training records (3 steps of 4 prompts are an epoch). `long` stands
+    before every fourth."""
     rng = random.Random(0)
     words = ["".join(rng.choice("abcd") for _ in range(3)) for _ in range(count + 4)]
-    records = [{"id": f"r{i}", "prompt": f"First of {word}:", "answer": word[0]} for i, word in enumerate(words)]
+    prompts = [f"{long if i % 4 == 0 else ''}First of {word}:" for i, word in enumerate(words)]
+    records = [
+        {"id": f"r{i}", "prompt": prompt, "answer": word[0]}
+        for i, (prompt, word) in enumerate(zip(prompts, words, strict=True))
+    ]
     train = write_jsonl(folder / "train.jsonl", records[:count])
     held_out = write_jsonl(folder / "eval.jsonl", records[count:])
     return {"data__sources__reverse__path": train, "data__sources__reverse__eval_path": held_out}
