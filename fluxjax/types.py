@@ -106,6 +106,12 @@ class Group:
     samples: tuple[Sample, ...]
 
 
+def has_variance(group: Group) -> bool:
+    """Whether rewards differ within the group. Where they don't, it teaches nothing: all right, or all wrong (DAPO's
+    dynamic sampling, arXiv:2503.14476, section 3.2)."""
+    return any(sample.reward.value != group.samples[0].reward.value for sample in group.samples)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..config import AlgorithmConfig
-from ..types import Group, TrainBatch
+from ..types import Group, TrainBatch, has_variance
 from .loss import clipped_surrogate, k3, masked
 
 STD_EPSILON = 1e-6  # in the unit of the reward; keeps nearly equal rewards from becoming huge advantages
@@ -37,7 +37,7 @@ def _with_advantages(group: Group, normalize_std: bool) -> Group:
     rewards_G = np.array([sample.reward.value for sample in group.samples], np.float64)
     if not np.isfinite(rewards_G).all():
         raise ValueError(f"prompt {group.prompt.id}: rewards must be finite, got {rewards_G.tolist()}")
-    if _no_variance(rewards_G):
+    if not has_variance(group):  # by comparison: the computed mean of equal numbers may differ in the last bit
         advantages_G = np.zeros_like(rewards_G)
     else:
         advantages_G = rewards_G - rewards_G.mean()
@@ -50,14 +50,9 @@ def _with_advantages(group: Group, normalize_std: bool) -> Group:
     return dataclasses.replace(group, samples=samples)
 
 
-def _no_variance(rewards_G: np.ndarray) -> bool:
-    # By comparison, since the computed mean of equal numbers may differ from them in the last bit.
-    return rewards_G.size == 0 or bool(rewards_G.max() == rewards_G.min())
-
-
 def zero_variance_groups(groups: Sequence[Group]) -> int:
     """How many groups have equal rewards throughout and therefore teach nothing: all right, or all wrong."""
-    return sum(_no_variance(np.array([sample.reward.value for sample in group.samples])) for group in groups)
+    return sum(not has_variance(group) for group in groups)
 
 
 def token_loss(

@@ -1,0 +1,209 @@
+"""Which groups a step trains on: what holds for every choice, and what each switch changes."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxjax.coordinator.composer import compose, difficulty, staleness, total_tokens
+from fluxjax.policy_config import ComposerConfig, Order
+from fluxjax.types import Group, Media, MediaKind, Prompt, Response, Reward, Sample, has_variance
+
+VERSION, LIMIT = 10, 4
+FAR = 100  # staleness that nothing comes near
+
+
+def group(draw: int, *, age: int = 0, tokens: int = 4, correct: int = 1, source: str = "math", image=False) -> Group:
+    media = (Media(MediaKind.IMAGE, "x.png"),) if image else ()
+    samples = []
+    for i in range(4):
+        versions = (VERSION - age, *(VERSION,) * (tokens - 1)) if i == 1 else (VERSION,) * tokens
+        response = Response(f"{draw}/{i}", draw, i, (7,) * tokens, (-1.0,) * tokens, versions, "stop")
+        samples.append(Sample(response, Reward(float(i < correct), i < correct)))
+    return Group(Prompt(f"p{draw}", source, "?", "!", media, draw), tuple(samples))
+
+
+def choose(groups, count: int, config: ComposerConfig | None = None, *, limit: int = LIMIT, **options) -> list[int]:
+    settings = {"progress": 0.5, "seed": 0, "step": 1} | options
+    chosen = compose(groups, count, config or ComposerConfig(), version=VERSION, max_staleness=limit, **settings)
+    return [g.prompt.draw for g in chosen]
+
+
+# Plain values: building groups inside a strategy would check their types, which draws random numbers.
+GROUPS = st.dictionaries(
+    st.integers(0, 200),
+    st.fixed_dictionaries(
+        {
+            "age": st.integers(0, LIMIT),
+            "tokens": st.integers(1, 40),
+            "correct": st.integers(0, 4),
+            "source": st.sampled_from(["math", "code", "pans"]),
+            "image": st.booleans(),
+        }
+    ),
+    min_size=1,
+    max_size=24,
+)
+CONFIGS = st.builds(
+    ComposerConfig,
+    order=st.sampled_from(list(Order)),
+    stratify=st.booleans(),
+    curriculum=st.booleans(),
+    diversity=st.booleans(),
+    lengths=st.booleans(),
+)
+
+
+def made(drawn: dict[int, dict]) -> list[Group]:
+    return [group(draw, **options) for draw, options in drawn.items()]
+
+
+class TestAlways:
+    @given(drawn=GROUPS, config=CONFIGS, share=st.floats(0, 1), progress=st.floats(0, 1), seed=st.integers(0, 99))
+    def test_choice(self, drawn, config: ComposerConfig, share: float, progress: float, seed: int) -> None:
+        """Exactly `count` different candidates in draw order; the urgent ones before others; inputs as they were."""
+        groups = made(drawn)
+        count = round(share * len(groups))
+        before = copy.deepcopy((groups, config))
+        chosen = choose(groups, count, config, progress=progress, seed=seed)
+        assert (groups, config) == before
+        assert len(chosen) == count and chosen == sorted(set(chosen))
+        assert set(chosen) <= {g.prompt.draw for g in groups}
+        urgent = {g.prompt.draw for g in groups if staleness(g, VERSION) >= LIMIT - 1}
+        assert urgent <= set(chosen) or set(chosen) <= urgent
+        assert choose(groups[::-1], count, config, progress=progress, seed=seed) == chosen
+
+    @given(drawn=GROUPS, share=st.floats(0, 1), limit=st.sampled_from([LIMIT, FAR]))
+    def test_everything_off(self, drawn, share: float, limit: int) -> None:
+        """The first ones in draw order, whenever nothing is urgent or everything equally."""
+        groups = made(drawn) if limit == FAR else [group(draw, age=1) for draw in drawn]
+        count = round(share * len(groups))
+        assert choose(groups, count, limit=limit) == sorted(g.prompt.draw for g in groups)[:count]
+
+    @given(drawn=GROUPS, config=CONFIGS, share=st.floats(0, 1), seed=st.integers(0, 99))
+    def test_strata(self, drawn, config: ComposerConfig, share: float, seed: int) -> None:
+        """Where nothing is urgent, each stratum gets its share of the step, to less than one group."""
+        groups = made(drawn)
+        count = round(share * len(groups))
+
+        def stratum(g: Group) -> tuple:
+            kind = (g.prompt.source, bool(g.prompt.media))
+            return (staleness(g, VERSION) if config.stratify else 0, kind if config.diversity else 0)
+
+        sizes = collections.Counter(map(stratum, groups))
+        chosen = set(choose(groups, count, config, limit=FAR, seed=seed))
+        taken = collections.Counter(stratum(g) for g in groups if g.prompt.draw in chosen)
+        for key, size in sizes.items():
+            assert abs(taken[key] - count * size / len(groups)) < 1
+
+    def test_nothing_starves(self) -> None:
+        """Candidates that nothing speaks for are trained on before they are too old."""
+        config = ComposerConfig(Order.STALEST, stratify=True, curriculum=True, diversity=True, lengths=True)
+        waiting = dict.fromkeys(range(8), (VERSION, 5, 0)) | {8: (VERSION, 900, 4)}
+        version, last = VERSION, 8
+        for step in range(40):
+            groups = []
+            for draw, (born, tokens, wrong) in waiting.items():
+                old = group(draw, tokens=tokens, correct=4 - wrong, source="math" if wrong else "code")
+                groups.append(_reborn(old, born))
+            chosen = compose(groups, 6, config, version=version, max_staleness=LIMIT, progress=1.0, seed=0, step=step)
+            for g in chosen:
+                del waiting[g.prompt.draw]
+            version += 1
+            for _ in range(6):
+                last += 1
+                waiting[last] = (version, 900, 4) if last % 7 == 0 else (version, 5, 0)
+        assert min(waiting) > last - 6 * LIMIT
+
+
+def _reborn(old: Group, version: int) -> Group:
+    samples = tuple(
+        dataclasses.replace(s, response=dataclasses.replace(s.response, versions=(version,) * len(s.response.versions)))
+        for s in old.samples
+    )
+    return dataclasses.replace(old, samples=samples)
+
+
+class TestSwitches:
+    def test_urgent_ones(self) -> None:
+        groups = [group(0), group(1, age=2), group(2, age=3), group(3, age=4)]
+        assert choose(groups, 1) == [3]
+        assert choose(groups, 2) == [2, 3]
+        assert choose(groups, 3) == [0, 2, 3]
+
+    def test_stalest_first(self) -> None:
+        groups = [group(draw, age=draw % 3) for draw in range(9)]
+        assert choose(groups, 4, ComposerConfig(Order.STALEST), limit=FAR) == [1, 2, 5, 8]
+
+    def test_stratified(self) -> None:
+        groups = [group(draw, age=2 if draw < 4 else 0) for draw in range(12)]
+        assert choose(groups, 6, ComposerConfig(stratify=True), limit=FAR) == [0, 1, 4, 5, 6, 7]
+
+    def test_diverse(self) -> None:
+        groups = [group(draw, source="math" if draw < 8 else "code", image=draw in (6, 7)) for draw in range(12)]
+        assert choose(groups, 6, ComposerConfig(diversity=True)) == [0, 1, 2, 6, 8, 9]
+
+    def test_easy_first(self) -> None:
+        """By difficulty at the end of the run; mostly so in the middle; by chance at its start."""
+        groups = [group(draw, correct=draw % 5) for draw in range(100)]
+        config = ComposerConfig(curriculum=True)
+        easiest = [g.prompt.draw for g in groups if difficulty(g) == 0]
+        assert choose(groups, 20, config, progress=1.0) == easiest
+        mean = [
+            np.mean([difficulty(groups[i]) for s in range(20) for i in choose(groups, 20, config, progress=p, step=s)])
+            for p in (0.0, 0.5, 1.0)
+        ]
+        assert mean[0] == pytest.approx(0.5, abs=0.06) and mean[1] < 0.35 and mean[2] == 0
+        assert choose(groups, 20, config, progress=0.0, step=1) != choose(groups, 20, config, progress=0.0, step=2)
+
+    def test_difficulties_of_earlier_epochs(self) -> None:
+        groups = [group(draw) for draw in range(4)]
+        config = ComposerConfig(curriculum=True)
+        assert choose(groups, 2, config, progress=1.0, difficulties={0: 1.0, 1: 0.9, 2: 0.1, 3: 0.0}) == [2, 3]
+
+    def test_similar_lengths(self) -> None:
+        """Lognormal lengths: the largest of a step over its mean, which is what devices wait for, gets smaller."""
+        rng = np.random.default_rng(0)
+        spread: dict[bool, list[float]] = {False: [], True: []}
+        for trial in range(20):
+            groups = [group(d, tokens=int(n)) for d, n in enumerate(np.exp(rng.normal(3.5, 0.7, 32)))]
+            for lengths in spread:
+                chosen = choose(groups, 16, ComposerConfig(lengths=lengths), step=trial)
+                assert 0 in chosen
+                tokens = [total_tokens(groups[i]) for i in chosen]
+                spread[lengths].append(max(tokens) / float(np.mean(tokens)))
+        drawn, similar = float(np.mean(spread[False])), float(np.mean(spread[True]))
+        print(f"largest group over the mean: {drawn:.2f} as drawn, {similar:.2f} with similar lengths")
+        assert similar < 0.8 * drawn
+
+
+class TestRefusals:
+    def test_too_few(self) -> None:
+        with pytest.raises(ValueError, match="3 groups to choose from 2"):
+            choose([group(0), group(1)], 3)
+
+    def test_too_old(self) -> None:
+        with pytest.raises(ValueError, match="draw 1 is 5 versions old; at most 4"):
+            choose([group(0), group(1, age=5)], 1)
+
+
+def test_group_measures() -> None:
+    assert staleness(group(0, age=3), VERSION) == 3
+    assert total_tokens(group(0, tokens=5)) == 20
+    assert [difficulty(group(0, correct=c)) for c in (0, 1, 4)] == [1.0, 0.75, 0.0]
+    empty = Group(Prompt("p", "math", "?", "!"), ())
+    assert staleness(empty, VERSION) == total_tokens(empty) == 0
+
+
+def test_variance_of_rewards() -> None:
+    assert [has_variance(group(0, correct=c)) for c in (0, 1, 4)] == [False, True, False]
+    assert not has_variance(Group(Prompt("p", "math", "?", "!"), ()))
+    odd = dataclasses.replace(group(0), samples=group(0).samples[:1])
+    assert not has_variance(odd) and math.isclose(difficulty(odd), 0.0)
