@@ -159,7 +159,9 @@ class OptimConfig:
 
 @dataclasses.dataclass(slots=True)
 class ShardingConfig:
-    strategy: Strategy = Strategy.FSDP  # whole sequences: fsdp, odc (without barriers); spread: ulysses, flex_ulysses
+    # Whole sequences: fsdp; odc (without barriers), which spreads those that no device holds as flex_ulysses would.
+    # Spread over devices: ulysses, flex_ulysses.
+    strategy: Strategy = Strategy.FSDP
     devices: int = 0  # 0: all that JAX sees
     remat: Remat = Remat.NONE
     vocab_chunk: int = 0  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
@@ -167,7 +169,7 @@ class ShardingConfig:
     alpha: float = 1.1  # flex_ulysses: tokens of a device, at most this times the mean
     devices_per_host: int = 8  # flex_ulysses: sequences are spread further only where nothing else helps; odc: hybrid
     tolerance: float = 0.025  # flex_ulysses: accepted excess of the largest attention load over the smallest possible
-    max_shapes: int = 32  # all but fsdp: about so many shapes of microbatches are compiled in a run
+    max_shapes: int = 32  # all but fsdp: about so many shapes are compiled in a run; odc: for one device, and for all
     calibration: str = ""  # file of `python -m sharding.calibrate`; empty: flex_ulysses counts length**2, odc FLOPs
     balance: Balance = Balance.LB_MINI  # odc: how sequences are dealt to devices and microbatches
     hybrid: bool = False  # odc: parameters, gradients spread over devices_per_host devices; optimizer state over all
