@@ -27,7 +27,7 @@ _TYPICAL = math.log(256)  # tokens, before anything was seen
 _POOLED = prior_variances(2.0, 0.5, 0.05)
 _SOURCE = prior_variances(1.5, 0.3, 0.05)
 _VARIANCE = 0.6  # of ln(length), between prompts and again within one, before anything was seen
-_STRENGTH = 16  # responses that this counts like
+_STRENGTH = 16  # observations that this counts like
 _SMALLEST = 1e-4  # variance of ln(length): lengths that follow from the prompt still differ by rounding
 _HISTORY = 0.5  # weight of an earlier epoch's responses beside those of the epoch after it
 _FOLLOW = 1 / 1024  # of a response's deviation, by which the source's level moves: policies learn to answer longer
@@ -41,25 +41,29 @@ class _Level:
         self.fit = LengthFit(prior, memory)
         self.within = self.between = _VARIANCE
         self.shift = 0.0  # of ln(length) lately, beside the regression
-        self.sums = [0.0] * 5  # squares within groups and how many, squares of residuals and how many, groups
+        self.sums = [0.0] * 4  # squares within groups and how many, squares of residuals and how many (groups)
 
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> bool:
         """Enters a response with its squared deviation from its group (None: the first of it) and from the
         regression; whether to settle."""
-        for i, value in enumerate((within or 0.0, within is not None, residual, 1, within is None)):
-            self.sums[i] += value
+        if within is None:  # the fit knows the group of the others, so that their residuals are too small
+            self.sums[2] += residual
+            self.sums[3] += 1
+        else:
+            self.sums[0] += within
+            self.sums[1] += 1
         return self.fit.add(x, y, weight)
 
     def settle(self, parent: _Level | None, towards: np.ndarray) -> None:
         """Estimates everything anew, shrunk towards the parent's variances and the weights given."""
-        squares, pairs, residuals, responses, groups = self.sums
+        squares, pairs, residuals, groups = self.sums
         within, between = (parent.within, parent.between) if parent else (_VARIANCE, _VARIANCE)
-        total = (_STRENGTH * (within + between) + residuals) / (_STRENGTH + responses)
+        total = (_STRENGTH * (within + between) + residuals) / (_STRENGTH + groups)
         within *= total / (within + between)
         self.within = max((_STRENGTH * within + squares) / (_STRENGTH + pairs), _SMALLEST)
         self.between = max(total - self.within, 0.02 * total, _SMALLEST)
         # Responses of one prompt share its effect: together they count like fewer independent ones.
-        size = max(responses / max(groups, 1.0), 1.0)
+        size = (pairs + groups) / max(groups, 1.0)
         kept = self.fit.solve(towards, self.within + size * self.between)
         self.sums = [kept * value for value in self.sums]
 
