@@ -1,10 +1,11 @@
-"""From the configuration to a model and its processor: a checkpoint folder, or the tiny model drawn at random."""
+"""From the configuration to a model and its processor, a checkpoint folder or a tiny model, and to engines for it."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 
 import models
@@ -14,6 +15,7 @@ from models.processing import Processor
 from models.processing.settings import PatchLayout
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
+from rollout.jax_engine import JaxEngine
 
 from .config import Config, ConfigError, ModelConfig
 from .data.sources import Source, all_texts, common_words
@@ -49,6 +51,21 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
         **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
     )
     return models.create(tiny_model(config.model, processor, vision), config.seed), processor
+
+
+def build_engines(config: Config, model: Decoder) -> list[JaxEngine]:
+    """`policy.engines` embedded engines, one after another on the devices of this process."""
+    devices = jax.local_devices()
+    return [
+        JaxEngine(
+            model,
+            slots=config.rollout.slots,
+            max_sequence_tokens=config.rollout.max_sequence_tokens,
+            compute_dtype=config.model.compute_dtype.value,
+            device=devices[number % len(devices)],
+        )
+        for number in range(config.policy.engines)
+    ]
 
 
 def tiny_vision(model: ModelConfig) -> VisionConfig:

@@ -10,6 +10,8 @@ import enum
 import math
 from typing import Any
 
+from .policy_config import AdaptiveAsyncConfig, AprilConfig, PolicyConfig, TailBatchingConfig, check
+
 
 class ConfigError(ValueError):
     """A setting is wrong. The message names the field, the value and what is allowed."""
@@ -221,6 +223,10 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     warm_start: WarmStartConfig = dataclasses.field(default_factory=WarmStartConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
+    tail_batching: TailBatchingConfig = dataclasses.field(default_factory=TailBatchingConfig)
+    april: AprilConfig = dataclasses.field(default_factory=AprilConfig)
+    adaptive_async: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
@@ -268,6 +274,8 @@ class Config:
                 f"rollout.max_sequence_tokens ({self.rollout.max_sequence_tokens})"
             )
         self._validate_strategy()
+        if wrong := check(self):
+            raise ConfigError(wrong)
         if not self.data.sources:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
         if not self.model.path:

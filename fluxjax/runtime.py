@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams, TokenChunk
+from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 from .collaborators import Checkpointer, Evaluator, Observer, PromptSource, Scorer, StepReport, Trainer
 from .coordinator import Coordinator, CoordinatorError
@@ -29,8 +29,10 @@ from .coordinator.messages import (
     Finish,
     Generate,
     Instruction,
+    Park,
     PromptsDrawn,
     PublishWeights,
+    Request,
     ResponseFinished,
     RewardReady,
     SaveCheckpoint,
@@ -42,7 +44,6 @@ from .coordinator.messages import (
     Trained,
     WeightsPublished,
     request_id,
-    response_id,
 )
 from .timeline import Timeline
 from .types import PreparedPrompt, Prompt, Response
@@ -67,8 +68,10 @@ class Runtime:
         seed: int = 0,
         observers: Sequence[Observer] = (),
         timeline: Timeline | None = None,
+        prepared: Mapping[int, PreparedPrompt] | None = None,
     ) -> None:
-        """`seed` and the draw of a prompt decide its random numbers, never the time or the engine."""
+        """`seed` and the draw of a prompt decide its random numbers, never the time or the engine. `prepared` are the
+        prompts, by draw, that a resumed coordinator has in its books."""
         self.coordinator = coordinator
         self.timeline = timeline or Timeline()
         self._engines = tuple(engines)
@@ -80,7 +83,7 @@ class Runtime:
         self._sampling = sampling
         self._seed = seed
         self._observers = tuple(observers)
-        self._prepared: dict[int, PreparedPrompt] = {}  # by draw, while the prompt is in flight
+        self._prepared: dict[int, PreparedPrompt] = dict(prepared or {})  # by draw, while the prompt is in flight
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -89,7 +92,8 @@ class Runtime:
         self._routes: dict[str, Engine] = {}  # by request id, while its stream is open
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
-        self._report: StepReport | None = None  # trained, not yet published
+        self._reports: list[StepReport] = []  # of steps trained, not yet published
+        self._weights: tuple[int, Mapping[str, Any]] | None = None  # of the last step, with their version
 
     async def run(self) -> Finish:
         """Runs until the coordinator is finished; once. Raises what a collaborator raised, or `CoordinatorError`."""
@@ -136,10 +140,13 @@ class Runtime:
             case DrawPrompts():
                 self._spawn(self._draw, instruction, step)
             case Generate():
-                prepared = [self._prepared[prompt.draw] for prompt in instruction.prompts]
+                prepared = [self._prepared[request.prompt.draw] for request in instruction.requests]
                 self._spawn(self._generate, instruction, prepared, step)
             case Abort():
-                self._spawn(self._abort, instruction)
+                self._spawn(self._abort, instruction.rid)
+            case Park():
+                attempt = self.coordinator.ledger.entries[instruction.prompt.draw].attempt
+                self._spawn(self._abort, request_id(instruction.prompt.draw, attempt))
             case Score():
                 prompt = self._prepared[instruction.response.draw].prompt
                 self._spawn(self._score, instruction, prompt, step)
@@ -182,35 +189,39 @@ class Runtime:
 
     async def _generate(self, order: Generate, prepared: Sequence[PreparedPrompt], step: int) -> None:
         """Engines stand still until every request is queued, so that nothing but this order decides what they do."""
+        engines = [self._engines[number] for number in sorted({request.engine for request in order.requests})]
         async with self._submitting:
-            await self._on_engines(lambda engine: engine.pause())
-            for one in prepared:
-                self._spawn(self._stream, one, order, step)
+            await _on_all(engines, lambda engine: engine.pause())
+            for one, request in zip(prepared, order.requests, strict=True):
+                self._spawn(self._stream, one, request, step)
             await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
-            await self._on_engines(lambda engine: engine.resume())
+            await _on_all(engines, lambda engine: engine.resume())
 
-    async def _stream(self, prepared: PreparedPrompt, order: Generate, step: int) -> None:
-        """Generates for one prompt; each response is reported as it ends. A retry goes to the next engine."""
-        draw = prepared.prompt.draw
-        number = (draw + order.attempt) % len(self._engines)
-        request = GenerateRequest(
-            rid=request_id(draw, order.attempt),
+    async def _stream(self, prepared: PreparedPrompt, order: Request, step: int) -> None:
+        """Generates for one prompt; each response is reported as it ends."""
+        engine = self._engines[order.engine]
+        self._routes[order.rid] = engine
+        try:
+            with self.timeline.span("rollout", f"engine {order.engine}", step):
+                await self._collect(engine, self._request(prepared, order), order)
+        except EngineError as error:
+            self._engine_error = error
+            self._post(EngineFailed((order.rid,), str(error)))
+        finally:
+            del self._routes[order.rid]
+
+    def _request(self, prepared: PreparedPrompt, order: Request) -> GenerateRequest:
+        return GenerateRequest(
+            rid=order.rid,
             prompt=prepared.inputs,
             sampling=self._sampling,
             n=order.n,
-            seed=(self._seed * 0x9E3779B1 + draw) % 2**31,  # all draws of a run differ; fits an int32
+            seed=(self._seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # all draws of a run differ; fits an int32
+            prefix_ids=tuple(() if one is None else one.token_ids for one in order.begun),
         )
-        self._routes[request.rid] = self._engines[number]
-        try:
-            with self.timeline.span("rollout", f"engine {number}", step):
-                await self._collect(self._engines[number], request, draw, order)
-        except EngineError as error:
-            self._engine_error = error
-            self._post(EngineFailed((request.rid,), str(error)))
-        finally:
-            del self._routes[request.rid]
 
-    async def _collect(self, engine: Engine, request: GenerateRequest, draw: int, order: Generate) -> None:
+    async def _collect(self, engine: Engine, request: GenerateRequest, order: Request) -> None:
+        begun = order.begun or (None,) * order.n
         open_samples: dict[int, list[TokenChunk]] = {sample: [] for sample in range(order.n)}
         stream = engine.generate(request)
         try:
@@ -218,21 +229,23 @@ class Runtime:
                 if chunk.sample not in open_samples:
                     raise EngineError(f"request {request.rid}: chunk for sample {chunk.sample}, which is not open")
                 open_samples[chunk.sample].append(chunk)
-                if chunk.finish is not None:
-                    rid = response_id(draw, order.attempt, chunk.sample)
-                    chunks = open_samples.pop(chunk.sample)
-                    self._post(ResponseFinished(_join(rid, draw, chunks, chunk.finish.value)))
+                if chunk.finish is None:
+                    continue
+                chunks, before = open_samples.pop(chunk.sample), begun[chunk.sample]
+                if before is None or before.finish == FinishReason.ABORT.value:  # else it was complete before
+                    self._post(ResponseFinished(_join(order, chunks, before)))
         finally:
             if (close := getattr(stream, "aclose", None)) is not None:
                 await close()
         if open_samples:
             raise EngineError(f"request {request.rid}: the stream ended before samples {sorted(open_samples)} did")
 
-    async def _abort(self, order: Abort) -> None:
-        engine = self._routes.get(order.rid.partition("/")[0])
+    async def _abort(self, rid: str) -> None:
+        async with self._submitting:  # it may not even be queued yet
+            engine = self._routes.get(rid.partition("/")[0])
         if engine is not None:
             with contextlib.suppress(EngineError):  # an engine that is gone has nothing to abort
-                await engine.abort(order.rid)
+                await engine.abort(rid)
 
     async def _score(self, order: Score, prompt: Prompt, step: int) -> None:
         with self.timeline.span("reward", "reward", step):
@@ -241,23 +254,38 @@ class Runtime:
 
     async def _train(self, order: Train, prepared: Mapping[int, PreparedPrompt]) -> None:
         with self.timeline.span("train", "trainer", order.step):
-            metrics = await self._in_thread(self._trainer.train, order.step, order.groups, prepared)
+            metrics, weights = await self._in_thread(self._trained, order, prepared)
         version = self._trainer.version
-        self._report = StepReport(order.step, version, order.groups, metrics, {})
-        self._post(Trained(version))
+        self._weights = version, weights
+        self._reports.append(StepReport(order.step, version, order.groups, metrics, {}))
+        self._post(Trained(version, metrics))
+
+    def _trained(
+        self, order: Train, prepared: Mapping[int, PreparedPrompt]
+    ) -> tuple[Mapping[str, float], Mapping[str, Any]]:
+        metrics = self._trainer.train(order.step, order.groups, prepared)
+        return metrics, self._trainer.weights()
 
     async def _publish(self, order: PublishWeights, step: int) -> None:
-        if self._trainer.version != order.version:
-            raise CoordinatorError(f"the trainer holds version {self._trainer.version}, not {order.version}")
+        if self._weights is None:  # no step was trained since the start
+            self._weights = self._trainer.version, await self._in_thread(self._trainer.weights)
+        version, params = self._weights
+        if version != order.version:
+            raise CoordinatorError(f"the trainer holds version {version}, not {order.version}")
+        engines = [self._engines[number] for number in order.engines] if order.engines else self._engines
         with self.timeline.span("sync", "trainer", step):
-            params = await self._in_thread(self._trainer.weights)
-            await self._on_engines(lambda engine: engine.update_weights(order.version, params))
-        if self._report is not None:  # before anything of the next boundary happens: it belongs to this step
-            report = dataclasses.replace(self._report, seconds=self.timeline.seconds(self._report.step))
-            self._report = None
-            self._tell(lambda observer: observer.on_step(report))
+            await _on_all(engines, lambda engine: engine.update_weights(version, params))
+        await self._tell_steps()  # before anything of the next boundary happens: it belongs to the step
+        self._post(WeightsPublished(version))
+
+    async def _tell_steps(self) -> None:
+        """Tells the observers of steps that are trained and published."""
+        for report in self._reports:
+            done = dataclasses.replace(report, seconds=self.timeline.seconds(report.step))
+            self._tell(lambda observer, done=done: observer.on_step(done))
+        if self._reports:
+            self._reports.clear()
             await asyncio.sleep(0)  # if an observer wants to stop, that is heard before the next step begins
-        self._post(WeightsPublished(order.version))
 
     async def _evaluate(self, order: Evaluate) -> None:
         with self.timeline.span("eval", "eval", order.step):
@@ -274,11 +302,6 @@ class Runtime:
 
     # --- ways to work ---------------------------------------------------------------------------
 
-    async def _on_engines(self, call: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for engine in self._engines:
-                group.create_task(_not_silently_cancelled(call, engine))
-
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Runs in the trainer's thread. When cancelled, waits for it: nothing of a run goes on after the run."""
         job = self._thread.submit(work, *args)
@@ -291,16 +314,26 @@ class Runtime:
             raise
 
 
-def _join(rid: str, draw: int, chunks: Sequence[TokenChunk], finish: str) -> Response:
+def _join(order: Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
+    """One response from what was there before and what came now."""
+    parts = chunks if begun is None else [begun, *chunks]
+    last = chunks[-1]
+    assert last.finish is not None
     return Response(
-        rid=rid,
-        draw=draw,
-        sample=chunks[0].sample,
-        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
-        versions=tuple(version for chunk in chunks for version in chunk.versions),
-        finish=finish,
+        rid=f"{order.rid}/{last.sample}",
+        draw=order.prompt.draw,
+        sample=last.sample,
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+        versions=tuple(version for part in parts for version in part.versions),
+        finish=last.finish.value,
     )
+
+
+async def _on_all(engines: Sequence[Engine], call: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for engine in engines:
+            group.create_task(_not_silently_cancelled(call, engine))
 
 
 async def _not_silently_cancelled(work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:

@@ -15,19 +15,18 @@ import models
 from models.config import Qwen25VLConfig
 from models.decoder import parameter_count
 from rollout.engine import EngineError, SamplingParams
-from rollout.jax_engine import JaxEngine
 from sharding.mesh import MeshError, make_mesh
 from sharding.odc import OdcError
 
 from . import run_folder
 from .algorithms import ALGORITHMS
 from .batching import check_strategy
-from .build import build_model
+from .build import build_engines, build_model
 from .callbacks import Callback
 from .checkpoint import CheckpointError, Checkpoints, like
 from .compile_cache import use_compile_cache
 from .config import Config, ConfigError
-from .coordinator import Coordinator, CoordinatorError, Settings, Synchronous
+from .coordinator import Coordinator, CoordinatorError, Settings
 from .coordinator.messages import Finish
 from .data import open_held_out, open_sources, open_warm_start
 from .data.errors import DataError
@@ -37,6 +36,7 @@ from .data.prepare import Preparer
 from .event_loop import run_async, stop_on_signals
 from .held_out import HeldOut
 from .learner import Learner
+from .policies import make_policy
 from .report import pictures
 from .report.display import Display
 from .report.metrics import MetricsLog, read
@@ -46,7 +46,7 @@ from .rewards import Scorer
 from .runtime import Runtime
 from .stages import HeldOutEvaluator, PolicyTrainer
 from .timeline import Timeline
-from .types import Prompt
+from .types import PreparedPrompt, Prompt
 from .warm_start import warm_start
 
 log = logging.getLogger(__name__)
@@ -110,12 +110,8 @@ class FluxTrainer:
 
             # --- fleet --------------------------------------------------------------------------
             rollout = config.rollout
-            self.engine = JaxEngine(
-                self.model,
-                slots=rollout.slots,
-                max_sequence_tokens=rollout.max_sequence_tokens,
-                compute_dtype=config.model.compute_dtype.value,
-            )
+            self.engines = build_engines(config, self.model)
+            self.engine = self.engines[0]  # evaluations are its
             self.sampling = SamplingParams(
                 max_new_tokens=rollout.max_new_tokens,
                 temperature=rollout.temperature,
@@ -127,7 +123,8 @@ class FluxTrainer:
             self.rewards = Scorer(config.data.sources, self.processor.decode)
 
             # --- coordinator --------------------------------------------------------------------
-            self.coordinator = Coordinator(Settings.of(config), Synchronous())
+            self.coordinator = Coordinator(Settings.of(config), make_policy(config))
+            self._held: dict[int, PreparedPrompt] = {}  # prompts in the books of a resumed run, by draw
             self._loaded: int | None = None  # the step of the checkpoint that `fit` goes on from
             self._started = False  # whether the warm start is behind
         self.summary.parameters = parameter_count(self.model)
@@ -209,9 +206,11 @@ class FluxTrainer:
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         self.learner.load_state(arrays["learner"])
         self.reference = arrays.get("reference")
-        self.coordinator = Coordinator(Settings.of(self.config), Synchronous())
-        self.coordinator.load_state_dict(state["coordinator"])
+        self.coordinator = Coordinator(Settings.of(self.config), make_policy(self.config))
         self.source.load_state_dict(state["source"])
+        held = state["coordinator"]["ledger"].get("entries", [])  # none in checkpoints of earlier releases
+        self._held = {one.prompt.draw: one for one in self.source.again(held)}
+        self.coordinator.load_state_dict(state["coordinator"], {d: one.prompt for d, one in self._held.items()})
         self.summary = Summary.from_state_dict(state["summary"])
         self.learner.shapes.load_state(state.get("shapes", self.learner.shapes.state()))
         self.summary.devices = self.learner.mesh.size  # perhaps another mesh now
@@ -224,7 +223,8 @@ class FluxTrainer:
         if "source" in self.__dict__:
             self.source.close()
         self.checkpoints.close()
-        run_async(self.engine.close())
+        for engine in self.engines:
+            run_async(engine.close())
 
     def __enter__(self) -> FluxTrainer:
         return self
@@ -240,7 +240,7 @@ class FluxTrainer:
             self.load_checkpoint(self._loaded)  # again, for what `fit` was given: steps, intervals, prompts
         resumed, summary = self._loaded, self.summary
         if resumed is None:
-            self.coordinator = Coordinator(Settings.of(self.config), Synchronous())
+            self.coordinator = Coordinator(Settings.of(self.config), make_policy(self.config))
         else:
             self.checkpoints.forget_after(resumed)
         failed_before = len(self.checkpoints.failed)
@@ -257,7 +257,8 @@ class FluxTrainer:
             self.display.note(opening(self, resumed))
             if resumed is None:
                 await self._warm_start()
-            await self.engine.update_weights(self.learner.version, self.learner.params)
+            for engine in self.engines:
+                await engine.update_weights(self.learner.version, self.learner.params)
             finish = await self._reinforce()
             summary.steps, summary.complete = finish.step, finish.complete
             if finish.complete:
@@ -300,7 +301,8 @@ class FluxTrainer:
         trainer = PolicyTrainer(config, self.learner, self.vision, self.reference)
         self._runtime = Runtime(
             self.coordinator,
-            engines=[self.engine],
+            engines=self.engines,
+            prepared=self._held,
             source=self.source,
             scorer=self.rewards,
             trainer=trainer,

@@ -35,7 +35,8 @@ class Prompt:
     """A question as the controller knows it: metadata only.
 
     `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source;
-    `draw` counts prompts drawn in this run (unique; the order key for everything deterministic).
+    `draw` counts prompts drawn in this run (unique; the order key for everything deterministic); `row` is where the
+    record stands in its source.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Prompt:
     media: tuple[Media, ...] = ()
     draw: int = 0
     epoch: int = 0
+    row: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

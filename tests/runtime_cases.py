@@ -14,7 +14,7 @@ import numpy as np
 from scripted_engine import ScriptedEngine
 
 from fluxjax.collaborators import Observer, StepReport
-from fluxjax.coordinator import Coordinator, Settings, Synchronous
+from fluxjax.coordinator import Coordinator, Policy, Settings, Synchronous
 from fluxjax.coordinator.messages import Finish
 from fluxjax.runtime import Runtime
 from fluxjax.types import Group, PreparedPrompt, Prompt, Response, Reward
@@ -117,10 +117,16 @@ class Diary(Observer):
 class Run:
     """A runtime with scripted collaborators, each of which a test may replace before `go`."""
 
-    def __init__(self, *engines: ScriptedEngine, state: dict[str, Any] | None = None, **settings: int) -> None:
+    def __init__(
+        self,
+        *engines: ScriptedEngine,
+        state: dict[str, Any] | None = None,
+        policy: Policy | None = None,
+        **settings: int,
+    ) -> None:
         options = {"steps": 3, "prompts_per_step": 3, "group_size": 3} | settings
-        self.coordinator = Coordinator(Settings(**options), Synchronous())
         self.engines = engines or (ScriptedEngine(),)
+        self.coordinator = Coordinator(Settings(**options, engines=len(self.engines)), policy or Synchronous())
         self.source, self.scorer, self.trainer = Source(), Scorer(), Trainer()
         self.evaluator, self.checkpointer, self.diary = Evaluator(), Checkpointer(), Diary()
         if state is not None:

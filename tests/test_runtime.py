@@ -93,13 +93,17 @@ class TestRun:
         assert "skip 1 bad file" in run.diary.lines
 
     def test_several_engines(self) -> None:
-        """Rule 46: prompts are dealt to engines by draw; every engine gets the weights; a retry goes to the next."""
+        """Rule 46: a prompt goes to the engine with the least to do, a retry to another one; every engine gets the
+        weights."""
         first, second = ScriptedEngine(), ScriptedEngine(on_attempt({(1, 0): "error"}))
         run = Run(first, second, steps=2)
         run.go()
         submitted = [[line[7:] for line in e.log if line.startswith("submit")] for e in (first, second)]
-        assert submitted[0] == ["00000000.00", "00000002.00", "00000001.01", "00000004.00"]
-        assert submitted[1] == ["00000001.00", "00000003.00", "00000005.00"]
+        assert submitted[0][:3] == ["00000000.00", "00000002.00", "00000001.01"]
+        assert submitted[1][0] == "00000001.00"
+        second_step = sorted(submitted[0][3:] + submitted[1][1:])
+        assert second_step == ["00000003.00", "00000004.00", "00000005.00"]
+        assert len(submitted[0]) > 3 and len(submitted[1]) > 1
         assert first.version == second.version == 2
 
     def test_times(self) -> None:

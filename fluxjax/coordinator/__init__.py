@@ -1,10 +1,16 @@
 """Decides what happens when, as a pure state machine: see `machine.py`; a policy is a file of its own."""
 
+from .adaptive_async import AdaptiveAsync
+from .april import April
 from .ledger import CoordinatorError, Ledger, Skipped, Stage
 from .machine import Coordinator, Policy, Settings
-from .synchronous import EngineLost, Synchronous
+from .rounds import EngineLost
+from .synchronous import Synchronous
+from .tail_batching import TailBatching
 
 __all__ = [
+    "AdaptiveAsync",
+    "April",
     "Coordinator",
     "CoordinatorError",
     "EngineLost",
@@ -14,4 +20,5 @@ __all__ = [
     "Skipped",
     "Stage",
     "Synchronous",
+    "TailBatching",
 ]

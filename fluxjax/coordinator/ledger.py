@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..types import Group, Prompt, Response, Reward, Sample
-from .messages import response_id
+from .messages import Park, Request, response_id
+from .saved import responses_from_json, responses_to_json, rewards_from_json, rewards_to_json
 
-_ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
+ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
 
 
 class CoordinatorError(RuntimeError):
@@ -26,27 +27,41 @@ class CoordinatorError(RuntimeError):
 
 class Stage(enum.Enum):
     WAITING = "waiting"  # drawn, with no engine yet
-    RUNNING = "running"  # responses or their rewards are still to come
+    DEFERRED = "deferred"  # parked, with no engine until the policy wants it
+    RUNNING = "running"  # responses are still to come
+    STOPPING = "stopping"  # parked, what it has is still to come
     LOST = "lost"  # this attempt can't complete: its engine failed, or a response was aborted
+    COMPLETE = "complete"  # all responses are there, rewards are still to come
     SCORED = "scored"  # every response is there with its reward
     TRAINING = "training"
 
 
 @dataclasses.dataclass
 class Entry:
-    """One prompt on its way. `responses` and `rewards` are those of the current attempt, by sample."""
+    """One prompt on its way. `responses` and `rewards` are those that its group is made of, `begun` what aborted
+    responses had, all by sample."""
 
     prompt: Prompt
     stage: Stage = Stage.WAITING
-    n: int = 0
+    n: int = 0  # responses that were launched
+    need: int = 0  # of them, in the group
     attempt: int = -1
-    failure: str = ""  # why the last attempt was lost
+    failures: int = 0  # attempts that were lost
+    failure: str = ""  # why the last one was
+    engine: int = 0
+    born: int = -1  # version that the engine served when the oldest of its responses began
     responses: dict[int, Response] = dataclasses.field(default_factory=dict)
     rewards: dict[int, Reward] = dataclasses.field(default_factory=dict)
+    begun: dict[int, Response] = dataclasses.field(default_factory=dict)
 
     def group(self) -> Group:
-        samples = tuple(Sample(self.responses[i], self.rewards[i]) for i in range(self.n))
+        samples = tuple(Sample(self.responses[i], self.rewards[i]) for i in sorted(self.responses))
         return Group(self.prompt, samples)
+
+    def so_far(self) -> tuple[Response | None, ...]:
+        """What there is of each response, for `Request.begun`; nothing if there is nothing of any."""
+        kept = tuple(self.responses.get(i) or self.begun.get(i) for i in range(self.n))
+        return kept if any(kept) else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +80,7 @@ class Ledger:
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}  # by draw: prompts neither trained nor skipped yet
         self.unscored: dict[str, Response] = {}  # by rid: finished, `Score` not said yet; in order of arrival
+        self.surplus: dict[str, None] = {}  # rids that still run although their group is complete; in order
         self.last_draw = -1
         self.drawn = 0  # prompts; always equals trained + skipped + live
         self.trained = 0  # prompts
@@ -89,13 +105,13 @@ class Ledger:
         entries = self._stages[stage]
         return [entries[draw] for draw in sorted(entries)]
 
-    def count(self, stage: Stage) -> int:
-        return len(self._stages[stage])
+    def count(self, *stages: Stage) -> int:
+        return sum(len(self._stages[stage]) for stage in stages)
 
     @property
     def awaits_something(self) -> bool:
         """Whether an engine owes a response or the scorer a reward."""
-        return bool(self._scoring) or any(len(e.responses) < e.n for e in self._stages[Stage.RUNNING].values())
+        return bool(self._scoring or self._stages[Stage.RUNNING] or self._stages[Stage.STOPPING])
 
     # --- facts ----------------------------------------------------------------------------------
 
@@ -121,40 +137,44 @@ class Ledger:
         entry = self._current(response.rid, "response")
         if entry is None:
             return
-        if response.rid != response_id(response.draw, entry.attempt, response.sample):
-            raise CoordinatorError(
-                f"response {response.rid} says that it is sample {response.sample} of draw {response.draw}"
-            )
-        if response.sample in entry.responses:
+        sample = response.sample
+        if response.rid != response_id(response.draw, entry.attempt, sample):
+            raise CoordinatorError(f"response {response.rid} says that it is sample {sample} of draw {response.draw}")
+        if sample in entry.responses or (entry.stage is Stage.STOPPING and sample in entry.begun):
             self.ignored["repeated response"] += 1
-            return
-        if response.finish == _ABORTED:
+        elif entry.stage not in (Stage.RUNNING, Stage.STOPPING):
+            self.surplus.pop(response.rid, None)
+            self.ignored["surplus response"] += 1
+        elif response.finish != ABORTED:
+            self._accept(entry, response)
+        elif entry.stage is Stage.STOPPING:
+            entry.begun[sample] = response
+            self._stopped(entry)
+        else:
             self._lose(entry, "a response was aborted")
-            return
-        self.accepted += 1
-        entry.responses[response.sample] = response
-        self.unscored[response.rid] = response
 
     def reward(self, rid: str, reward: Reward) -> None:
-        entry = self._current(rid, "reward")
-        if entry is None:
-            return
-        sample = int(rid.rpartition("/")[2])
-        if sample in entry.rewards:
+        draw, _, sample = _parse(rid)
+        entry = self.entries.get(draw)
+        response = entry.responses.get(sample) if entry is not None else None
+        if entry is None or response is None or response.rid != rid:
+            if self._current(rid, "reward") is not None:
+                raise CoordinatorError(f"reward for {rid}, which nobody asked for")
+        elif sample in entry.rewards:
             self.ignored["repeated reward"] += 1
-            return
-        if rid not in self._scoring:
+        elif rid not in self._scoring:
             raise CoordinatorError(f"reward for {rid}, which nobody asked for")
-        self._scoring.discard(rid)
-        entry.rewards[sample] = reward
-        if len(entry.rewards) == entry.n:
-            self._move(entry, Stage.SCORED)
+        else:
+            self._scoring.discard(rid)
+            entry.rewards[sample] = reward
+            if entry.stage is Stage.COMPLETE and len(entry.rewards) == entry.need:
+                self._move(entry, Stage.SCORED)
 
     def fail(self, request_ids: Iterable[str], reason: str) -> None:
         """The engine lost these requests. One whose responses are all here has lost nothing."""
         for request in request_ids:
             entry = self._current(f"{request}/0", "failure")
-            if entry is not None and len(entry.responses) < entry.n:
+            if entry is not None and entry.stage in (Stage.RUNNING, Stage.STOPPING):
                 self._lose(entry, reason)
             elif entry is not None:
                 self.ignored["late failure"] += 1
@@ -163,17 +183,36 @@ class Ledger:
         for entry in self.at(Stage.TRAINING):
             self._remove(entry)
             self.trained += 1
-            self.trained_responses += entry.n
+            self.trained_responses += len(entry.responses)
             self.epochs[entry.prompt.epoch] = self.epochs.get(entry.prompt.epoch, 0) + 1
 
     # --- decisions ------------------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt, n: int, attempt: int) -> None:
-        entry = self._at(prompt, Stage.WAITING, Stage.LOST)
-        if attempt != entry.attempt + 1 or n < 1:
-            raise CoordinatorError(f"draw {prompt.draw}: attempt {attempt} of {n} after attempt {entry.attempt}")
-        entry.n, entry.attempt = n, attempt
+    def generate(self, request: Request, served: int) -> None:
+        """`served` is the weight version of the engine."""
+        entry = self._at(request.prompt, Stage.WAITING, Stage.DEFERRED, Stage.LOST)
+        need = request.need or request.n
+        if request.attempt != entry.attempt + 1 or not 1 <= need <= request.n:
+            raise CoordinatorError(f"{request} after attempt {entry.attempt}")
+        if not request.begun:
+            self._forget(entry)
+            entry.born = served
+        elif request.begun != entry.so_far() or request.n != entry.n:
+            raise CoordinatorError(f"request {request.rid} goes on with other responses than those that were begun")
+        entry.n, entry.need, entry.attempt, entry.engine = request.n, need, request.attempt, request.engine
+        entry.begun = {}
         self._move(entry, Stage.RUNNING)
+
+    def park(self, order: Park) -> None:
+        entry = self._at(order.prompt, Stage.RUNNING, *(() if order.keep else (Stage.COMPLETE, Stage.SCORED)))
+        if order.keep:
+            self._move(entry, Stage.STOPPING)
+        else:
+            self._forget(entry)
+            self._move(entry, Stage.DEFERRED)
+
+    def abort(self, rid: str) -> None:
+        self.surplus.pop(rid, None)
 
     def score(self, response: Response) -> None:
         if self.unscored.pop(response.rid, None) is None:
@@ -188,7 +227,7 @@ class Ledger:
             self._move(entry, Stage.TRAINING)
 
     def skip(self, prompt: Prompt, reason: str) -> None:
-        entry = self._at(prompt, Stage.WAITING, Stage.LOST, Stage.SCORED)
+        entry = self._at(prompt, Stage.WAITING, Stage.DEFERRED, Stage.LOST, Stage.SCORED)
         self._remove(entry)
         self.skipped.append(Skipped(prompt.draw, prompt.id, prompt.source, reason))
 
@@ -210,19 +249,44 @@ class Ledger:
                 raise CoordinatorError(f"{kind} {rid}: draw {draw} was never drawn")
             self.ignored[f"late {kind}"] += 1
             return None
-        if attempt > entry.attempt or sample >= entry.n:
+        if attempt > entry.attempt or (attempt == entry.attempt and sample >= entry.n):
             raise CoordinatorError(f"{kind} {rid}: no such request was made")
-        if attempt < entry.attempt or entry.stage is Stage.LOST:
+        if attempt < entry.attempt or entry.stage in (Stage.LOST, Stage.WAITING, Stage.DEFERRED):
             self.ignored[f"late {kind}"] += 1
             return None
         return entry
 
+    def _accept(self, entry: Entry, response: Response) -> None:
+        self.accepted += 1
+        entry.responses[response.sample] = response
+        self.unscored[response.rid] = response
+        if len(entry.responses) == entry.need:
+            if entry.stage is Stage.RUNNING:
+                ids = [response_id(entry.prompt.draw, entry.attempt, i) for i in range(entry.n)]
+                self.surplus |= dict.fromkeys(rid for i, rid in enumerate(ids) if i not in entry.responses)
+            entry.begun = {}
+            self._move(entry, Stage.COMPLETE)
+            if len(entry.rewards) == entry.need:
+                self._move(entry, Stage.SCORED)
+        else:
+            self._stopped(entry)
+
+    def _stopped(self, entry: Entry) -> None:
+        """A parked prompt is deferred as soon as nothing of it is to come any more."""
+        if entry.stage is Stage.STOPPING and len(entry.responses) + len(entry.begun) == entry.n:
+            self._move(entry, Stage.DEFERRED)
+
     def _lose(self, entry: Entry, reason: str) -> None:
+        self._forget(entry)
+        entry.failures, entry.failure = entry.failures + 1, reason
+        self._move(entry, Stage.LOST)
+
+    def _forget(self, entry: Entry) -> None:
         for response in entry.responses.values():
             self.unscored.pop(response.rid, None)
             self._scoring.discard(response.rid)
-        entry.failure, entry.responses, entry.rewards = reason, {}, {}
-        self._move(entry, Stage.LOST)
+        self._forget_surplus(entry)
+        entry.responses, entry.rewards, entry.begun = {}, {}, {}
 
     def _move(self, entry: Entry, stage: Stage) -> None:
         del self._stages[entry.stage][entry.prompt.draw]
@@ -230,14 +294,20 @@ class Ledger:
         self._stages[stage][entry.prompt.draw] = entry
 
     def _remove(self, entry: Entry) -> None:
+        self._forget_surplus(entry)
         del self._stages[entry.stage][entry.prompt.draw]
         del self.entries[entry.prompt.draw]
+
+    def _forget_surplus(self, entry: Entry) -> None:
+        for i in range(entry.n):
+            self.surplus.pop(response_id(entry.prompt.draw, entry.attempt, i), None)
 
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        if self.entries:
-            raise CoordinatorError(f"{self.live} prompts are in flight: state is taken between steps only")
+        """What is generated at this moment is saved as deferred: with the responses that it has, without the others."""
+        if self.count(Stage.TRAINING):
+            raise CoordinatorError(f"{self.count(Stage.TRAINING)} prompts are trained on: state is taken between steps")
         return {
             "last_draw": self.last_draw,
             "drawn": self.drawn,
@@ -247,9 +317,11 @@ class Ledger:
             "skipped": [dataclasses.asdict(s) for s in self.skipped],
             "epochs": {str(epoch): count for epoch, count in self.epochs.items()},
             "ignored": dict(self.ignored),
+            "entries": [_entry_to_json(self.entries[draw]) for draw in sorted(self.entries)],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], prompts: Mapping[int, Prompt]) -> None:
+        """`prompts` has those of all `entries` in the state, by draw; a missing one can't be prepared any more."""
         self.last_draw = state["last_draw"]
         self.drawn = state["drawn"]
         self.trained = state["trained"]
@@ -258,6 +330,49 @@ class Ledger:
         self.skipped = [Skipped(**s) for s in state["skipped"]]
         self.epochs = {int(epoch): count for epoch, count in state["epochs"].items()}
         self.ignored = collections.Counter(state["ignored"])
+        for saved in state.get("entries", []):
+            if saved["draw"] not in prompts:
+                reason = "could not be prepared again when the run was resumed"
+                self.skipped.append(Skipped(saved["draw"], saved["id"], saved["source"], reason))
+                continue
+            entry = _entry_from_json(saved, prompts[saved["draw"]])
+            self.entries[saved["draw"]] = self._stages[entry.stage][saved["draw"]] = entry
+            for sample, response in entry.responses.items():
+                if sample not in entry.rewards:
+                    self.unscored[response.rid] = response
+
+
+def _entry_to_json(entry: Entry) -> dict[str, Any]:
+    finished = entry.stage in (Stage.COMPLETE, Stage.SCORED)
+    return {
+        "draw": entry.prompt.draw,
+        "id": entry.prompt.id,
+        "source": entry.prompt.source,
+        "row": entry.prompt.row,
+        "epoch": entry.prompt.epoch,
+        "stage": (entry.stage if finished else Stage.DEFERRED).value,
+        "n": entry.n,
+        "need": entry.need,
+        "attempt": entry.attempt,
+        "failures": entry.failures,
+        "failure": entry.failure,
+        "born": entry.born,
+        "responses": responses_to_json(entry.responses),
+        "rewards": rewards_to_json(entry.rewards),
+        "begun": responses_to_json(entry.begun),
+    }
+
+
+def _entry_from_json(saved: Mapping[str, Any], prompt: Prompt) -> Entry:
+    plain = ("n", "need", "attempt", "failures", "failure", "born")
+    return Entry(
+        prompt,
+        Stage(saved["stage"]),
+        **{name: saved[name] for name in plain},
+        responses=responses_from_json(saved["responses"]),
+        rewards=rewards_from_json(saved["rewards"]),
+        begun=responses_from_json(saved["begun"]),
+    )
 
 
 def _parse(rid: str) -> tuple[int, int, int]:

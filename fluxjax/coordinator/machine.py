@@ -16,7 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ..config import Config
-from .ledger import CoordinatorError, Ledger
+from ..types import Prompt, Response
+from .fleet import Fleet
+from .ledger import ABORTED, CoordinatorError, Ledger, Stage
+from .lengths import LengthPredictor
 from .messages import (
     Abort,
     CheckpointSaved,
@@ -28,6 +31,7 @@ from .messages import (
     Finish,
     Generate,
     Instruction,
+    Park,
     PromptsDrawn,
     PublishWeights,
     ResponseFinished,
@@ -41,6 +45,7 @@ from .messages import (
     Train,
     Trained,
     WeightsPublished,
+    request_id,
 )
 
 
@@ -51,13 +56,21 @@ class Settings:
     steps: int  # optimizer steps of the run
     prompts_per_step: int
     group_size: int  # responses a prompt
+    engines: int = 1
+    max_new_tokens: int = 0  # of a response; 0: not known
     evaluate_every: int = 0  # steps; 0: only at the start and the end
     checkpoint_every: int = 0  # steps; 0: only at the end
     max_attempts: int = 3  # generations of a prompt before it is given up
     max_skipped_in_a_row: int = 1000  # prompts that can't be prepared, before the data is declared unusable
 
     def __post_init__(self) -> None:
-        if self.prompts_per_step < 1 or self.group_size < 1 or not 1 <= self.max_attempts < 100 or self.steps < 0:
+        if (
+            self.prompts_per_step < 1
+            or self.group_size < 1
+            or not 1 <= self.max_attempts < 100
+            or self.steps < 0
+            or self.engines < 1
+        ):
             raise ValueError(f"no run is possible with {self}")
 
     @classmethod
@@ -66,6 +79,8 @@ class Settings:
             steps=config.steps,
             prompts_per_step=config.rollout.prompts_per_step,
             group_size=config.rollout.group_size,
+            engines=config.policy.engines,
+            max_new_tokens=config.rollout.max_new_tokens,
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,
         )
@@ -93,9 +108,11 @@ class Coordinator:
         self.settings = settings
         self.policy = policy
         self.ledger = Ledger()
+        self.fleet = Fleet(settings.engines)
+        self.lengths = LengthPredictor(limit=settings.max_new_tokens)
         self.step = 0  # optimizer steps done
         self.version = -1  # of the weights that the trainer holds; -1 before the start
-        self.served = -1  # of the weights that the engines serve
+        self.metrics: Mapping[str, float] = {}  # of the last step
         self.awaiting: dict[type, Instruction] = {}  # instructions not answered yet, at most one of each of `_ANSWERED`
         self.exhausted = False  # the data has no more prompts
         self.stop_reason = ""  # why someone wants the run to stop
@@ -107,11 +124,20 @@ class Coordinator:
     # --- reading --------------------------------------------------------------------------------
 
     @property
+    def served(self) -> int:
+        """The oldest version of the weights that engines serve; -1 before the start."""
+        return self.fleet.oldest
+
+    @property
     def ending(self) -> str:
         """Why no further step will be begun; empty while there is one to do. Only meaningful between steps."""
         if self.step >= self.settings.steps:
             return f"all {self.settings.steps} steps are done"
-        return "the data is exhausted" if self.exhausted else ""
+        return "the data is exhausted" if self.exhausted and not self.ledger.live else ""
+
+    def expected_tokens(self, prompt: Prompt) -> float:
+        """Tokens that a response to it is predicted to have."""
+        return self.lengths.predict(prompt).mean
 
     @property
     def evaluated_step(self) -> int:
@@ -162,26 +188,29 @@ class Coordinator:
             case Started():
                 if self.served >= 0:
                     raise CoordinatorError("started twice")
-                self.served = event.version
+                self.fleet.publish(event.version, range(len(self.fleet)))
                 # A resumed trainer may be ahead of freshly started engines: the policy publishes first.
                 self.version = event.version if self.version < 0 else self.version
             case PromptsDrawn():
                 self._enter_prompts(event)
             case ResponseFinished():
-                ledger.finish(event.response, max(self.version, self.served))
+                self._enter_response(event.response)
             case RewardReady():
                 ledger.reward(event.rid, event.reward)
             case EngineFailed():
                 ledger.fail(event.request_ids, event.reason)
+                for request in event.request_ids:
+                    self.fleet.end(request)
             case Trained():
                 if event.version <= self.version:
                     raise CoordinatorError(f"trained version {event.version} after version {self.version}")
                 self.step = self._answered(Train, event).step
-                self.version = event.version
+                self.version, self.metrics = event.version, event.metrics
                 ledger.train_done()
             case WeightsPublished():
-                self._check("version", event.version, self._answered(PublishWeights, event).version)
-                self.served = event.version
+                order = self._answered(PublishWeights, event)
+                self._check("version", event.version, order.version)
+                self.fleet.publish(event.version, order.engines or range(len(self.fleet)))
             case Evaluated():
                 self._check("step", event.step, self._answered(Evaluate, event).step)
             case CheckpointSaved():
@@ -190,6 +219,13 @@ class Coordinator:
                 self.stop_reason = self.stop_reason or event.reason or "stopped"
             case Tick():
                 self.now = event.now
+
+    def _enter_response(self, response: Response) -> None:
+        entry = self.ledger.entries.get(response.draw)
+        self.ledger.finish(response, max(self.version, self.fleet.newest))
+        request, _, sample = response.rid.partition("/")
+        if self.fleet.end_sample(request, int(sample)) and entry is not None:
+            self.lengths.observe(entry.prompt, len(response.token_ids), response.finish != ABORTED)
 
     def _enter_prompts(self, event: PromptsDrawn) -> None:
         count = self._answered(DrawPrompts, event).count
@@ -218,8 +254,16 @@ class Coordinator:
         ledger = self.ledger
         match instruction:
             case Generate():
-                for prompt in instruction.prompts:
-                    ledger.generate(prompt, instruction.n, instruction.attempt)
+                for request in instruction.requests:
+                    ledger.generate(request, self.fleet.served[request.engine])
+                    self.fleet.begin(request, self.expected_tokens(request.prompt))
+            case Park():
+                entry = ledger.entries.get(instruction.prompt.draw)
+                ledger.park(instruction)
+                if entry is not None and not instruction.keep:
+                    self.fleet.end(request_id(entry.prompt.draw, entry.attempt))
+            case Abort():
+                ledger.abort(instruction.rid)
             case Score():
                 ledger.score(instruction.response)
             case Skip():
@@ -233,10 +277,10 @@ class Coordinator:
                 # Now, not when it is saved: the checkpoint itself must say that this step has one.
                 self._saved = instruction.step
             case Finish():
-                if ledger.live or self.awaiting:
+                if ledger.count(Stage.RUNNING, Stage.STOPPING) or self.awaiting:
                     raise CoordinatorError(f"finished with {ledger.live} prompts and {len(self.awaiting)} jobs open")
                 self.finished = instruction
-            case DrawPrompts() | PublishWeights() | Abort():
+            case DrawPrompts() | PublishWeights():
                 pass
         if type(instruction) in _ANSWERED:
             if type(instruction) in self.awaiting:
@@ -246,19 +290,21 @@ class Coordinator:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; everything that decides the rest of the run. Taken between steps, when `SaveCheckpoint`
-        is said; raises `CoordinatorError` while prompts are in flight."""
+        """JSON-serialisable; everything that decides the rest of the run. Taken when `SaveCheckpoint` is said; raises
+        `CoordinatorError` while a step is trained."""
         return {
             "step": self.step,
             "version": self.version,
             "evaluated": list(self._evaluated),
             "saved": self._saved,
             "ledger": self.ledger.state_dict(),
+            "lengths": self.lengths.state_dict(),
             "policy": self.policy.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken. Call before `Started`; the settings may have changed since."""
+    def load_state_dict(self, state: Mapping[str, Any], prompts: Mapping[int, Prompt] | None = None) -> None:
+        """Continues where `state` was taken. Call before `Started`; the settings may have changed since. `prompts` are
+        those of `state["ledger"]["entries"]`, by draw."""
         if self.served >= 0:
             raise CoordinatorError("state can only be loaded before the start")
         self.step = state["step"]
@@ -266,7 +312,9 @@ class Coordinator:
         step, full = state["evaluated"]
         self._evaluated = (step, full)
         self._saved = state["saved"]
-        self.ledger.load_state_dict(state["ledger"])
+        self.ledger.load_state_dict(state["ledger"], prompts or {})
+        if "lengths" in state:  # not in checkpoints of earlier releases
+            self.lengths.load_state_dict(state["lengths"])
         self.policy.load_state_dict(state["policy"])
 
 

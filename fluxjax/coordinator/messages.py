@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from ..types import Group, Prompt, Response, Reward
 
@@ -22,7 +23,7 @@ def response_id(draw: int, attempt: int, sample: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """The runtime is up; engines serve weight `version`."""
+    """The runtime is up; all engines serve weight `version`."""
 
     version: int
 
@@ -38,7 +39,7 @@ class PromptsDrawn:
 
 @dataclasses.dataclass(frozen=True)
 class ResponseFinished:
-    """One sample of a prompt ended (stop, length, or abort with what it had)."""
+    """One sample of a prompt ended (stop, length, or abort with what it had, what it was begun with included)."""
 
     response: Response
 
@@ -51,13 +52,17 @@ class RewardReady:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The optimizer step over the groups of `Train` is done; the trainer now holds `version`."""
+    """The optimizer step over the groups of `Train` is done; the trainer now holds `version`. `metrics` are the
+    step's, for policies that steer by them."""
 
     version: int
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightsPublished:
+    """The engines of `PublishWeights` serve `version` from now on."""
+
     version: int
 
 
@@ -117,12 +122,26 @@ class DrawPrompts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate:
-    """Generate `n` responses to each prompt; submit them to the engines in this order."""
+class Request:
+    """`n` responses to a prompt on one engine. The first `need` of them to end make its group (0: all of them)."""
 
-    prompts: tuple[Prompt, ...]
+    prompt: Prompt
     n: int
     attempt: int = 0  # grows when a prompt is generated again; part of the request id
+    need: int = 0
+    engine: int = 0  # its index
+    begun: tuple[Response | None, ...] = ()  # responses to go on with, one a sample (None: from the start), or none
+
+    @property
+    def rid(self) -> str:
+        return request_id(self.prompt.draw, self.attempt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Submit these requests to their engines, in this order."""
+
+    requests: tuple[Request, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +149,18 @@ class Abort:
     """End a request (all its responses) or one response; ids that have ended already do no harm."""
 
     rid: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Park:
+    """End the request of a prompt that is not trained on yet; the prompt is deferred until it is generated again.
+
+    With `keep`, each of its running responses is reported as aborted and goes on later, from where it is, under
+    whatever weights are served then; else nothing of it is used.
+    """
+
+    prompt: Prompt
+    keep: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +187,11 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class PublishWeights:
+    """Serve the trainer's weights, `version`, on these engines (none given: on all). What runs there goes on under
+    them."""
+
     version: int
+    engines: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,5 +220,5 @@ class Finish:
 
 
 Instruction = (
-    DrawPrompts | Generate | Abort | Score | Skip | Train | PublishWeights | Evaluate | SaveCheckpoint | Finish
+    DrawPrompts | Generate | Abort | Park | Score | Skip | Train | PublishWeights | Evaluate | SaveCheckpoint | Finish
 )

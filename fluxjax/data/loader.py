@@ -93,11 +93,18 @@ class PromptLoader:
             prompt, reason = source[row], ""
         except RecordError as error:
             prompt, reason = Prompt(error.id, name, "", ""), error.reason
-        prompt = dataclasses.replace(prompt, draw=self._draw, epoch=epoch)
+        prompt = dataclasses.replace(prompt, draw=self._draw, epoch=epoch, row=row)
         self._draw += 1
         self._position += 1
         self._taken[name] += 1
         return prompt, reason
+
+    def again(self, draw: int, source: str, row: int, epoch: int) -> Prompt:
+        """A prompt that was drawn before. Raises `DataError` if its source is not here any more, `RecordError` if the
+        record has become unusable."""
+        if source not in self.sources or row >= len(self.sources[source]):
+            raise DataError(f"the checkpoint has a prompt of row {row} of data source {source!r}, which is not here")
+        return dataclasses.replace(self.sources[source][row], draw=draw, epoch=epoch, row=row)
 
     @property
     def exhausted(self) -> bool:

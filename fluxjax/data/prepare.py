@@ -21,11 +21,12 @@ from models.processing.errors import MediaError, PromptError
 from ..config import Config
 from ..media import surely_hold
 from ..types import PreparedPrompt, Prompt
-from .errors import DataError
+from .errors import DataError, RecordError
 from .loader import PromptLoader
 
 log = logging.getLogger("fluxjax.data")
 _LOGGED = 5  # skips of one reason that are logged one by one; the rest is counted
+_PLACE = ("draw", "source", "row", "epoch")
 _HOPELESS = 1000  # skips in a row that end the run: the data, or where it is looked for, must be wrong
 
 
@@ -183,6 +184,17 @@ class Preparer:
             else:
                 prepared.append(result)
         return prepared, skipped
+
+    def again(self, held: Iterable[Mapping[str, Any]]) -> list[PreparedPrompt]:
+        """Prompts that were drawn before a checkpoint, from the `draw`, `source`, `row` and `epoch` of each. What can't
+        be prepared any more is logged and left out."""
+        prompts = []
+        for one in held:
+            try:
+                prompts.append(self.loader.again(**{name: one[name] for name in _PLACE}))
+            except RecordError as error:
+                log.warning("prompt %s of %s can't be read any more: %s", error.id, one["source"], error.reason)
+        return self.prepare_all(prompts)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last completed draw, as JSON values."""

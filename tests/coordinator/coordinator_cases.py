@@ -17,6 +17,7 @@ from fluxjax.coordinator.messages import (
     Instruction,
     PromptsDrawn,
     PublishWeights,
+    Request,
     ResponseFinished,
     RewardReady,
     SaveCheckpoint,
@@ -101,11 +102,11 @@ class World:
                 self.next_draw = draws.stop
                 good = tuple(prompt(d) for d in draws if d not in self.bad)
                 return [PromptsDrawn(good, tuple((prompt(d), "bad file") for d in draws if d in self.bad))]
-            case Generate(prompts, n, attempt):
+            case Generate(requests):
                 return [
-                    ResponseFinished(response(p.draw, i, attempt=attempt, version=self.served))
-                    for p in prompts
-                    for i in range(n)
+                    ResponseFinished(response(r.prompt.draw, i, attempt=r.attempt, version=self.served))
+                    for r in requests
+                    for i in range(r.n)
                 ]
             case Score(scored):
                 return [RewardReady(scored.rid, reward(scored.rid))]
@@ -167,6 +168,11 @@ class World:
 
 def names(instructions: Iterable[Instruction]) -> list[str]:
     return [type(i).__name__ for i in instructions]
+
+
+def generate(*prompts: Prompt, n: int, attempt: int = 0) -> Generate:
+    """What a policy says that needs all `n` responses, with one engine."""
+    return Generate(tuple(Request(prompt, n, attempt, n) for prompt in prompts))
 
 
 def changed(value: Response, **fields: object) -> Response:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from coordinator_cases import World, changed, names, prompt, response, reward
+from coordinator_cases import World, changed, generate, names, prompt, response, reward
 
 from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, Ledger, Settings, Stage, Synchronous
 from fluxjax.coordinator.messages import (
@@ -19,6 +19,7 @@ from fluxjax.coordinator.messages import (
     Generate,
     PromptsDrawn,
     PublishWeights,
+    Request,
     ResponseFinished,
     RewardReady,
     SaveCheckpoint,
@@ -45,7 +46,7 @@ class TestOneStep:
     def test_all_prompts_are_generated_together(self) -> None:
         """Rule 2: one `Generate` has all P prompts of the step, in draw order, G responses each."""
         world = World(prompts_per_step=3, group_size=4)
-        assert world.until(Generate) == Generate((prompt(0), prompt(1), prompt(2)), n=4, attempt=0)
+        assert world.until(Generate) == generate(prompt(0), prompt(1), prompt(2), n=4)
 
     def test_responses_are_scored_as_they_end(self) -> None:
         """Rule 3: a response is scored when it ends, while the others still run; ticks change nothing."""
@@ -108,7 +109,7 @@ class TestBoundary:
 
     def test_state_is_of_the_boundary(self) -> None:
         """Rule 7: at a checkpoint nothing is in flight, the next step's prompts are not drawn, and the state is plain
-        JSON; in the middle of a step there is no state to take."""
+        JSON; while a step is trained there is no state to take."""
         world = World(steps=4, checkpoint_every=2)
         world.until(SaveCheckpoint)
         state, next_draw = world.states[0]
@@ -116,7 +117,7 @@ class TestBoundary:
         assert (state["step"], state["version"], next_draw) == (2, 2, 4)
         assert state["ledger"]["drawn"] == state["ledger"]["trained"] == 4
         assert state["ledger"]["epochs"] == {"0": 4}
-        world.until(Generate)
+        world.until(Train)
         with pytest.raises(CoordinatorError, match="between steps"):
             world.coordinator.state_dict()
 
@@ -159,7 +160,7 @@ class TestData:
         world = World(prompts_per_step=2)
         world.until(DrawPrompts)
         said = world.hear(PromptsDrawn((prompt(0), prompt(2)), ((prompt(1), "bad"),)))
-        assert said == [Generate((prompt(0), prompt(2)), 2)]
+        assert said == [generate(prompt(0), prompt(2), n=2)]
 
     @pytest.mark.parametrize(("prompts", "trained"), [(5, [[0, 1], [2, 3], [4]]), (4, [[0, 1], [2, 3]])])
     def test_exhaustion(self, prompts: int, trained: list[list[int]]) -> None:
@@ -185,7 +186,7 @@ class TestFailures:
         world = World(steps=1, group_size=3)
         world.until(Generate)
         world.deliver(ResponseFinished)
-        assert world.fail(0) == [Abort("00000000.00"), Generate((prompt(0),), 3, attempt=1)]
+        assert world.fail(0) == [Abort("00000000.00"), generate(prompt(0), n=3, attempt=1)]
         world.finish()
         groups = world.all(Train)[0].groups
         assert [[s.response.token_ids[1] for s in g.samples] for g in groups] == [[1, 1, 1], [0, 0, 0]]
@@ -227,7 +228,7 @@ class TestFailures:
         world = World(steps=1)
         world.until(Generate)
         said = world.hear(ResponseFinished(response(1, 0, finish="abort")))
-        assert said == [Abort("00000001.00"), Generate((prompt(1),), 2, attempt=1)]
+        assert said == [Abort("00000001.00"), generate(prompt(1), n=2, attempt=1)]
         world.finish()
         assert {s.response.finish for g in world.all(Train)[0].groups for s in g.samples} == {"stop"}
 
@@ -324,7 +325,7 @@ class TestRefusals:
         with pytest.raises(CoordinatorError, match="must be new"):
             twice.hear(PromptsDrawn((prompt(1),)))
 
-    @pytest.mark.parametrize(("version", "message"), [(2, "newest one published"), (0, "on-policy")])
+    @pytest.mark.parametrize(("version", "message"), [(2, "newest one published"), (0, "needs 1 or newer")])
     def test_foreign_versions(self, version: int, message: str) -> None:
         """Rule 21: on-policy means that every token trained on is of the version served; others are refused."""
         world = World()
@@ -395,7 +396,7 @@ class TestBooks:
             (Train, lambda t: [Train(2, ())], "while another one|step 2"),
             (Train, lambda t: [Finish(1, "")], "2 prompts and 1 jobs open"),
             (Train, lambda t: [Skip(t.groups[0].prompt, "")], "is training"),
-            (Generate, lambda g: [g], "is running, not waiting or lost"),
+            (Generate, lambda g: [g], "is running, not waiting or deferred or lost"),
             (Generate, lambda g: [Train(1, ()), Train(1, ())], "while another one"),
             (Score, lambda s: [s], "scored before"),
         ],
@@ -426,7 +427,7 @@ class TestBooks:
         """Rule 24: while a policy lets a lost prompt lie, its late replies change nothing and nobody waits for it."""
         ledger = Ledger()
         ledger.draw([prompt(0)], [])
-        ledger.generate(prompt(0), n=3, attempt=0)
+        ledger.generate(Request(prompt(0), n=3), served=0)
         for sample in (0, 1):
             ledger.finish(response(0, sample), newest_version=0)
         ledger.score(response(0, 0))

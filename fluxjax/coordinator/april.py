@@ -1,0 +1,79 @@
+"""Active partial rollouts (APRIL; Flux, component 2): more prompts than a step needs, and nothing is thrown away.
+
+A round ends with the first groups that are complete; what the others have so far is kept, token by token with its
+log-probs and versions, and goes on in the next round under the new weights. So responses may be of several versions:
+the importance correction of the algorithm accounts for that. Prompts that are predicted to end first are submitted
+first. A round waits for prompts that would become older than `max_staleness` versions by missing it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .ledger import Entry, Stage
+from .machine import Coordinator
+from .messages import DrawPrompts, Generate, Instruction, Park
+from .rounds import Rounds, check_versions, requests
+
+
+class April(Rounds):
+    """`oversample` prompts are under way for each one that a step needs; nothing is trained on that is more than
+    `max_staleness` versions old."""
+
+    def __init__(self, oversample: float = 1.5, max_staleness: int = 4, *, dynamic_sampling: bool = False) -> None:
+        super().__init__(dynamic_sampling=dynamic_sampling)
+        self.oversample, self.max_staleness = oversample, max_staleness
+        self._open = False
+
+    def _in_round(self, coordinator: Coordinator) -> bool:
+        return self._open
+
+    def _begin(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        self._open = True
+        return self._round(coordinator)
+
+    def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        ledger, needed = coordinator.ledger, coordinator.settings.prompts_per_step
+        missing = math.ceil(self.oversample * needed) - ledger.live
+        if missing > 0 and not coordinator.exhausted and ledger.count(Stage.SCORED) < needed:
+            return [DrawPrompts(missing)]
+        if waiting := [*ledger.at(Stage.DEFERRED), *ledger.at(Stage.WAITING)]:
+            return self._launch(coordinator, waiting)
+        ended = ledger.count(Stage.SCORED, Stage.COMPLETE)
+        running = ledger.count(Stage.RUNNING)
+        enough = ledger.count(Stage.SCORED) if self._dynamic_sampling else ended
+        if running and (enough < needed or self._waited_for(coordinator, Stage.RUNNING)):
+            return []
+        if ledger.count(Stage.COMPLETE) and (
+            ledger.count(Stage.SCORED) < needed or self._waited_for(coordinator, Stage.COMPLETE)
+        ):
+            return []
+        self._open = False
+        park = [Park(entry.prompt, keep=True) for entry in ledger.at(Stage.RUNNING)]
+        winners = sorted(ledger.at(Stage.SCORED), key=lambda entry: (entry.born, entry.prompt.draw))[:needed]
+        if not winners:
+            return park or self._between(coordinator)
+        winners.sort(key=lambda entry: entry.prompt.draw)
+        check_versions([entry.group() for entry in winners], coordinator.version - self.max_staleness)
+        return [*park, *self._train(coordinator, winners)]
+
+    def _waited_for(self, coordinator: Coordinator, stage: Stage) -> bool:
+        oldest = coordinator.version - self.max_staleness
+        return any(entry.born <= oldest for entry in coordinator.ledger.at(stage))
+
+    def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
+        """Shortest first; those that became too old start afresh."""
+        size, oldest = coordinator.settings.group_size, coordinator.version - self.max_staleness
+        left = {entry.prompt.draw: _left(coordinator, entry) for entry in entries}
+        ordered = sorted(entries, key=lambda entry: (left[entry.prompt.draw], entry.prompt.draw))
+        return [Generate(requests(coordinator, ordered, size, size, keep=lambda entry: entry.born >= oldest))]
+
+
+def _left(coordinator: Coordinator, entry: Entry) -> float:
+    """Tokens that the longest of its responses is predicted to need yet."""
+    begun = [len(response.token_ids) for response in entry.begun.values()]
+    lengths = coordinator.lengths
+    if not begun:
+        return lengths.predict(entry.prompt).mean
+    return max(lengths.predict(entry.prompt, running=tokens).mean - tokens for tokens in begun)

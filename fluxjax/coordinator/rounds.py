@@ -1,0 +1,161 @@
+"""What policies that train in rounds have in common: scoring, what failed, what comes between two rounds.
+
+A round begins when nothing is generated, and ends with an optimizer step and the publication of its weights.
+Evaluations and checkpoints come between rounds.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..types import Group, has_variance
+from .ledger import CoordinatorError, Entry, Stage
+from .machine import Coordinator
+from .messages import Abort, Finish, Generate, Instruction, PublishWeights, Request, Score, Skip, Train, request_id
+
+_PATIENCE = 3  # prompts given up in a row, without one response in between, until the engines count as lost
+NO_VARIANCE = "all responses have the same reward"
+
+
+class EngineLost(CoordinatorError):
+    """Prompt after prompt fails on the engines and no response comes back: going on would only burn the data."""
+
+
+class Retries:
+    """What becomes of a prompt whose attempt was lost."""
+
+    def __init__(self) -> None:
+        self._given_up = 0  # prompts given up in a row, without a response in between
+        self._accepted = 0  # responses taken in when the last one was given up
+
+    def again(self, coordinator: Coordinator, entry: Entry) -> Sequence[Instruction]:
+        """The whole group once more: draws depend on the seed of the prompt only, so nothing is biased by it."""
+        abort = Abort(request_id(entry.prompt.draw, entry.attempt))  # responses may still be running
+        if entry.failures < coordinator.settings.max_attempts:
+            return [abort, Generate(requests(coordinator, [entry], entry.n, entry.need, avoid=entry.engine))]
+        accepted = coordinator.ledger.accepted
+        self._given_up = self._given_up + 1 if accepted == self._accepted else 1
+        self._accepted = accepted
+        if self._given_up >= _PATIENCE:
+            raise EngineLost(
+                f"{self._given_up} prompts in a row failed {entry.failures} times each and no response came back; "
+                f"the last time because: {entry.failure}"
+            )
+        return [abort, Skip(entry.prompt, f"failed {entry.failures} times, last: {entry.failure}")]
+
+
+class Base:
+    """What every policy does alike."""
+
+    def __init__(self, *, dynamic_sampling: bool = False) -> None:
+        self._retries = Retries()
+        self._dynamic_sampling = dynamic_sampling
+        self._good: set[int] = set()  # draws of scored groups that something can be learnt from
+
+    def _urgent(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """What is done at once, whatever else goes on."""
+        ledger = coordinator.ledger
+        if ledger.unscored:
+            return [Score(response) for response in ledger.unscored.values()]
+        if ledger.surplus:
+            return [Abort(rid) for rid in ledger.surplus]
+        if ledger.count(Stage.LOST):
+            return self._retries.again(coordinator, ledger.at(Stage.LOST)[0])
+        if self._dynamic_sampling and ledger.count(Stage.SCORED) > len(self._good):
+            return self._useless(ledger.at(Stage.SCORED))
+        return []
+
+    def _useless(self, scored: Iterable[Entry]) -> Sequence[Instruction]:
+        """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups of equal rewards teach nothing."""
+        fresh = [entry for entry in scored if entry.prompt.draw not in self._good]
+        bad = [entry for entry in fresh if not has_variance(entry.group())]
+        self._good |= {entry.prompt.draw for entry in fresh} - {entry.prompt.draw for entry in bad}
+        return [Skip(entry.prompt, NO_VARIANCE) for entry in bad]
+
+    def _train(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
+        self._good -= {entry.prompt.draw for entry in entries}
+        return [Train(coordinator.step + 1, tuple(entry.group() for entry in entries))]
+
+    def _due(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """What comes after a step that ends, if anything: evaluation, checkpoint, the end of the run."""
+        stopped = coordinator.stop_reason
+        evaluation = coordinator.evaluation_due()
+        if evaluation and not stopped:  # a stop should be quick; the resumed run makes up for it
+            return [evaluation]
+        if checkpoint := coordinator.checkpoint_due():
+            return [checkpoint]
+        if coordinator.ending and not evaluation:
+            return [Finish(coordinator.step, coordinator.ending)]
+        if stopped:
+            return [Finish(coordinator.step, stopped, complete=False)]
+        return []
+
+
+class Rounds(Base, abc.ABC):
+    """Subclasses say how a round begins, what happens in it, and which groups it trains on."""
+
+    def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        if urgent := self._urgent(coordinator):
+            return urgent
+        if coordinator.awaiting:
+            return []
+        if coordinator.served != coordinator.version:
+            return [PublishWeights(coordinator.version)]
+        return self._round(coordinator) if self._in_round(coordinator) else self._between(coordinator)
+
+    @abc.abstractmethod
+    def _in_round(self, coordinator: Coordinator) -> bool: ...
+
+    @abc.abstractmethod
+    def _begin(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """Opens a round; some prompts may be deferred from earlier ones."""
+
+    @abc.abstractmethod
+    def _round(self, coordinator: Coordinator) -> Sequence[Instruction]: ...
+
+    def _between(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        if coordinator.ledger.count(Stage.STOPPING):
+            return []
+        return self._due(coordinator) or self._begin(coordinator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Between rounds the books say it all."""
+        return
+
+
+def requests(
+    coordinator: Coordinator,
+    entries: Sequence[Entry],
+    n: int,
+    need: int,
+    *,
+    keep: Callable[[Entry], bool] = lambda entry: False,
+    engines: Sequence[int] = (),
+    avoid: int = -1,
+) -> tuple[Request, ...]:
+    """One for each entry, each to the engine that is predicted to have the least to do (of `engines`; none given: of
+    all). Entries to `keep` go on with what there is of their responses, as many as they were begun with."""
+    fleet = coordinator.fleet
+    loads, made = list(fleet.load), []
+    for entry in entries:
+        begun = entry.so_far() if keep(entry) else ()
+        engine = fleet.route(loads, engines or range(len(fleet)), avoid)
+        count = entry.n if begun else n
+        loads[engine] += count * coordinator.expected_tokens(entry.prompt)
+        made.append(Request(entry.prompt, count, entry.attempt + 1, entry.need if begun else need, engine, begun))
+    return tuple(made)
+
+
+def check_versions(groups: Sequence[Group], oldest: int) -> None:
+    """Raises CoordinatorError for a token of a version before `oldest`."""
+    for sample in (sample for group in groups for sample in group.samples):
+        if min(sample.response.versions, default=oldest) < oldest:
+            raise CoordinatorError(
+                f"response {sample.response.rid} is of versions {sorted(set(sample.response.versions))}, "
+                f"training needs {oldest} or newer"
+            )

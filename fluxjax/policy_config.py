@@ -1,0 +1,140 @@
+"""The part of the configuration that decides what happens when: policies, what they consult, and corrections.
+
+Sections of `Config`, in a file of their own. Fields that may change during a run are schedules, written as text:
+see `fluxjax.schedules`.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class Policy(enum.Enum):
+    SYNCHRONOUS = "synchronous"  # one thing after the other, strictly on-policy
+    TAIL_BATCHING = "tail_batching"  # strictly on-policy; prompts with long answers wait for rounds of their own
+    APRIL = "april"  # more prompts than needed; what is unfinished goes on in the next round
+    ADAPTIVE_ASYNC = "adaptive_async"  # generation runs ahead of training, as far as staleness allows
+
+
+class Importance(enum.Enum):
+    """How weights policy / behaviour are kept from growing (`fluxjax.algorithms.importance`)."""
+
+    NONE = "none"  # no correction besides the ratio of the clipped objective
+    TRUNCATE = "truncate"  # at most `high` (TIS)
+    MASK = "mask"  # tokens outside [low, high] do not count (IcePop)
+
+
+class ImportanceLevel(enum.Enum):
+    TOKEN = "token"
+    SEQUENCE = "sequence"  # the mean log-ratio of a response, for all of its tokens (geometric mean)
+
+
+class Order(enum.Enum):
+    """Which scored groups are trained on first, where there are more than a step needs."""
+
+    DRAWN = "drawn"  # as drawn
+    STALEST = "stalest"  # oldest weights first, so that little becomes too old
+
+
+@dataclasses.dataclass(slots=True)
+class PolicyConfig:
+    name: Policy = Policy.SYNCHRONOUS
+    dynamic_sampling: bool = False  # groups of equal rewards are not trained on; others are drawn for them (DAPO)
+    engines: int = 1  # embedded engines, each on a device of its own where there are so many
+
+
+@dataclasses.dataclass(slots=True)
+class TailBatchingConfig:
+    prompts: float = 1.25  # launched for each one that a step needs, in short rounds (Flexes' eta for P)
+    responses: float = 1.25  # launched for each one that a group needs, in short rounds (eta for R)
+
+
+@dataclasses.dataclass(slots=True)
+class AprilConfig:
+    oversample: float = 1.5  # prompts under way for each one that a step needs
+    max_staleness: int = 4  # versions; a partial response with an older token starts afresh
+
+
+@dataclasses.dataclass(slots=True)
+class AdaptiveAsyncConfig:
+    """Flux, component 1. Staleness is in [0, 1]: see `fluxjax.coordinator.staleness`."""
+
+    max_staleness: int = 4  # versions; nothing older is ever trained on
+    target_staleness: float = 0.15
+    tolerance: float = 0.05  # above target + tolerance all engines are synchronised before anything new begins
+    ratio: float = 0.5  # of max_staleness that generation may run ahead, at the start; 0 is synchronous
+    min_ratio: float = 0.1
+    max_ratio: float = 0.9
+    kp: float = 0.1
+    ki: float = 0.01
+    kd: float = 0.05
+    ema: float = 0.9  # of the previous estimate, in the next one
+    sync_interval: int = 10  # steps between two forced barriers at most
+    kl_weight: float = 0.4
+    variance_weight: float = 0.3
+    gap_weight: float = 0.3
+    kl_normalizer: float = 0.1  # nats that count as staleness 1
+    variance_normalizer: float = 2.0  # log1p of the variance of importance weights that counts as 1
+    interrupt: bool = True  # new weights reach engines at once, running responses go on under them; False: as they end
+
+
+@dataclasses.dataclass(slots=True)
+class ImportanceConfig:
+    """Flux, component 3: one correction for staleness, mixed versions and replay."""
+
+    kind: Importance = Importance.NONE
+    level: ImportanceLevel = ImportanceLevel.TOKEN
+    low: float = 0.5  # mask: smallest weight that counts
+    high: float = 2.0  # truncate: largest weight; mask: largest that counts
+    decay: float = 1.0  # weight of a token for each version that it is behind
+    decoupled: bool = True  # clip around the policy at the start of the step instead of the behaviour policy
+    normalize: bool = False  # divide weights by their mean over the step
+
+
+@dataclasses.dataclass(slots=True)
+class ComposerConfig:
+    """Flux, component 4: which of the scored groups a step trains on."""
+
+    order: Order = Order.DRAWN
+    stratify: bool = False  # as many of each staleness as there are among the candidates
+    curriculum: bool = False  # easy first; less and less by chance as training goes on
+    diversity: bool = False  # sources and media kinds in proportion
+    lengths: bool = False  # groups of similar length together, so that devices are even
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulesConfig:
+    """Values that change during a run, see `fluxjax.schedules`; empty: the constant elsewhere in the configuration."""
+
+    temperature: str = ""  # of sampling
+    learning_rate_scale: str = ""  # times what `optim` says
+    target_staleness: str = ""
+    tail_prompts: str = ""
+    tail_responses: str = ""
+
+
+def check(config: Any) -> str:
+    """What is wrong with the sections above in `config`, naming field, value and fix; empty if nothing is."""
+    tail, april, adaptive = config.tail_batching, config.april, config.adaptive_async
+    for field, value in (("prompts", tail.prompts), ("responses", tail.responses)):
+        if not 1 <= value <= 8:
+            return f"tail_batching.{field} is {value}; it must be in [1, 8], 1 launches nothing in excess"
+    if not 1 <= april.oversample <= 8:
+        return f"april.oversample is {april.oversample}; it must be in [1, 8], 1 is no more than a step needs"
+    for name in ("min_ratio", "ratio", "max_ratio", "ema"):
+        if not 0 <= getattr(adaptive, name) <= 1:
+            return f"adaptive_async.{name} is {getattr(adaptive, name)}; it must be in [0, 1]"
+    if not adaptive.min_ratio <= adaptive.ratio <= adaptive.max_ratio:
+        return (
+            f"adaptive_async.ratio is {adaptive.ratio}; it must be between min_ratio ({adaptive.min_ratio}) and "
+            f"max_ratio ({adaptive.max_ratio})"
+        )
+    for name in ("kl_normalizer", "variance_normalizer", "sync_interval"):
+        if not getattr(adaptive, name) > 0:
+            return f"adaptive_async.{name} is {getattr(adaptive, name)}; it must be greater than 0"
+    for section in ("april", "adaptive_async"):
+        if getattr(config, section).max_staleness < 0:
+            return f"{section}.max_staleness is {getattr(config, section).max_staleness}; it must not be negative"
+    if config.policy.engines < 1:
+        return f"policy.engines is {config.policy.engines}; it must be at least 1"
+    return ""

@@ -1,0 +1,205 @@
+"""A world around any policy: responses grow token by token in random order, engines fail, and parked ones keep what
+they have. Everything that happens is drawn from one random generator, so that a seed is a history."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+from fluxjax.coordinator import Coordinator, Policy, Settings
+from fluxjax.coordinator.ledger import CoordinatorError
+from fluxjax.coordinator.messages import (
+    Abort,
+    CheckpointSaved,
+    DrawPrompts,
+    EngineFailed,
+    Evaluate,
+    Evaluated,
+    Event,
+    Generate,
+    Instruction,
+    Park,
+    PromptsDrawn,
+    PublishWeights,
+    Request,
+    ResponseFinished,
+    RewardReady,
+    SaveCheckpoint,
+    Score,
+    Started,
+    Train,
+    Trained,
+    WeightsPublished,
+    request_id,
+)
+from fluxjax.types import Prompt, Response, Reward
+
+
+@dataclasses.dataclass
+class Running:
+    """A response that an engine generates."""
+
+    request: Request
+    sample: int
+    versions: list[int]
+    length: int
+
+    @property
+    def rid(self) -> str:
+        return f"{self.request.rid}/{self.sample}"
+
+    def ended(self, finish: str) -> ResponseFinished:
+        n = len(self.versions)
+        draw = self.request.prompt.draw
+        response = Response(self.rid, draw, self.sample, (7,) * n, (-1.0,) * n, tuple(self.versions), finish)
+        return ResponseFinished(response)
+
+
+def prompt(draw: int) -> Prompt:
+    return Prompt(f"p{draw}", "scripted", "?" * (1 + draw % 7), "!", draw=draw, epoch=draw // 10, row=draw % 10)
+
+
+def reward(rid: str) -> Reward:
+    draw, sample = int(rid[:8]), int(rid.rpartition("/")[2])
+    return Reward(1.0 if draw % 4 == 0 else float(sample % 2), correct=False)  # every fourth group has no variance
+
+
+class PolicyWorld:
+    """`faults` requests are lost on the way; every other event comes once, in random order."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        seed: int,
+        *,
+        steps: int = 4,
+        prompts_per_step: int = 3,
+        group_size: int = 2,
+        prompts: int = 1000,
+        engines: int = 1,
+        faults: int = 0,
+        state: dict | None = None,
+        next_draw: int = 0,
+        **settings: int,
+    ) -> None:
+        self.random = random.Random(seed)
+        options = Settings(steps, prompts_per_step, group_size, engines=engines, **settings)
+        self.coordinator = Coordinator(options, policy)
+        if state is not None:
+            held = [entry["draw"] for entry in state["ledger"]["entries"]]
+            self.coordinator.load_state_dict(state, {draw: prompt(draw) for draw in held})
+        self.prompts, self.next_draw, self.faults = prompts, next_draw, faults
+        self.version = max(self.coordinator.version, 0)
+        self.served = [self.version] * engines
+        self.running: dict[str, Running] = {}
+        self.owed: list[Event] = []
+        self.said: list[Instruction] = []
+        self.states: list[tuple[dict, int]] = []
+        self.watch: Callable[[Instruction], None] = lambda instruction: None
+
+    def start(self) -> None:
+        self.hear(Started(self.version))
+
+    def go(self) -> PolicyWorld:
+        self.start()
+        for _ in range(100_000):
+            if self.coordinator.finished:
+                return self
+            self.step()
+        raise AssertionError("no end")
+
+    def step(self) -> None:
+        choices = len(self.owed) + len(self.running)
+        assert choices, f"stuck after {self.said[-3:]}"
+        if self.faults and self.running and self.random.random() < 0.05:
+            self.faults -= 1
+            return self.lose(self.random.choice(sorted({r.request.rid for r in self.running.values()})))
+        pick = self.random.randrange(choices)
+        if pick < len(self.owed):
+            return self.hear(self.owed.pop(pick))
+        one = self.running[sorted(self.running)[pick - len(self.owed)]]
+        one.versions.append(self.served[one.request.engine])
+        if len(one.versions) >= one.length:
+            del self.running[one.rid]
+            self.owed.append(one.ended("stop"))
+        return None
+
+    def lose(self, request: str) -> None:
+        self.running = {rid: one for rid, one in self.running.items() if one.request.rid != request}
+        self.hear(EngineFailed((request,), "gone"))
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, WeightsPublished):
+            order = self.coordinator.awaiting[PublishWeights]
+            assert isinstance(order, PublishWeights)
+            for engine in order.engines or range(len(self.served)):
+                assert event.version >= self.served[engine], "versions grow"
+                self.served[engine] = event.version
+        for instruction in self.coordinator.handle(event):
+            self.watch(instruction)
+            self.said.append(instruction)
+            self.owed += self.answers(instruction)
+        ledger = self.coordinator.ledger
+        assert ledger.drawn == ledger.trained + len(ledger.skipped) + ledger.live
+
+    def answers(self, instruction: Instruction) -> list[Event]:
+        match instruction:
+            case DrawPrompts(count):
+                draws = range(self.next_draw, min(self.next_draw + count, self.prompts))
+                self.next_draw = draws.stop
+                return [PromptsDrawn(tuple(prompt(d) for d in draws))]
+            case Generate(requests):
+                for request in requests:
+                    self.begin(request)
+            case Abort(rid):
+                return self.stop(rid)
+            case Park(one):
+                attempt = self.coordinator.ledger.entries[one.draw].attempt
+                return self.stop(request_id(one.draw, attempt))
+            case Score(scored):
+                return [RewardReady(scored.rid, reward(scored.rid))]
+            case Train(step):
+                self.version += 1
+                lags = [self.coordinator.version - v for v in self.versions(instruction)]
+                return [Trained(self.version, {"staleness/lag_mean": sum(lags) / len(lags), "loss": float(step)})]
+            case PublishWeights(version):
+                return [WeightsPublished(version)]
+            case Evaluate(step):
+                return [Evaluated(step)]
+            case SaveCheckpoint(step):
+                self.states.append((self.coordinator.state_dict(), self.next_draw))
+                return [CheckpointSaved(step)]
+        return []
+
+    def begin(self, request: Request) -> None:
+        for sample in range(request.n):
+            before = request.begun[sample] if request.begun else None
+            if before is not None and before.finish != "abort":
+                continue
+            # Long tails: the length is a property of draw and sample, whatever the attempt.
+            length = max(1, int(random.Random(f"{request.prompt.draw}/{sample}").lognormvariate(1.0, 1.2)))
+            versions = list(before.versions) if before is not None else []
+            one = Running(request, sample, versions, max(length, len(versions) + 1))
+            self.running[one.rid] = one
+
+    def stop(self, rid: str) -> list[Event]:
+        """Whatever runs under this id is aborted."""
+        hit = [one for name, one in self.running.items() if name == rid or name.partition("/")[0] == rid]
+        for one in hit:
+            del self.running[one.rid]
+        return [one.ended("abort") for one in hit]
+
+    def all(self, kind: type) -> list:
+        return [i for i in self.said if isinstance(i, kind)]
+
+    @staticmethod
+    def versions(train: Train) -> list[int]:
+        return [v for group in train.groups for sample in group.samples for v in sample.response.versions]
+
+    @property
+    def trained(self) -> list[int]:
+        return [group.prompt.draw for train in self.all(Train) for group in train.groups]
+
+
+__all__ = ["CoordinatorError", "PolicyWorld", "prompt", "reward"]

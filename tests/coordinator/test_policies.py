@@ -1,0 +1,262 @@
+"""What every policy holds to, on random histories; and what is special about each."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_cases import PolicyWorld, reward
+
+from fluxjax.coordinator import AdaptiveAsync, April, Policy, Synchronous, TailBatching
+from fluxjax.coordinator.messages import (
+    DrawPrompts,
+    Finish,
+    Generate,
+    Park,
+    PublishWeights,
+    SaveCheckpoint,
+    StopRequested,
+    Train,
+)
+from fluxjax.coordinator.rounds import NO_VARIANCE
+from fluxjax.policy_config import AdaptiveAsyncConfig
+
+ASYNC = AdaptiveAsyncConfig(max_staleness=3, sync_interval=3)
+DRAINED = AdaptiveAsyncConfig(max_staleness=3, interrupt=False, ratio=0.9)
+EAGER = AdaptiveAsyncConfig(max_staleness=2, ratio=1.0, min_ratio=1.0, max_ratio=1.0, sync_interval=1000)
+POLICIES: dict[str, tuple[Callable[..., Policy], int]] = {  # name: (made how, versions that data may be old)
+    "synchronous": (Synchronous, 0),
+    "tail_batching": (TailBatching, 0),
+    "tail_batching_much": (lambda **options: TailBatching(2.0, 2.0, **options), 0),
+    "april": (lambda **options: April(1.7, 2, **options), 2),
+    "april_plain": (lambda **options: April(1.0, 1, **options), 1),
+    "adaptive_async": (lambda **options: AdaptiveAsync(ASYNC, **options), 3),
+    "adaptive_async_drained": (lambda **options: AdaptiveAsync(DRAINED, **options), 3),
+    "adaptive_async_eager": (lambda **options: AdaptiveAsync(EAGER, **options), 2),
+}
+every_policy = pytest.mark.parametrize("name", POLICIES)
+shapes = st.fixed_dictionaries(
+    {"steps": st.integers(1, 6), "prompts_per_step": st.integers(1, 4), "group_size": st.integers(1, 3)}
+)
+
+
+def check(world: PolicyWorld, max_staleness: int, *, dynamic: bool = False) -> None:
+    coordinator = world.coordinator
+    ledger, options = coordinator.ledger, coordinator.settings
+    counts = Counter(world.trained + [s.draw for s in ledger.skipped] + list(ledger.entries))
+    assert counts == Counter(range(world.next_draw)), "every prompt is trained on once, or skipped, or still waits"
+    assert all(s.reason for s in ledger.skipped)
+    trains = world.all(Train)
+    assert [train.step for train in trains] == list(range(1, coordinator.step + 1))
+    for train in trains:
+        assert len(train.groups) == options.prompts_per_step or coordinator.exhausted
+        for group in train.groups:
+            assert len({s.response.sample for s in group.samples}) == options.group_size, "groups are complete"
+            assert all(s.reward == reward(s.response.rid) for s in group.samples)
+            assert not dynamic or options.group_size == 1 or len({s.reward.value for s in group.samples}) > 1
+            for sample in group.samples:
+                versions = sample.response.versions
+                assert list(versions) == sorted(versions), "versions grow within a response"
+                assert train.step - 1 - min(versions) <= max_staleness, "staleness is bounded"
+    if ledger.entries or not coordinator.exhausted:
+        assert coordinator.step == options.steps
+    finish = world.all(Finish)
+    assert len(finish) == 1 and finish[0].complete
+
+
+@every_policy
+class TestEveryPolicy:
+    @settings(deadline=None, max_examples=40)
+    @given(
+        shape=shapes,
+        seed=st.integers(0, 10**6),
+        prompts=st.integers(0, 40),
+        engines=st.integers(1, 3),
+        faults=st.integers(0, 4),
+        dynamic=st.booleans(),
+        every=st.integers(0, 2),
+    )
+    def test_random_histories(self, name, shape, seed, prompts, engines, faults, dynamic, every) -> None:
+        """Nothing is lost or trained on twice, groups are complete, staleness is bounded, and no run gets stuck."""
+        make, max_staleness = POLICIES[name]
+        options = dict(shape, engines=engines, faults=faults, checkpoint_every=every, evaluate_every=every)
+        world = PolicyWorld(make(dynamic_sampling=dynamic), seed, prompts=prompts, max_attempts=20, **options)
+        check(world.go(), max_staleness, dynamic=dynamic)
+
+    def test_same_seed_same_history(self, name: str) -> None:
+        make, _ = POLICIES[name]
+        one, other = (PolicyWorld(make(), 5, engines=2, faults=2).go() for _ in range(2))
+        assert one.said == other.said
+
+    @settings(deadline=None, max_examples=15)
+    @given(seed=st.integers(0, 10**6), prompts=st.integers(5, 40))
+    def test_resume_anywhere(self, name: str, seed: int, prompts: int) -> None:
+        """A run goes on from any of its checkpoints, which is plain JSON: what it had not trained on, it trains on."""
+        make, max_staleness = POLICIES[name]
+        options = {"steps": 6, "prompts": prompts, "checkpoint_every": 1}
+        whole = PolicyWorld(make(), seed, **options).go()
+        for state, next_draw in whole.states:
+            state = json.loads(json.dumps(state))
+            resumed = PolicyWorld(make(), seed + 1, state=state, next_draw=next_draw, **options).go()
+            done = whole.trained[: state["ledger"]["trained"]]
+            assert not set(done) & set(resumed.trained)
+            left = set(range(resumed.next_draw)) - set(done) - set(resumed.trained)
+            assert left == set(resumed.coordinator.ledger.entries)
+            for train in resumed.all(Train):
+                assert train.step - 1 - min(resumed.versions(train)) <= max_staleness
+
+    @settings(deadline=None, max_examples=15)
+    @given(seed=st.integers(0, 10**6), after=st.integers(0, 60))
+    def test_stop(self, name: str, seed: int, after: int) -> None:
+        """A stop at any moment ends in a checkpoint from which nothing is missing."""
+        make, _ = POLICIES[name]
+        world = PolicyWorld(make(), seed, steps=20)
+        heard = 0
+        inner = world.hear
+
+        def hear(event) -> None:
+            nonlocal heard
+            heard += 1
+            inner(event)
+            if heard == after:
+                inner(StopRequested("enough"))
+
+        world.hear = hear
+        world.go()
+        finish = world.said[-1]
+        assert isinstance(finish, Finish)
+        if heard >= after > 0 and not finish.complete:
+            assert isinstance([i for i in world.said if isinstance(i, SaveCheckpoint | Train)][-1], SaveCheckpoint)
+            assert finish.reason == "enough"
+
+
+class TestTailBatching:
+    def test_short_and_long_rounds(self) -> None:
+        """Short rounds launch eta times the prompts and responses, long ones exactly the prompts that were deferred,
+        once a step's worth of them waits (Flexes, section 3)."""
+        world = PolicyWorld(TailBatching(1.5, 1.5), 3, steps=12, prompts_per_step=4, group_size=4)
+        deferred: list[int] = []
+        kinds = []
+
+        def watch(instruction) -> None:
+            if isinstance(instruction, Park):
+                assert not instruction.keep
+                deferred.append(instruction.prompt.draw)
+            if isinstance(instruction, Generate) and len(instruction.requests) > 1:
+                draws = [r.prompt.draw for r in instruction.requests]
+                if set(draws) & set(deferred):
+                    kinds.append("long")
+                    assert draws == sorted(deferred)[:4] and {(r.n, r.need) for r in instruction.requests} == {(4, 4)}
+                    for draw in draws:
+                        deferred.remove(draw)
+                else:
+                    kinds.append("short")
+                    assert len(draws) == 6 and {(r.n, r.need) for r in instruction.requests} == {(6, 4)}
+
+        world.watch = watch
+        world.go()
+        assert len(kinds) == 12
+        assert kinds[:3] == ["short", "short", "long"], "two prompts are deferred a short round"
+        assert kinds.count("long") == 4
+
+    def test_nothing_speculative_is_synchronous(self) -> None:
+        """With nothing launched in excess, nothing is deferred: the synchronous policy, instruction for instruction."""
+        tail, plain = PolicyWorld(TailBatching(1.0, 1.0), 4).go(), PolicyWorld(Synchronous(), 4).go()
+        assert tail.said == plain.said
+
+    @settings(deadline=None, max_examples=30)
+    @given(seed=st.integers(0, 10**6), prompts=st.integers(1, 40))
+    def test_every_prompt_in_the_end(self, seed: int, prompts: int) -> None:
+        """When the data ends, the deferred prompts are trained on, too."""
+        world = PolicyWorld(TailBatching(1.5, 1.5), seed, steps=100, prompts=prompts).go()
+        assert sorted(world.trained) == list(range(prompts))
+
+    def test_zero_variance_is_not_deferred(self) -> None:
+        """Dynamic sampling skips groups that teach nothing, with the reason, and refills the round."""
+        world = PolicyWorld(TailBatching(1.5, 1.0, dynamic_sampling=True), 7, steps=5).go()
+        skipped = {s.draw: s.reason for s in world.coordinator.ledger.skipped}
+        assert skipped and set(skipped.values()) == {NO_VARIANCE} and all(draw % 4 == 0 for draw in skipped)
+        parked = Counter(p.prompt.draw for p in world.all(Park))
+        for draw in skipped:
+            generated = [r for g in world.all(Generate) for r in g.requests if r.prompt.draw == draw]
+            assert len(generated) == 1 + parked[draw]
+
+
+class TestApril:
+    def test_what_is_begun_goes_on(self) -> None:
+        """Parked responses keep their tokens and versions, and a group ends with tokens of several versions."""
+        world = PolicyWorld(April(2.0, 4), 2, steps=8, prompts_per_step=4).go()
+        mixed = [
+            s.response
+            for train in world.all(Train)
+            for group in train.groups
+            for s in group.samples
+            if len(set(s.response.versions)) > 1
+        ]
+        assert mixed
+        assert all(p.keep for p in world.all(Park))
+        continued = [r for g in world.all(Generate) for r in g.requests if r.begun]
+        assert continued and all(any(one is not None for one in r.begun) for r in continued)
+
+    def test_oversampling(self) -> None:
+        world = PolicyWorld(April(1.5, 4), 2, steps=3, prompts_per_step=4).go()
+        assert world.all(DrawPrompts)[0].count == math.ceil(1.5 * 4)
+
+
+class TestAdaptiveAsync:
+    @settings(deadline=None, max_examples=40)
+    @given(shape=shapes, seed=st.integers(0, 10**6), prompts=st.integers(0, 30), faults=st.integers(0, 3))
+    def test_ratio_zero_is_synchronous(self, shape, seed: int, prompts: int, faults: int) -> None:
+        """At ratio 0 it says what the synchronous policy says, instruction for instruction."""
+        zero = AdaptiveAsyncConfig(ratio=0.0, min_ratio=0.0, max_ratio=0.0, sync_interval=10**6)
+        options = dict(shape, prompts=prompts, faults=faults, evaluate_every=2, checkpoint_every=2, max_attempts=20)
+        ahead = PolicyWorld(AdaptiveAsync(zero), seed, **options).go()
+        plain = PolicyWorld(Synchronous(), seed, **options).go()
+        assert ahead.said == plain.said
+
+    def test_capacity(self) -> None:
+        """Never more prompts under way than the ratio allows; and it does run ahead."""
+        world = PolicyWorld(AdaptiveAsync(EAGER), 1, steps=10, prompts_per_step=4)
+        most = 0
+        world.start()
+        while not world.coordinator.finished:
+            world.step()
+            most = max(most, world.coordinator.ledger.live)
+        assert most == 4 * (1 + 2)
+        assert any(len(set(world.versions(train))) > 1 for train in world.all(Train))
+
+    def test_ratio_follows_staleness(self) -> None:
+        """Above the target the ratio falls, below it rises, within its bounds."""
+        low = AdaptiveAsyncConfig(target_staleness=0.0, tolerance=1.0, max_staleness=4, kp=0.5, sync_interval=1000)
+        high = AdaptiveAsyncConfig(target_staleness=1.0, tolerance=1.0, max_staleness=4, kp=0.5, sync_interval=1000)
+        falling, rising = AdaptiveAsync(low), AdaptiveAsync(high)
+        for policy in (falling, rising):
+            PolicyWorld(policy, 3, steps=30).go()
+        assert falling.ratio < 0.4 and rising.ratio == pytest.approx(0.9)
+
+    def test_barrier(self) -> None:
+        """After `sync_interval` steps nothing new begins until everything under way is trained on."""
+        policy = AdaptiveAsync(AdaptiveAsyncConfig(max_staleness=3, ratio=0.9, sync_interval=4))
+        PolicyWorld(policy, 3, steps=30).go()
+        assert 3 <= policy.barriers <= 6
+
+    def test_partial_sync(self) -> None:
+        """With `interrupt` off, an engine gets new weights when nothing runs on it, the others go on."""
+        world = PolicyWorld(AdaptiveAsync(DRAINED), 1, steps=12, engines=3)
+
+        def watch(instruction) -> None:
+            if isinstance(instruction, PublishWeights):
+                busy = {one.request.engine for one in world.running.values()}
+                assert instruction.engines and not busy & set(instruction.engines)
+
+        world.watch = watch
+        world.go()
+        assert {len(p.engines) for p in world.all(PublishWeights)} & {1, 2}
+        for train in world.all(Train):
+            for group in train.groups:
+                assert all(len(set(s.response.versions)) == 1 for s in group.samples)
