@@ -26,7 +26,7 @@ class Stepper:
         self.batch = Batch(cost.kv_limit(degree), max_running, version)
         self.prefilled = 0  # tokens computed to fill the cache
         self.phase = Phase.IDLE
-        self._step_seconds = [0.0] + [cost.step_seconds(batch, degree) for batch in range(1, max_running + 1)]
+        self._step_seconds: dict[int, float] = {}  # by the number of samples, as they occur
         self._kv_seconds = cost.kv_seconds(degree)
         self._updates: list[tuple[float, int | None, bool, Action | None]] = []
         self._paused = self._cut = False
@@ -48,7 +48,8 @@ class Stepper:
     @property
     def peak(self) -> float:
         """The most tokens a second that it could decode, from an empty cache."""
-        return max(batch / seconds for batch, seconds in enumerate(self._step_seconds) if batch)
+        cost, most = self.cost, self.batch.max_running
+        return max(batch / cost.step_seconds(batch, self.degree) for batch in range(1, most + 1))
 
     def elapsed(self) -> int:
         """Steps of the jump that are done but not yet in the books."""
@@ -94,6 +95,8 @@ class Stepper:
             self._work(Phase.PREFILL, now + seconds, self._go)
         elif running := len(batch.running):
             each = self._kv_seconds * self._slowdown
+            if running not in self._step_seconds:
+                self._step_seconds[running] = self.cost.step_seconds(running, self.degree)
             first = self._step_seconds[running] * self._slowdown + each * batch.kv
             self._jump = Jump(now, first, each * running, batch.horizon())
             self._work(Phase.DECODE, self._jump.end(self._jump.steps), self._decode_ended)

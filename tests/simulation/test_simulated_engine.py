@@ -75,7 +75,7 @@ def simulate(limit: int, max_running: int, events: list[tuple]):
     return engine, finished, answers
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(stories())
 def test_jumps_equal_one_token_at_a_time(story):
     limit, max_running, events = story

@@ -1,0 +1,91 @@
+"""What goes wrong, by seed: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
+
+A plan is asked, it does nothing itself. Its answers are functions of seed and names, so a run that goes another way
+meets the same faults where it does the same things.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from .draws import exponential, uniform
+
+_CRASH, _DOWN, _SLOW, _SLOW_FOR, _REPLY, _DELAY, _SYNC, _REWARD = range(8)
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultRates:
+    """Nothing by default. Intervals and durations in seconds are means of exponential distributions."""
+
+    crash_every: float = 0.0  # of one engine; 0: never
+    down: float = 60.0
+    slow_every: float = 0.0  # of one engine; 0: never
+    slow_for: float = 120.0
+    slow_factor: float = 4.0  # times as long for everything
+    lost: float = 0.0  # probability that a response never arrives
+    doubled: float = 0.0  # that it arrives twice
+    late: float = 0.0  # that it arrives late
+    delay: float = 30.0  # of late replies, and between the two of a doubled one
+    slow_sync: float = 0.0  # probability that an engine takes long to load new weights
+    sync_delay: float = 30.0
+    reward_hangs: float = 0.0  # probability that a reward never comes: only a time-out ends it
+
+    def __post_init__(self) -> None:
+        values = dataclasses.asdict(self)
+        chances = [self.lost + self.doubled + self.late, self.slow_sync, self.reward_hangs]
+        if min(values.values()) < 0 or max(chances) > 1 or self.slow_factor <= 0:
+            raise ValueError(f"these are no rates: {values}")
+
+
+class FaultPlan:
+    """The faults of one run. `replies` and the like are for draws, attempts and samples as in `Workload.samples`."""
+
+    def __init__(self, rates: FaultRates | None = None, seed: int = 0) -> None:
+        self.rates, self.seed = rates or FaultRates(), seed
+
+    def crashes(self, engine: int) -> Iterator[tuple[float, float]]:
+        """(time of the crash, seconds until it is up again), one after the other, without end; none if there are
+        none."""
+        return self._spells(self.rates.crash_every, self.rates.down, _CRASH, _DOWN, engine)
+
+    def slow_spells(self, engine: int) -> Iterator[tuple[float, float]]:
+        """(beginning, seconds) during which the engine takes `slow_factor` times as long, one after the other."""
+        return self._spells(self.rates.slow_every, self.rates.slow_for, _SLOW, _SLOW_FOR, engine)
+
+    def _spells(
+        self, every: float, lasting: float, gap: int, length: int, engine: int
+    ) -> Iterator[tuple[float, float]]:
+        time, count = 0.0, 0
+        while every > 0:
+            time += exponential(every, self.seed, gap, engine, count)
+            seconds = exponential(lasting, self.seed, length, engine, count) if lasting > 0 else 0.0
+            yield time, seconds
+            time += seconds
+            count += 1
+
+    def replies(self, draw: int, attempt: int, sample: int) -> tuple[float, ...]:
+        """Seconds after its end at which a response arrives: once, at once, if all is well; never, late or twice."""
+        rates = self.rates
+        chance = rates.lost + rates.doubled + rates.late
+        if not chance:
+            return (0.0,)
+        dice = uniform(self.seed, _REPLY, draw, attempt, sample)
+        if dice >= chance:
+            return (0.0,)
+        if dice < rates.lost:
+            return ()
+        delay = exponential(rates.delay, self.seed, _DELAY, draw, attempt, sample)
+        return (delay,) if dice < rates.lost + rates.late else (0.0, delay)
+
+    def sync_delay(self, version: int, engine: int) -> float:
+        """Seconds that an engine takes longer than it should to load these weights."""
+        rates = self.rates
+        if not rates.slow_sync or uniform(self.seed, _SYNC, version, engine) >= rates.slow_sync:
+            return 0.0
+        return exponential(rates.sync_delay, self.seed, _DELAY, version, engine)
+
+    def reward_hangs(self, draw: int, attempt: int, sample: int) -> bool:
+        """Whether scoring this response never ends by itself."""
+        chance = self.rates.reward_hangs
+        return chance > 0 and uniform(self.seed, _REWARD, draw, attempt, sample) < chance

@@ -1,0 +1,148 @@
+"""Seconds that the stages of RL training take on a cluster of GPUs: decoding, prefill, training, rewards, weight sync.
+
+Physics first: bytes read and FLOPs, over what a data sheet promises. What remains are the fitted constants below, found
+from the figures that Flexes publishes for H800 clusters. Table 1 gives the shares of a synchronous step, 14B/16k on 32
+GPUs, for three tasks; the time-out of its sandbox (30 s, hit by 5 % of the responses, figure 7a) turns the 13 % that
+rewards of code take into seconds: a step takes about 235. Table 3 gives 124.2 s for a long round, 7B/8k on 16 GPUs,
+math, rewards behind rollouts. `tests/simulation/test_calibration.py` holds the model against all of them.
+
+Attention's own FLOPs are left out: at the mean length of a response they are 3 % of those of the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from sharding.cost.tables import LINEAR_UTILISATION, PEAK_FLOPS, ModelSizes
+
+# --- data sheets and configurations (H800; Flexes, section 6) -------------------------------------------
+
+MEMORY = 80e9  # bytes of a GPU
+BANDWIDTH = 3.35e12  # bytes a second of its memory
+NVLINK = 400e9  # bytes a second between GPUs of a host (FlexRL, section 6)
+NETWORK = 50e9  # bytes a second into a host: 400 Gbps InfiniBand
+SANDBOX_LIMIT = 30.0  # seconds of a code sandbox at most
+
+# --- assumed, because no figure has it ------------------------------------------------------------------
+
+MEMORY_FRACTION = 0.6  # of a GPU's memory for rollout (the usual setting of veRL), weights included
+WORKSPACE = 2e9  # bytes of that for activations
+BANDWIDTH_UTILISATION = 0.8  # of the memory's bandwidth, in decode steps
+ALL_REDUCE = 12e-6  # seconds that an all-reduce of a decode step costs beside its bytes
+SYNC = 1.0  # seconds that a weight sync costs beside its bytes
+BACKWARD, REFERENCE, OLD_LOGPROBS = 2.0, 1.0, 1.0  # FLOPs of a step beside those of the policy's forward pass
+
+# --- fitted to Flexes: the nine shares of Table 1 and the 124.2 s of Table 3, least squares ---------------
+
+STEP = 4.6e-3  # seconds of a decode step beside its bytes
+TRAIN_UTILISATION = 0.34  # of the GPUs' FLOP/s, with tensor parallelism only (7B: Table 3)
+SPLIT = 0.29  # of that, where pipeline or context parallelism is added (14B: Table 1; 32B is assumed to be alike)
+MATH = 10.7e-3  # seconds of a rule, one after the other (Table 1: 5 %)
+JUDGE = 0.09  # seconds of a judge's GPU for a verdict, beside reading the response (Table 1: 7 %)
+
+QWEN2_5_7B = ModelSizes("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064)
+QWEN2_5_14B = ModelSizes("qwen2.5-14b", 48, 5120, 40, 8, 128, 13824, 152064)
+QWEN2_5_32B = ModelSizes("qwen2.5-32b", 64, 5120, 40, 8, 128, 27648, 152064)
+QWEN3_8B = ModelSizes("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936)
+
+
+def parameters(model: ModelSizes) -> float:
+    """Numbers in the weights; embedding and head are two matrices."""
+    return model.linear_flops() / 2 + model.vocabulary * model.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Seconds of one model's stages on one cluster. `utilisation` is that of training; `scale` makes every GPU so many
+    times as fast (compute and memory alike). Times on more GPUs are those on one, divided: nothing is lost to scale."""
+
+    model: ModelSizes
+    utilisation: float = TRAIN_UTILISATION
+    scale: float = 1.0
+    memory_fraction: float = MEMORY_FRACTION
+    gpus_per_host: int = 8
+    judge: ModelSizes = QWEN2_5_7B
+
+    # --- engines (see `EngineCost`) ---------------------------------------------------------------------
+
+    def step_seconds(self, batch: int, degree: int) -> float:
+        """A decode step of `batch` samples on `degree` GPUs, without reading the cache: the weights are read, or the
+        FLOPs take longer; two all-reduces a layer; what the engine itself costs."""
+        model, speed = self.model, self.scale * degree
+        read = 2 * (parameters(model) - model.vocabulary * model.width) / (BANDWIDTH * BANDWIDTH_UTILISATION * speed)
+        compute = batch * model.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * speed)
+        reduced = batch * model.width * 2 * 2 * (degree - 1) / degree / NVLINK
+        return max(read, compute) + (degree > 1) * 2 * model.layers * (ALL_REDUCE + reduced) + STEP
+
+    def kv_seconds(self, degree: int) -> float:
+        return self.kv_bytes / (BANDWIDTH * BANDWIDTH_UTILISATION * self.scale * min(degree, self.model.kv_heads))
+
+    def prefill_seconds(self, tokens: int, degree: int) -> float:
+        flops = tokens * self.model.linear_flops()
+        return flops / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale * degree) + STEP
+
+    def kv_limit(self, degree: int) -> int:
+        """Tokens that fit beside the weights. Raises ValueError where the weights don't fit."""
+        room = degree * (self.memory_fraction * MEMORY - WORKSPACE) - 2 * parameters(self.model)
+        if room <= 0:
+            raise ValueError(f"{self.model.name} does not fit on {degree} GPUs")
+        return int(room / self.kv_bytes / (max(degree, self.model.kv_heads) / self.model.kv_heads))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token, keys and values of all layers."""
+        return 2 * self.model.layers * self.model.kv_heads * self.model.head_size * self.model.value_bytes
+
+    # --- the other stages -------------------------------------------------------------------------------
+
+    def train_seconds(self, tokens: int, gpus: int, update: bool = True) -> float:
+        """Gradients of `tokens` tokens (prompts and responses, every sample with its prompt) on `gpus` GPUs, log-probs
+        of the reference and of the policy before the step included; and, with `update`, the optimizer's step."""
+        passes = 1 + BACKWARD + REFERENCE + OLD_LOGPROBS
+        seconds = tokens * passes * self.model.linear_flops() / (PEAK_FLOPS * self.utilisation * self.scale * gpus)
+        return seconds + (self.update_seconds(gpus) if update else 0.0)
+
+    def update_seconds(self, gpus: int) -> float:
+        """The optimizer: 16 bytes of state a parameter are read and written, on as many GPUs as there are."""
+        return 2 * 16 * parameters(self.model) / (gpus * BANDWIDTH * BANDWIDTH_UTILISATION * self.scale)
+
+    def sync_seconds(self) -> float:
+        """New weights to all engines: every host takes all of them in, all hosts at once."""
+        return 2 * parameters(self.model) / NETWORK + SYNC
+
+    def reward_seconds(self, task: str, tokens: int, sandbox: float = 0.0) -> float:
+        """One response of `tokens` tokens with its prompt, on one worker: a rule, a sandbox that runs for `sandbox`
+        seconds unless it is stopped, or a judge's GPU. Raises KeyError for another task."""
+        return {"math": MATH, "code": min(sandbox, SANDBOX_LIMIT), "judge": self._judge_seconds(tokens)}[task]
+
+    def _judge_seconds(self, tokens: int) -> float:
+        return tokens * self.judge.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale) + JUDGE
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A setting of Flexes' evaluation (section 6): model, GPUs, engines, batch, and how rewards are served."""
+
+    name: str
+    hardware: Hardware
+    gpus: int
+    degree: int  # tensor parallelism of the engines
+    max_new_tokens: int
+    median: float  # tokens of a response
+    prompts: int = 128
+    responses: int = 8
+    workers: Mapping[str, int] = dataclasses.field(  # rewards that are computed at the same time
+        default_factory=lambda: {"math": 1, "code": 512, "judge": 8}
+    )
+
+
+_SPLIT = TRAIN_UTILISATION * SPLIT
+# Nothing is published about the lengths of 32B's responses but their limit. Twice the median of the others makes the
+# longest of a step reach it, as those of the others do; and makes a step last 11 minutes, of which a sandbox's time-out
+# is the part that Table 2 says rewards are (2.48 for 2.21 times).
+SETUPS = {
+    "7b": Setup("Qwen2.5-7B/8k", Hardware(QWEN2_5_7B), 16, 1, 8192, 550.0),
+    "14b": Setup("Qwen2.5-14B/16k", Hardware(QWEN2_5_14B, _SPLIT), 32, 2, 16384, 550.0),
+    "32b": Setup("Qwen2.5-32B/32k", Hardware(QWEN2_5_32B, _SPLIT), 64, 2, 32768, 1100.0),
+}

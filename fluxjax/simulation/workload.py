@@ -1,0 +1,144 @@
+"""Prompts and what becomes of them: how long answers are, whether they are right, how long a sandbox runs.
+
+The length of a response is lognormal, half of it (in the variance of the logarithm) the prompt's, half the sample's
+own. Median and spread are those that Flexes reports (section 2.2): 75 % of the responses are below twice the median,
+the longest of a step's 1,024 is 26 to 32 times as long. Halves, because then the longest response that tail batching
+accepts in a short round is a ninth of the longest without it (section 3: "up to 8.9 times"). What a prompt shows
+(source, length of its text) tells part of its own half, so that lengths can be predicted, but not well.
+
+Everything is a function of seed, draw, attempt and sample; the versions of the weights change nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..types import Prompt, Response, Reward
+from .batch import Segments
+from .draws import generator
+from .hardware import SANDBOX_LIMIT
+
+TASKS = ("math", "code", "judge")
+_SOURCE, _TEXT = 0.1, 0.35  # of the variance of a prompt's effect on lengths: told by its source, by its text's length
+_OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # of mean 0 and variance 1
+_CHARACTERS = 4  # a token of text
+_HANGS = 1.645  # beyond it lie 5 % of a normal distribution: sandboxes that hit the limit (Flexes, figure 7a)
+_PROMPTS, _ORDER, _SAMPLES = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """What the samples of one generation of a prompt will be, [n] each: tokens, whether right, and the seconds for
+    which a sandbox would run (0 for other tasks)."""
+
+    lengths: list[int]
+    correct: list[bool]
+    sandbox: list[float]
+
+    def reward(self, sample: int, limit: float = math.inf) -> Reward:
+        """The score of a sample; 0 if its sandbox is stopped after `limit` seconds."""
+        if self.sandbox[sample] >= min(limit, SANDBOX_LIMIT):
+            return Reward(0.0, False, "timed out")
+        return Reward(float(self.correct[sample]), self.correct[sample])
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _shared(value: int | float, count: int) -> tuple[Any, ...]:
+    return (value,) * count
+
+
+def _repeated(value: int | float, count: int) -> tuple[Any, ...]:
+    return _shared(value, count) if count <= 2048 else (value,) * count
+
+
+def response(rid: str, draw: int, sample: int, segments: Segments, finish: str = "stop") -> Response:
+    """A response whose tokens are of the versions that `segments`, (version, tokens) each, say; ids and log-probs are
+    all 0. Tuples are shared between responses of equal length."""
+    if len(segments) == 1:
+        versions = _repeated(*segments[0])
+    else:
+        versions = sum((_repeated(version, count) for version, count in segments), ())
+    tokens = len(versions)
+    return Response(rid, draw, sample, _repeated(0, tokens), _repeated(0.0, tokens), versions, finish)
+
+
+class Workload:
+    """A data set of `size` prompts, drawn epoch after epoch in another order each. `median` in tokens, `spread` is the
+    standard deviation of the logarithm of a length, `shared` what of its variance is the prompt's; `mix` are the
+    weights of the tasks, a subset of `TASKS`. Raises ValueError for anything else."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        size: int = 10_240,
+        max_new_tokens: int = 16_384,
+        median: float = 550.0,
+        spread: float = 1.05,
+        shared: float = 0.5,
+        mix: Mapping[str, float] | None = None,
+    ) -> None:
+        mix = dict.fromkeys(TASKS, 1.0) if mix is None else mix
+        if size < 1 or max_new_tokens < 1 or median <= 0 or spread < 0 or not 0 <= shared <= 1:
+            raise ValueError(f"no work can be made of {size} prompts, {median} +- {spread}, {shared}, {max_new_tokens}")
+        if not mix or set(mix) - set(TASKS) or min(mix.values()) <= 0:
+            raise ValueError(f"the mixture is {dict(mix)}; it needs positive weights for some of {', '.join(TASKS)}")
+        self.seed, self.size, self.max_new_tokens = seed, size, max_new_tokens
+        self.tasks = tuple(mix)
+        self._own = spread * math.sqrt(1 - shared)
+        shares = np.array([mix[task] for task in self.tasks]) / sum(mix.values())
+        random = generator(seed, _PROMPTS)
+        source = random.choice(len(self.tasks), size, p=shares)
+        text, hidden, difficulty = random.standard_normal((3, size))
+        offsets = np.array([_OFFSETS[task] for task in self.tasks])
+        offsets = math.sqrt(_SOURCE) * (offsets - shares @ offsets)
+        unseen = 1 - shares @ offsets**2 - _TEXT  # so that a single task has the same spread as a mixture
+        effect = offsets[source] + math.sqrt(_TEXT) * text + math.sqrt(unseen) * hidden
+        self._source = source.tolist()
+        self._tokens = np.clip(150 * np.exp(0.6 * text), 10, 2000).astype(int).tolist()
+        self._log_length = (math.log(median) + spread * math.sqrt(shared) * effect).tolist()
+        # Right with the probability of a normal variable below this: long answers are those to hard questions; many
+        # prompts are always or never answered rightly, so groups without variance occur.
+        self._ease = (0.4 - 0.6 * effect + 1.2 * difficulty).tolist()
+        self._orders: dict[int, list[int]] = {}
+
+    def index(self, draw: int) -> int:
+        """Which prompt of the data set is drawn."""
+        epoch, place = divmod(draw, self.size)
+        if epoch not in self._orders:
+            self._orders[epoch] = generator(self.seed, _ORDER, epoch).permutation(self.size).tolist()
+        return self._orders[epoch][place]
+
+    def prompt(self, draw: int) -> Prompt:
+        """The prompt of a draw; its source is its task."""
+        index = self.index(draw)
+        task = self.tasks[self._source[index]]
+        text = _text(self._tokens[index] * _CHARACTERS)
+        return Prompt(f"{task}-{index:06d}", task, text, "", (), draw, draw // self.size)
+
+    def prompt_tokens(self, draw: int) -> int:
+        return self._tokens[self.index(draw)]
+
+    def samples(self, draw: int, attempt: int, count: int) -> Samples:
+        """What the first `count` samples of a generation will be; a sample does not depend on how many there are.
+        Another attempt is another throw of the dice, for the same prompt."""
+        index = self.index(draw)
+        length, right, hang, pace = generator(self.seed, _SAMPLES, draw, attempt).standard_normal((count, 4)).T
+        lengths = np.exp(self._log_length[index] + self._own * length)
+        correct = right < self._ease[index]
+        sandbox = np.zeros(count)
+        if self.tasks[self._source[index]] == "code":
+            sandbox = np.where(hang > _HANGS, 2 * SANDBOX_LIMIT, np.minimum(np.exp(0.5 * pace), SANDBOX_LIMIT / 2))
+            correct &= hang <= _HANGS
+        capped = np.clip(lengths, 1, self.max_new_tokens).astype(int)
+        return Samples(capped.tolist(), correct.tolist(), sandbox.tolist())
+
+
+@functools.lru_cache(maxsize=4096)
+def _text(characters: int) -> str:
+    return "?" * characters

@@ -1,0 +1,100 @@
+"""A synchronous step by hand from the parts of `fluxjax.simulation`: rollout, then rewards, then training."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fluxjax.simulation.clock import Clock
+from fluxjax.simulation.fleet import SimulatedFleet
+from fluxjax.simulation.hardware import Setup
+from fluxjax.simulation.servers import Servers
+from fluxjax.simulation.workload import Workload
+
+
+@dataclasses.dataclass
+class Step:
+    """Seconds of each stage; weight sync counts as rollout."""
+
+    rollout: float
+    reward: float
+    training: float
+    longest: int
+    tokens: int
+    preemptions: int
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        whole = self.rollout + self.reward + self.training
+        return self.rollout / whole, self.reward / whole, self.training / whole
+
+
+def workload(setup: Setup, seed: int, *tasks: str) -> Workload:
+    mix = dict.fromkeys(tasks, 1.0) if tasks else None
+    return Workload(seed, max_new_tokens=setup.max_new_tokens, median=setup.median, mix=mix)
+
+
+@dataclasses.dataclass
+class Rollout:
+    seconds: float
+    attempt: int
+    launched: int  # samples a prompt
+    accepted: dict[int, list[int]]  # by draw, in the order in which prompts were complete: samples
+    preemptions: int
+
+
+def roll_out(
+    setup: Setup, work: Workload, draws: list[int], attempt: int = 0, keep: int = 0, count: int = 0, degree: int = 0
+) -> Rollout:
+    """Prompts are dealt to engines in turn. In a speculative step `count` responses each are generated, and it ends
+    when `keep` prompts have the responses that they need."""
+    clock, hardware, need = Clock(), setup.hardware, setup.responses
+    count, keep = count or need, keep or len(draws)
+    ended: dict[int, list[int]] = {draw: [] for draw in draws}
+    complete: dict[int, list[int]] = {}
+
+    def on_finish(engine: int, rid: str, sample: int, tokens: int, segments: tuple) -> None:
+        draw = int(rid.split(".")[0])
+        ended[draw].append(sample)
+        if len(ended[draw]) == need:
+            complete[draw] = ended[draw][:]
+            fleet.engines[engine].abort(rid)
+        if len(complete) == keep:
+            for one in fleet.engines:
+                one.crash()
+
+    degree = degree or setup.degree
+    fleet = SimulatedFleet(clock, hardware, setup.gpus, degree, on_finish, gpus_per_host=hardware.gpus_per_host)
+    for place, draw in enumerate(draws):
+        engine, prompt = fleet.engines[place % len(fleet.engines)], work.prompt_tokens(draw)
+        for sample, length in enumerate(work.samples(draw, attempt, count).lengths):
+            engine.submit(f"{draw:08d}.{attempt:02d}", sample, prompt, length)
+    clock.run()
+    accepted = dict(list(complete.items())[:keep])
+    return Rollout(clock.now, attempt, count, accepted, fleet.preemptions)
+
+
+def finish(setup: Setup, work: Workload, rollout: Rollout) -> Step:
+    """Rewards, then training, then new weights."""
+    hardware, tokens, longest, ends = setup.hardware, 0, 0, [0.0]
+    servers = {task: Servers(workers) for task, workers in setup.workers.items()}
+    for draw, accepted in rollout.accepted.items():
+        samples = work.samples(draw, rollout.attempt, rollout.launched)
+        task, prompt = work.prompt(draw).source, work.prompt_tokens(draw)
+        for sample in accepted:
+            length = prompt + samples.lengths[sample]
+            seconds = hardware.reward_seconds(task, length, samples.sandbox[sample])
+            ends.append(servers[task].submit(0.0, seconds))
+            tokens += length
+            longest = max(longest, samples.lengths[sample])
+    return Step(
+        rollout=rollout.seconds + hardware.sync_seconds(),
+        reward=max(ends),
+        training=hardware.train_seconds(tokens, setup.gpus),
+        longest=longest,
+        tokens=tokens,
+        preemptions=rollout.preemptions,
+    )
+
+
+def synchronous_step(setup: Setup, work: Workload, draws: list[int], **how: int) -> Step:
+    return finish(setup, work, roll_out(setup, work, draws, **how))
