@@ -10,7 +10,7 @@ import enum
 import math
 from typing import Any
 
-from .policy_config import AdaptiveAsyncConfig, AprilConfig, PolicyConfig, TailBatchingConfig, check
+from .policy_config import AdaptiveAsyncConfig, AprilConfig, ImportanceConfig, PolicyConfig, TailBatchingConfig, check
 
 
 class ConfigError(ValueError):
@@ -145,6 +145,7 @@ class AlgorithmConfig:
     entropy_coefficient: float = 0.0  # > 0 rewards undecided next-token distributions
     kl_coefficient: float = 0.0  # > 0 keeps a frozen reference model
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
+    importance: ImportanceConfig = dataclasses.field(default_factory=ImportanceConfig)
 
 
 @dataclasses.dataclass(slots=True)

@@ -33,6 +33,7 @@ class Entry:
     inputs: ModelInput
     samples: tuple[Sample, ...]
     weights: np.ndarray
+    version: int = 0  # of the weights that are trained
 
     @property
     def item(self) -> Item:
@@ -84,6 +85,7 @@ class Spans:
     # cell, segment, branch, column of the token that predicts the first one, rotary position of the first one
     samples: list[Sample] = dataclasses.field(default_factory=list)  # of each response
     weights: list[float] = dataclasses.field(default_factory=list)  # of each response
+    versions: list[int] = dataclasses.field(default_factory=list)  # that train each response
 
     def place(self, row: Row, cell: int, entries: Sequence[Entry], features: dict[int, int], share: bool) -> None:
         """Appends the spans of a row whose first cell is `cell`."""
@@ -100,6 +102,7 @@ class Spans:
                 self.responses.append((cell + column, segment, branch, last, entry.inputs.next_position))
                 self.samples.append(sample)
                 self.weights.append(entry.weights[k])
+                self.versions.append(entry.version)
                 column += len(sample.response.token_ids)
 
     def response_lengths(self) -> np.ndarray:
@@ -155,8 +158,9 @@ def fill(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     """The arrays of all microbatches as one tall stack of rows `[rows, T]` (positions `[3, rows, T]`)."""
     total = spans.total
     arrays: dict[str, Any] = {name: np.zeros(total, np.int32) for name in ("tokens", "segments", "branches")}
-    arrays |= {name: np.zeros(total, np.float32) for name in ("loss_weights", "advantages", "behaviour", "reference")}
-    arrays |= {name: np.full(total, -1, np.int32) for name in ("feature_index", "versions")}
+    arrays |= {name: np.zeros(total, np.float32) for name in ("loss_weights", "advantages", "behaviour")}
+    arrays |= {name: np.zeros(total, np.float32) for name in ("reference", "response_log_ratios")}
+    arrays |= {name: np.full(total, -1, np.int32) for name in ("feature_index", "lags")}
     arrays["positions"] = np.zeros((3, total), np.int32)
     column = np.arange(total, dtype=np.int32) % tokens_per_row
     arrays["predecessor"] = np.maximum(column - 1, 0)
@@ -178,9 +182,11 @@ def fill(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     for name, parts in (
         ("tokens", (response.token_ids for response in responses)),
         ("behaviour", (response.logprobs for response in responses)),
-        ("versions", (response.versions for response in responses)),
+        ("lags", (response.versions for response in responses)),
     ):
         arrays[name][cells] = np.fromiter(chain.from_iterable(parts), arrays[name].dtype, len(cells))
+    versions = arrays["lags"][cells]
+    arrays["lags"][cells] = np.where(versions < 0, -1, np.repeat(spans.versions, lengths) - versions)
     for name, values in (
         ("segments", segments),
         ("branches", branches),
@@ -210,7 +216,8 @@ def train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, sprea
         advantages_BT=arrays["advantages"],
         behaviour_logprobs_BT=arrays["behaviour"],
         reference_logprobs_BT=arrays["reference"],
-        versions_BT=arrays["versions"],
+        response_log_ratios_BT=arrays["response_log_ratios"],
+        lags_BT=arrays["lags"],
     )
 
 

@@ -31,6 +31,7 @@ from sharding.overlap import compiler_options
 from sharding.strategy import Params, Tally
 from sharding.walk import Walk
 
+from .algorithms import importance
 from .config import AlgorithmConfig, Config, ConfigError, OptimConfig, Remat, Schedule, Strategy
 from .layout import COLLECTIVE
 from .spreading import shape_book
@@ -133,8 +134,8 @@ class Learner:
         (`sharding.odc`), after those for which it is `COLLECTIVE`; `work` is what each is predicted to cost.
 
         Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics
-        over trained tokens; for tokens that an engine generated, the mean and maximum absolute difference between
-        its log-probs and the trainer's before the update. Gradients that are not finite change nothing and are
+        over trained tokens; for tokens that an engine generated, `importance.metrics`, and mean and maximum absolute
+        difference of its log-probs and the trainer's before the update. Gradients not finite change nothing and are
         reported by `skipped_nonfinite` = 1. `seconds/idle`, with `devices`: how long a device waited for the last
         one at the end, on average; 0 if all microbatches are collective.
 
@@ -250,7 +251,7 @@ class Learner:
         logprobs_BT, entropies_BT = self._forward(model, batch.inputs, walk)
         token_loss_BT, metrics = self._token_loss(logprobs_BT, entropies_BT, batch, self.config.algorithm)
         trained_BT = batch.loss_weights_BT != 0.0
-        generated_BT = trained_BT & (batch.versions_BT >= 0)
+        generated_BT = trained_BT & (batch.lags_BT >= 0)
         gap_BT = jnp.where(generated_BT, jnp.abs(logprobs_BT - batch.behaviour_logprobs_BT), 0.0)
         loss = jnp.sum(jnp.where(trained_BT, batch.loss_weights_BT * token_loss_BT, 0.0))
         sums = {name: jnp.sum(jnp.where(trained_BT, metric_BT, 0.0)) for name, metric_BT in metrics.items()}
@@ -261,7 +262,8 @@ class Learner:
             "generated_tokens": jnp.sum(generated_BT, dtype=jnp.float32),
             GAP: jnp.sum(gap_BT),
         }
-        return loss, Tally(sums, {f"{GAP}_max": jnp.max(gap_BT)})
+        more, maxima = importance.tally(logprobs_BT, batch, generated_BT, self.config.algorithm.importance)
+        return loss, Tally(sums | more, maxima | {f"{GAP}_max": jnp.max(gap_BT)})
 
     def _compile(self) -> None:
         """The programs of a phase; each is compiled at its first use, `accumulate` once for each batch shape."""
@@ -370,8 +372,9 @@ def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
     tallied = dict(zip(names, values, strict=True))
     loss, trained, generated = (tallied.pop(key) for key in ("loss", "trained_tokens", "generated_tokens"))
     gap, gap_max = tallied.pop(GAP), tallied.pop(f"{GAP}_max")
+    weights = {name: tallied.pop(name) for name in importance.TALLIED}
     metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "trained_tokens": trained, "skipped_nonfinite": skipped}
     metrics |= {name: value / max(trained, 1.0) for name, value in tallied.items()}
     if generated:
-        metrics |= {GAP: gap / generated, f"{GAP}_max": gap_max}
+        metrics |= {GAP: gap / generated, f"{GAP}_max": gap_max, **importance.metrics(weights, generated)}
     return metrics

@@ -17,9 +17,9 @@ class Policy(enum.Enum):
 
 
 class Importance(enum.Enum):
-    """How weights policy / behaviour are kept from growing (`fluxjax.algorithms.importance`)."""
+    """How ratios policy / behaviour are kept from growing (`fluxjax.algorithms.importance`)."""
 
-    NONE = "none"  # no correction besides the ratio of the clipped objective
+    NONE = "none"  # they are not
     TRUNCATE = "truncate"  # at most `high` (TIS)
     MASK = "mask"  # tokens outside [low, high] do not count (IcePop)
 
@@ -82,13 +82,18 @@ class AdaptiveAsyncConfig:
 class ImportanceConfig:
     """Flux, component 3: one correction for staleness, mixed versions and replay."""
 
-    kind: Importance = Importance.NONE
-    level: ImportanceLevel = ImportanceLevel.TOKEN
-    low: float = 0.5  # mask: smallest weight that counts
-    high: float = 2.0  # truncate: largest weight; mask: largest that counts
-    decay: float = 1.0  # weight of a token for each version that it is behind
-    decoupled: bool = True  # clip around the policy at the start of the step instead of the behaviour policy
-    normalize: bool = False  # divide weights by their mean over the step
+    kind: Importance = Importance.NONE  # what keeps ratios from growing: truncate or mask
+    level: ImportanceLevel = ImportanceLevel.TOKEN  # whose ratio: sequence scores all tokens before the step
+    low: float = 0.5  # mask: smallest ratio that counts
+    high: float = 2.0  # truncate: largest ratio; mask: largest that counts
+    decay: float = 1.0  # factor of a token's weight for each version that it is behind
+    decoupled: bool = False  # clip around the policy at the start of the step instead of the behaviour policy
+    normalize: bool = False  # divide weights by their mean over the step; scores all tokens before it
+
+    @property
+    def whole(self) -> bool:
+        """Whether a weight depends on other tokens, so that all are scored before the first is trained on."""
+        return self.level is ImportanceLevel.SEQUENCE or self.normalize
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,4 +142,14 @@ def check(config: Any) -> str:
             return f"{section}.max_staleness is {getattr(config, section).max_staleness}; it must not be negative"
     if config.policy.engines < 1:
         return f"policy.engines is {config.policy.engines}; it must be at least 1"
+    return _check_importance(config.algorithm.importance)
+
+
+def _check_importance(importance: ImportanceConfig) -> str:
+    if not 0 <= importance.low < 1:
+        return f"algorithm.importance.low is {importance.low}; it must be in [0, 1), so that a ratio of 1 counts"
+    if not importance.high > 1:
+        return f"algorithm.importance.high is {importance.high}; it must be greater than 1, so that a ratio of 1 counts"
+    if not 0 < importance.decay <= 1:
+        return f"algorithm.importance.decay is {importance.decay}; it must be in (0, 1], 1 is off"
     return ""

@@ -13,7 +13,7 @@ from sharding.plan import ShardPlan
 
 from .algorithms import ALGORITHMS
 from .algorithms.grpo import zero_variance_groups
-from .batching import Composition, compose, with_reference
+from .batching import Composition, compose, with_importance, with_reference
 from .config import Config
 from .held_out import HeldOut
 from .layout import COLLECTIVE
@@ -23,7 +23,7 @@ from .types import Group, PreparedPrompt
 
 
 class PolicyTrainer:
-    """One optimizer step over scored groups: advantages, packing, reference log-probs, learner."""
+    """One optimizer step over scored groups: advantages, packing, log-probs that the loss needs, learner."""
 
     def __init__(
         self, config: Config, learner: Learner, vision: VisionConfig | None, reference: dict[str, Any] | None
@@ -54,11 +54,13 @@ class PolicyTrainer:
             text=self._learner.text,
             shapes=self._learner.shapes,
             skip_idle=not (self._config.algorithm.kl_coefficient or self._config.algorithm.entropy_coefficient),
+            version=self._learner.version,
         )
         if self._reference is not None:
-            inputs = [batch.inputs for batch in composition.batches]
-            scores = self._learner.scores(inputs, composition.devices, self._reference)
-            composition = with_reference(composition, [logprobs for logprobs, _ in scores])
+            composition = with_reference(composition, self._logprobs(composition, self._reference))
+        importance = self._config.algorithm.importance
+        if importance.whole:
+            composition = with_importance(composition, self._logprobs(composition), importance)
         metrics = self._learner.step(composition.batches, composition.devices, composition.work)
         self.last_groups = scored
         tokens_fill, patches_fill = composition.fill()
@@ -73,6 +75,10 @@ class PolicyTrainer:
             | plan_metrics(composition, self._learner.mesh.size)
             | ({"packing/shapes": float(len(self._learner.shapes))} if composition.layouts else {})
         )
+
+    def _logprobs(self, composition: Composition, params: dict[str, Any] | None = None) -> list[Any]:
+        inputs = [batch.inputs for batch in composition.batches]
+        return [logprobs for logprobs, _ in self._learner.scores(inputs, composition.devices, params)]
 
 
 def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]:

@@ -129,4 +129,5 @@ class TrainBatch:
     advantages_BT: Any  # f32
     behaviour_logprobs_BT: Any  # f32, as reported by the engine
     reference_logprobs_BT: Any  # f32, of the frozen reference model; 0 where there is none
-    versions_BT: Any  # i32, weight version of each generated token; -1 for prompts, given answers and padding
+    response_log_ratios_BT: Any  # f32, mean of log(trainer / engine) over the token's response; 0 until filled in
+    lags_BT: Any  # i32, steps since the weights that generated the token; -1 for prompts, given answers and padding

@@ -15,6 +15,7 @@ from fluxjax.config import ConfigError, LossAggregation
 from fluxjax.packing import Budget, Item, grid, pack
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
+VERSION = 11  # of the trainer; tokens are of earlier ones
 
 # --- packing: sizes only ------------------------------------------------------------------------
 
@@ -172,14 +173,14 @@ def ancestry(inputs, row, cell):
 @given(case_strategy())
 def test_every_response_is_there_once_behind_its_own_prompt(case):
     groups, prepared, config, shards = build(case)
-    composition = compose(groups, prepared, config, shards, vision=MODEL.vision)
+    composition = compose(groups, prepared, config, shards, vision=MODEL.vision, version=VERSION)
     owners = {s.response.token_ids[0]: s for g in groups for s in g.samples if s.response.token_ids}
     found = []
     for batch in composition.batches:
         inputs = batch.inputs
         B, T = inputs.tokens_BT.shape
         assert (B, T, inputs.vision.num_patches) in row_shapes(config, shards, MODEL.vision)
-        trained = batch.versions_BT >= 0
+        trained = batch.lags_BT >= 0
         np.testing.assert_array_equal(trained, batch.loss_weights_BT > 0)
         ends = trained & ~np.pad(trained, ((0, 0), (0, 1)))[:, 1:]
         if config.packing.share_prompts:
@@ -206,7 +207,7 @@ def check_sequence(batch, row, cells, sample, prompt, shards):
     expected = np.tile(np.arange(prompt.next_position, prompt.next_position + G), (3, 1))
     np.testing.assert_array_equal(inputs.positions_3BT[:, row, cells[P:]], expected)
     assert batch.behaviour_logprobs_BT[row, cells[P:]].tolist() == list(response.logprobs)
-    assert batch.versions_BT[row, cells].tolist() == [-1] * P + list(response.versions)
+    assert batch.lags_BT[row, cells].tolist() == [-1] * P + [VERSION - version for version in response.versions]
     assert set(batch.advantages_BT[row, cells[P:]].tolist()) == {sample.advantage}
     assert not batch.loss_weights_BT[row, cells[:P]].any()
 
@@ -305,7 +306,7 @@ def test_reference_logprobs_are_filled_in_where_tokens_are_trained():
     filled = with_reference(composition, [np.full(b.loss_weights_BT.shape, -2.5) for b in composition.batches])
     for before, after in zip(composition.batches, filled.batches, strict=True):
         assert not before.reference_logprobs_BT.any()
-        expected = np.where(before.versions_BT >= 0, np.float32(-2.5), np.float32(0))
+        expected = np.where(before.lags_BT >= 0, np.float32(-2.5), np.float32(0))
         np.testing.assert_array_equal(after.reference_logprobs_BT, expected)
         assert after.reference_logprobs_BT.dtype == np.float32
 
@@ -317,7 +318,7 @@ def test_idle_groups_are_left_out_on_request_and_still_counted():
     composition = compose(groups, prepared, make_config(), skip_idle=True)
     assert {draw for draw, _ in composition.keys} == {100, 106}
     [batch] = composition.batches
-    np.testing.assert_allclose(batch.loss_weights_BT[batch.versions_BT >= 0], 1 / 12, rtol=1e-6)
+    np.testing.assert_allclose(batch.loss_weights_BT[batch.lags_BT >= 0], 1 / 12, rtol=1e-6)
     all_idle = [
         dataclasses.replace(g, samples=tuple(dataclasses.replace(s, advantage=0.0) for s in g.samples)) for g in groups
     ]
@@ -331,7 +332,7 @@ def test_sft_groups_are_composed_like_any_other():
     tokens = unpack(composition, [batch.inputs.tokens_BT for batch in composition.batches])
     assert {key: ids.tolist() for key, ids in tokens.items()} == {(100, 0): [7, 8, 9], (103, 0): [3, 2]}
     assert np.isclose(sum(batch.loss_weights_BT.sum() for batch in composition.batches), 1.0)
-    assert all((batch.versions_BT == -1).all() for batch in composition.batches)  # no engine generated them
+    assert all((batch.lags_BT == -1).all() for batch in composition.batches)  # no engine generated them
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -312,7 +312,7 @@ def test_reference_logprobs_are_filled_in_on_every_device():
     filled = with_reference(composition, [np.full(b.loss_weights_BT.shape, -2.5) for b in composition.batches])
     assert filled.devices == composition.devices == (0, 1) and filled.work == composition.work
     for batch in filled.batches:
-        expected = np.where(batch.versions_BT >= 0, np.float32(-2.5), np.float32(0))
+        expected = np.where(batch.lags_BT >= 0, np.float32(-2.5), np.float32(0))
         np.testing.assert_array_equal(batch.reference_logprobs_BT, expected)
 
 

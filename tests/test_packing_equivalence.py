@@ -105,7 +105,8 @@ def alone(group, sample, prompt, weight, reference):
         advantages_BT=answer([sample.advantage] * G),
         behaviour_logprobs_BT=answer(response.logprobs),
         reference_logprobs_BT=answer(reference),
-        versions_BT=row([-1] * P + list(response.versions), np.int32, -1),
+        response_log_ratios_BT=answer(np.zeros(G)),
+        lags_BT=row([-1] * P + [8 - version for version in response.versions], np.int32, -1),
     )
 
 

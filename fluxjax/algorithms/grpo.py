@@ -2,13 +2,14 @@
 
 The loss of token t of response i, with A_i the group's relative advantage (no critic):
 
-    -min(r A_i, clip(r, 1 - clip_low, 1 + clip_high) A_i) + kl_coefficient * k3(reference, policy)
+    -w min(r A_i, clip(r, 1 - clip_low, 1 + clip_high) A_i) + kl_coefficient * k3(reference, policy)
         - entropy_coefficient * entropy,
-    r = policy(o_t) / behaviour(o_t)
+    r = policy(o_t) / behaviour(o_t),  w = 1
 
 Behaviour log-probs are those that the engine reported when it sampled the token, so r also corrects for what
-differs between engine and trainer. `normalize_std=False` with the constant aggregation is Dr.GRPO
-(arXiv:2503.20783); `clip_high > clip_low` with the token mean is DAPO's clip-higher (arXiv:2503.14476).
+differs between engine and trainer; `cfg.importance` chooses another correction, w and r: see `importance`.
+`normalize_std=False` with the constant aggregation is Dr.GRPO (arXiv:2503.20783); `clip_high > clip_low` with the
+token mean is DAPO's clip-higher (arXiv:2503.14476).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jaxtyping import Array, Float
 
 from ..config import AlgorithmConfig
 from ..types import Group, TrainBatch, has_variance
+from .importance import correction
 from .loss import clipped_surrogate, k3, masked
 
 STD_EPSILON = 1e-6  # in the unit of the reward; keeps nearly equal rewards from becoming huge advantages
@@ -58,20 +60,15 @@ def zero_variance_groups(groups: Sequence[Group]) -> int:
 def token_loss(
     logprobs_BT: Float[Array, "B T"], entropies_BT: Float[Array, "B T"], batch: TrainBatch, cfg: AlgorithmConfig
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-    """The loss in the head of this file. Metrics: `ratio` policy over behaviour; `clip_fraction` 1 where the bound
-    cuts the gradient off; and in nats, by the k3 estimate, `behaviour_kl`, KL(behaviour || policy), and if there is
-    a reference `reference_kl`, KL(policy || reference).
+    """The loss in the head of this file. Metrics: `ratio`, r; `clip_fraction` 1 where the bound cuts the gradient off;
+    and if there is a reference `reference_kl`, KL(policy || reference) in nats by the k3 estimate.
     """
     trained_BT = batch.loss_weights_BT != 0.0
-    log_ratio_BT = masked(logprobs_BT - batch.behaviour_logprobs_BT, trained_BT)
+    log_ratio_BT, weight_BT = correction(logprobs_BT, batch, cfg.importance)
     ratio_BT = jnp.exp(log_ratio_BT)
     objective_BT, clipped_BT = clipped_surrogate(ratio_BT, batch.advantages_BT, cfg.clip_low, cfg.clip_high)
-    loss_BT = masked(-objective_BT, trained_BT)
-    metrics = {
-        "ratio": masked(ratio_BT, trained_BT),
-        "clip_fraction": masked(clipped_BT, trained_BT),
-        "behaviour_kl": k3(log_ratio_BT),
-    }
+    loss_BT = masked(-weight_BT * objective_BT, trained_BT)
+    metrics = {"ratio": masked(ratio_BT, trained_BT), "clip_fraction": masked(clipped_BT, trained_BT)}
     if cfg.entropy_coefficient > 0.0:
         loss_BT = loss_BT - cfg.entropy_coefficient * masked(entropies_BT, trained_BT)
     if cfg.kl_coefficient > 0.0:
