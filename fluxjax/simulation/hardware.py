@@ -114,10 +114,9 @@ class Hardware:
     def reward_seconds(self, task: str, tokens: int, sandbox: float = 0.0) -> float:
         """One response of `tokens` tokens with its prompt, on one worker: a rule, a sandbox that runs for `sandbox`
         seconds unless it is stopped, or a judge's GPU. Raises KeyError for another task."""
-        return {"math": MATH, "code": min(sandbox, SANDBOX_LIMIT), "judge": self._judge_seconds(tokens)}[task]
-
-    def _judge_seconds(self, tokens: int) -> float:
-        return tokens * self.judge.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale) + JUDGE
+        if task == "judge":
+            return tokens * self.judge.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale) + JUDGE
+        return {"math": MATH, "code": min(sandbox, SANDBOX_LIMIT)}[task]
 
 
 @dataclasses.dataclass(frozen=True)
