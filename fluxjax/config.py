@@ -10,7 +10,15 @@ import enum
 import math
 from typing import Any
 
-from .policy_config import AdaptiveAsyncConfig, AprilConfig, ImportanceConfig, PolicyConfig, TailBatchingConfig, check
+from .policy_config import (
+    AdaptiveAsyncConfig,
+    AprilConfig,
+    ComposerConfig,
+    ImportanceConfig,
+    PolicyConfig,
+    TailBatchingConfig,
+    check,
+)
 
 
 class ConfigError(ValueError):
@@ -228,6 +236,7 @@ class Config:
     tail_batching: TailBatchingConfig = dataclasses.field(default_factory=TailBatchingConfig)
     april: AprilConfig = dataclasses.field(default_factory=AprilConfig)
     adaptive_async: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
+    composer: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)

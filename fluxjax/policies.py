@@ -20,4 +20,6 @@ def make_policy(config: Config) -> Policy:
             april = config.april
             return April(april.oversample, april.max_staleness, dynamic_sampling=dynamic)
         case Name.ADAPTIVE_ASYNC:
-            return AdaptiveAsync(config.adaptive_async, dynamic_sampling=dynamic)
+            return AdaptiveAsync(
+                config.adaptive_async, composition=config.composer, seed=config.seed, dynamic_sampling=dynamic
+            )

@@ -98,7 +98,7 @@ class ImportanceConfig:
 
 @dataclasses.dataclass(slots=True)
 class ComposerConfig:
-    """Flux, component 4: which of the scored groups a step trains on."""
+    """Flux, component 4: which of the scored groups a step of adaptive_async trains on."""
 
     order: Order = Order.DRAWN
     stratify: bool = False  # as many of each staleness as there are among the candidates

@@ -19,7 +19,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..policy_config import AdaptiveAsyncConfig
+from ..policy_config import AdaptiveAsyncConfig, ComposerConfig
+from ..types import Group
+from . import composer
 from .ledger import Stage
 from .machine import Coordinator
 from .messages import (
@@ -33,15 +35,23 @@ from .messages import (
     Train,
 )
 from .pid import Pid
-from .rounds import Base, check_versions, requests
+from .rounds import Base, requests
 from .staleness import staleness
 
 
 class AdaptiveAsync(Base):
     """See the module's docstring. `ratio`, `staleness` and `barriers` are there for displays."""
 
-    def __init__(self, settings: AdaptiveAsyncConfig | None = None, *, dynamic_sampling: bool = False) -> None:
+    def __init__(
+        self,
+        settings: AdaptiveAsyncConfig | None = None,
+        *,
+        composition: ComposerConfig | None = None,
+        seed: int = 0,
+        dynamic_sampling: bool = False,
+    ) -> None:
         super().__init__(dynamic_sampling=dynamic_sampling)
+        self._composer, self._seed = composition or ComposerConfig(), seed
         self.settings = settings = settings or AdaptiveAsyncConfig()
         low, high = settings.min_ratio, settings.max_ratio
         self._pid = Pid(settings.ratio, low, high, kp=settings.kp, ki=settings.ki, kd=settings.kd)
@@ -119,16 +129,27 @@ class AdaptiveAsync(Base):
             return []
         if coordinator.evaluation_due() or coordinator.checkpoint_due():  # once the new weights are out
             return []
-        oldest = coordinator.version - self.settings.max_staleness
-        if any(entry.born <= oldest for stage in _UNDER_WAY for entry in ledger.at(stage)):
+        limit, version = self.settings.max_staleness, coordinator.version
+        if any(version - entry.born >= limit for stage in _UNDER_WAY for entry in ledger.at(stage)):
             return []
-        candidates = ledger.at(Stage.SCORED)
-        if late := [entry for entry in candidates if entry.born < oldest]:
-            return [Park(entry.prompt) for entry in late]
-        chosen = sorted(candidates, key=lambda entry: (entry.born > oldest, entry.prompt.draw))[:needed]
-        chosen.sort(key=lambda entry: entry.prompt.draw)
-        check_versions([entry.group() for entry in chosen], oldest)
-        return self._train(coordinator, chosen)
+        candidates = [entry.group() for entry in ledger.at(Stage.SCORED)]
+        if late := [group for group in candidates if composer.staleness(group, version) > limit]:
+            return [Park(group.prompt) for group in late]
+        return self._train(
+            coordinator, [ledger.entries[group.prompt.draw] for group in self._chosen(coordinator, candidates)]
+        )
+
+    def _chosen(self, coordinator: Coordinator, candidates: Sequence[Group]) -> Sequence[Group]:
+        return composer.compose(
+            candidates,
+            min(coordinator.settings.prompts_per_step, len(candidates)),
+            self._composer,
+            version=coordinator.version,
+            max_staleness=self.settings.max_staleness,
+            progress=coordinator.step / coordinator.settings.steps,
+            seed=self._seed,
+            step=coordinator.step,
+        )
 
     # --- running ahead --------------------------------------------------------------------------
 
