@@ -6,7 +6,8 @@
 
 Parts: `measured` times minibatches of LongAlign-like lengths (forward and backward of 4 samples a device) under
 collective FSDP with LB-Micro, ODC with LB-Micro and ODC with LB-Mini, interleaved, beside what the schedules predict;
-`together` times sharded sequences run collectively with the others under ODC, against FlexUlysses and ODC for all;
+`together` times sequences of which a device can't hold the longest: by FlexUlysses, by strategy `odc` (that one
+collectively, the others at their own pace), and as if a device could hold it; composer and learner of a run, text only;
 `bandwidth` compares gather and scatter-accumulate with the collectives on the same arrays; `simulated` predicts bubble
 rates for the paper's settings, beside its Tables 4 and 6.
 
@@ -32,7 +33,7 @@ from common import Pair, WorkerError, spread
 from odc_simulated import fitted, simulate
 
 from sharding.packing import SCHEDULERS, Schedule, bubble_rate, makespan
-from sharding.planner import Limits, flex_ulysses, ulysses
+from sharding.planner import Limits
 
 # Eight layers and wide heads: attention's share of the longest sequence is that of a 1.5B model at 64k tokens.
 MODEL = {
@@ -51,11 +52,14 @@ METHODS = {  # name: (how it runs, scheduler, where devices wait)
     "odc_lb_mini": ("odc", "lb_mini", "minibatch"),
 }
 PARTS = ("measured", "together", "bandwidth", "simulated")
-TOGETHER = {  # sequences that FlexUlysses spreads over both devices, and others
-    "one long": (1024, *[192] * 8),
-    "two long": (1024, 640, *[128] * 16),
-    "one giant": (1024, *[96] * 4),  # which no device can balance alone
+TOGETHER = {  # a sequence that takes both devices, and others
+    "few others": (1024, *[96] * 4),
+    "some others": (1024, *[192] * 8),
+    "many short others": (1024, *[64] * 32),
+    "a long one among the others": (1024, 640, *[128] * 16),
 }
+ROOM = 640  # tokens that a device holds there
+WAYS = {"flex_ulysses": ("flex_ulysses", ROOM), "odc": ("odc", ROOM), "odc_if_it_fitted": ("odc", 1024)}
 SIZES = (1 << 16, 1 << 20, 1 << 24)  # floats of an array that is gathered: 256 KiB to 64 MiB
 
 
@@ -195,33 +199,24 @@ def _timed(ask: Any, groups: dict[str, list[str]], options: argparse.Namespace) 
 
 
 def _together() -> dict[str, Any]:
-    """FlexUlysses for all; the sequences that it shards alone, and the others under ODC; ODC for all."""
-    runs: dict[str, Any] = {}
-    for load, lengths in TOGETHER.items():
-        plan = flex_ulysses(lengths, 2, Limits(num_heads=MODEL["num_heads"]))
-        sharded = [i for i, degree in enumerate(plan.degrees) if degree > 1]
-        others = [i for i, degree in enumerate(plan.degrees) if degree == 1]
-        spread_over = ulysses([lengths[i] for i in sharded], 2, Limits(num_heads=MODEL["num_heads"]), degree=2)
-        rest = dataclasses.asdict(_schedule("lb_mini", [lengths[i] for i in others]))
-        runs[f"{load} flex_ulysses"] = ("plan", plan.to_json())
-        runs[f"{load} together"] = ("mixed", (spread_over.to_json(), sharded, rest, others))
-        runs[f"{load} odc"] = ("odc", dataclasses.asdict(_schedule("lb_mini", lengths)))
-    return runs
+    return {
+        f"{load} {way}": ("composed", (strategy, room, lengths))
+        for load, lengths in TOGETHER.items()
+        for way, (strategy, room) in WAYS.items()
+    }
 
 
 def _compare(ask: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step each way; ratios above 1: faster together than that."""
-    ways = ("flex_ulysses", "together", "odc")
-    seconds, _ = _timed(ask, {load: [f"{load} {way}" for way in ways] for load in TOGETHER}, options)
+    """Seconds of forward and backward pass each way; ratios above 1: strategy `odc` is faster than that."""
+    seconds, _ = _timed(ask, {load: [f"{load} {way}" for way in WAYS] for load in TOGETHER}, options)
     result: dict[str, Any] = {}
     for load, lengths in TOGETHER.items():
-        medians = {way: statistics.median(seconds[f"{load} {way}"]) for way in ways}
+        medians = {way: statistics.median(seconds[f"{load} {way}"]) for way in WAYS}
         result[load] = {
             "lengths": lengths,
-            "seconds": {way: spread(seconds[f"{load} {way}"]) for way in ways},
-            "together_against": {
-                way: round(medians[way] / medians["together"], 3) for way in ways if way != "together"
-            },
+            "tokens_per_device": ROOM,
+            "seconds": {way: spread(seconds[f"{load} {way}"]) for way in WAYS},
+            "odc_against": {way: round(medians[way] / medians["odc"], 3) for way in WAYS if way != "odc"},
         }
     return result
 

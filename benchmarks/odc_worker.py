@@ -24,9 +24,15 @@ from common import Channel, peak_rss_mib
 from ulysses_worker import batch_of, loss, row_dims, text_model
 
 import models
+from fluxjax.algorithms import sft
 from fluxjax.allocator import keep_freed_memory
+from fluxjax.batching import compose, sft_groups
+from fluxjax.config import Config, Remat, Strategy
+from fluxjax.learner import Learner
+from fluxjax.types import PreparedPrompt, Prompt
 from models.decoder import parameter_count
 from models.forward import logprobs
+from models.inputs import ModelInput
 from sharding.fsdp import Fsdp
 from sharding.links import Links, initialize
 from sharding.mesh import make_mesh
@@ -46,10 +52,10 @@ class Minibatches:
         steps = range(int(schedule.counts().max()))
         return [self._batch(schedule, [own[m] if m < len(own) else () for own in schedule.microbatches]) for m in steps]
 
-    def alone(self, schedule: Schedule, names: Sequence[int] = ()) -> tuple[list[Any], list[int], list[float]]:
-        """(batches, device of each, work of each). `names` as for `batch_of`."""
+    def alone(self, schedule: Schedule) -> tuple[list[Any], list[int], list[float]]:
+        """(batches, device of each, work of each)."""
         found = [
-            (self._batch(schedule, [one], names), device, sum(schedule.work[i] for i in one))
+            (self._batch(schedule, [one]), device, sum(schedule.work[i] for i in one))
             for device, own in enumerate(schedule.microbatches)
             for one in own
             if one
@@ -57,13 +63,56 @@ class Minibatches:
         batches, devices, work = zip(*found, strict=True)
         return list(batches), list(devices), list(work)
 
-    def _batch(self, schedule: Schedule, members: Sequence[Sequence[int]], names: Sequence[int] = ()) -> Any:
+    def _batch(self, schedule: Schedule, members: Sequence[Sequence[int]]) -> Any:
         order = [(i, device) for device, own in enumerate(members) for i in own]
         lengths = tuple(schedule.lengths[i] for i, _ in order)
         degrees, firsts = (1,) * len(order), tuple(device for _, device in order)
         work = tuple(schedule.work[i] for i, _ in order)
         plan = ShardPlan(len(members), lengths, work, degrees, firsts, rounds(len(members), lengths, degrees, firsts))
-        return batch_of(plan, self._vocabulary, [names[i] if names else i for i, _ in order])
+        return batch_of(plan, self._vocabulary, [i for i, _ in order])
+
+
+class Composed:
+    """Sequences as a run lays them out under a strategy, and as its learner computes their gradients."""
+
+    def __init__(self, settings: dict, mesh: Any, model: Any, links: Links) -> None:
+        self._settings, self._mesh, self._model, self._links = settings, mesh, model, links
+
+    def run(self, strategy: str, room: int, lengths: Sequence[int]) -> Callable[[], Any]:
+        """Gives loss, nothing, gradients. `room` are the tokens that a device holds."""
+        config = self._config(Strategy(strategy), room)
+        prepared = {draw: self._prompt(draw) for draw in range(len(lengths))}
+        answers = [
+            np.random.default_rng(draw).integers(0, self._settings["model"]["vocab_size"], length - 1).tolist()
+            for draw, length in enumerate(lengths)
+        ]
+        groups = sft_groups([*prepared.values()], answers)
+        made = compose(groups, prepared, config, self._mesh.size, text=self._model.config.text)
+
+        def gradients() -> Any:
+            grads, tally = self._learner.accumulate(made.batches, made.devices, made.work)
+            return tally.sums["loss"], None, grads
+
+        return gradients
+
+    @functools.cached_property
+    def _learner(self) -> Learner:
+        """One for all strategies: what they share is where the weights are."""
+        return Learner(self._config(Strategy.ODC, 0), self._model, sft.token_loss, mesh=self._mesh, links=self._links)
+
+    def _config(self, strategy: Strategy, room: int) -> Config:
+        config = Config()
+        config.packing.tokens_per_row, config.packing.rows_per_device = room, 1
+        config.sharding.strategy = strategy
+        config.sharding.remat = Remat.LAYER if self._settings["remat"] else Remat.NONE
+        config.sharding.live_layers = self._settings["live_layers"]
+        config.sharding.deterministic = self._settings["deterministic"]
+        return config
+
+    def _prompt(self, draw: int) -> PreparedPrompt:
+        """One token."""
+        inputs = ModelInput(np.zeros(1, np.int32), np.zeros((3, 1), np.int32), np.full(1, -1, np.int32), 1)
+        return PreparedPrompt(Prompt(str(draw), "random", "", "", draw=draw), inputs)
 
 
 def main(settings: dict) -> None:
@@ -94,14 +143,10 @@ def main(settings: dict) -> None:
     def alone(batches: Sequence[Any], devices: Sequence[int], work: Sequence[float]) -> Any:
         return odc.loss_and_grad(params, batches, devices, work)
 
+    composed = Composed(settings, mesh, model, links)
     for name, (kind, raw) in settings["runs"].items():
-        if kind == "plan":  # sharded sequences: one collective microbatch
-            batch = batch_of(ShardPlan.from_json(raw), settings["model"]["vocab_size"])
-            runs[name] = functools.partial(collective, [batch])
-        elif kind == "mixed":
-            batch = batch_of(ShardPlan.from_json(raw[0]), settings["model"]["vocab_size"], raw[1])
-            rest = minibatches.alone(_schedule(raw[2]), raw[3])
-            runs[name] = lambda batch=batch, rest=rest: add(collective([batch]), alone(*rest))
+        if kind == "composed":
+            runs[name] = composed.run(*raw)
         elif kind == "collective":
             runs[name] = functools.partial(collective, minibatches.collective(_schedule(raw)))
         else:
