@@ -17,6 +17,7 @@ rest (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2):
 
     w * min(r A, clip(r) A),    r = policy / proximal
 
+In a batch's only step r is 1 and nothing is clipped: the gradient is that of w A log(policy), however stale a token is.
 Otherwise r = policy / behaviour, which has the factor proximal / behaviour in it already; what remains of w is
 `w / (proximal / behaviour)`: exactly 1 without C and decay.
 """
@@ -40,7 +41,9 @@ LIMIT = 20.0  # nats; log-ratios beyond count as this one: its square, summed ov
 # What a microbatch adds to a step's sums: see `metrics`.
 _WEIGHTS, _SQUARES, _CLIPPED = "importance/weights", "importance/squares", "importance/clipped"
 _KL, _EXCESS, _EXCESS_SQUARES, _LAGS = "staleness/kl", "staleness/excess", "staleness/excess_squares", "staleness/lags"
-LAG_MAX = "staleness/lag_max"
+_LAG_MAX = "staleness/lag_max"
+_SUMS = (_WEIGHTS, _SQUARES, _CLIPPED, _KL, _EXCESS, _EXCESS_SQUARES, _LAGS)
+TALLIED = (*_SUMS, _LAG_MAX)
 
 
 class Correction(NamedTuple):
@@ -115,7 +118,7 @@ def tally(
         _EXCESS_SQUARES: excess_BT**2,
         _LAGS: lag_BT,
     }
-    return {name: jnp.sum(values_BT) for name, values_BT in summed.items()}, {LAG_MAX: jnp.max(lag_BT)}
+    return {name: jnp.sum(values_BT) for name, values_BT in summed.items()}, {_LAG_MAX: jnp.max(lag_BT)}
 
 
 def metrics(tallied: Mapping[str, float], generated: float) -> dict[str, float]:
@@ -136,12 +139,8 @@ def metrics(tallied: Mapping[str, float], generated: float) -> dict[str, float]:
         _KL: mean[_KL],
         "staleness/variance": max(mean[_EXCESS_SQUARES] - mean[_EXCESS] ** 2, 0.0),
         "staleness/lag_mean": mean[_LAGS],
-        LAG_MAX: tallied[LAG_MAX],
+        _LAG_MAX: tallied[_LAG_MAX],
     }
-
-
-_SUMS = (_WEIGHTS, _SQUARES, _CLIPPED, _KL, _EXCESS, _EXCESS_SQUARES, _LAGS)
-TALLIED = (*_SUMS, LAG_MAX)
 
 
 def _corrected(proximal_BT: Array, batch: TrainBatch, cfg: ImportanceConfig) -> Array:
