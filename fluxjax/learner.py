@@ -136,8 +136,9 @@ class Learner:
         Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics
         over trained tokens; for tokens that an engine generated, `importance.metrics`; for those that it generated
         with these very weights, mean and maximum absolute difference of its log-probs and the trainer's before the
-        update. Gradients not finite change nothing and are reported by `skipped_nonfinite` = 1. `seconds/idle`, with `devices`: how long a device waited for the last
-        one at the end, on average; 0 if all microbatches are collective.
+        update. Gradients not finite change nothing and are reported by `skipped_nonfinite` = 1. `seconds/idle`, with
+        `devices`: how long a device waited for the last one at the end, on average; 0 if all microbatches are
+        collective.
 
         Raises ValueError without a microbatch, or if the devices do not divide its rows; `sharding.odc.OdcError` for a
         device that fails alone, before anything has changed.
