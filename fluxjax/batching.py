@@ -76,6 +76,8 @@ def compose(
         if lengths[own].any():
             speaking = tuple(sample for sample in samples if sample.response.token_ids)
             entries.append(_entry(group, prepared, speaking, weights[own][lengths[own] > 0], vision, version))
+    if config.schedules.temperature:
+        entries = [dataclasses.replace(e, temperature=config.rollout.temperature or 1.0) for e in entries]
     if skip_idle:
         entries = [e for e in entries if any(sample.advantage != 0.0 for sample in e.samples)] or entries[:1]
 
@@ -211,6 +213,7 @@ def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[
             logprobs=(0.0,) * len(token_ids),
             versions=(-1,) * len(token_ids),
             finish="stop",
+            temperature=1.0,
         )
         groups.append(Group(one.prompt, (Sample(response, Reward(1.0, True, "given answer"), advantage=1.0),)))
     return groups

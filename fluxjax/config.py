@@ -16,6 +16,7 @@ from .policy_config import (
     ComposerConfig,
     ImportanceConfig,
     PolicyConfig,
+    SchedulesConfig,
     TailBatchingConfig,
     check,
 )
@@ -237,6 +238,7 @@ class Config:
     april: AprilConfig = dataclasses.field(default_factory=AprilConfig)
     adaptive_async: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
     composer: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)
+    schedules: SchedulesConfig = dataclasses.field(default_factory=SchedulesConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
@@ -286,6 +288,9 @@ class Config:
         self._validate_strategy()
         if wrong := check(self):
             raise ConfigError(wrong)
+        from .policies import make_schedules  # here, since it needs this module
+
+        make_schedules(self)
         if not self.data.sources:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
         if not self.model.path:

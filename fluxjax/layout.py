@@ -34,6 +34,7 @@ class Entry:
     samples: tuple[Sample, ...]
     weights: np.ndarray
     version: int = 0  # of the weights that are trained
+    temperature: float | None = None  # of samples that do not say theirs; None: no token's temperature is written down
 
     @property
     def item(self) -> Item:
@@ -86,6 +87,7 @@ class Spans:
     samples: list[Sample] = dataclasses.field(default_factory=list)  # of each response
     weights: list[float] = dataclasses.field(default_factory=list)  # of each response
     versions: list[int] = dataclasses.field(default_factory=list)  # that train each response
+    temperatures: list[float] = dataclasses.field(default_factory=list)  # of each response, or none at all
 
     def place(self, row: Row, cell: int, entries: Sequence[Entry], features: dict[int, int], share: bool) -> None:
         """Appends the spans of a row whose first cell is `cell`."""
@@ -103,6 +105,8 @@ class Spans:
                 self.samples.append(sample)
                 self.weights.append(entry.weights[k])
                 self.versions.append(entry.version)
+                if entry.temperature is not None:
+                    self.temperatures.append(sample.response.temperature or entry.temperature)
                 column += len(sample.response.token_ids)
 
     def response_lengths(self) -> np.ndarray:
@@ -162,6 +166,8 @@ def fill(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     arrays |= {name: np.zeros(total, np.float32) for name in ("reference", "response_log_ratios")}
     arrays |= {name: np.full(total, -1, np.int32) for name in ("feature_index", "lags")}
     arrays["positions"] = np.zeros((3, total), np.int32)
+    if spans.temperatures:
+        arrays["temperatures"] = np.ones(total, np.float32)
     column = np.arange(total, dtype=np.int32) % tokens_per_row
     arrays["predecessor"] = np.maximum(column - 1, 0)
 
@@ -192,6 +198,7 @@ def fill(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
         ("branches", branches),
         ("loss_weights", spans.weights),
         ("advantages", [sample.advantage for sample in spans.samples]),
+        *([("temperatures", spans.temperatures)] if spans.temperatures else ()),
     ):
         arrays[name][cells] = np.repeat(np.asarray(values, arrays[name].dtype), lengths)
     arrays["positions"][:, cells] = np.repeat(position, lengths) + within
@@ -209,6 +216,7 @@ def train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, sprea
         feature_index_BT=arrays["feature_index"],
         vision=vision,
         spread=spread,
+        temperatures_BT=arrays.get("temperatures"),
     )
     return TrainBatch(
         inputs=inputs,

@@ -109,13 +109,16 @@ class ComposerConfig:
 
 @dataclasses.dataclass(slots=True)
 class SchedulesConfig:
-    """Values that change during a run, see `fluxjax.schedules`; empty: the constant elsewhere in the configuration."""
+    """Values that change during a run, written as `fluxjax.schedules` says; empty: the constant that stands elsewhere.
 
-    temperature: str = ""  # of sampling
-    learning_rate_scale: str = ""  # times what `optim` says
-    target_staleness: str = ""
-    tail_prompts: str = ""
-    tail_responses: str = ""
+    `1.0`, `linear(1.2, 0.8)`, `cosine(1.2, 0.8)`, `phases(1.2@0, 1.0@0.2, 0.7@0.7)`, `pid(metric=entropy, target=0.6,
+    low=0.5, high=1.2)`; one for each source as `math: 1.0; *: linear(1.2, 0.8)`.
+    """
+
+    temperature: str = ""  # of sampling, instead of rollout.temperature; may differ between sources
+    target_staleness: str = ""  # instead of adaptive_async.target_staleness
+    tail_prompts: str = ""  # instead of tail_batching.prompts
+    tail_responses: str = ""  # instead of tail_batching.responses
 
 
 def check(config: Any) -> str:

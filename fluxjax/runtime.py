@@ -211,10 +211,13 @@ class Runtime:
             del self._routes[order.rid]
 
     def _request(self, prepared: PreparedPrompt, order: Request) -> GenerateRequest:
+        sampling = self._sampling
+        if order.temperature is not None:
+            sampling = dataclasses.replace(sampling, temperature=order.temperature)
         return GenerateRequest(
             rid=order.rid,
             prompt=prepared.inputs,
-            sampling=self._sampling,
+            sampling=sampling,
             n=order.n,
             seed=(self._seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # all draws of a run differ; fits an int32
             prefix_ids=tuple(() if one is None else one.token_ids for one in order.begun),
@@ -327,6 +330,7 @@ def _join(order: Request, chunks: Sequence[TokenChunk], begun: Response | None) 
         logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
         versions=tuple(version for part in parts for version in part.versions),
         finish=last.finish.value,
+        temperature=order.temperature,
     )
 
 

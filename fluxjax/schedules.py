@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .config import ConfigError
-from .coordinator.pid import Pid
+from .pid import Pid
 
 OTHERS = "*"  # all sources that are not named
 

@@ -280,7 +280,7 @@ class Part:
         return self.layout.cells[self.spans.response_cells()]
 
 
-_PADDING = {"feature_index": -1, "lags": -1}  # 0 elsewhere
+_PADDING = {"feature_index": -1, "lags": -1, "temperatures": 1.0}  # 0 elsewhere
 
 
 def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ from .callbacks import Callback
 from .checkpoint import CheckpointError, Checkpoints, like
 from .compile_cache import use_compile_cache
 from .config import Config, ConfigError
-from .coordinator import Coordinator, CoordinatorError, Settings
+from .coordinator import CoordinatorError
 from .coordinator.messages import Finish
 from .data import open_held_out, open_sources, open_warm_start
 from .data.errors import DataError
@@ -36,7 +36,7 @@ from .data.prepare import Preparer
 from .event_loop import run_async, stop_on_signals
 from .held_out import HeldOut
 from .learner import Learner
-from .policies import make_policy
+from .policies import make_coordinator
 from .report import pictures
 from .report.display import Display
 from .report.metrics import MetricsLog, read
@@ -123,7 +123,7 @@ class FluxTrainer:
             self.rewards = Scorer(config.data.sources, self.processor.decode)
 
             # --- coordinator --------------------------------------------------------------------
-            self.coordinator = Coordinator(Settings.of(config), make_policy(config))
+            self.coordinator = make_coordinator(config)
             self._held: dict[int, PreparedPrompt] = {}  # prompts in the books of a resumed run, by draw
             self._loaded: int | None = None  # the step of the checkpoint that `fit` goes on from
             self._started = False  # whether the warm start is behind
@@ -206,7 +206,7 @@ class FluxTrainer:
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         self.learner.load_state(arrays["learner"])
         self.reference = arrays.get("reference")
-        self.coordinator = Coordinator(Settings.of(self.config), make_policy(self.config))
+        self.coordinator = make_coordinator(self.config)
         self.source.load_state_dict(state["source"])
         held = state["coordinator"]["ledger"].get("entries", [])  # none in checkpoints of earlier releases
         self._held = {one.prompt.draw: one for one in self.source.again(held)}
@@ -240,7 +240,7 @@ class FluxTrainer:
             self.load_checkpoint(self._loaded)  # again, for what `fit` was given: steps, intervals, prompts
         resumed, summary = self._loaded, self.summary
         if resumed is None:
-            self.coordinator = Coordinator(Settings.of(self.config), make_policy(self.config))
+            self.coordinator = make_coordinator(self.config)
         else:
             self.checkpoints.forget_after(resumed)
         failed_before = len(self.checkpoints.failed)

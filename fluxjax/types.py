@@ -72,6 +72,7 @@ class Response:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: str  # a `FinishReason` value: stop, length, abort
+    temperature: float | None = None  # of sampling; None: `rollout.temperature`
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):

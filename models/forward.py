@@ -57,9 +57,9 @@ def logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), float32.
 
-    Both under `softmax(logits / temperature)`. Where a token has no predecessor (the first of a segment, padding)
-    the values are finite and meaningless. `vocab_chunk` bounds the tokens whose logits exist at once; 0 chooses.
-    The softmax leaves `never_sampled` ids out, as the engine does.
+    Both under `softmax(logits / temperature)`, with the token's own temperature where `inputs` has them. Where a token
+    has no predecessor (the first of a segment, padding) the values are finite and meaningless. `vocab_chunk` bounds the
+    tokens whose logits exist at once; 0 chooses. The softmax leaves `never_sampled` ids out, as the engine does.
     """
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)
@@ -74,6 +74,6 @@ def logprobs(
         head,
         jnp.asarray(inputs.tokens_BT),
         chunk=vocab_chunk,
-        temperature=temperature,
+        temperature=temperature if inputs.temperatures_BT is None else jnp.asarray(inputs.temperatures_BT),
         allowed_V=jnp.asarray(allowed),
     )

@@ -88,6 +88,8 @@ class PackedTokens:
     With a `spread`, sequences go over several devices, each of which has one row: index of the row means index of the
     group's packed stream in the rules above, segments are numbered through all rows, and a predecessor of `T` or more
     is a hidden state that another device exports.
+
+    `temperatures_BT` is what each token was sampled at, where that differs between tokens.
     """
 
     tokens_BT: Any  # i32
@@ -98,3 +100,4 @@ class PackedTokens:
     feature_index_BT: Any  # i32, -1 for text
     vision: VisionInput | None
     spread: Spread | None = None
+    temperatures_BT: Any = None  # f32, positive, or None

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxjax.config import ConfigError
-from fluxjax.coordinator.pid import Pid
+from fluxjax.pid import Pid
 from fluxjax.schedules import parse
 
 PID = "pid(metric=train/entropy, target=0.6, low=0.5, high=1.2, kp=0.1, ki=0.01, kd=0.05)"

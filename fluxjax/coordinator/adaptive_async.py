@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..pid import Pid
 from ..policy_config import AdaptiveAsyncConfig, ComposerConfig
 from ..types import Group
 from . import composer
@@ -34,7 +35,6 @@ from .messages import (
     SaveCheckpoint,
     Train,
 )
-from .pid import Pid
 from .rounds import Base, requests
 from .staleness import staleness
 
@@ -88,9 +88,10 @@ class AdaptiveAsync(Base):
             return
         now = staleness(coordinator.metrics, settings)
         self.staleness = settings.ema * self.staleness + (1 - settings.ema) * now
-        self._pid.update(settings.target_staleness - self.staleness)
+        target = coordinator.scheduled("target_staleness", settings.target_staleness)
+        self._pid.update(target - self.staleness)
         self._since_sync += 1
-        too_stale = self.staleness > settings.target_staleness + settings.tolerance
+        too_stale = self.staleness > target + settings.tolerance
         if not self._barrier and (too_stale or self._since_sync > settings.sync_interval):
             self._barrier = True
             self.barriers += 1

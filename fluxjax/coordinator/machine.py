@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..config import Config
+from ..schedules import Schedule
 from ..types import Prompt, Response
 from .fleet import Fleet
 from .ledger import ABORTED, CoordinatorError, Ledger, Stage
@@ -47,6 +48,8 @@ from .messages import (
     WeightsPublished,
     request_id,
 )
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +107,10 @@ class Policy(Protocol):
 class Coordinator:
     """See the module's docstring. Everything public here is for policies and displays to read."""
 
-    def __init__(self, settings: Settings, policy: Policy) -> None:
+    def __init__(self, settings: Settings, policy: Policy, schedules: Mapping[str, Schedule] | None = None) -> None:
+        """`schedules` are values that change during the run, by the names of `SchedulesConfig`'s fields."""
         self.settings = settings
+        self.schedules = dict(schedules or {})
         self.policy = policy
         self.ledger = Ledger()
         self.fleet = Fleet(settings.engines)
@@ -134,6 +139,11 @@ class Coordinator:
         if self.step >= self.settings.steps:
             return f"all {self.settings.steps} steps are done"
         return "the data is exhausted" if self.exhausted and not self.ledger.live else ""
+
+    def scheduled(self, name: str, otherwise: T, source: str = "") -> float | T:
+        """What a schedule says at this step (of prompts of a source); `otherwise`, without such a schedule."""
+        schedule = self.schedules.get(name)
+        return otherwise if schedule is None else schedule.value(self.step / max(self.settings.steps - 1, 1), source)
 
     def expected_tokens(self, prompt: Prompt) -> float:
         """Tokens that a response to it is predicted to have."""
@@ -206,6 +216,8 @@ class Coordinator:
                     raise CoordinatorError(f"trained version {event.version} after version {self.version}")
                 self.step = self._answered(Train, event).step
                 self.version, self.metrics = event.version, event.metrics
+                for schedule in self.schedules.values():
+                    schedule.observe(event.metrics)
                 ledger.train_done()
             case WeightsPublished():
                 order = self._answered(PublishWeights, event)
@@ -299,6 +311,7 @@ class Coordinator:
             "saved": self._saved,
             "ledger": self.ledger.state_dict(),
             "lengths": self.lengths.state_dict(),
+            "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             "policy": self.policy.state_dict(),
         }
 
@@ -315,6 +328,8 @@ class Coordinator:
         self.ledger.load_state_dict(state["ledger"], prompts or {})
         if "lengths" in state:  # not in checkpoints of earlier releases
             self.lengths.load_state_dict(state["lengths"])
+        for name, schedule in self.schedules.items():
+            schedule.load_state_dict(state.get("schedules", {}).get(name, {}))
         self.policy.load_state_dict(state["policy"])
 
 

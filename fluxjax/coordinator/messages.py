@@ -131,6 +131,7 @@ class Request:
     need: int = 0
     engine: int = 0  # its index
     begun: tuple[Response | None, ...] = ()  # responses to go on with, one a sample (None: from the start), or none
+    temperature: float | None = None  # of sampling; None: the run's
 
     @property
     def rid(self) -> str:

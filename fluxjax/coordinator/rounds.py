@@ -10,7 +10,7 @@ import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..types import Group, has_variance
+from ..types import Group, Response, has_variance
 from .ledger import CoordinatorError, Entry, Stage
 from .machine import Coordinator
 from .messages import Abort, Finish, Generate, Instruction, PublishWeights, Request, Score, Skip, Train, request_id
@@ -147,8 +147,17 @@ def requests(
         engine = fleet.route(loads, engines or range(len(fleet)), avoid)
         count = entry.n if begun else n
         loads[engine] += count * coordinator.expected_tokens(entry.prompt)
-        made.append(Request(entry.prompt, count, entry.attempt + 1, entry.need if begun else need, engine, begun))
+        need_here = entry.need if begun else need
+        temperature = _temperature(coordinator, entry, begun)
+        made.append(Request(entry.prompt, count, entry.attempt + 1, need_here, engine, begun, temperature))
     return tuple(made)
+
+
+def _temperature(coordinator: Coordinator, entry: Entry, begun: Sequence[Response | None]) -> float | None:
+    """As scheduled, and one for all tokens of a group."""
+    if (first := next(filter(None, begun), None)) is not None:
+        return first.temperature
+    return coordinator.scheduled("temperature", None, entry.prompt.source)
 
 
 def check_versions(groups: Sequence[Group], oldest: int) -> None:

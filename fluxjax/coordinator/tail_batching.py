@@ -80,11 +80,14 @@ class TailBatching(Rounds):
     def _wanted(self, coordinator: Coordinator) -> int:
         """Prompts under way in this round."""
         needed = coordinator.settings.prompts_per_step
-        return math.ceil(self.prompts * needed) if self.round == "short" else needed
+        if self.round == "long":
+            return needed
+        return math.ceil(coordinator.scheduled("tail_prompts", self.prompts) * needed)
 
     def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
         need = coordinator.settings.group_size
-        n = math.ceil(self.responses * need) if self.round == "short" else need
+        excess = coordinator.scheduled("tail_responses", self.responses) if self.round == "short" else 1.0
+        n = math.ceil(excess * need)
         return [Generate(requests(coordinator, entries, n, need))]
 
     def state_dict(self) -> dict[str, Any]:

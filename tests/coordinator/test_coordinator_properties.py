@@ -200,4 +200,4 @@ def test_purity(file: pathlib.Path) -> None:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             assert node.module in allowed
         elif isinstance(node, ast.ImportFrom) and node.level == 2:
-            assert node.module in {"types", "config", "policy_config"}
+            assert node.module in {"types", "config", "pid", "policy_config", "schedules"}
