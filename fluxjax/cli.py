@@ -14,7 +14,7 @@ import re
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import flags
 from ml_collections import config_flags
@@ -23,26 +23,28 @@ from . import config as config_module
 from .config import Config, ConfigError
 
 DEFAULT_CONFIG = "configs/vlm.py"
+C = TypeVar("C", bound=Config)
 
 
-def parse(argv: Sequence[str], doc: str) -> Config:
-    """The validated configuration of a command line (without the program name).
+def parse(argv: Sequence[str], doc: str, kind: type[C] = Config, default: str = DEFAULT_CONFIG) -> C:
+    """The validated configuration of a command line (without the program name). Commands that need more than `Config`
+    have a `kind` of their own, and a file of their own as the `default`.
 
     Exits with status 0 after `--help`, with status 2 and one line on standard error if anything is wrong.
     """
     if any(arg in ("--help", "-h", "-help") for arg in argv):
-        print(help_text(doc))
+        print(help_text(doc, kind))
         raise SystemExit(0)
     try:
-        return load(argv)
+        return load(argv, kind, default)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def load(argv: Sequence[str]) -> Config:
+def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CONFIG) -> C:
     """Like `parse`, but raises `ConfigError`."""
-    selected, overrides = DEFAULT_CONFIG, []
+    selected, overrides = default, []
     for arg in argv:
         name, equals, value = arg.removeprefix("-").removeprefix("-").partition("=")
         if not arg.startswith("-") or not equals or name.partition(".")[0] != "config":
@@ -54,14 +56,14 @@ def load(argv: Sequence[str]) -> Config:
             selected = value
         else:
             overrides.append((name.removeprefix("config."), value))
-    config = read_file(selected)
+    config = read_file(selected, kind)
     for field, value in overrides:
         config = _override(config, field, value)
     config.validate()
     return config
 
 
-def read_file(selected: str) -> Config:
+def read_file(selected: str, kind: type[C] = Config) -> C:
     """Runs `get_config(variant)` of a configuration file given as `FILE[:variant]`."""
     path, _, variant = selected.partition(":")
     file = pathlib.Path(path)
@@ -78,15 +80,19 @@ def read_file(selected: str) -> Config:
     try:
         config = module["get_config"](variant)
     except AttributeError as error:  # sections have slots: an unknown field ends here
-        raise ConfigError(f"{path}: {_explain(error)}") from error
-    if not isinstance(config, Config):
-        raise ConfigError(f"{path}: get_config() must return a fluxjax.config.Config, not {type(config).__name__}")
+        raise ConfigError(f"{path}: {_explain(error, kind)}") from error
+    if not isinstance(config, kind):
+        wanted = f"{kind.__module__}.{kind.__name__}"
+        raise ConfigError(
+            f"{path}: get_config() must return a {wanted}, not {type(config).__module__}.{type(config).__name__}"
+        )
     return config
 
 
-def _explain(error: AttributeError) -> str:
+def _explain(error: AttributeError, kind: type[Config]) -> str:
     match = re.fullmatch(r"'(\w+)' object has no attribute '(\w+)'", str(error))
-    section = getattr(config_module, match[1], None) if match else None
+    module = sys.modules[kind.__module__]
+    section = getattr(module, match[1], getattr(config_module, match[1], None)) if match else None
     if not match or not dataclasses.is_dataclass(section):
         return str(error)
     names = [field.name for field in dataclasses.fields(section)]
@@ -96,7 +102,7 @@ def _explain(error: AttributeError) -> str:
     )
 
 
-def _override(config: Config, field: str, value: str) -> Config:
+def _override(config: C, field: str, value: str) -> C:
     """The configuration with one field set from text, as the type it has."""
     current = _current(config, field)
     values = flags.FlagValues()
@@ -105,7 +111,7 @@ def _override(config: Config, field: str, value: str) -> Config:
         config_flags.DEFINE_config_dataclass("config", config, flag_values=values, sys_argv=["fluxjax", flag])
         values(["fluxjax", flag])
         changed = values["config"].value
-        assert isinstance(changed, Config)
+        assert isinstance(changed, type(config))
         return changed
     except (flags.Error, ValueError, TypeError):
         raise ConfigError(f"--config.{field}: {value!r} is not {_kind(current)}") from None
@@ -166,25 +172,27 @@ def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def help_text(doc: str) -> str:
+def help_text(doc: str, kind: type[Config] = Config) -> str:
     """What `--help` prints: the command's own words, then every field with its default and its comment."""
     lines = [doc.strip(), "", "Settings, with the defaults that a configuration file starts from:"]
-    for name, value in flatten(Config()):
-        shown = value.value if isinstance(value, enum.Enum) else value
-        lines.append(f"  --config.{name}={shown}".ljust(56) + f"  {_comment(name)}")
+    config, unread = kind(), tuple(getattr(kind, "unread", ()))
+    for name, value in flatten(config):
+        if not any(name == one or name.startswith(f"{one}.") for one in unread):
+            shown = value.value if isinstance(value, enum.Enum) else value
+            lines.append(f"  --config.{name}={shown}".ljust(56) + f"  {_comment(name, config)}")
+    if "data" in unread:
+        return "\n".join(line.rstrip() for line in lines)
     lines += ["  --config.data.sources.NAME.FIELD=...", "      for a source that the file declares; its fields:"]
     source = config_module.SourceConfig()
-    lines += [f"      {n}={v}".ljust(56) + f"  {_comment(n, config_module.SourceConfig)}" for n, v in flatten(source)]
+    lines += [f"      {n}={v}".ljust(56) + f"  {_comment(n, source)}" for n, v in flatten(source)]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _comment(name: str, owner: type | None = None) -> str:
-    """The comment behind a field in `fluxjax/config.py`, the one place where fields are explained."""
-    if owner is None:
-        value: Any = Config()
-        *sections, name = name.split(".")
-        for section in sections:
-            value = getattr(value, section)
-        owner = type(value)
-    match = re.search(rf"^    {name}: [^#\n]*#\s*(.*)$", inspect.getsource(owner), re.MULTILINE)
+def _comment(name: str, section: Any) -> str:
+    """The comment behind a field where it is declared, the one place where fields are explained."""
+    *sections, name = name.split(".")
+    for part in sections:
+        section = getattr(section, part)
+    declared = "".join(inspect.getsource(owner) for owner in type(section).__mro__ if dataclasses.is_dataclass(owner))
+    match = re.search(rf"^    {name}: [^#\n]*#\s*(.*)$", declared, re.MULTILINE)
     return match[1] if match else ""

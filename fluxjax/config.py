@@ -249,18 +249,18 @@ class Config:
 
     def validate(self) -> None:
         """Raises `ConfigError` for settings that cannot work together, naming the field, its value and the fix."""
-        _check_types(self, Config(), "")
+        check_types(self, Config(), "")
         for field in _POSITIVE:
-            value = _get(self, field)
+            value = get(self, field)
             if not value > 0:
                 raise ConfigError(f"{field} is {value}; it must be greater than 0")
         for field in _NOT_NEGATIVE:
-            value = _get(self, field)
+            value = get(self, field)
             if value < 0:
                 raise ConfigError(f"{field} is {value}; it must not be negative")
         for field in ("optim.beta1", "optim.beta2"):
-            if not 0 <= _get(self, field) < 1:
-                raise ConfigError(f"{field} is {_get(self, field)}; it must be in [0, 1)")
+            if not 0 <= get(self, field) < 1:
+                raise ConfigError(f"{field} is {get(self, field)}; it must be in [0, 1)")
         if self.sharding.alpha < 1:
             raise ConfigError(f"sharding.alpha is {self.sharding.alpha}; less than the mean tokens (1) fits no plan")
         if self.sharding.max_degree & (self.sharding.max_degree - 1):
@@ -415,7 +415,7 @@ _NOT_NEGATIVE = [
 ]
 
 
-def _check_types(section: Any, default: Any, prefix: str) -> None:
+def check_types(section: Any, default: Any, prefix: str) -> None:
     """Every value has the type that its field declares; numbers are finite. A configuration file may say anything."""
     for field in dataclasses.fields(section):
         name, value = prefix + field.name, getattr(section, field.name)
@@ -423,12 +423,12 @@ def _check_types(section: Any, default: Any, prefix: str) -> None:
         if dataclasses.is_dataclass(wanted):
             if type(value) is not type(wanted):
                 raise ConfigError(f"{name} must be a {type(wanted).__name__}, not {value!r}")
-            _check_types(value, wanted, f"{name}.")
+            check_types(value, wanted, f"{name}.")
         elif field.name == "sources":
             for source, entry in value.items():
                 if not isinstance(entry, SourceConfig):
                     raise ConfigError(f"{name}.{source} must be a SourceConfig, not {entry!r}")
-                _check_types(entry, SourceConfig(), f"{name}.{source}.")
+                check_types(entry, SourceConfig(), f"{name}.{source}.")
         elif isinstance(wanted, float) and isinstance(value, int | float) and not isinstance(value, bool):
             if not math.isfinite(value):
                 raise ConfigError(f"{name} is {value}; it must be a finite number")
@@ -436,7 +436,7 @@ def _check_types(section: Any, default: Any, prefix: str) -> None:
             raise ConfigError(f"{name} is {value!r}; it must be of type {type(wanted).__name__}")
 
 
-def _get(config: Config, field: str) -> Any:
+def get(config: Config, field: str) -> Any:
     value: Any = config
     for part in field.split("."):
         value = getattr(value, part)

@@ -14,21 +14,21 @@ from .draws import exponential, uniform
 _CRASH, _DOWN, _SLOW, _SLOW_FOR, _REPLY, _DELAY, _SYNC, _REWARD = range(8)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class FaultRates:
     """Nothing by default. Intervals and durations in seconds are means of exponential distributions."""
 
-    crash_every: float = 0.0  # of one engine; 0: never
-    down: float = 60.0
-    slow_every: float = 0.0  # of one engine; 0: never
-    slow_for: float = 120.0
+    crash_every: float = 0.0  # seconds between two of one engine; 0: never
+    down: float = 60.0  # seconds until it is up again
+    slow_every: float = 0.0  # seconds between two slow spells of one engine; 0: never
+    slow_for: float = 120.0  # seconds that one lasts
     slow_factor: float = 4.0  # times as long for everything
     lost: float = 0.0  # probability that a response never arrives
     doubled: float = 0.0  # that it arrives twice
     late: float = 0.0  # that it arrives late
-    delay: float = 30.0  # of late replies, and between the two of a doubled one
+    delay: float = 30.0  # seconds, of late replies, and between the two of a doubled one
     slow_sync: float = 0.0  # probability that an engine takes long to load new weights
-    sync_delay: float = 30.0
+    sync_delay: float = 30.0  # seconds
     reward_hangs: float = 0.0  # probability that a reward never comes: only a time-out ends it
 
     def __post_init__(self) -> None:

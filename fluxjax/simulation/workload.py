@@ -25,6 +25,7 @@ from .draws import generator
 from .hardware import SANDBOX_LIMIT
 
 TASKS = ("math", "code", "judge")
+LONGEST_PROMPT = 2000  # tokens
 _SOURCE, _TEXT = 0.1, 0.35  # of the variance of a prompt's effect on lengths: told by its source, by its text's length
 _OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # of mean 0 and variance 1
 _CHARACTERS = 4  # a token of text
@@ -100,7 +101,7 @@ class Workload:
         unseen = 1 - shares @ offsets**2 - _TEXT  # so that a single task has the same spread as a mixture
         effect = offsets[source] + math.sqrt(_TEXT) * text + math.sqrt(unseen) * hidden
         self._source = source.tolist()
-        self._tokens = np.clip(150 * np.exp(0.6 * text), 10, 2000).astype(int).tolist()
+        self._tokens = np.clip(150 * np.exp(0.6 * text), 10, LONGEST_PROMPT).astype(int).tolist()
         self._log_length = (math.log(median) + spread * math.sqrt(shared) * effect).tolist()
         # Right with the probability of a normal variable below this: long answers are those to hard questions; many
         # prompts are always or never answered rightly, so groups without variance occur.
