@@ -56,6 +56,17 @@ class AprilConfig:
 
 
 @dataclasses.dataclass(slots=True)
+class StreamTrainerConfig:
+    """Flexes, section 4.4: gradients of complete groups are computed while others are still generated."""
+
+    enabled: bool = False
+    first: float = 0.2  # of a round's responses complete: the first look whether half of the engines can be spared
+    last: float = 0.5  # and the last
+    every: float = 0.05
+    chunk: int = 0  # groups a portion; 0: an eighth of a step
+
+
+@dataclasses.dataclass(slots=True)
 class AdaptiveAsyncConfig:
     """Flux, component 1. Staleness is in [0, 1]: see `fluxjax.coordinator.staleness`."""
 

@@ -47,6 +47,7 @@ class Prompt:
     draw: int = 0
     epoch: int = 0
     row: int = 0
+    tokens: int = 0  # of the prepared prompt; 0: not known
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,14 +15,22 @@ from .ledger import Entry, Stage
 from .machine import Coordinator
 from .messages import DrawPrompts, Generate, Instruction, Park
 from .rounds import Rounds, check_versions, requests
+from .stream_trainer import StreamTrainer
 
 
 class April(Rounds):
     """`oversample` prompts are under way for each one that a step needs; nothing is trained on that is more than
     `max_staleness` versions old."""
 
-    def __init__(self, oversample: float = 1.5, max_staleness: int = 4, *, dynamic_sampling: bool = False) -> None:
-        super().__init__(dynamic_sampling=dynamic_sampling)
+    def __init__(
+        self,
+        oversample: float = 1.5,
+        max_staleness: int = 4,
+        *,
+        stream: StreamTrainer | None = None,
+        dynamic_sampling: bool = False,
+    ) -> None:
+        super().__init__(stream=stream, dynamic_sampling=dynamic_sampling)
         self.oversample, self.max_staleness = oversample, max_staleness
         self._open = False
 
@@ -35,32 +43,42 @@ class April(Rounds):
 
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
         ledger, needed = coordinator.ledger, coordinator.settings.prompts_per_step
+        oldest = coordinator.version - self.max_staleness
+        if late := [entry for entry in ledger.at(Stage.SCORED) if entry.born < oldest]:
+            return [Park(entry.prompt) for entry in late]
         missing = math.ceil(self.oversample * needed) - ledger.live
-        if missing > 0 and not coordinator.exhausted and ledger.count(Stage.SCORED) < needed:
+        scored = ledger.count(Stage.SCORED, Stage.TRAINING)
+        if missing > 0 and not coordinator.exhausted and scored < needed:
             return [DrawPrompts(missing)]
         if waiting := [*ledger.at(Stage.DEFERRED), *ledger.at(Stage.WAITING)]:
             return self._launch(coordinator, waiting)
-        ended = ledger.count(Stage.SCORED, Stage.COMPLETE)
-        running = ledger.count(Stage.RUNNING)
-        enough = ledger.count(Stage.SCORED) if self._dynamic_sampling else ended
-        if running and (enough < needed or self._waited_for(coordinator, Stage.RUNNING)):
+        running = ledger.count(Stage.RUNNING, Stage.STOPPING)
+        enough = scored if self._dynamic_sampling else scored + ledger.count(Stage.COMPLETE)
+        if running and (enough < needed or self._waited_for(coordinator, Stage.RUNNING, Stage.STOPPING)):
             return []
-        if ledger.count(Stage.COMPLETE) and (
-            ledger.count(Stage.SCORED) < needed or self._waited_for(coordinator, Stage.COMPLETE)
-        ):
+        if ledger.count(Stage.COMPLETE) and (scored < needed or self._waited_for(coordinator, Stage.COMPLETE)):
+            return []
+        if coordinator.awaiting:
             return []
         self._open = False
         park = [Park(entry.prompt, keep=True) for entry in ledger.at(Stage.RUNNING)]
-        winners = sorted(ledger.at(Stage.SCORED), key=lambda entry: (entry.born, entry.prompt.draw))[:needed]
-        if not winners:
+        training = ledger.count(Stage.TRAINING)
+        winners = sorted(ledger.at(Stage.SCORED), key=_oldest_first)[: needed - training]
+        if not (winners or training):
             return park or self._between(coordinator)
         winners.sort(key=lambda entry: entry.prompt.draw)
-        check_versions([entry.group() for entry in winners], coordinator.version - self.max_staleness)
+        check_versions([entry.group() for entry in winners], oldest)
         return [*park, *self._train(coordinator, winners)]
 
-    def _waited_for(self, coordinator: Coordinator, stage: Stage) -> bool:
+    def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
+        """Only what no other prompt can displace: the oldest of all that are under way."""
+        entries = sorted(coordinator.ledger.entries.values(), key=_oldest_first)
+        first = entries[: coordinator.settings.prompts_per_step]
+        return [entry for entry in first if entry.stage is Stage.SCORED]
+
+    def _waited_for(self, coordinator: Coordinator, *stages: Stage) -> bool:
         oldest = coordinator.version - self.max_staleness
-        return any(entry.born <= oldest for entry in coordinator.ledger.at(stage))
+        return any(entry.born <= oldest for stage in stages for entry in coordinator.ledger.at(stage))
 
     def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
         """Shortest first; those that became too old start afresh."""
@@ -68,6 +86,10 @@ class April(Rounds):
         left = {entry.prompt.draw: _left(coordinator, entry) for entry in entries}
         ordered = sorted(entries, key=lambda entry: (left[entry.prompt.draw], entry.prompt.draw))
         return [Generate(requests(coordinator, ordered, size, size, keep=lambda entry: entry.born >= oldest))]
+
+
+def _oldest_first(entry: Entry) -> tuple[int, int]:
+    return entry.born, entry.prompt.draw
 
 
 def _left(coordinator: Coordinator, entry: Entry) -> float:

@@ -24,20 +24,23 @@ class Fleet:
         self.oldest = self.newest = -1  # of them
         self.load = [0.0] * engines  # tokens that each is predicted to have to generate yet
         self.running = [0] * engines  # responses on each
+        self.lent: set[int] = set()  # engines whose devices are training's, or will be when nothing runs there any more
         self._open: dict[str, _Open] = {}  # by request id
 
     def __len__(self) -> int:
         return len(self.served)
 
     def route(self, loads: Sequence[float], usable: Iterable[int], avoid: int = -1) -> int:
-        """The engine among `usable` with the least of `loads`; not `avoid` unless there is no other."""
-        choices = list(usable)
+        """The engine among `usable` with the least of `loads`; none that is lent, and not `avoid` unless there is no
+        other."""
+        choices = [engine for engine in usable if engine not in self.lent]
         others = [engine for engine in choices if engine != avoid]
         return min(others or choices, key=lambda engine: (loads[engine], engine))
 
     def publish(self, version: int, engines: Iterable[int]) -> None:
         for engine in engines:
             self.served[engine] = version
+            self.lent.discard(engine)
         self.oldest, self.newest = min(self.served), max(self.served)
 
     def begin(self, request: Request, tokens: float) -> None:

@@ -220,6 +220,7 @@ class Ledger:
         self._scoring.add(response.rid)
 
     def train(self, groups: Sequence[Group]) -> None:
+        """Their gradients are computed, now or with others of the step; `train_done` when the step is."""
         for group in groups:
             entry = self._at(group.prompt, Stage.SCORED)
             if group != entry.group():

@@ -23,6 +23,8 @@ from .ledger import ABORTED, CoordinatorError, Ledger, Stage
 from .lengths import LengthPredictor
 from .messages import (
     Abort,
+    Accumulate,
+    Accumulated,
     CheckpointSaved,
     DrawPrompts,
     EngineFailed,
@@ -32,6 +34,8 @@ from .messages import (
     Finish,
     Generate,
     Instruction,
+    Lend,
+    Lent,
     Park,
     PromptsDrawn,
     PublishWeights,
@@ -61,6 +65,8 @@ class Settings:
     group_size: int  # responses a prompt
     engines: int = 1
     max_new_tokens: int = 0  # of a response; 0: not known
+    kv_tokens: int = 0  # that the cache of an engine holds; 0: not known
+    kv_reserved: int = 0  # of them, what a running response takes at least
     evaluate_every: int = 0  # steps; 0: only at the start and the end
     checkpoint_every: int = 0  # steps; 0: only at the end
     max_attempts: int = 3  # generations of a prompt before it is given up
@@ -84,6 +90,8 @@ class Settings:
             group_size=config.rollout.group_size,
             engines=config.policy.engines,
             max_new_tokens=config.rollout.max_new_tokens,
+            kv_tokens=config.rollout.slots * config.rollout.max_sequence_tokens,
+            kv_reserved=config.rollout.max_sequence_tokens,  # a slot of the embedded engine is as long as that
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,
         )
@@ -219,6 +227,12 @@ class Coordinator:
                 for schedule in self.schedules.values():
                     schedule.observe(event.metrics)
                 ledger.train_done()
+            case Accumulated():
+                self._check("step", event.step, self._answered(Accumulate, event).step)
+            case Lent():
+                order = self._answered(Lend, event)
+                if event.engines != order.engines:
+                    raise CoordinatorError(f"engines {event.engines} were lent, {order.engines} were to be")
             case WeightsPublished():
                 order = self._answered(PublishWeights, event)
                 self._check("version", event.version, order.version)
@@ -280,9 +294,20 @@ class Coordinator:
                 ledger.score(instruction.response)
             case Skip():
                 ledger.skip(instruction.prompt, instruction.reason)
+            case Lend():
+                self._lend(instruction)
+            case Accumulate():
+                self._check("step", instruction.step, self.step + 1)
+                if not instruction.groups or not self.fleet.lent.issuperset(instruction.engines):
+                    raise CoordinatorError(f"{len(instruction.groups)} groups on engines {instruction.engines}")
+                ledger.train(instruction.groups)
             case Train():
                 self._check("step", instruction.step, self.step + 1)
+                if Accumulate in self.awaiting:
+                    raise CoordinatorError(f"{instruction} before the gradients asked for earlier are there")
                 ledger.train(instruction.groups)
+                if not ledger.count(Stage.TRAINING):
+                    raise CoordinatorError(f"step {instruction.step} has nothing to train on")
             case Evaluate():
                 self._evaluated = (instruction.step, instruction.full)
             case SaveCheckpoint():
@@ -298,6 +323,15 @@ class Coordinator:
             if type(instruction) in self.awaiting:
                 raise CoordinatorError(f"{instruction} while another one is under way")
             self.awaiting[type(instruction)] = instruction
+
+    def _lend(self, order: Lend) -> None:
+        left = set(range(len(self.fleet))) - self.fleet.lent - set(order.engines)
+        busy = [entry.prompt.draw for entry in self.ledger.at(Stage.RUNNING) if entry.engine in order.engines]
+        if not order.engines or not left or busy:
+            raise CoordinatorError(
+                f"engines {order.engines} can't be lent: draws {busy} run there, {len(left) or 'none'} is left"
+            )
+        self.fleet.lent.update(order.engines)
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -333,4 +367,4 @@ class Coordinator:
         self.policy.load_state_dict(state["policy"])
 
 
-_ANSWERED = frozenset({DrawPrompts, Train, PublishWeights, Evaluate, SaveCheckpoint})
+_ANSWERED = frozenset({DrawPrompts, Lend, Accumulate, Train, PublishWeights, Evaluate, SaveCheckpoint})

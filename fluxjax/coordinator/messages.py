@@ -60,6 +60,20 @@ class Trained:
 
 
 @dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """The gradients of `Accumulate` are computed and kept until the `Train` of this step."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Lent:
+    """Nothing runs on the engines of `Lend` any more: training may use their devices."""
+
+    engines: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightsPublished:
     """The engines of `PublishWeights` serve `version` from now on."""
 
@@ -104,6 +118,8 @@ Event = (
     | ResponseFinished
     | RewardReady
     | Trained
+    | Accumulated
+    | Lent
     | WeightsPublished
     | Evaluated
     | CheckpointSaved
@@ -178,9 +194,27 @@ class Skip:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lend:
+    """Put these engines to sleep as soon as what was parked on them has ended; training may use their devices until
+    the next `PublishWeights` to them, which wakes them."""
+
+    engines: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulate:
+    """Compute the gradients of these groups now, for the `Train` of `step`; nothing is updated. On the devices of
+    these lent engines, or on the trainer's own if none are given."""
+
+    step: int
+    groups: tuple[Group, ...]
+    engines: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Train:
-    """One optimizer step over these groups, in this order; advantages are not yet filled in.
-    Steps count from 1: after it, `step` steps are done."""
+    """One optimizer step over these groups, in this order, and over those of the step's `Accumulate` before it, none of
+    which is among these; advantages are not yet filled in. Steps count from 1: after it, `step` steps are done."""
 
     step: int
     groups: tuple[Group, ...]
@@ -189,7 +223,7 @@ class Train:
 @dataclasses.dataclass(frozen=True)
 class PublishWeights:
     """Serve the trainer's weights, `version`, on these engines (none given: on all). What runs there goes on under
-    them."""
+    them; those that were lent wake up."""
 
     version: int
     engines: tuple[int, ...] = ()
@@ -221,5 +255,17 @@ class Finish:
 
 
 Instruction = (
-    DrawPrompts | Generate | Abort | Park | Score | Skip | Train | PublishWeights | Evaluate | SaveCheckpoint | Finish
+    DrawPrompts
+    | Generate
+    | Abort
+    | Park
+    | Score
+    | Skip
+    | Lend
+    | Accumulate
+    | Train
+    | PublishWeights
+    | Evaluate
+    | SaveCheckpoint
+    | Finish
 )

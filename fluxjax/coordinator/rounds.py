@@ -1,19 +1,33 @@
 """What policies that train in rounds have in common: scoring, what failed, what comes between two rounds.
 
 A round begins when nothing is generated, and ends with an optimizer step and the publication of its weights.
-Evaluations and checkpoints come between rounds.
+Evaluations and checkpoints come between rounds. Gradients of some groups may be computed while a round goes on.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..types import Group, Response, has_variance
 from .ledger import CoordinatorError, Entry, Stage
 from .machine import Coordinator
-from .messages import Abort, Finish, Generate, Instruction, PublishWeights, Request, Score, Skip, Train, request_id
+from .messages import (
+    Abort,
+    Accumulate,
+    Finish,
+    Generate,
+    Instruction,
+    Lend,
+    PublishWeights,
+    Request,
+    Score,
+    Skip,
+    Train,
+    request_id,
+)
+from .stream_trainer import StreamTrainer
 
 _PATIENCE = 3  # prompts given up in a row, without one response in between, until the engines count as lost
 NO_VARIANCE = "all responses have the same reward"
@@ -63,19 +77,16 @@ class Base:
             return [Abort(rid) for rid in ledger.surplus]
         if ledger.count(Stage.LOST):
             return self._retries.again(coordinator, ledger.at(Stage.LOST)[0])
-        if self._dynamic_sampling and ledger.count(Stage.SCORED) > len(self._good):
-            return self._useless(ledger.at(Stage.SCORED))
-        return []
+        return self._useless(ledger.at(Stage.SCORED)) if self._dynamic_sampling else []
 
-    def _useless(self, scored: Iterable[Entry]) -> Sequence[Instruction]:
+    def _useless(self, scored: Sequence[Entry]) -> Sequence[Instruction]:
         """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups of equal rewards teach nothing."""
         fresh = [entry for entry in scored if entry.prompt.draw not in self._good]
         bad = [entry for entry in fresh if not has_variance(entry.group())]
-        self._good |= {entry.prompt.draw for entry in fresh} - {entry.prompt.draw for entry in bad}
+        self._good = {entry.prompt.draw for entry in scored} - {entry.prompt.draw for entry in bad}
         return [Skip(entry.prompt, NO_VARIANCE) for entry in bad]
 
     def _train(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
-        self._good -= {entry.prompt.draw for entry in entries}
         return [Train(coordinator.step + 1, tuple(entry.group() for entry in entries))]
 
     def _due(self, coordinator: Coordinator) -> Sequence[Instruction]:
@@ -94,16 +105,25 @@ class Base:
 
 
 class Rounds(Base, abc.ABC):
-    """Subclasses say how a round begins, what happens in it, and which groups it trains on."""
+    """Subclasses say how a round begins, what happens in it, and which groups it trains on. While a round waits,
+    `stream` may train on what is complete. Nothing is trained on that is more than `max_staleness` versions old."""
+
+    max_staleness = 0
+
+    def __init__(self, *, stream: StreamTrainer | None = None, dynamic_sampling: bool = False) -> None:
+        super().__init__(dynamic_sampling=dynamic_sampling)
+        self.stream = stream
 
     def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if urgent := self._urgent(coordinator):
             return urgent
-        if coordinator.awaiting:
+        if coordinator.awaiting.keys() - {Accumulate, Lend}:
             return []
         if coordinator.served != coordinator.version:
             return [PublishWeights(coordinator.version)]
-        return self._round(coordinator) if self._in_round(coordinator) else self._between(coordinator)
+        if not self._in_round(coordinator):
+            return self._between(coordinator)
+        return self._round(coordinator) or self._early(coordinator)
 
     @abc.abstractmethod
     def _in_round(self, coordinator: Coordinator) -> bool: ...
@@ -113,12 +133,37 @@ class Rounds(Base, abc.ABC):
         """Opens a round; some prompts may be deferred from earlier ones."""
 
     @abc.abstractmethod
-    def _round(self, coordinator: Coordinator) -> Sequence[Instruction]: ...
+    def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """Must not end the round while `coordinator.awaiting` something."""
+
+    def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
+        """Scored groups that the round trains on, whatever else becomes of it."""
+        ledger = coordinator.ledger
+        left = coordinator.settings.prompts_per_step - ledger.count(Stage.TRAINING)
+        return ledger.at(Stage.SCORED)[: max(left, 0)]
+
+    def _early(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """The round waits: what can be done of its training."""
+        if self.stream is None or not self._in_round(coordinator):
+            return []
+        said = self.stream.consult(coordinator, self._ready(coordinator))
+        for group in (group for order in said if isinstance(order, Accumulate) for group in order.groups):
+            check_versions([group], coordinator.version - self.max_staleness)
+        return said
 
     def _between(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        if coordinator.ledger.count(Stage.STOPPING):
+        if coordinator.awaiting or coordinator.ledger.count(Stage.STOPPING):
             return []
+        if self.stream is not None:
+            self.stream.reset()
+        if lent := coordinator.fleet.lent:  # and nothing was trained: the weights are those that they serve
+            return [PublishWeights(coordinator.version, tuple(sorted(lent)))]
         return self._due(coordinator) or self._begin(coordinator)
+
+    def _moving(self, coordinator: Coordinator) -> Sequence[Entry]:
+        """Deferred prompts that go on where they were, under the same weights: their engine was lent."""
+        deferred = coordinator.ledger.at(Stage.DEFERRED)
+        return [entry for entry in deferred if entry.born == coordinator.version and entry.so_far()]
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -139,7 +184,8 @@ def requests(
     avoid: int = -1,
 ) -> tuple[Request, ...]:
     """One for each entry, each to the engine that is predicted to have the least to do (of `engines`; none given: of
-    all). Entries to `keep` go on with what there is of their responses, as many as they were begun with."""
+    all), but to none that is lent. Entries to `keep` go on with what there is of their responses, as many as they were
+    begun with."""
     fleet = coordinator.fleet
     loads, made = list(fleet.load), []
     for entry in entries:

@@ -26,13 +26,16 @@ class Synchronous(Rounds):
 
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
         ledger, settings = coordinator.ledger, coordinator.settings
+        size = settings.group_size
         missing = settings.prompts_per_step - ledger.live
         if missing > 0 and not coordinator.exhausted:
             return [DrawPrompts(missing)]
-        # Deferred: a run of another policy was resumed as this one.
+        # Deferred: its engine was lent, or a run of another policy was resumed as this one.
         if waiting := [*ledger.at(Stage.DEFERRED), *ledger.at(Stage.WAITING)]:
-            return [Generate(requests(coordinator, waiting, settings.group_size, settings.group_size))]
-        if ledger.count(Stage.RUNNING, Stage.COMPLETE):
+            moving = {entry.prompt.draw for entry in self._moving(coordinator) if entry.need == size}
+            made = requests(coordinator, waiting, size, size, keep=lambda entry: entry.prompt.draw in moving)
+            return [Generate(made)]
+        if ledger.count(Stage.RUNNING, Stage.STOPPING, Stage.COMPLETE) or coordinator.awaiting:
             return []
         scored = ledger.at(Stage.SCORED)
         check_versions([entry.group() for entry in scored], coordinator.version)

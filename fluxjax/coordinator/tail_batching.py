@@ -19,13 +19,21 @@ from .ledger import Entry, Stage
 from .machine import Coordinator
 from .messages import DrawPrompts, Generate, Instruction, Park
 from .rounds import Rounds, check_versions, requests
+from .stream_trainer import StreamTrainer
 
 
 class TailBatching(Rounds):
     """`prompts` and `responses` are launched for each one that is needed, in short rounds (the paper's eta)."""
 
-    def __init__(self, prompts: float = 1.25, responses: float = 1.25, *, dynamic_sampling: bool = False) -> None:
-        super().__init__(dynamic_sampling=dynamic_sampling)
+    def __init__(
+        self,
+        prompts: float = 1.25,
+        responses: float = 1.25,
+        *,
+        stream: StreamTrainer | None = None,
+        dynamic_sampling: bool = False,
+    ) -> None:
+        super().__init__(stream=stream, dynamic_sampling=dynamic_sampling)
         self.prompts, self.responses = prompts, responses
         self.round = ""  # "short" or "long" while there is one
         self.rounds = {"short": 0, "long": 0}  # so far
@@ -46,11 +54,13 @@ class TailBatching(Rounds):
         ledger, needed = coordinator.ledger, coordinator.settings.prompts_per_step
         if fresh := ledger.at(Stage.WAITING):
             return self._launch(coordinator, fresh)
-        scored = ledger.count(Stage.SCORED)
+        scored = ledger.count(Stage.SCORED, Stage.TRAINING)
         complete = scored + ledger.count(Stage.COMPLETE)
-        running = ledger.count(Stage.RUNNING)
+        running = ledger.count(Stage.RUNNING, Stage.STOPPING)
         if (scored if self._dynamic_sampling else complete) >= needed:
             return self._close(coordinator, needed)
+        if moving := self._moving(coordinator):
+            return [Generate(requests(coordinator, moving, 0, 0, keep=lambda entry: True))]
         if (missing := self._wanted(coordinator) - running - complete) > 0:
             deferred = ledger.at(Stage.DEFERRED)
             if (self.round == "long" or coordinator.exhausted) and deferred:
@@ -64,15 +74,18 @@ class TailBatching(Rounds):
     def _close(self, coordinator: Coordinator, needed: int) -> Sequence[Instruction]:
         """Nothing that still runs is waited for."""
         ledger = coordinator.ledger
+        needed -= ledger.count(Stage.TRAINING)
         if late := ledger.at(Stage.RUNNING):
             return [Park(entry.prompt) for entry in late]
-        if ledger.count(Stage.COMPLETE) and ledger.count(Stage.SCORED) < needed:
+        if ledger.count(Stage.STOPPING) or (ledger.count(Stage.COMPLETE) and ledger.count(Stage.SCORED) < needed):
             return []
         winners = ledger.at(Stage.SCORED)[:needed]
         if surplus := [*ledger.at(Stage.COMPLETE), *ledger.at(Stage.SCORED)[needed:]]:  # the next weights are others
             return [Park(entry.prompt) for entry in surplus]
+        if coordinator.awaiting:
+            return []
         self.round = ""
-        if not winners:
+        if not (winners or ledger.count(Stage.TRAINING)):
             return self._between(coordinator)
         check_versions([entry.group() for entry in winners], coordinator.version)
         return self._train(coordinator, winners)

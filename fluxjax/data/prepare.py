@@ -84,7 +84,7 @@ def prepare_prompt(
     if inputs.vision is not None and not limits.hold(inputs.vision):
         room = f"{limits.devices} devices of {limits.patches} (packing.patches_per_device)"
         return _skip(prompt, "too many patches", f"{inputs.vision.num_patches}, more than fit {room}")
-    return PreparedPrompt(prompt, inputs)
+    return PreparedPrompt(dataclasses.replace(prompt, tokens=len(inputs)), inputs)
 
 
 def _skip(prompt: Prompt, reason: str, detail: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fluxjax.coordinator import Coordinator, Policy, Settings
 from fluxjax.coordinator.ledger import CoordinatorError
 from fluxjax.coordinator.messages import (
     Abort,
+    Accumulate,
+    Accumulated,
     CheckpointSaved,
     DrawPrompts,
     EngineFailed,
@@ -19,6 +21,8 @@ from fluxjax.coordinator.messages import (
     Event,
     Generate,
     Instruction,
+    Lend,
+    Lent,
     Park,
     PromptsDrawn,
     PublishWeights,
@@ -33,7 +37,7 @@ from fluxjax.coordinator.messages import (
     WeightsPublished,
     request_id,
 )
-from fluxjax.types import Prompt, Response, Reward
+from fluxjax.types import Group, Prompt, Response, Reward
 
 
 @dataclasses.dataclass
@@ -92,6 +96,7 @@ class PolicyWorld:
         self.prompts, self.next_draw, self.faults = prompts, next_draw, faults
         self.version = max(self.coordinator.version, 0)
         self.served = [self.version] * engines
+        self.lent: set[int] = set()
         self.running: dict[str, Running] = {}
         self.owed: list[Event] = []
         self.said: list[Instruction] = []
@@ -136,6 +141,7 @@ class PolicyWorld:
             for engine in order.engines or range(len(self.served)):
                 assert event.version >= self.served[engine], "versions grow"
                 self.served[engine] = event.version
+                self.lent.discard(engine)
         for instruction in self.coordinator.handle(event):
             self.watch(instruction)
             self.said.append(instruction)
@@ -159,9 +165,16 @@ class PolicyWorld:
                 return self.stop(request_id(one.draw, attempt))
             case Score(scored):
                 return [RewardReady(scored.rid, reward(scored.rid))]
+            case Lend(engines):
+                assert not self.busy() & set(engines), "what ran there was parked"
+                self.lent |= set(engines)
+                return [Lent(engines)]
+            case Accumulate(step):
+                assert set(instruction.engines) <= self.lent
+                return [Accumulated(step)]
             case Train(step):
                 self.version += 1
-                lags = [self.coordinator.version - v for v in self.versions(instruction)]
+                lags = [self.coordinator.version - v for v in self.versions(self.steps[step])]
                 return [Trained(self.version, {"staleness/lag_mean": sum(lags) / len(lags), "loss": float(step)})]
             case PublishWeights(version):
                 return [WeightsPublished(version)]
@@ -173,6 +186,7 @@ class PolicyWorld:
         return []
 
     def begin(self, request: Request) -> None:
+        assert request.engine not in self.lent
         for sample in range(request.n):
             before = request.begun[sample] if request.begun else None
             if before is not None and before.finish != "abort":
@@ -193,13 +207,26 @@ class PolicyWorld:
     def all(self, kind: type) -> list:
         return [i for i in self.said if isinstance(i, kind)]
 
+    def busy(self) -> set[int]:
+        """Engines where something runs."""
+        return {one.request.engine for one in self.running.values()}
+
     @staticmethod
-    def versions(train: Train) -> list[int]:
-        return [v for group in train.groups for sample in group.samples for v in sample.response.versions]
+    def versions(groups: Sequence[Group]) -> list[int]:
+        return [v for group in groups for sample in group.samples for v in sample.response.versions]
+
+    @property
+    def steps(self) -> dict[int, list[Group]]:
+        """The groups of each step, those first that were trained on before it was complete."""
+        steps: dict[int, list[Group]] = {}
+        for order in self.said:
+            if isinstance(order, Accumulate | Train):
+                steps.setdefault(order.step, []).extend(order.groups)
+        return steps
 
     @property
     def trained(self) -> list[int]:
-        return [group.prompt.draw for train in self.all(Train) for group in train.groups]
+        return [group.prompt.draw for groups in self.steps.values() for group in groups]
 
 
 __all__ = ["CoordinatorError", "PolicyWorld", "prompt", "reward"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_cases import PolicyWorld, reward
 
-from fluxjax.coordinator import AdaptiveAsync, April, Policy, Synchronous, TailBatching
+from fluxjax.coordinator import AdaptiveAsync, April, Policy, StreamTrainer, Synchronous, TailBatching
 from fluxjax.coordinator.messages import (
     DrawPrompts,
     Finish,
@@ -24,17 +24,22 @@ from fluxjax.coordinator.messages import (
     Train,
 )
 from fluxjax.coordinator.rounds import NO_VARIANCE
-from fluxjax.policy_config import AdaptiveAsyncConfig
+from fluxjax.policy_config import AdaptiveAsyncConfig, StreamTrainerConfig
 
 ASYNC = AdaptiveAsyncConfig(max_staleness=3, sync_interval=3)
 DRAINED = AdaptiveAsyncConfig(max_staleness=3, interrupt=False, ratio=0.9)
 EAGER = AdaptiveAsyncConfig(max_staleness=2, ratio=1.0, min_ratio=1.0, max_ratio=1.0, sync_interval=1000)
+STREAM = StreamTrainerConfig(enabled=True, first=0.1, last=0.9, every=0.01, chunk=1)
 POLICIES: dict[str, tuple[Callable[..., Policy], int]] = {  # name: (made how, versions that data may be old)
     "synchronous": (Synchronous, 0),
     "tail_batching": (TailBatching, 0),
     "tail_batching_much": (lambda **options: TailBatching(2.0, 2.0, **options), 0),
     "april": (lambda **options: April(1.7, 2, **options), 2),
     "april_plain": (lambda **options: April(1.0, 1, **options), 1),
+    "synchronous_stream": (lambda **options: Synchronous(stream=StreamTrainer(STREAM), **options), 0),
+    "tail_batching_stream": (lambda **options: TailBatching(1.5, 1.5, stream=StreamTrainer(STREAM), **options), 0),
+    "april_stream": (lambda **options: April(1.7, 2, stream=StreamTrainer(STREAM), **options), 2),
+    "april_many": (lambda **options: April(4.0, 1, **options), 1),
     "adaptive_async": (lambda **options: AdaptiveAsync(ASYNC, **options), 3),
     "adaptive_async_drained": (lambda **options: AdaptiveAsync(DRAINED, **options), 3),
     "adaptive_async_eager": (lambda **options: AdaptiveAsync(EAGER, **options), 2),
@@ -51,18 +56,17 @@ def check(world: PolicyWorld, max_staleness: int, *, dynamic: bool = False) -> N
     counts = Counter(world.trained + [s.draw for s in ledger.skipped] + list(ledger.entries))
     assert counts == Counter(range(world.next_draw)), "every prompt is trained on once, or skipped, or still waits"
     assert all(s.reason for s in ledger.skipped)
-    trains = world.all(Train)
-    assert [train.step for train in trains] == list(range(1, coordinator.step + 1))
-    for train in trains:
-        assert len(train.groups) == options.prompts_per_step or coordinator.exhausted
-        for group in train.groups:
+    assert [train.step for train in world.all(Train)] == list(range(1, coordinator.step + 1))
+    for step, groups in world.steps.items():
+        assert len(groups) == options.prompts_per_step or coordinator.exhausted
+        for group in groups:
             assert len({s.response.sample for s in group.samples}) == options.group_size, "groups are complete"
             assert all(s.reward == reward(s.response.rid) for s in group.samples)
             assert not dynamic or options.group_size == 1 or len({s.reward.value for s in group.samples}) > 1
             for sample in group.samples:
                 versions = sample.response.versions
                 assert list(versions) == sorted(versions), "versions grow within a response"
-                assert train.step - 1 - min(versions) <= max_staleness, "staleness is bounded"
+                assert step - 1 - min(versions) <= max_staleness, "staleness is bounded"
     if ledger.entries or not coordinator.exhausted:
         assert coordinator.step == options.steps
     finish = world.all(Finish)
@@ -98,7 +102,7 @@ class TestEveryPolicy:
     def test_resume_anywhere(self, name: str, seed: int, prompts: int) -> None:
         """A run goes on from any of its checkpoints, which is plain JSON: what it had not trained on, it trains on."""
         make, max_staleness = POLICIES[name]
-        options = {"steps": 6, "prompts": prompts, "checkpoint_every": 1}
+        options = {"steps": 6, "prompts": prompts, "checkpoint_every": 1, "engines": 2}
         whole = PolicyWorld(make(), seed, **options).go()
         for state, next_draw in whole.states:
             state = json.loads(json.dumps(state))
@@ -107,15 +111,15 @@ class TestEveryPolicy:
             assert not set(done) & set(resumed.trained)
             left = set(range(resumed.next_draw)) - set(done) - set(resumed.trained)
             assert left == set(resumed.coordinator.ledger.entries)
-            for train in resumed.all(Train):
-                assert train.step - 1 - min(resumed.versions(train)) <= max_staleness
+            for step, groups in resumed.steps.items():
+                assert step - 1 - min(resumed.versions(groups)) <= max_staleness
 
     @settings(deadline=None, max_examples=15)
     @given(seed=st.integers(0, 10**6), after=st.integers(0, 60))
     def test_stop(self, name: str, seed: int, after: int) -> None:
         """A stop at any moment ends in a checkpoint from which nothing is missing."""
         make, _ = POLICIES[name]
-        world = PolicyWorld(make(), seed, steps=20)
+        world = PolicyWorld(make(), seed, steps=20, engines=2)
         heard = 0
         inner = world.hear
 
@@ -228,7 +232,7 @@ class TestAdaptiveAsync:
             world.step()
             most = max(most, world.coordinator.ledger.live)
         assert most == 4 * (1 + 2)
-        assert any(len(set(world.versions(train))) > 1 for train in world.all(Train))
+        assert any(len(set(world.versions(groups))) > 1 for groups in world.steps.values())
 
     def test_ratio_follows_staleness(self) -> None:
         """Above the target the ratio falls, below it rises, within its bounds."""
@@ -251,8 +255,7 @@ class TestAdaptiveAsync:
 
         def watch(instruction) -> None:
             if isinstance(instruction, PublishWeights):
-                busy = {one.request.engine for one in world.running.values()}
-                assert instruction.engines and not busy & set(instruction.engines)
+                assert instruction.engines and not world.busy() & set(instruction.engines)
 
         world.watch = watch
         world.go()
