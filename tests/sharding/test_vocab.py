@@ -44,6 +44,14 @@ def test_equals_naive(chunk, temperature):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), got, want)
 
 
+def test_a_temperature_for_each_token():
+    hidden, head, targets = draw()
+    temperatures = jnp.asarray(np.random.default_rng(2).uniform(0.5, 1.5, (B, T)), jnp.float32)
+    got = value_and_grads(lambda h, w: token_logprobs(h, w, targets, chunk=4, temperature=temperatures), hidden, head)
+    want = value_and_grads(lambda h, w: naive(h, w, targets, temperatures[..., None]), hidden, head)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), got, want)
+
+
 def test_tokens_that_are_never_sampled_are_out_of_the_distribution():
     hidden, head, targets = draw()
     allowed = jnp.arange(V) >= 5

@@ -1,0 +1,153 @@
+"""The policies on the embedded engine, with answers of long-tailed lengths: rollout and whole time of a trained sample.
+
+A part of `tail_batching.py`. A tiny model writes strings backwards whose lengths are lognormal. Every policy trains its
+own copy, from the same warm start, on the same prompts; the policies take turns, a few steps each, so that whatever
+else the machine does hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
+
+import numpy as np
+from common import cores
+from rich.console import Console
+
+from fluxjax.callbacks import Callback
+from fluxjax.config import Config, LossAggregation, Schedule, SourceConfig
+from fluxjax.policy_config import Importance
+from fluxjax.policy_config import Policy as Name
+from fluxjax.report.display import Display
+from fluxjax.trainer import FluxTrainer
+from fluxjax.types import Group
+
+POLICIES = ("synchronous", "tail_batching", "april", "adaptive_async")
+LETTERS, MEDIAN, SIGMA = "abc", 5.0, 1.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    longest: int = 96  # letters of an answer
+    prompts: int = 16  # a step
+    responses: int = 8  # a prompt
+    warm_start: int = 400  # supervised steps
+    steps: int = 20  # of a turn
+    turns: int = 5  # of each policy; the first compiles and is not counted
+
+
+def write_strings(folder: pathlib.Path, sizes: Sizes, records: int = 4000, held_out: int = 200) -> None:
+    """`train.jsonl` and `eval.jsonl`, lengths lognormal."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(MEDIAN), SIGMA, records + held_out).round(), 1, sizes.longest).astype(int)
+    words = ["".join(rng.choice(list(LETTERS), length)) for length in lengths]
+    for name, part in (("eval", words[:held_out]), ("train", words[held_out:])):
+        lines = (
+            json.dumps({"id": f"{name}-{i}", "prompt": f"Reverse {word}:", "answer": word[::-1]})
+            for i, word in enumerate(part)
+        )
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def configuration(folder: pathlib.Path, policy: str, sizes: Sizes) -> Config:
+    config = Config(name=policy, run_dir=str(folder / policy))
+    source = SourceConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "eval.jsonl"), reward="positions")
+    config.data.sources = {"strings": source}
+    config.model.vision = False
+    config.model.rope_theta = 100.0
+    config.steps = sizes.steps * sizes.turns
+    config.warm_start.steps, config.warm_start.batch_size = sizes.warm_start, 64
+    config.rollout.prompts_per_step, config.rollout.group_size = sizes.prompts, sizes.responses
+    config.rollout.max_new_tokens = sizes.longest + 16
+    config.rollout.max_sequence_tokens = 2 * sizes.longest + 32
+    config.rollout.slots = 2 * sizes.prompts * sizes.responses
+    config.packing.tokens_per_row, config.packing.rows_per_device = 512, 32
+    config.algorithm.loss_aggregation = LossAggregation.SEQUENCE_MEAN
+    config.optim.schedule, config.optim.lr, config.optim.beta2 = Schedule.CONSTANT, 3e-4, 0.95
+    config.checkpoint.every, config.evaluation.every = 0, 0
+    config.evaluation.samples = 200
+    config.report.dump_samples_every = 0
+    config.policy.name = Name(policy)
+    if policy in ("april", "adaptive_async"):
+        importance = config.algorithm.importance
+        importance.kind, importance.decoupled = Importance.TRUNCATE, True
+    return config
+
+
+class Watch(Callback):
+    """When each step ended, with how many samples, and how long responses were under way for it."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.samples: list[int] = []
+        self.rollout: list[float] = []
+
+    def on_step(self, trainer: FluxTrainer, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        self.ends.append(time.perf_counter())
+        self.samples.append(sum(len(group.samples) for group in groups))
+        self.rollout.append(metrics.get("seconds/rollout", 0.0))
+
+    def milliseconds(self) -> dict[str, float]:
+        """A trained sample, from the end of the first step to that of the last."""
+        samples = sum(self.samples[1:])
+        return {
+            "rollout": round(1e3 * sum(self.rollout[1:]) / samples, 3),
+            "end_to_end": round(1e3 * (self.ends[-1] - self.ends[0]) / samples, 3),
+        }
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """Milliseconds a trained sample of each policy, medians over turns; ratios above 1: faster than synchronous."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = pathlib.Path(name)
+        write_strings(folder, sizes)
+        console = Console(file=sys.stderr, soft_wrap=True)
+        trainers = {
+            policy: stack.enter_context(
+                FluxTrainer(configuration(folder, policy, sizes), display=Display(sizes.steps, console=console))
+            )
+            for policy in POLICIES
+        }
+        turns: dict[str, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
+        accuracy: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+        for turn in range(1, sizes.turns + 1):
+            for policy, trainer in trainers.items():
+                watch = Watch()
+                result = trainer.fit(num_steps=turn * sizes.steps, callbacks=[watch])
+                turns[policy].append(watch.milliseconds())
+                accuracy[policy].append(result.summary.accuracy["strings"]["end"])
+                print(f"turn {turn} of {policy}: {turns[policy][-1]}", file=sys.stderr)
+    counted = {policy: rounds[1:] for policy, rounds in turns.items()}
+    medians = {
+        policy: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        for policy, rounds in counted.items()
+    }
+    plain = medians["synchronous"]
+    return {
+        "what": "embedded engine on this CPU, one device, strings of lognormal lengths written backwards",
+        "cores": cores(),
+        "sizes": dataclasses.asdict(sizes) | {"median": MEDIAN, "sigma": SIGMA},
+        "milliseconds_a_trained_sample": medians,
+        "turns": counted,
+        "against_synchronous": {
+            policy: {key: round(plain[key] / own[key], 3) for key in own if own[key]}
+            for policy, own in medians.items()
+            if policy != "synchronous"
+        },
+        "held_out_accuracy_after_each_turn": accuracy,
+    }
+
+
+if __name__ == "__main__":
+    small = Sizes(warm_start=20, steps=4, turns=2) if "--small" in sys.argv else Sizes()
+    print(json.dumps({"benchmark": "policies_measured", "measured": measure(small)}))

@@ -1,0 +1,79 @@
+"""Every policy with real engines and a real learner, on a tiny text task: what is special about each shows in what it
+trained on, and a run that is stopped goes on with what it had begun."""
+
+from __future__ import annotations
+
+import pytest
+from run_cases import flags, letters
+
+from fluxjax.callbacks import Callback
+from fluxjax.cli import load
+from fluxjax.learner import GAP
+from fluxjax.trainer import FluxTrainer
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+OPTIONS = {
+    "tail_batching": {"schedules__temperature": "reverse: linear(1.3, 0.8)", "tail_batching__prompts": 1.5},
+    "april": {"april__oversample": 2.0, "algorithm__importance__kind": "truncate"},
+    "adaptive_async": {
+        "adaptive_async__max_ratio": 1.0,
+        "adaptive_async__ratio": 1.0,
+        "algorithm__importance__kind": "mask",
+        "algorithm__importance__decoupled": True,
+    },
+}
+
+
+class Diary(Callback):
+    """What each step trained on; stops the run after one of them."""
+
+    def __init__(self, stop_after: int = 0) -> None:
+        self.stop_after = stop_after
+        self.groups: dict[int, list] = {}
+        self.metrics: dict[int, dict] = {}
+
+    def on_step(self, trainer, step, groups, metrics) -> None:
+        self.groups[step], self.metrics[step] = list(groups), dict(metrics)
+        if step == self.stop_after:
+            trainer.stop()
+
+
+def configuration(folder, policy: str):
+    data = letters(folder, count=60)
+    # The policy ends when it happens to, so lengths have a long tail.
+    settings = {"steps": STEPS, "policy__name": policy, "policy__engines": 2, "rollout__max_new_tokens": 16}
+    settings |= {"warm_start__steps": 2, "checkpoint__every": 0, "evaluation__every": 0, "rollout__slots": 64}
+    settings |= data | OPTIONS[policy]
+    return load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
+
+
+@pytest.mark.parametrize("policy", OPTIONS)
+def test_stopped_and_resumed(policy: str, tmp_path) -> None:
+    first, second = Diary(stop_after=3), Diary()
+    for diary in (first, second):
+        with FluxTrainer(configuration(tmp_path, policy)) as trainer:
+            result = trainer.fit(callbacks=[diary])
+            ledger = trainer.coordinator.ledger
+    assert result.summary.steps == STEPS and result.summary.complete
+    steps = first.groups | second.groups
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    draws = [group.prompt.draw for groups in steps.values() for group in groups]
+    assert len(set(draws)) == len(draws) == 4 * STEPS, "no prompt is trained on twice"
+    assert set(draws) | set(ledger.entries) == set(range(ledger.last_draw + 1)), "and none is lost"
+
+    metrics = first.metrics | second.metrics
+    gaps = [one[GAP] for one in metrics.values() if GAP in one]
+    assert gaps and max(gaps) < 1e-5, "what these very weights generated has the trainer's log-probs, prefix or not"
+    lags = [metrics[step]["staleness/lag_max"] for step in sorted(metrics)]
+    responses = [sample.response for groups in steps.values() for group in groups for sample in group.samples]
+    mixed = [response for response in responses if len(set(response.versions)) > 1]
+    if policy == "tail_batching":
+        assert max(lags) == 0 and not mixed
+        rounds = trainer.coordinator.policy.rounds
+        assert rounds["long"] and rounds["short"] + rounds["long"] == STEPS
+        temperatures = [groups[0].samples[0].response.temperature for _, groups in sorted(steps.items())]
+        assert temperatures == pytest.approx([1.3 - 0.1 * step for step in range(STEPS)])
+    else:
+        assert 0 < max(lags) <= 4 and mixed
