@@ -26,6 +26,7 @@ class CoordinatorError(RuntimeError):
 
 
 class Stage(enum.Enum):
+    __hash__ = object.__hash__  # of the name, by default: books are kept by stage
     WAITING = "waiting"  # drawn, with no engine yet
     DEFERRED = "deferred"  # parked, with no engine until the policy wants it
     RUNNING = "running"  # responses are still to come
@@ -103,10 +104,13 @@ class Ledger:
     def at(self, stage: Stage) -> list[Entry]:
         """The prompts at a stage, in draw order."""
         entries = self._stages[stage]
-        return [entries[draw] for draw in sorted(entries)]
+        return [entries[draw] for draw in sorted(entries)] if entries else []
 
     def count(self, *stages: Stage) -> int:
-        return sum(len(self._stages[stage]) for stage in stages)
+        total = 0
+        for stage in stages:  # a loop: this is asked several times for each event of a run
+            total += len(self._stages[stage])
+        return total
 
     @property
     def awaits_something(self) -> bool:
@@ -300,6 +304,8 @@ class Ledger:
         del self.entries[entry.prompt.draw]
 
     def _forget_surplus(self, entry: Entry) -> None:
+        if not self.surplus:
+            return
         for i in range(entry.n):
             self.surplus.pop(response_id(entry.prompt.draw, entry.attempt, i), None)
 
@@ -379,7 +385,10 @@ def _entry_from_json(saved: Mapping[str, Any], prompt: Prompt) -> Entry:
 def _parse(rid: str) -> tuple[int, int, int]:
     request, _, sample = rid.partition("/")
     draw, _, attempt = request.partition(".")
-    parts = (draw, attempt, sample)
-    if all(p.isascii() and p.isdigit() for p in parts) and response_id(*map(int, parts)) == rid:
-        return int(draw), int(attempt), int(sample)
+    try:
+        numbers = int(draw), int(attempt), int(sample)
+    except ValueError:
+        numbers = -1, -1, -1
+    if response_id(*numbers) == rid and min(numbers) >= 0:
+        return numbers
     raise CoordinatorError(f"{rid!r} is no response id of this run")

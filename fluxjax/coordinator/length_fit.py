@@ -65,6 +65,7 @@ class LengthFit:
         self._keep = 1 - 1 / memory
         self._gram = np.zeros((FEATURES, FEATURES))
         self._moment = np.zeros(FEATURES)
+        self._pending: list[tuple[np.ndarray, float, float]] = []  # (x, y, weight), not yet in the two above
         self._fresh = 0  # responses since the last solution
         self.responses = 0.0  # with older ones discounted
         self.weights = np.zeros(FEATURES)
@@ -73,9 +74,7 @@ class LengthFit:
 
     def add(self, x: np.ndarray, y: float, weight: float) -> bool:
         """Enters a response; whether weights should be solved for now."""
-        scaled = weight * x
-        self._gram += scaled[:, None] * x
-        self._moment += y * scaled
+        self._pending.append((x, y, weight))
         self._fresh += 1
         self.responses += 1
         return self._fresh >= min(_SOLVE_EVERY, 1 + self.responses // 8)
@@ -83,6 +82,7 @@ class LengthFit:
     def solve(self, towards: np.ndarray, noise: float) -> float:
         """Weights given those to shrink towards and the variance of ln(length) that a response counts with. Answers
         the weight that everything entered before has from now on."""
+        self._enter()
         self.covariance = np.linalg.inv(self._precision + self._gram / noise)
         self.weights = towards + self.covariance @ ((self._moment - self._gram @ towards) / noise)
         keep = self._keep**self._fresh
@@ -93,10 +93,21 @@ class LengthFit:
         self.version += 1
         return keep
 
+    def _enter(self) -> None:
+        """All together: one product of matrices is much cheaper than many small ones."""
+        if self._pending:
+            rows, targets, weights = zip(*self._pending, strict=True)
+            x, scale = np.array(rows), np.array(weights)
+            scaled = scale[:, None] * x
+            self._gram += scaled.T @ x
+            self._moment += scaled.T @ np.array(targets)
+            self._pending.clear()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "gram": self._gram.tolist(),
             "moment": self._moment.tolist(),
+            "pending": [[x.tolist(), y, weight] for x, y, weight in self._pending],
             "fresh": self._fresh,
             "responses": self.responses,
             "weights": self.weights.tolist(),
@@ -107,6 +118,8 @@ class LengthFit:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._gram = np.array(state["gram"], np.float64)
         self._moment = np.array(state["moment"], np.float64)
+        pending = state.get("pending", [])  # not in checkpoints of earlier releases
+        self._pending = [(np.array(x, np.float64), y, weight) for x, y, weight in pending]
         self._fresh = state["fresh"]
         self.responses = state["responses"]
         self.weights = np.array(state["weights"], np.float64)
