@@ -1,0 +1,131 @@
+"""Do the policies learn alike? Held-out accuracy of the embedded task under each policy, over several seeds.
+
+    python benchmarks/policies_learning.py --out runs/learning          # 15 runs, about an hour on two cores
+    python benchmarks/policies_learning.py --out runs/learning --picture docs/pictures/policies.png
+    python benchmarks/policies_learning.py --config configs/text.py --seeds 0 1
+
+Every run is `python -m fluxjax.train` with a seed and a policy; nothing else differs but an importance correction where
+data may be old. Runs that are complete in `--out` are not made again. Prints one JSON line: the final accuracy of each
+run, means and standard deviations, differences to `synchronous` in points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
+
+from common import ROOT
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fluxjax.report.metrics import read
+
+CORRECTED = ("--config.algorithm.importance.kind=truncate", "--config.algorithm.importance.decoupled=True")
+POLICIES: dict[str, tuple[str, ...]] = {
+    "synchronous": (),
+    "tail_batching": (),
+    "adaptive_async": CORRECTED,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/vlm.py")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--every", type=int, default=25, help="steps between two evaluations on all held-out prompts")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/learning"))
+    parser.add_argument("--picture", type=pathlib.Path, help="where to draw the curves")
+    options = parser.parse_args(argv)
+    runs: dict[str, dict[int, dict[str, Any]]] = {policy: {} for policy in options.policies}
+    for seed in options.seeds:  # seed by seed, so that what is there so far compares
+        for policy in options.policies:
+            folder = options.out / f"{policy}-{seed}"
+            if not _complete(folder) and not _train(options, policy, seed, folder):
+                print(f"error: {policy} with seed {seed} did not end well; see {folder}.log", file=sys.stderr)
+                return 1
+            runs[policy][seed] = json.loads((folder / "summary.json").read_text())
+    print(json.dumps({"benchmark": "policies_learning", "config": options.config, "measured": _compared(runs)}))
+    if options.picture:
+        draw(options.out, options.policies, options.seeds, options.picture)
+    return 0
+
+
+def _complete(folder: pathlib.Path) -> bool:
+    file = folder / "summary.json"
+    return file.exists() and json.loads(file.read_text())["complete"]
+
+
+def _train(options: argparse.Namespace, policy: str, seed: int, folder: pathlib.Path) -> bool:
+    print(f"{policy}, seed {seed} ...", file=sys.stderr)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "fluxjax.train", f"--config={options.config}", f"--config.run_dir={folder}"]
+    command += [f"--config.seed={seed}", f"--config.policy.name={policy}", f"--config.evaluation.every={options.every}"]
+    command += ["--config.evaluation.samples_during=200", *POLICIES[policy]]
+    with (folder.parent / f"{folder.name}.log").open("a") as log:
+        return subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=False).returncode == 0
+
+
+def _compared(runs: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    finals = {
+        policy: {
+            source: [summary["accuracy"][source]["end"] for _, summary in sorted(own.items())]
+            for source in sorted(next(iter(own.values()))["accuracy"])
+        }
+        for policy, own in runs.items()
+    }
+    for policy, by_source in finals.items():
+        result[policy] = {
+            source: {
+                "final": values,
+                "mean": round(statistics.mean(values), 4),
+                "deviation": round(statistics.stdev(values), 4) if len(values) > 1 else 0.0,
+            }
+            for source, values in by_source.items()
+        }
+        if plain := finals.get("synchronous"):
+            for source, values in by_source.items():
+                points = 100 * (statistics.mean(values) - statistics.mean(plain[source]))
+                result[policy][source]["points_above_synchronous"] = round(points, 2)
+        totals = [summary["seconds"]["total"] for summary in runs[policy].values()]
+        result[policy]["seconds"] = [round(total, 1) for total in totals]
+    return result
+
+
+def draw(out: pathlib.Path, policies: Sequence[str], seeds: Sequence[int], picture: pathlib.Path) -> None:
+    """One panel a source; a policy is one colour, its mean over seeds thick, each seed thin."""
+    curves: dict[str, dict[str, list[list[tuple[int, float]]]]] = {}
+    for policy in policies:
+        for seed in seeds:
+            lines = [one for one in read(out / f"{policy}-{seed}" / "metrics.jsonl") if one["phase"] == "eval"]
+            for name in sorted({key for one in lines for key in one if key.startswith("accuracy/")}):
+                points = sorted({one["step"]: one[name] for one in lines if name in one}.items())
+                curves.setdefault(name.removeprefix("accuracy/"), {}).setdefault(policy, []).append(points)
+    figure = Figure(figsize=(5.5 * len(curves), 4), layout="constrained")
+    axes = figure.subplots(1, len(curves), squeeze=False)
+    for axis, (source, by_policy) in zip(axes[0], curves.items(), strict=True):
+        for number, (policy, runs) in enumerate(by_policy.items()):
+            colour = f"C{number}"
+            for points in runs:
+                axis.plot(*zip(*points, strict=True), color=colour, alpha=0.25, linewidth=1)
+            steps = sorted(set.intersection(*({step for step, _ in points} for points in runs)))
+            mean = [statistics.mean(dict(points)[step] for points in runs) for step in steps]
+            axis.plot(steps, mean, color=colour, linewidth=2.5, label=policy)
+        axis.set(title=source, xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(str(picture))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
