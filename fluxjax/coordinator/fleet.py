@@ -30,9 +30,11 @@ class Fleet:
     def __len__(self) -> int:
         return len(self.served)
 
-    def route(self, loads: Sequence[float], usable: Iterable[int], avoid: int = -1) -> int:
+    def route(self, loads: Sequence[float], usable: Sequence[int], avoid: int = -1) -> int:
         """The engine among `usable` with the least of `loads`; none that is lent, and not `avoid` unless there is no
         other."""
+        if avoid < 0 and not self.lent and len(usable) == len(loads):
+            return loads.index(min(loads))  # the same, with a thousand engines much sooner
         choices = [engine for engine in usable if engine not in self.lent]
         others = [engine for engine in choices if engine != avoid]
         return min(others or choices, key=lambda engine: (loads[engine], engine))

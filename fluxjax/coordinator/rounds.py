@@ -20,6 +20,7 @@ from .messages import (
     Generate,
     Instruction,
     Lend,
+    Park,
     PublishWeights,
     Request,
     Score,
@@ -158,10 +159,15 @@ class Rounds(Base, abc.ABC):
             self.stream.reset()
         if lent := coordinator.fleet.lent:  # and nothing was trained: the weights are those that they serve
             return [PublishWeights(coordinator.version, tuple(sorted(lent)))]
+        last = coordinator.ending or coordinator.stop_reason
+        if last and (begun := coordinator.ledger.at(Stage.RUNNING)):  # lost after it was parked
+            return [Park(entry.prompt, keep=True) for entry in begun]
         return self._due(coordinator) or self._begin(coordinator)
 
     def _moving(self, coordinator: Coordinator) -> Sequence[Entry]:
         """Deferred prompts that go on where they were, under the same weights: their engine was lent."""
+        if not coordinator.fleet.lent:
+            return []
         deferred = coordinator.ledger.at(Stage.DEFERRED)
         return [entry for entry in deferred if entry.born == coordinator.version and entry.so_far()]
 
