@@ -62,7 +62,7 @@ def build_engines(config: Config, model: Decoder) -> list[JaxEngine]:
             slots=config.rollout.slots,
             max_sequence_tokens=config.rollout.max_sequence_tokens,
             compute_dtype=config.model.compute_dtype.value,
-            device=devices[number % len(devices)],
+            devices=[devices[number % len(devices)]],
         )
         for number in range(config.policy.engines)
     ]

@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import TextConfig
+import models
+from models.decoder import Decoder
+from sharding.walk import Walk
 
 from .engine import EngineError
 from .kv_cache import KVCache
-from .programs import Programs
+from .programs import programs
 from .sampling import SlotSampling
+from .tensor_parallel import Layout
 from .turns import Limits, RoundPlan, StartPlan
 
 
@@ -47,15 +50,31 @@ def _ids(sampling: SlotSampling) -> tuple[int, int]:
 
 
 class DeviceState:
-    def __init__(
-        self, programs: Programs, params: Mapping[str, Any], text: TextConfig, limits: Limits, device: Any,
-        dtype: Any,
-    ) -> None:  # fmt: skip
-        self.programs, self.limits, self.device = programs, limits, device
-        self._text, self._dtype = text, dtype
+    """`model` is copied, its weights are cast to `dtype` (None: as they are). `walk` and `steps` are those of the
+    programs."""
+
+    def __init__(self, model: Decoder, walk: Walk, steps: int, limits: Limits, layout: Layout, dtype: Any) -> None:
+        self._graphdef, params = models.split(model)
+        self._abstract, self._text = models.abstract(model.config), model.config.text
+        self._walk, self._steps, self._dtype = walk, steps, dtype
+        self.limits = limits
+        self._settle(layout)
         self.params = self._copy(params)
         self.cache: KVCache | None = None  # made when needed; None after a failure or while asleep
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # program and bucketed sizes of every call so far
+
+    def _settle(self, layout: Layout) -> None:
+        """From now on, everything is made for these devices."""
+        self.layout = layout
+        self._weights, self._rows = layout.weights(self._abstract), layout.rows(self._text)
+        several = len(layout.devices) > 1  # the programs of one device serve any other, too
+        self.programs = programs(self._graphdef, self._walk, self._steps, self._rows if several else None)
+
+    def move(self, layout: Layout) -> None:
+        """The weights, on other devices; the cache is gone."""
+        self.cache = None
+        self.params = jax.block_until_ready(jax.device_put(self.params, layout.weights(self._abstract)))
+        self._settle(layout)
 
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights by a copy. Raises EngineError where structure or shapes differ from the old ones."""
@@ -69,11 +88,12 @@ class DeviceState:
         self.params = self._copy(params)
 
     def _copy(self, params: Mapping[str, Any]) -> Any:
-        """A copy on this device that shares no buffer with `params`, complete when this returns.
+        """A copy on these devices that shares no buffer with `params`, complete when this returns.
 
         `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
         """
-        local = (jax.device_put(x, self.device) for x in jax.tree.leaves(dict(params)))
+        placed = zip(jax.tree.leaves(dict(params)), jax.tree.leaves(self._weights), strict=True)
+        local = (jax.device_put(x, sharding) for x, sharding in placed)
         leaves = [jax.block_until_ready(_copied(x, self._dtype or x.dtype)) for x in local]
         return jax.tree.unflatten(jax.tree.structure(dict(params)), leaves)
 
@@ -105,6 +125,6 @@ class DeviceState:
     def _ready_cache(self) -> KVCache:
         if self.cache is None:
             dtype = jax.tree.leaves(self.params)[0].dtype
-            limits = self.limits
-            self.cache = KVCache.create(self._text, limits.slots, limits.max_sequence_tokens, dtype, self.device)
+            slots, tokens = self.limits.slots, self.limits.max_sequence_tokens
+            self.cache = KVCache.create(self._text, slots, tokens, dtype, self._rows)
         return self.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from models.inputs import ModelInput
@@ -75,6 +75,7 @@ class EngineStats:
     tokens_generated: int
     tokens_prefilled: int
     decode_steps: int
+    preemptions: int = 0  # running samples that lost their cache because there was no room for all
 
 
 class EngineError(RuntimeError):
@@ -97,6 +98,15 @@ class Engine(Protocol):
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         """Serve `params` as `version` from the next token on. Running samples go on under the new weights."""
+        ...
+
+    async def set_parallelism(self, devices: Sequence[Any]) -> None:
+        """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... of one host, numbered or
+        named as the engine does it. Between requests only: `EngineError` while samples are running or waiting, and
+        for devices that it can't use.
+
+        An engine that can reshards the weights that it serves. One that can't starts its server anew and may come up
+        with other weights: `stats().version` says which, and the caller publishes those it wants next."""
         ...
 
     async def pause(self) -> None:

@@ -1,4 +1,4 @@
-"""The embedded engine: continuous batching in this process, on one JAX device, behind `rollout.engine.Engine`.
+"""The embedded engine: continuous batching in this process, on one or more devices, behind `rollout.engine.Engine`.
 
 The engine works in turns, each one call into a worker thread: a *start* prefills waiting prompts into free slots
 and draws their first tokens, a *round* gives every running sample up to `steps_per_sync` tokens. Between turns it
@@ -15,9 +15,6 @@ import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax
-
-import models
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder
 from sharding.walk import Walk
@@ -25,9 +22,9 @@ from sharding.walk import Walk
 from . import turns
 from .device import DeviceState
 from .engine import EngineError, EngineStats, GenerateRequest
-from .programs import programs
 from .scheduler import Delivery, Job, Scheduler
 from .stream import Mailbox, TokenStream
+from .tensor_parallel import Layout
 
 Result = TypeVar("Result")
 
@@ -39,6 +36,7 @@ class JaxEngine:
     `steps_per_sync` tokens a sample are decoded between two looks of the host: more is cheaper, fewer lets chunks,
     aborts and new weights through sooner; what is sampled does not depend on it. `prefill_tokens` and
     `prefill_patches` bound one prefill call. `compute_dtype` casts the weights as they come in (None: as they are).
+    `devices` compute together (`rollout.tensor_parallel`): 1, 2, 4, ... of this process; None: its first one.
     """
 
     def __init__(
@@ -51,14 +49,13 @@ class JaxEngine:
         prefill_tokens: int = 4096,
         prefill_patches: int = 4096,
         compute_dtype: Any = None,
-        device: Any = None,
+        devices: Sequence[Any] | None = None,
         walk: Walk | None = None,
         version: int = 0,
     ) -> None:
         sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens, "steps_per_sync": steps_per_sync}
         if min(sizes.values()) < 1:
             raise EngineError(f"all of these must be positive: {sizes}")
-        graphdef, params = models.split(model)
         config = model.config
         vision = config.vision if isinstance(config, Qwen25VLConfig) else None
         self._reads_pixels = vision is not None
@@ -70,11 +67,11 @@ class JaxEngine:
             merge_unit=vision.merge_unit if vision is not None else 1,
         )
         self._device = DeviceState(
-            programs(graphdef, walk if walk is not None else Walk(), steps_per_sync),
-            params,
-            config.text,
+            model,
+            walk if walk is not None else Walk(),
+            steps_per_sync,
             self._limits,
-            device if device is not None else jax.local_devices()[0],
+            Layout.of(devices),
             compute_dtype,
         )
         self._scheduler = Scheduler(slots, max_sequence_tokens, config.text.vocab_size)
@@ -126,6 +123,18 @@ class JaxEngine:
             self._version = version
             self._scheduler.invalidate()
 
+    async def set_parallelism(self, devices: Sequence[Any]) -> None:
+        """Goes on with the same weights, as the same version, on these devices: they are moved there piece by piece."""
+        layout = Layout.of(devices)
+        async with self._between_turns():
+            if self._scheduler.jobs:
+                raise EngineError(
+                    f"can't move to other devices: {self._scheduler.running} samples are running and "
+                    f"{len(self._scheduler.waiting)} waiting; abort them first"
+                )
+            if layout != self._device.layout:
+                await self._in_thread(self._device.move, layout)
+
     async def pause(self) -> None:
         self._paused = True
         async with self._between_turns():
@@ -165,7 +174,13 @@ class JaxEngine:
             tokens_generated=self._scheduler.tokens_generated,
             tokens_prefilled=self._tokens_prefilled,
             decode_steps=self._decode_steps,
+            preemptions=0,  # a slot is as long as a sequence may get: nothing is ever displaced
         )
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """Where it computes: whoever is lent the engine may use them."""
+        return self._device.layout.devices
 
     @property
     def compiled_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -29,6 +29,7 @@ class KVCache:
 
     @staticmethod
     def create(text: TextConfig, slots: int, max_tokens: int, dtype: Any, device: Any = None) -> KVCache:
+        """`device` may be a sharding of `[L, B, S, K, H]`."""
         shape = (text.num_layers, slots, max_tokens, text.num_kv_heads, text.head_dim)
         return KVCache(jnp.zeros(shape, dtype, device=device), jnp.zeros(shape, dtype, device=device))
 

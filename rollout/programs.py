@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from sharding.walk import Walk
 
 from .kv_cache import KVCache, Rows, cached_attention
 from .sampling import SlotSampling, allowed_tokens, sample, sample_keys, stopped
+
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -52,10 +54,14 @@ class Round:
 
 
 class Programs:
-    """The compiled programs of one architecture. Engines of equal settings share them (`programs`)."""
+    """The compiled programs of one architecture. Engines of equal settings share them (`programs`).
 
-    def __init__(self, graphdef: Any, walk: Walk, steps: int) -> None:
-        self.graphdef, self.walk, self.steps = graphdef, walk, steps
+    `rows` is the sharding of keys and values where several devices compute together: it holds from program to program,
+    so that a cache can be donated. All else follows from how the weights lie.
+    """
+
+    def __init__(self, graphdef: Any, walk: Walk, steps: int, rows: Any = None) -> None:
+        self.graphdef, self.walk, self.steps, self.rows = graphdef, walk, steps, rows
         self.prefill = jax.jit(self._prefill)
         self.start = jax.jit(self._start, donate_argnums=1)
         self.decode = jax.jit(self._decode, donate_argnums=1, static_argnums=3)
@@ -79,7 +85,10 @@ class Programs:
 
         x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
         x, rows = self.walk.scan(model.layers, x, step)
-        return rows, model.final_norm(self.walk, x)
+        return self._placed(rows), model.final_norm(self.walk, x)
+
+    def _placed(self, rows: T) -> T:
+        return rows if self.rows is None else jax.lax.with_sharding_constraint(rows, self.rows)
 
     def _logits(self, model: Decoder, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         head = model.head_weight(self.walk)
@@ -89,7 +98,7 @@ class Programs:
         self, params: Any, cache: KVCache, rows: Rows, hidden_BTD: Float[Array, "R T D"], starts: Starts
     ) -> tuple[KVCache, Int[Array, " B"], Float[Array, " B"]]:
         """Copies prefilled rows into the samples' slots and draws each one's first token."""
-        cache = cache.insert(rows, starts.row_B, starts.source_BT, starts.slots_B)
+        cache = self._placed(cache.insert(rows, starts.row_B, starts.source_BT, starts.slots_B))
         logits_BV = self._logits(self._model(params), hidden_BTD[starts.row_B, starts.last_B])
         sampling = starts.sampling
         allowed_BV = allowed_tokens(sampling.forbidden_ids_BI, logits_BV.shape[1])
@@ -158,10 +167,10 @@ class Programs:
             jnp.zeros((B,), jnp.int32),
         )
         _, _, _, fresh, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(running, one, state)
-        cache = cache.append(fresh, batch.slots_B, batch.length_B)
+        cache = self._placed(cache.append(fresh, batch.slots_B, batch.length_B))
         return cache, tokens_BR, logprobs_BR, count_B
 
 
 @functools.lru_cache(maxsize=32)
-def programs(graphdef: Any, walk: Walk, steps: int) -> Programs:
-    return Programs(graphdef, walk, steps)
+def programs(graphdef: Any, walk: Walk, steps: int, rows: Any = None) -> Programs:
+    return Programs(graphdef, walk, steps, rows)
