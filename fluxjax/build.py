@@ -17,6 +17,7 @@ from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.jax_engine import JaxEngine
 
+from .batching import check_strategy
 from .config import Config, ConfigError, ModelConfig
 from .data.sources import Source, all_texts, common_words
 
@@ -54,8 +55,11 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
 
 
 def build_engines(config: Config, model: Decoder) -> list[JaxEngine]:
-    """`policy.engines` embedded engines, one after another on the devices of this process."""
+    """`policy.engines` embedded engines, one after another on the devices of this process. Raises `ConfigError` where
+    half of them are lent to training and their devices could not hold what is trained on."""
     devices = jax.local_devices()
+    if config.stream_trainer.enabled:
+        _check_half(config, model, len(devices))
     return [
         JaxEngine(
             model,
@@ -66,6 +70,15 @@ def build_engines(config: Config, model: Decoder) -> list[JaxEngine]:
         )
         for number in range(config.policy.engines)
     ]
+
+
+def _check_half(config: Config, model: Decoder, devices: int) -> None:
+    a_device = -(-config.policy.engines // devices)  # engines at most
+    vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
+    try:
+        check_strategy(config, -(-(config.policy.engines // 2) // a_device), model.config.text, vision)
+    except ConfigError as error:
+        raise ConfigError(f"stream_trainer.enabled: on the devices of half of the engines: {error}") from error
 
 
 def tiny_vision(model: ModelConfig) -> VisionConfig:

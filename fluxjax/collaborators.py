@@ -31,7 +31,7 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class Trainer(Protocol):
-    """`train` and `weights` block and run in a thread, one at a time."""
+    """`accumulate`, `train` and `weights` block and run in a thread, one at a time."""
 
     @property
     def version(self) -> int:
@@ -39,7 +39,19 @@ class Trainer(Protocol):
         ...
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> Mapping[str, float]:
-        """One optimizer step; `prepared` has the prompt of every group, by draw. Returns metrics."""
+        """One optimizer step, over these groups and those of `accumulate`; `prepared` has the prompt of every group, by
+        draw. Returns metrics."""
+        ...
+
+    def accumulate(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        prepared: Mapping[int, PreparedPrompt],
+        engines: Sequence[int] = (),
+    ) -> None:
+        """Gradients of some groups of the step that `train` will end, on the devices of these engines, which do not use
+        them; on its own, if none are given. Changes no weights."""
         ...
 
     def weights(self) -> Mapping[str, Any]:

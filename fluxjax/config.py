@@ -17,6 +17,7 @@ from .policy_config import (
     ImportanceConfig,
     PolicyConfig,
     SchedulesConfig,
+    StreamTrainerConfig,
     TailBatchingConfig,
     check,
 )
@@ -236,6 +237,7 @@ class Config:
     policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
     tail_batching: TailBatchingConfig = dataclasses.field(default_factory=TailBatchingConfig)
     april: AprilConfig = dataclasses.field(default_factory=AprilConfig)
+    stream_trainer: StreamTrainerConfig = dataclasses.field(default_factory=StreamTrainerConfig)
     adaptive_async: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
     composer: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)
     schedules: SchedulesConfig = dataclasses.field(default_factory=SchedulesConfig)

@@ -6,7 +6,7 @@ updates and reports. Nothing is fetched until the end of the step, and then one 
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -32,8 +32,9 @@ from sharding.strategy import Params, Tally
 from sharding.walk import Walk
 
 from .algorithms import importance
-from .config import AlgorithmConfig, Config, ConfigError, OptimConfig, Remat, Schedule, Strategy
+from .config import AlgorithmConfig, Config, ConfigError, OptimConfig, Remat, Strategy
 from .layout import COLLECTIVE
+from .optim import learning_rate, optimizer
 from .spreading import shape_book
 from .types import TrainBatch
 
@@ -110,6 +111,39 @@ class Learner:
         self._token_loss = token_loss
         self._schedule = learning_rate(optim, steps or self.config.steps)
         self._optimizer = optimizer(optim, self._schedule)
+        self._build()
+        self.version = 0
+        if hasattr(self, "params"):
+            self.opt_state = self._init(self.params)
+
+    def on(self, devices: Sequence[Any]) -> Learner:
+        """One with the parameters of this moment on other devices of this process, for gradients and log-probs only: it
+        has no optimizer state. Bring newer parameters with `follow`."""
+        other = copy.copy(self)
+        other.mesh, other._links = make_mesh(devices=devices), None
+        del other.opt_state
+        other._build()
+        other.follow(self)
+        return other
+
+    def follow(self, other: Learner) -> None:
+        """Takes over its parameters and version; they may lie on another mesh."""
+        self.params, self.version = self.on_mesh(other.params), other.version
+
+    def on_mesh(self, params: Params) -> Params:
+        """Parameters, or gradients, laid out on this learner's mesh."""
+        return self._strategy.shard(params)
+
+    def bring(self, grads: Params, tally: Tally) -> tuple[Params, Tally]:
+        """What `accumulate` returned on another mesh, on this one."""
+        return self.on_mesh(grads), jax.device_put(tally, NamedSharding(self.mesh, P()))
+
+    def add(self, one: tuple[Params, Tally], other: tuple[Params, Tally]) -> tuple[Params, Tally]:
+        """The sum of what `accumulate` returned for two parts of a step; `one` is donated."""
+        return self._add(one, other)
+
+    def _build(self) -> None:
+        """Strategy and programs of a phase on `mesh`."""
         self._strategy = Fsdp(
             self.mesh,
             self._model,
@@ -121,9 +155,6 @@ class Learner:
         )
         self._odc: Odc | None = None  # until it is needed
         self._compile()
-        self.version = 0
-        if hasattr(self, "params"):
-            self.opt_state = self._init(self.params)
 
     def step(
         self, batches: Sequence[TrainBatch], devices: Sequence[int] = (), work: Sequence[float] = ()
@@ -143,13 +174,16 @@ class Learner:
         Raises ValueError without a microbatch, or if the devices do not divide its rows; `sharding.odc.OdcError` for a
         device that fails alone, before anything has changed.
         """
-        grads, tally = self.accumulate(batches, devices, work)
-        self.params, self.opt_state, report = self._apply(self.params, self.opt_state, grads, tally)
-        self.version += 1
-        metrics = _metrics(tally, np.asarray(report))
+        metrics = self.update(*self.accumulate(batches, devices, work))
         if devices:
             metrics["seconds/idle"] = self.odc.idle if set(devices) != {COLLECTIVE} else 0.0
         return metrics
+
+    def update(self, grads: Params, tally: Tally) -> dict[str, float]:
+        """The optimizer step with the gradients of a whole step, which are donated. Metrics are those of `step`."""
+        self.params, self.opt_state, report = self._apply(self.params, self.opt_state, grads, tally)
+        self.version += 1
+        return _metrics(tally, np.asarray(report))
 
     def accumulate(
         self, batches: Sequence[TrainBatch], devices: Sequence[int] = (), work: Sequence[float] = ()
@@ -316,35 +350,6 @@ class Learner:
 
         # The new parameters take the place of the gradients; the old ones may still be in use elsewhere.
         self._apply = jax.jit(apply, donate_argnums=(1, 2), out_shardings=(shardings, self._opt_shardings, replicated))
-
-
-def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
-    """Optimizer step (from 0) -> learning rate: linear warm-up that starts above zero, then the schedule down to
-    zero at `steps`."""
-    decay_steps = max(steps - optim.warmup_steps, 1)
-    if optim.schedule is Schedule.LINEAR:
-        decay = optax.linear_schedule(optim.lr, 0.0, decay_steps)
-    elif optim.schedule is Schedule.COSINE:
-        decay = optax.cosine_decay_schedule(optim.lr, decay_steps)
-    else:
-        decay = optax.constant_schedule(optim.lr)
-    if optim.warmup_steps == 0:
-        return decay
-    first = optim.lr / optim.warmup_steps
-    warmup = optax.linear_schedule(first, optim.lr, max(optim.warmup_steps - 1, 1))
-    return optax.join_schedules([warmup, decay], [optim.warmup_steps])
-
-
-def optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW (decoupled weight decay on every weight) after clipping by the global norm; 0 clips nothing.
-
-    The last part of its state counts the steps."""
-    return optax.chain(
-        optax.clip_by_global_norm(optim.max_grad_norm or math.inf),
-        optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps),
-        optax.add_decayed_weights(optim.weight_decay),
-        optax.scale_by_learning_rate(schedule),
-    )
 
 
 def _by_kind(count: int, devices: Sequence[int]) -> tuple[list[int], list[int]]:

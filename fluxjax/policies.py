@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .config import Config
-from .coordinator import AdaptiveAsync, April, Coordinator, Policy, Settings, Synchronous, TailBatching
+from .coordinator import AdaptiveAsync, April, Coordinator, Policy, Settings, StreamTrainer, Synchronous, TailBatching
 from .policy_config import Policy as Name
 from .schedules import Schedule, parse
 
@@ -32,15 +32,16 @@ def make_schedules(config: Config) -> dict[str, Schedule]:
 def make_policy(config: Config) -> Policy:
     """The policy of `config.policy`, with the settings of its own section."""
     dynamic = config.policy.dynamic_sampling
+    stream = StreamTrainer(config.stream_trainer) if config.stream_trainer.enabled else None
     match config.policy.name:
         case Name.SYNCHRONOUS:
-            return Synchronous(dynamic_sampling=dynamic)
+            return Synchronous(stream=stream, dynamic_sampling=dynamic)
         case Name.TAIL_BATCHING:
             tail = config.tail_batching
-            return TailBatching(tail.prompts, tail.responses, dynamic_sampling=dynamic)
+            return TailBatching(tail.prompts, tail.responses, stream=stream, dynamic_sampling=dynamic)
         case Name.APRIL:
             april = config.april
-            return April(april.oversample, april.max_staleness, dynamic_sampling=dynamic)
+            return April(april.oversample, april.max_staleness, stream=stream, dynamic_sampling=dynamic)
         case Name.ADAPTIVE_ASYNC:
             return AdaptiveAsync(
                 config.adaptive_async, composition=config.composer, seed=config.seed, dynamic_sampling=dynamic

@@ -156,7 +156,34 @@ def check(config: Any) -> str:
             return f"{section}.max_staleness is {getattr(config, section).max_staleness}; it must not be negative"
     if config.policy.engines < 1:
         return f"policy.engines is {config.policy.engines}; it must be at least 1"
-    return _check_importance(config.algorithm.importance)
+    return _check_stream(config) or _check_importance(config.algorithm.importance)
+
+
+def _check_stream(config: Any) -> str:
+    stream = config.stream_trainer
+    if not 0 <= stream.first <= stream.last < 1:
+        return (
+            f"stream_trainer.first is {stream.first} and stream_trainer.last {stream.last}; they must be in [0, 1), in "
+            "this order"
+        )
+    if not stream.every > 0:
+        return f"stream_trainer.every is {stream.every}; it must be greater than 0"
+    if stream.chunk < 0:
+        return f"stream_trainer.chunk is {stream.chunk}; it must not be negative, 0 is an eighth of a step"
+    if stream.enabled and config.policy.engines < 2:
+        return f"stream_trainer.enabled needs policy.engines of at least 2, not {config.policy.engines}: half are lent"
+    return _check_portions(config, "stream_trainer") if stream.enabled else ""
+
+
+def _check_portions(config: Any, section: str) -> str:
+    """What can't be computed before a step is complete."""
+    if config.policy.name is Policy.ADAPTIVE_ASYNC:
+        return f"{section}.enabled needs a policy.name that trains in rounds; adaptive_async trains while others run"
+    if config.algorithm.importance.normalize:
+        return f"{section}.enabled needs algorithm.importance.normalize off: its mean is known at the end of a step"
+    if config.sharding.hybrid:
+        return f"{section}.enabled needs sharding.hybrid off: the devices of some engines are no whole hosts"
+    return ""
 
 
 def _check_importance(importance: ImportanceConfig) -> str:

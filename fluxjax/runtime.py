@@ -20,6 +20,8 @@ from .collaborators import Checkpointer, Evaluator, Observer, PromptSource, Scor
 from .coordinator import Coordinator, CoordinatorError
 from .coordinator.messages import (
     Abort,
+    Accumulate,
+    Accumulated,
     CheckpointSaved,
     DrawPrompts,
     EngineFailed,
@@ -29,6 +31,8 @@ from .coordinator.messages import (
     Finish,
     Generate,
     Instruction,
+    Lend,
+    Lent,
     Park,
     PromptsDrawn,
     PublishWeights,
@@ -46,7 +50,7 @@ from .coordinator.messages import (
     request_id,
 )
 from .timeline import Timeline
-from .types import PreparedPrompt, Prompt, Response
+from .types import Group, PreparedPrompt, Prompt, Response
 
 T = TypeVar("T")
 
@@ -90,8 +94,11 @@ class Runtime:
         self._running: set[asyncio.Task[None]] = set()
         self._submitting = asyncio.Lock()
         self._routes: dict[str, Engine] = {}  # by request id, while its stream is open
+        self._streams: dict[int, set[asyncio.Task[None]]] = {}  # of each engine
+        self._asleep: set[int] = set()  # engines that are lent
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
+        self._early: list[Group] = []  # of the step under way, those whose gradients are computed
         self._reports: list[StepReport] = []  # of steps trained, not yet published
         self._weights: tuple[int, Mapping[str, Any]] | None = None  # of the last step, with their version
 
@@ -153,9 +160,12 @@ class Runtime:
             case Skip():
                 del self._prepared[instruction.prompt.draw]
                 self._tell(lambda observer: observer.on_skip(instruction.prompt, instruction.reason))
-            case Train():
+            case Lend():
+                self._spawn(self._lend, instruction)
+            case Accumulate() | Train():
                 draws = [group.prompt.draw for group in instruction.groups]
-                self._spawn(self._train, instruction, {draw: self._prepared.pop(draw) for draw in draws})
+                work = self._train if isinstance(instruction, Train) else self._accumulate
+                self._spawn(work, instruction, {draw: self._prepared.pop(draw) for draw in draws})
             case PublishWeights():
                 self._spawn(self._publish, instruction, self.coordinator.step)
             case Evaluate():
@@ -171,11 +181,12 @@ class Runtime:
         for observer in self._observers:
             what(observer)
 
-    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> asyncio.Task[None]:
         assert self._tasks is not None
         task = self._tasks.create_task(_not_silently_cancelled(work, *args))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        return task
 
     # --- instructions ---------------------------------------------------------------------------
 
@@ -193,7 +204,9 @@ class Runtime:
         async with self._submitting:
             await _on_all(engines, lambda engine: engine.pause())
             for one, request in zip(prepared, order.requests, strict=True):
-                self._spawn(self._stream, one, request, step)
+                streams = self._streams.setdefault(request.engine, set())
+                streams.add(task := self._spawn(self._stream, one, request, step))
+                task.add_done_callback(streams.discard)
             await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
             await _on_all(engines, lambda engine: engine.resume())
 
@@ -255,12 +268,33 @@ class Runtime:
             reward = await self._scorer.score(prompt, order.response)
         self._post(RewardReady(order.response.rid, reward))
 
+    async def _lend(self, order: Lend) -> None:
+        async with self._submitting:  # what was to run there is queued, and parked after that
+            streams = {task for number in order.engines for task in self._streams.get(number, ())}
+        if streams:
+            await asyncio.wait(streams)
+        for number in order.engines:
+            with contextlib.suppress(EngineError):  # then its memory stays in use; its devices are idle all the same
+                await self._engines[number].sleep()
+        self._asleep.update(order.engines)
+        self._post(Lent(order.engines))
+
+    async def _accumulate(self, order: Accumulate, prepared: Mapping[int, PreparedPrompt]) -> None:
+        with contextlib.ExitStack() as spans:
+            for lane in [f"engine {number}" for number in order.engines] or ["trainer"]:
+                spans.enter_context(self.timeline.span("train", lane, order.step))
+            await self._in_thread(self._trainer.accumulate, order.step, order.groups, prepared, order.engines)
+        self._early += order.groups
+        self._post(Accumulated(order.step))
+
     async def _train(self, order: Train, prepared: Mapping[int, PreparedPrompt]) -> None:
         with self.timeline.span("train", "trainer", order.step):
             metrics, weights = await self._in_thread(self._trained, order, prepared)
         version = self._trainer.version
         self._weights = version, weights
-        self._reports.append(StepReport(order.step, version, order.groups, metrics, {}))
+        groups = tuple(sorted([*self._early, *order.groups], key=lambda group: group.prompt.draw))
+        self._early.clear()
+        self._reports.append(StepReport(order.step, version, groups, metrics, {}))
         self._post(Trained(version, metrics))
 
     def _trained(
@@ -275,9 +309,11 @@ class Runtime:
         version, params = self._weights
         if version != order.version:
             raise CoordinatorError(f"the trainer holds version {version}, not {order.version}")
-        engines = [self._engines[number] for number in order.engines] if order.engines else self._engines
+        numbers = set(order.engines or range(len(self._engines)))
         with self.timeline.span("sync", "trainer", step):
-            await _on_all(engines, lambda engine: engine.update_weights(version, params))
+            await _on_all([self._engines[n] for n in sorted(numbers)], lambda one: one.update_weights(version, params))
+            await _on_all([self._engines[n] for n in sorted(numbers & self._asleep)], lambda one: one.wake())
+        self._asleep -= numbers
         await self._tell_steps()  # before anything of the next boundary happens: it belongs to the step
         self._post(WeightsPublished(version))
 

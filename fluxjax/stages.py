@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from models.config import VisionConfig
@@ -18,17 +19,38 @@ from .config import Config
 from .held_out import HeldOut
 from .layout import COLLECTIVE
 from .learner import Learner
+from .portions import Portion, has_gradient, joined, portion
 from .report.summary import Summary
 from .types import Group, PreparedPrompt
 
 
+@runtime_checkable
+class OnDevices(Protocol):
+    """What is known here of an engine."""
+
+    @property
+    def devices(self) -> Sequence[Any]:
+        """Those that it computes on, of this process."""
+        ...
+
+
 class PolicyTrainer:
-    """One optimizer step over scored groups: advantages, packing, log-probs that the loss needs, learner."""
+    """One optimizer step over scored groups: advantages, packing, log-probs that the loss needs, learner.
+
+    Gradients of some groups may be computed before, on the devices of `engines` that were lent."""
 
     def __init__(
-        self, config: Config, learner: Learner, vision: VisionConfig | None, reference: dict[str, Any] | None
+        self,
+        config: Config,
+        learner: Learner,
+        vision: VisionConfig | None,
+        reference: dict[str, Any] | None,
+        engines: Sequence[OnDevices] = (),
     ) -> None:
         self._config = config
+        self._engines = engines
+        self._elsewhere: dict[tuple[Any, ...], tuple[Learner, dict[str, Any] | None]] = {}  # by devices; and reference
+        self._early: list[Portion] = []  # of the step under way
         self._algorithm = ALGORITHMS[config.algorithm.name]
         self._learner = learner
         self._vision = vision
@@ -42,43 +64,104 @@ class PolicyTrainer:
     def weights(self) -> Mapping[str, Any]:
         return self._learner.params
 
+    def accumulate(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        prepared: Mapping[int, PreparedPrompt],
+        engines: Sequence[int] = (),
+    ) -> None:
+        """Computes gradients of these groups for the `train` of this step, on the devices of these engines (none given:
+        on the learner's). What teaches nothing is left to `train`."""
+        one = portion(self._algorithm.advantages(groups, self._config.algorithm), prepared, self._config)
+        learner, reference = self._workplace(engines)
+        if has_gradient(one.groups, self._skip_idle):
+            self._compute(one, learner, reference)
+        same = [other for other in self._early if other.learner is learner]
+        others = [other for other in self._early if other.learner is not learner]
+        self._early = [*others, joined(learner, [*same, one])]
+        jax.block_until_ready(self._early[-1].outcome)
+
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> dict[str, float]:
-        """Metrics are those of the learner, and of the rewards: see `reward_metrics`."""
-        scored = self._algorithm.advantages(groups, self._config.algorithm)
-        composition = compose(
-            scored,
-            prepared,
-            self._config,
-            self._learner.mesh.size,
-            vision=self._vision,
-            text=self._learner.text,
-            shapes=self._learner.shapes,
-            skip_idle=not (self._config.algorithm.kl_coefficient or self._config.algorithm.entropy_coefficient),
-            version=self._learner.version,
-        )
-        if self._reference is not None:
-            composition = with_reference(composition, self._logprobs(composition, self._reference))
-        importance = self._config.algorithm.importance
-        if importance.whole:
-            composition = with_importance(composition, self._logprobs(composition), importance)
-        metrics = self._learner.step(composition.batches, composition.devices, composition.work)
-        self.last_groups = scored
+        """Metrics are those of the learner, and of the rewards: see `reward_metrics`. `stream/groups`: how many groups
+        of the step `accumulate` had, if any; metrics of packing and plans are then of what was left."""
+        early, self._early = self._early, []
+        learner, reference = self._learner, self._reference
+        rest = portion(self._algorithm.advantages(groups, self._config.algorithm), prepared, self._config)
+        whole = joined(learner, early)
+        if whole.outcome is None:  # nothing was computed yet
+            whole = joined(learner, [whole, rest])
+            composition = self._composed(whole, learner, reference)
+            metrics = learner.step(composition.batches, composition.devices, composition.work)
+        else:
+            if has_gradient(rest.groups, self._skip_idle):
+                self._compute(rest, learner, reference)
+            whole = joined(learner, [whole, rest])
+            assert whole.composition is not None and whole.outcome is not None
+            composition = whole.composition
+            metrics = learner.update(*whole.outcome)
+        if early:
+            metrics["stream/groups"] = float(len(whole.groups) - len(rest.groups))
+        self.last_groups = list(whole.groups)
         tokens_fill, patches_fill = composition.fill()
         return (
             metrics
-            | reward_metrics(scored)
+            | reward_metrics(self.last_groups)
             | {
                 "packing/microbatches": float(len(composition.batches)),
                 "packing/token_fill": tokens_fill,
                 "packing/patch_fill": patches_fill,
             }
-            | plan_metrics(composition, self._learner.mesh.size)
-            | ({"packing/shapes": float(len(self._learner.shapes))} if composition.layouts else {})
+            | plan_metrics(composition, learner.mesh.size)
+            | ({"packing/shapes": float(len(learner.shapes))} if composition.layouts else {})
         )
 
-    def _logprobs(self, composition: Composition, params: dict[str, Any] | None = None) -> list[Any]:
-        inputs = [batch.inputs for batch in composition.batches]
-        return [logprobs for logprobs, _ in self._learner.scores(inputs, composition.devices, params)]
+    @property
+    def _skip_idle(self) -> bool:
+        return not (self._config.algorithm.kl_coefficient or self._config.algorithm.entropy_coefficient)
+
+    def _compute(self, one: Portion, learner: Learner, reference: dict[str, Any] | None) -> None:
+        """The gradients of a portion."""
+        one.composition = composition = self._composed(one, learner, reference)
+        one.outcome = learner.accumulate(composition.batches, composition.devices, composition.work)
+
+    def _composed(self, one: Portion, learner: Learner, reference: dict[str, Any] | None) -> Composition:
+        """The microbatches for `learner`'s mesh, with all that the loss reads."""
+        composition = compose(
+            one.groups,
+            one.prepared,
+            self._config,
+            learner.mesh.size,
+            vision=self._vision,
+            text=learner.text,
+            shapes=learner.shapes,
+            skip_idle=self._skip_idle,
+            version=learner.version,
+        )
+        if reference is not None:
+            composition = with_reference(composition, _logprobs(learner, composition, reference))
+        importance = self._config.algorithm.importance
+        if importance.whole:
+            composition = with_importance(composition, _logprobs(learner, composition), importance)
+        return composition
+
+    def _workplace(self, engines: Sequence[int]) -> tuple[Learner, dict[str, Any] | None]:
+        """A learner on the devices of these engines with the newest weights, and the reference's weights there."""
+        devices = tuple(dict.fromkeys(device for number in engines for device in self._engines[number].devices))
+        if not devices or set(devices) == set(self._learner.mesh.devices.flat):
+            return self._learner, self._reference
+        if devices not in self._elsewhere:
+            learner = self._learner.on(devices)
+            self._elsewhere[devices] = learner, self._reference and learner.on_mesh(self._reference)
+        learner, reference = self._elsewhere[devices]
+        if learner.version != self._learner.version:
+            learner.follow(self._learner)
+        return learner, reference
+
+
+def _logprobs(learner: Learner, composition: Composition, params: dict[str, Any] | None = None) -> list[Any]:
+    inputs = [batch.inputs for batch in composition.batches]
+    return [logprobs for logprobs, _ in learner.scores(inputs, composition.devices, params)]
 
 
 def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]:

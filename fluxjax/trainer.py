@@ -298,7 +298,7 @@ class FluxTrainer:
     async def _reinforce(self) -> Finish:
         config = self.config
         self.display.phase("RL", config.steps, done=self.coordinator.step)
-        trainer = PolicyTrainer(config, self.learner, self.vision, self.reference)
+        trainer = PolicyTrainer(config, self.learner, self.vision, self.reference, self.engines)
         self._runtime = Runtime(
             self.coordinator,
             engines=self.engines,

@@ -65,6 +65,7 @@ class Scorer:
 class Trainer:
     version: int = 0
     trained: list[tuple[Group, ...]] = dataclasses.field(default_factory=list)
+    early: list[tuple[int, tuple[Group, ...], tuple[int, ...]]] = dataclasses.field(default_factory=list)
     threads: set[str] = dataclasses.field(default_factory=set)
 
     def train(self, step: int, groups: Any, prepared: Any) -> dict[str, float]:
@@ -73,6 +74,11 @@ class Trainer:
         self.trained.append(tuple(groups))
         self.version += 1
         return {"loss": float(step)}
+
+    def accumulate(self, step: int, groups: Any, prepared: Any, engines: Any = ()) -> None:
+        assert [g.prompt.draw for g in groups] == list(prepared)
+        self.threads.add(threading.current_thread().name)
+        self.early.append((step, tuple(groups), tuple(engines)))
 
     def weights(self) -> dict[str, Any]:
         return {"w": self.version}

@@ -29,10 +29,12 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.open_streams = 0
         self.streams: list[AsyncIterator[TokenChunk]] = []  # keeps them alive: nothing is closed by being forgotten
+        self.asleep = False
         self._go = asyncio.Event()
         self._go.set()
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        assert not self.asleep
         self.streams.append(self._speak(request))
         return self.streams[-1]
 
@@ -52,17 +54,21 @@ class ScriptedEngine:
                 reason = FinishReason.ABORT if (fate, sample) == ("abort", 0) else FinishReason.STOP
                 draw = random.Random(f"{request.seed} {sample}")
                 length = draw.randint(1, 4)
-                for i in range(length):
+                begun = len(request.prefix_ids[sample]) if request.prefix_ids else 0
+                numbers = [draw.randint(1, 99) for _ in range(length)]
+                for i in range(begun, length):
                     await self._turn()
                     self.log.append(f"token {request.rid}")
-                    token = draw.randint(1, 99) * 1000 + self.version
+                    token = numbers[i] * 1000 + self.version
                     finish = reason if i == length - 1 else None
-                    if request.rid in self.aborted:
+                    if request.rid in self.aborted and finish is None:
                         self.log.append(f"abort {request.rid}/{sample}")
                         finish = FinishReason.ABORT
                     yield TokenChunk(request.rid, sample, (token,), (-0.5,), (self.version,), finish)
                     if finish is FinishReason.ABORT:
                         break
+                if begun >= length:  # it was complete before
+                    yield TokenChunk(request.rid, sample, (), (), (), reason)
         finally:
             self.open_streams -= 1
 
@@ -106,9 +112,15 @@ class ScriptedEngine:
         self._go.set()
         self.log.append("resume")
 
-    async def sleep(self) -> None: ...
+    async def sleep(self) -> None:
+        if self.open_streams:
+            raise AssertionError("asleep with open streams")
+        self.asleep = True
+        self.log.append("sleep")
 
-    async def wake(self) -> None: ...
+    async def wake(self) -> None:
+        self.asleep = False
+        self.log.append("wake")
 
     def stats(self) -> EngineStats:
         return EngineStats(self.version, self.open_streams, 0, 1000, 0, 0, 0)

@@ -31,6 +31,17 @@ def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_
     return weights.astype(np.float32)
 
 
+def normaliser(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> int:
+    """What of `response_weights` depends on more than the response itself, as their divisor: tokens of the step, or
+    responses. It adds over parts of a step; 0 if there is nothing to train on."""
+    lengths = np.asarray(lengths, np.int64)
+    if aggregation is LossAggregation.TOKEN_MEAN:
+        return int(lengths.sum())
+    if aggregation is LossAggregation.SEQUENCE_MEAN:
+        return int(np.count_nonzero(lengths))
+    return len(lengths) * max_new_tokens
+
+
 def masked(values_BT: Float[Array, "B T"], trained_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Zero, with zero gradient, where a token is not trained on.
 

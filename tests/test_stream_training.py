@@ -1,0 +1,181 @@
+"""A step whose gradients were computed in portions, on other devices and earlier, equals the step at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from packing_cases import MODEL, make_config, make_groups
+
+import models
+from fluxjax.algorithms import grpo
+from fluxjax.algorithms.loss import normaliser, response_weights
+from fluxjax.config import Config, LossAggregation, Strategy
+from fluxjax.learner import Learner
+from fluxjax.policy_config import ImportanceLevel
+from fluxjax.stages import PolicyTrainer
+from fluxjax.types import Group
+from models.config import Qwen2Config
+from sharding.mesh import make_mesh
+
+TEXT = Qwen2Config(text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=())))
+LENGTHS = [[3, 1, 6], [4, 4, 2], [2, 5, 7], [6, 3, 1], [8, 2, 9], [1, 2, 3], [0, 5, 2]]
+VERSION = 8  # the newest that tokens are of
+TOLERANCE = 1e-6  # of the largest magnitude in each array
+
+
+@dataclasses.dataclass
+class Engine:
+    devices: tuple
+
+
+@functools.cache
+def tiny():
+    model = models.create(TEXT, seed=1)
+    graphdef, params = models.split(model)
+    rng = np.random.default_rng(2)
+    noise = lambda w: jax.numpy.asarray(np.asarray(w) + 0.1 * rng.normal(size=w.shape).astype(np.float32))  # noqa: E731
+    return models.merge(graphdef, jax.tree.map(noise, params))
+
+
+def config_for(aggregation: LossAggregation, strategy: Strategy = Strategy.FSDP) -> Config:
+    config = make_config(rows=2)
+    config.algorithm.loss_aggregation = aggregation
+    config.sharding.strategy = strategy
+    config.optim.eps, config.optim.lr = 1e-2, 1e-2  # Adam turns rounding of near-zero gradients into whole steps
+    return config
+
+
+def trainer(config: Config, devices: int = 4, reference: bool = False) -> PolicyTrainer:
+    """On four devices; two engines on the first two of them."""
+    learner = Learner(config, tiny(), grpo.token_loss, mesh=make_mesh(devices))
+    learner.version = VERSION
+    engines = [Engine((device,)) for device in jax.devices()[:2]]
+    frozen = jax.tree.map(lambda weight: 0.9 * weight, learner.params) if reference else None
+    return PolicyTrainer(config, learner, None, frozen, engines)
+
+
+def scored(idle: tuple[int, ...] = ()):
+    """Groups and prompts; those of `idle` have equal rewards."""
+    groups, prepared = make_groups([[5 + i] for i in range(len(LENGTHS))], LENGTHS, seed=3)
+    for i in idle:
+        same = groups[i].samples[0].reward
+        samples = tuple(dataclasses.replace(sample, reward=same) for sample in groups[i].samples)
+        groups[i] = Group(groups[i].prompt, samples)
+    return groups, prepared
+
+
+def streamed(one: PolicyTrainer, groups, prepared, portions: list[tuple[list[int], tuple[int, ...]]], step: int = 1):
+    """Those groups first, each portion on these engines, then the rest."""
+    early = set()
+    for indices, engines in portions:
+        early |= set(indices)
+        some = [groups[i] for i in indices]
+        one.accumulate(step, some, {g.prompt.draw: prepared[g.prompt.draw] for g in some}, engines)
+    rest = [group for i, group in enumerate(groups) if i not in early]
+    return one.train(step, rest, {g.prompt.draw: prepared[g.prompt.draw] for g in rest})
+
+
+def difference(one: PolicyTrainer, other: PolicyTrainer) -> float:
+    """The largest, of the largest magnitude in each array."""
+
+    def of(a, b) -> float:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return float(np.abs(a - b).max() / np.abs(b).max())
+
+    return max(jax.tree.leaves(jax.tree.map(of, one.weights(), other.weights())))
+
+
+PORTIONS = [([2, 5], (1,)), ([0], (1,)), ([6], (1,)), ([3], ())]
+
+
+@pytest.mark.parametrize("aggregation", LossAggregation)
+def test_equals_the_step_at_once(aggregation: LossAggregation) -> None:
+    """Two steps: parameters and metrics, whatever the loss is normalised by. Three portions on the device of an engine,
+    one on all; each has another number of tokens and responses."""
+    config = config_for(aggregation)
+    one, other = trainer(config), trainer(config)
+    groups, prepared = scored()
+    for step in (1, 2):
+        got, want = streamed(one, groups, prepared, PORTIONS, step), other.train(step, groups, prepared)
+        assert difference(one, other) < TOLERANCE
+        assert got.pop("stream/groups") == 5.0
+        for name in want:
+            if not name.startswith("packing/"):
+                assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-6), name
+        assert [g.prompt.draw for g in one.last_groups] == [g.prompt.draw for g in groups]
+    assert one.version == other.version == VERSION + 2
+
+
+def test_naive_sum_is_wrong() -> None:
+    """What the renormalisation is for: portions of equal weight make another update."""
+    groups, prepared = scored()
+    config = config_for(LossAggregation.TOKEN_MEAN)
+    one, other = trainer(config), trainer(config)
+    streamed(one, groups, prepared, [([4], (1,))])
+    one_early = trainer(config)
+    some = [groups[4]]
+    one_early.accumulate(1, some, prepared, (1,))
+    one_early._early[0].size = normaliser(np.ones(6), LossAggregation.TOKEN_MEAN, 1)
+    rest = [g for i, g in enumerate(groups) if i != 4]
+    one_early.train(1, rest, prepared)
+    other.train(1, groups, prepared)
+    assert difference(one, other) < TOLERANCE < 100 * TOLERANCE < difference(one_early, other)
+
+
+@pytest.mark.parametrize(
+    ("idle", "portions"),
+    [
+        ((2, 5), [([2, 5], (1,)), ([0], (1,))]),  # a portion that teaches nothing
+        ((0, 1, 2, 3, 4, 5), [([0, 1], (1,)), ([2, 3], ())]),  # all but the last group
+        ((4,), [([0, 1, 2, 3], (1,)), ([5, 6], (1,))]),  # nothing but an idle group is left
+        ((), [([0, 1, 2], (0,)), ([3, 4, 5, 6], (0,))]),  # nothing is left at all
+        (tuple(range(7)), [([0, 1], (1,))]),  # nobody teaches anything
+    ],
+)
+def test_idle_groups(idle, portions) -> None:
+    """Groups that teach nothing are left out as in a step at once, and count for the normaliser as there."""
+    config = config_for(LossAggregation.TOKEN_MEAN)
+    groups, prepared = scored(idle)
+    one, other = trainer(config), trainer(config)
+    got, want = streamed(one, groups, prepared, portions), other.train(1, groups, prepared)
+    assert difference(one, other) < TOLERANCE
+    assert got["trained_tokens"] == want["trained_tokens"]
+
+
+def test_reference_and_sequence_weights() -> None:
+    """KL to a reference, and importance weights of whole responses, are computed where the portion is."""
+    config = config_for(LossAggregation.SEQUENCE_MEAN)
+    config.algorithm.kl_coefficient = 0.1
+    config.algorithm.importance.level = ImportanceLevel.SEQUENCE
+    groups, prepared = scored()
+    one, other = trainer(config, 1, reference=True), trainer(config, 1, reference=True)
+    got, want = streamed(one, groups, prepared, PORTIONS[:2]), other.train(1, groups, prepared)
+    assert difference(one, other) < TOLERANCE
+    assert got["reference_kl"] == pytest.approx(want["reference_kl"], rel=1e-5) != 0
+
+
+def test_odc() -> None:
+    """Each portion by whole sequences on the devices it has."""
+    config = config_for(LossAggregation.TOKEN_MEAN, Strategy.ODC)
+    config.packing.rows_per_device = 4  # rollout.max_sequence_tokens fit one device
+    groups, prepared = scored()
+    one, other = trainer(config, 1), trainer(config, 1)
+    streamed(one, groups, prepared, [([2, 5], (1,))]), other.train(1, groups, prepared)
+    assert difference(one, other) < TOLERANCE
+
+
+@pytest.mark.parametrize("aggregation", LossAggregation)
+def test_normaliser(aggregation: LossAggregation) -> None:
+    """It adds over parts, and a response's weight times it depends on the response alone."""
+    one, other = np.array([3, 0, 5]), np.array([2, 9])
+    whole = np.concatenate([one, other])
+    sizes = [normaliser(lengths, aggregation, 16) for lengths in (one, other, whole)]
+    assert sizes[0] + sizes[1] == sizes[2]
+    parts = [
+        response_weights(lengths, aggregation, 16) * size for lengths, size in zip((one, other), sizes, strict=False)
+    ]
+    np.testing.assert_allclose(np.concatenate(parts), response_weights(whole, aggregation, 16) * sizes[2], rtol=1e-6)
