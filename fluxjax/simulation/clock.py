@@ -55,6 +55,10 @@ class Clock:
             self.now = max(self.now, until)
         return done
 
+    def stop(self) -> None:
+        """Nothing that was put in is done any more; `run` ends."""
+        self._queue.clear()
+
     @property
     def pending(self) -> int:
         """Things that are still to be done."""

@@ -4,8 +4,6 @@ A plan is asked, it does nothing itself. Its answers are functions of seed and n
 meets the same faults where it does the same things.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 
@@ -31,11 +29,14 @@ class FaultRates:
     sync_delay: float = 30.0  # seconds
     reward_hangs: float = 0.0  # probability that a reward never comes: only a time-out ends it
 
-    def __post_init__(self) -> None:
-        values = dataclasses.asdict(self)
-        chances = [self.lost + self.doubled + self.late, self.slow_sync, self.reward_hangs]
-        if min(values.values()) < 0 or max(chances) > 1 or self.slow_factor <= 0:
-            raise ValueError(f"these are no rates: {values}")
+    def validate(self) -> None:
+        """Raises ValueError for what can't be."""
+        for name, value in dataclasses.asdict(self).items():
+            if value < 0 or (name == "slow_factor" and not value):
+                raise ValueError(f"{name} is {value}; it must not be negative" + ", nor 0" * (name == "slow_factor"))
+        for names in (("lost", "doubled", "late"), ("slow_sync",), ("reward_hangs",)):
+            if (chance := sum(getattr(self, name) for name in names)) > 1:
+                raise ValueError(f"{' + '.join(names)} is {chance:g}; probabilities must not be more than 1")
 
 
 class FaultPlan:
@@ -43,6 +44,7 @@ class FaultPlan:
 
     def __init__(self, rates: FaultRates | None = None, seed: int = 0) -> None:
         self.rates, self.seed = rates or FaultRates(), seed
+        self.rates.validate()
 
     def crashes(self, engine: int) -> Iterator[tuple[float, float]]:
         """(time of the crash, seconds until it is up again), one after the other, without end; none if there are

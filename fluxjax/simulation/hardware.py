@@ -16,6 +16,9 @@ from collections.abc import Mapping
 
 from sharding.cost.tables import LINEAR_UTILISATION, PEAK_FLOPS, ModelSizes
 
+TASKS = ("math", "code", "judge")  # each with its own kind of reward
+LONGEST_PROMPT = 2000  # tokens
+
 # --- data sheets and configurations (H800; Flexes, section 6) -------------------------------------------
 
 MEMORY = 80e9  # bytes of a GPU

@@ -22,10 +22,8 @@ import numpy as np
 from ..types import Prompt, Response, Reward
 from .batch import Segments
 from .draws import generator
-from .hardware import SANDBOX_LIMIT
+from .hardware import LONGEST_PROMPT, SANDBOX_LIMIT, TASKS
 
-TASKS = ("math", "code", "judge")
-LONGEST_PROMPT = 2000  # tokens
 _SOURCE, _TEXT = 0.1, 0.35  # of the variance of a prompt's effect on lengths: told by its source, by its text's length
 _OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # of mean 0 and variance 1
 _CHARACTERS = 4  # a token of text
@@ -120,7 +118,9 @@ class Workload:
         index = self.index(draw)
         task = self.tasks[self._source[index]]
         text = _text(self._tokens[index] * _CHARACTERS)
-        return Prompt(f"{task}-{index:06d}", task, text, "", (), draw, draw // self.size)
+        return Prompt(
+            f"{task}-{index:06d}", task, text, "", draw=draw, epoch=draw // self.size, tokens=self._tokens[index]
+        )
 
     def prompt_tokens(self, draw: int) -> int:
         return self._tokens[self.index(draw)]

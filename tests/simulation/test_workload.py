@@ -127,7 +127,7 @@ def test_faults_come_at_their_rates_and_by_seed():
     assert np.mean([plan.reward_hangs(d, 0, 0) for d in range(5000)]) == pytest.approx(0.1, rel=0.2)
     for wrong in ({"lost": 0.6, "late": 0.5}, {"crash_every": -1.0}, {"slow_factor": 0.0}):
         with pytest.raises(ValueError):
-            FaultRates(**wrong)
+            FaultPlan(FaultRates(**wrong))
 
 
 def test_draws_are_uniform_and_names_matter():

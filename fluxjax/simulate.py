@@ -1,0 +1,80 @@
+"""Runs the real coordinator and its policies against a simulated cluster, on virtual time.
+
+    python -m fluxjax.simulate --config=configs/simulation.py:14b --config.policy.name=tail_batching
+    python -m fluxjax.simulate --config.simulation.gpus=64 --config.steps=20 --gantt gantt.png
+    python -m fluxjax.simulate --config=configs/simulation.py:1024 --json
+    python -m fluxjax.simulate --config=configs/simulation.py:faults --seeds 1000
+
+Prints a summary, or with --json one JSON line. --gantt FILE draws the last steps. --seeds N runs N random small
+clusters instead, under every policy, with random faults, and checks that nothing is lost (--first-seed, --jobs).
+What the seconds are made of, and how far to trust them, is in docs/simulation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+
+from .cli import parse
+from .simulation.config import Config
+
+DEFAULT_CONFIG = "configs/simulation.py"
+
+
+def main(argv: list[str]) -> int:
+    """0; 1 where a history went wrong or the run can't go on; 2 for arguments that are no good; 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage="python -m fluxjax.simulate --help")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--gantt", type=pathlib.Path)
+    parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    own, rest = parser.parse_known_args(argv)
+    config = parse(rest, __doc__ or "", Config, DEFAULT_CONFIG)
+    if own.gantt and not own.gantt.absolute().parent.is_dir():
+        print(f"error: --gantt {own.gantt}: there is no folder {own.gantt.parent}", file=sys.stderr)
+        return 2
+    if min(own.seeds, own.first_seed, own.jobs - 1) < 0:
+        print("error: --seeds and --first-seed must not be negative, --jobs must be at least 1", file=sys.stderr)
+        return 2
+    if own.seeds:
+        from .simulation.histories import check_many
+
+        return check_many(range(own.first_seed, own.first_seed + own.seeds), own.jobs, own.json)
+    return _simulate(config, own.gantt, own.json)
+
+
+def _simulate(config: Config, gantt: pathlib.Path | None, as_json: bool) -> int:
+    from .coordinator import CoordinatorError  # the types of a run load JAX, after the command line is known to be good
+    from .simulation.cluster import StuckError
+    from .simulation.run import make_cluster, run, summary
+    from .simulation.show import Progress, show
+
+    progress = Progress(config.steps)
+    cluster = make_cluster(config, on_step=progress)
+    began, status = time.perf_counter(), 0
+    try:
+        run(cluster)
+    except KeyboardInterrupt:
+        print("interrupted; this is how far it came", file=sys.stderr)
+        status = 130
+    except (CoordinatorError, StuckError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    result = summary(cluster, time.perf_counter() - began)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        show(result)
+    if gantt:
+        from .report.pictures import timeline
+
+        timeline(cluster.timeline.spans(), gantt)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,255 @@
+"""A cluster in virtual time that carries out what the real coordinator says, as `fluxjax.runtime` does in real time.
+
+Everything that takes time is an event of the clock: decoding, rewards, training, weight sync, replies that come late.
+Events are handed to the coordinator one after the other, and its instructions are begun in their order. Training takes
+the GPUs away from the engines, which stand still meanwhile, or has GPUs of its own (`train_gpus`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ..coordinator import Coordinator
+from ..coordinator.messages import (
+    Abort,
+    Accumulate,
+    Accumulated,
+    CheckpointSaved,
+    DrawPrompts,
+    Evaluate,
+    Evaluated,
+    Event,
+    Finish,
+    Generate,
+    Instruction,
+    Lend,
+    Lent,
+    Park,
+    PromptsDrawn,
+    PublishWeights,
+    SaveCheckpoint,
+    Score,
+    Skip,
+    Started,
+    Train,
+    Trained,
+    WeightsPublished,
+)
+from ..timeline import Span, Timeline
+from ..types import Group
+from .clock import Clock
+from .config import Config
+from .faults import FaultPlan
+from .incidents import Incidents
+from .records import StepRecord, lags, staleness_metrics
+from .rollout import SHOWN, Rollout
+from .scoring import Scoring
+from .workload import Workload
+
+PATIENCE = 1e5  # seconds in which nothing is heard, after which nothing ever will be: faults alone keep the clock going
+STEPS_SHOWN = 6  # in the Gantt picture
+Watch = Callable[[float, Event | Instruction], None]  # time and what is heard or said
+OnStep = Callable[[StepRecord], None]
+
+
+class StuckError(RuntimeError):
+    """The coordinator waits for something that will never happen."""
+
+
+class Cluster:
+    """One run: `Cluster(config, coordinator).run()`. `records` has a record for every step."""
+
+    def __init__(
+        self, config: Config, coordinator: Coordinator, watch: Watch | None = None, on_step: OnStep | None = None
+    ) -> None:
+        self.config, self.coordinator, self.watch, self.on_step = config, coordinator, watch, on_step
+        self.settings = settings = config.simulation
+        self.clock = Clock()
+        self.timeline = Timeline(STEPS_SHOWN, lambda: self.clock.now)
+        mix = dict.fromkeys(settings.tasks, 1.0)
+        self.work = Workload(
+            *(config.seed, settings.prompts, config.rollout.max_new_tokens),
+            *(settings.median, settings.spread, settings.shared, mix),
+        )
+        self.faults = FaultPlan(settings.faults, config.seed)
+        self.rollout = Rollout(self.clock, settings, self.work, self.faults, self.post, self.timeline)
+        self.scoring = Scoring(self.clock, settings, self.faults, self.post, self.timeline)
+        self.records: list[StepRecord] = []
+        self.events = 0
+        self.train_gpu_seconds = 0.0
+        self._drawn = 0
+        self._round = ""
+        self._rollout_seconds, self._preemptions = 0.0, 0  # at the end of the step before
+        self._train_seconds, self._trained_tokens = 0.0, 0  # of the step under way
+        self._lags: Counter[int] = Counter()
+        self._inbox: deque[Event] = deque()
+        self._busy = False
+        self._heard = 0.0  # when the last event came
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            DrawPrompts: self._draw,
+            Generate: self._generate,
+            Abort: lambda order: self.rollout.abort(order.rid),
+            Park: self._park,
+            Score: self._score,
+            Skip: lambda order: self.rollout.forget(order.prompt.draw),
+            Lend: self._lend,
+            Accumulate: self._accumulate,
+            Train: self._train,
+            PublishWeights: self._publish,
+            Evaluate: self._evaluate,
+            SaveCheckpoint: self._save,
+            Finish: lambda order: self.clock.stop(),
+        }
+
+    def run(self) -> Finish:
+        """Until the coordinator is finished. Raises StuckError if that can't be, or what the coordinator raises."""
+        self.clock.at(0.0, partial(self.post, Started(0)))
+        Incidents(self.rollout, self.faults)
+        self.clock.run()
+        if self.coordinator.finished is None:
+            self._stuck()
+        assert self.coordinator.finished is not None
+        return self.coordinator.finished
+
+    def _stuck(self) -> None:
+        awaited = ", ".join(kind.__name__ for kind in self.coordinator.awaiting) or "responses or rewards"
+        step, heard = self.coordinator.step + 1, self._heard
+        raise StuckError(f"step {step}: since {heard:.0f} s nothing happens, the coordinator awaits {awaited}")
+
+    def post(self, event: Event) -> None:
+        """Something happened, now."""
+        self._inbox.append(event)
+        if self._busy:
+            return
+        self._busy, self._heard = True, self.clock.now
+        while self._inbox and self.coordinator.finished is None:
+            event = self._inbox.popleft()
+            self.events += 1
+            if self.watch:
+                self.watch(self.clock.now, event)
+            for instruction in self.coordinator.handle(event):
+                if self.watch:
+                    self.watch(self.clock.now, instruction)
+                self._carry_out[type(instruction)](instruction)
+            if self.rollout.idle:
+                self.scoring.rollout_over()
+        self._busy = False
+
+    # --- instructions -------------------------------------------------------------------------------
+
+    def _draw(self, order: DrawPrompts) -> None:
+        settings = self.settings
+        last = settings.epochs * settings.prompts or sys.maxsize
+        draws = range(self._drawn, min(self._drawn + order.count, last))
+        self._drawn = draws.stop
+        self.post(PromptsDrawn(tuple(self.work.prompt(draw) for draw in draws)))
+
+    def _generate(self, order: Generate) -> None:
+        self._round = getattr(self.coordinator.policy, "round", "")
+        self.rollout.generate(order, self.coordinator.step + 1)
+
+    def _park(self, order: Park) -> None:
+        self.rollout.park(order.prompt.draw)
+
+    def _score(self, order: Score) -> None:
+        response, rollout = order.response, self.rollout
+        tokens = self.work.prompt_tokens(response.draw) + len(response.token_ids)
+        request, samples = rollout.requests[response.draw], rollout.samples[response.draw]
+        self.scoring.score(request, response, samples, tokens, self.coordinator.step + 1)
+
+    def _lend(self, order: Lend) -> None:
+        """What ran there was parked before this, at once."""
+        self.rollout.lend(set(order.engines))
+        self.clock.after(0.0, partial(self.post, Lent(order.engines)))
+
+    def _accumulate(self, order: Accumulate) -> None:
+        gpus = len(order.engines) * self.settings.degree
+        lanes = [f"engine {index}" for index in order.engines if index < SHOWN] or ["trainer"]
+        self._compute(order.step, order.groups, gpus, lanes, False, partial(self.post, Accumulated(order.step)))
+
+    def _train(self, order: Train) -> None:
+        self._compute(order.step, order.groups, 0, ["trainer"], True, partial(self._trained, order.step))
+
+    def _compute(
+        self, step: int, groups: Sequence[Group], gpus: int, lanes: list[str], update: bool, then: Callable[[], None]
+    ) -> None:
+        """Gradients on so many GPUs of sleeping engines; 0: on those that training has, or takes from all engines."""
+        work, now = self.work, self.clock.now
+        responses = sum(len(sample.response.token_ids) for group in groups for sample in group.samples)
+        prompts = sum(work.prompt_tokens(group.prompt.draw) * len(group.samples) for group in groups)
+        self._trained_tokens += responses
+        self._lags += lags(groups, self.coordinator.version)
+        for group in groups:
+            self.rollout.forget(group.prompt.draw)
+        taken: set[int] = set()
+        if not gpus and not self.settings.train_gpus:
+            taken = self.rollout.sleep(set(range(len(self.rollout.engines))))
+        gpus = gpus or self.settings.train_gpus or self.settings.gpus
+        seconds = self.rollout.hardware.train_seconds(responses + prompts, gpus, update)
+        self._train_seconds += seconds
+        self.train_gpu_seconds += seconds * gpus
+        for lane in lanes:
+            self.timeline.add(Span("train", lane, now, now + seconds, step))
+        self.clock.after(seconds, partial(self._computed, taken, then))
+
+    def _computed(self, taken: set[int], then: Callable[[], None]) -> None:
+        self.rollout.wake(taken)
+        then()
+
+    def _trained(self, step: int) -> None:
+        now, rollout, end = self.clock.now, self.rollout, self.records[-1].end if self.records else 0.0
+        metrics = staleness_metrics(self._lags, self.settings.drift)
+        preemptions = rollout.fleet.preemptions
+        self.records.append(
+            StepRecord(
+                *(step, self._round, now, now - end, rollout.seconds - self._rollout_seconds, self._train_seconds),
+                *(rollout.longest, self._trained_tokens, preemptions - self._preemptions),
+                *(metrics["staleness/lag_mean"], int(metrics["staleness/lag_max"])),
+            )
+        )
+        self._rollout_seconds, self._preemptions = rollout.seconds, preemptions
+        self._train_seconds, self._trained_tokens = 0.0, 0
+        rollout.longest = 0
+        self._lags.clear()
+        if self.on_step:
+            self.on_step(self.records[-1])
+        self.post(Trained(self.coordinator.version + 1, metrics))
+
+    def _publish(self, order: PublishWeights) -> None:
+        self.rollout.publish(order, partial(self._published, order.version, self.clock.now))
+
+    def _published(self, version: int, began: float) -> None:
+        self.timeline.add(Span("sync", "trainer", began, self.clock.now, max(self.coordinator.step, 1)))
+        self.post(WeightsPublished(version))
+
+    def _evaluate(self, order: Evaluate) -> None:
+        self._later("eval", self.settings.evaluation_seconds, order.step, Evaluated(order.step))
+
+    def _save(self, order: SaveCheckpoint) -> None:
+        self._later("checkpoint", self.settings.checkpoint_seconds, order.step, CheckpointSaved(order.step))
+
+    def _later(self, name: str, seconds: float, step: int, event: Event) -> None:
+        if seconds:
+            now = self.clock.now
+            self.timeline.add(Span(name, "trainer", now, now + seconds, max(step, 1)))
+        self.clock.after(seconds, partial(self.post, event))
+
+    # --- totals -------------------------------------------------------------------------------------
+
+    def utilisation(self) -> dict[str, float]:
+        """Parts of the time of all GPUs so far. `busy`: the engine or the trainer that has the GPU works. `throughput`:
+        so, but an engine counts by the tokens that it decodes, over the most that it could."""
+        gpus, span = self.settings.gpus, max(self.clock.now, math.ulp(1.0))
+        worked, decoded = self.rollout.fleet.utilisation()
+        engines, trainer = self.settings.rollout_gpus / gpus, self.train_gpu_seconds / (gpus * span)
+        return {
+            "busy": engines * worked + trainer,
+            "throughput": engines * decoded + trainer,
+            "rollout_busy": worked,
+            "training": trainer,
+        }

@@ -1,0 +1,55 @@
+"""Small random clusters, each with a policy and with faults: what the seed of a fault history stands for."""
+
+from __future__ import annotations
+
+import random
+
+from ..policy_config import Policy
+from .config import Config, Model, Rewards
+
+
+def scenario(seed: int) -> Config:
+    """A cluster, a policy and faults: everything by chance. Policies take turns."""
+    dice, config = random.Random(seed), Config(seed=seed)
+    sim, faults, policies = config.simulation, config.simulation.faults, list(Policy)
+    config.policy.name = policies[seed % len(policies)]
+    config.policy.dynamic_sampling = dice.random() < 0.25
+    config.steps = dice.randint(1, 8)
+    config.rollout.prompts_per_step = dice.randint(1, 5)
+    config.rollout.group_size = dice.randint(2, 4)
+    config.rollout.max_new_tokens = dice.choice((256, 1024, 4096))
+    config.evaluation.every, config.checkpoint.every = dice.randint(0, 3), dice.randint(0, 3)
+    config.tail_batching.prompts = dice.choice((1.0, 1.25, 2.0))
+    config.tail_batching.responses = dice.choice((1.0, 1.25, 2.0))
+    config.april.oversample, config.april.max_staleness = dice.choice((1.0, 1.5, 2.5)), dice.randint(0, 3)
+    adaptive = config.adaptive_async
+    adaptive.max_staleness, adaptive.interrupt = dice.randint(0, 4), dice.random() < 0.7
+    adaptive.sync_interval = dice.choice((2, 5, 100))
+    if dice.random() < 0.3:
+        adaptive.ratio = adaptive.min_ratio = adaptive.max_ratio = dice.choice((0.0, 1.0))
+    sim.model, sim.degree, sim.memory_fraction = Model.QWEN_7B, 1, dice.choice((0.25, 0.6))
+    sim.train_gpus = dice.choice((0, 0, 1))
+    sim.gpus = dice.randint(1, 4) + sim.train_gpus
+    sim.median, sim.spread, sim.max_running = (
+        dice.choice((30.0, 150.0)),
+        dice.choice((0.5, 1.05)),
+        dice.choice((2, 8, 64)),
+    )
+    sim.prompts, sim.epochs = dice.randint(3, 40), dice.randint(0, 2)
+    sim.rewards, sim.recompute = dice.choice(list(Rewards)), dice.random() < 0.5
+    sim.evaluation_seconds = sim.checkpoint_seconds = dice.choice((0.0, 5.0))
+    sim.reply_limit = dice.choice((5.0, 60.0))
+    config.stream_trainer.enabled = (
+        config.policy.name is not Policy.ADAPTIVE_ASYNC and sim.engines > 1 and dice.random() < 0.5
+    )
+    faults.crash_every, faults.down = dice.choice((0.0, 60.0, 300.0)), dice.choice((1.0, 40.0))
+    faults.slow_every, faults.slow_for = dice.choice((0.0, 50.0)), 20.0
+    faults.lost, faults.doubled, faults.late = (
+        dice.choice((0.0, 0.02)),
+        dice.choice((0.0, 0.1)),
+        dice.choice((0.0, 0.1)),
+    )
+    faults.delay, faults.sync_delay = dice.choice((1.0, 30.0)), 10.0
+    faults.slow_sync, faults.reward_hangs = dice.choice((0.0, 0.3)), dice.choice((0.0, 0.05))
+    config.validate()
+    return config

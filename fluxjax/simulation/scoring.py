@@ -1,0 +1,91 @@
+"""The reward stage of a simulated cluster: rules, sandboxes and judges, each a queue in front of some workers.
+
+When it begins and how long it may take is `SimulationConfig.rewards`: verl's way, Flexes' asynchronous rewards, or
+its reward scheduler (section 4.3). Of the scheduler:
+
+- A sandbox is stopped after min(max(2 s, 1.5 times the anchor), 30 s). The anchor is the longest run of a right
+  response so far, of the same prompt, or where there is none yet, of any.
+- Judges share the GPUs of the engines, one a GPU. What that costs either is left out: by the paper neither fills a GPU,
+  and streaming the judge's layers from host memory costs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ..coordinator.messages import Event, Request, RewardReady
+from ..timeline import Span, Timeline
+from ..types import Prompt, Response, Reward
+from .clock import Clock
+from .config import Rewards, SimulationConfig
+from .faults import FaultPlan
+from .hardware import SANDBOX_LIMIT
+from .servers import Servers
+from .workload import Samples
+
+LEAST, RELAXED = 2.0, 1.5  # seconds of a sandbox at least; times the anchor
+
+
+class Scoring:
+    """Reports to `post`."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        settings: SimulationConfig,
+        faults: FaultPlan,
+        post: Callable[[Event], None],
+        timeline: Timeline,
+    ) -> None:
+        self.clock, self.settings, self.faults, self.post = clock, settings, faults, post
+        self.timeline, self.hardware = timeline, settings.hardware()
+        self.scheduled = settings.rewards is Rewards.SCHEDULED
+        judges = settings.gpus if self.scheduled else settings.judges
+        workers = {"math": settings.rules, "code": settings.sandboxes, "judge": judges}
+        self._servers = {task: Servers(count) for task, count in workers.items()}
+        self._anchors: dict[str, float] = {}  # by id of the prompt: seconds
+        self._anchor = 0.0  # the longest of them
+        self._held: list[Callable[[], None]] = []
+        self.timed_out = 0
+
+    def score(self, request: Request, response: Response, samples: Samples, tokens: int, step: int) -> None:
+        """`tokens` are those of prompt and response."""
+        job = partial(self._score, request, response, samples, tokens, step)
+        if self.settings.rewards is Rewards.SYNCHRONOUS:
+            self._held.append(job)
+        else:
+            job()
+
+    def rollout_over(self) -> None:
+        """Nothing is generated any more."""
+        held, self._held = self._held, []
+        for job in held:
+            job()
+
+    def _score(self, request: Request, response: Response, samples: Samples, tokens: int, step: int) -> None:
+        now, prompt, sample = self.clock.now, request.prompt, response.sample
+        limit, reward = self._limit(prompt.id), samples.reward(sample)
+        sandbox = samples.sandbox[sample]
+        seconds = self.hardware.reward_seconds(prompt.source, tokens, min(sandbox, limit))
+        if sandbox > limit:
+            reward = Reward(0.0, False, "timed out")
+        if self.faults.reward_hangs(prompt.draw, request.attempt, sample) or seconds > self.settings.reward_limit:
+            seconds, reward = self.settings.reward_limit, Reward(0.0, False, "timed out")
+        end = self._servers[prompt.source].submit(now, seconds)
+        self.clock.at(end, partial(self._scored, prompt, response, reward, sandbox, now, step))
+
+    def _limit(self, prompt: str) -> float:
+        if not self.scheduled or not self._anchor:
+            return SANDBOX_LIMIT
+        return min(max(LEAST, RELAXED * self._anchors.get(prompt, self._anchor)), SANDBOX_LIMIT)
+
+    def _scored(
+        self, prompt: Prompt, response: Response, reward: Reward, sandbox: float, began: float, step: int
+    ) -> None:
+        self.timeline.add(Span("reward", "reward", began, self.clock.now, step))
+        self.timed_out += reward.reason == "timed out"
+        if reward.correct and sandbox:
+            self._anchors[prompt.id] = max(sandbox, self._anchors.get(prompt.id, 0.0))
+            self._anchor = max(sandbox, self._anchor)
+        self.post(RewardReady(response.rid, reward))
