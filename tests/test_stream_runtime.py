@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import random
+import re
 from typing import Any
 
 import pytest
 from runtime_cases import Boom, Run
 from scripted_engine import ScriptedEngine
 
+from fluxjax.cli import load
+from fluxjax.config import ConfigError
 from fluxjax.coordinator import April, StreamTrainer, Synchronous, TailBatching
-from fluxjax.policy_config import StreamTrainerConfig
+from fluxjax.policy_config import Policy, StreamTrainerConfig
 from fluxjax.types import Group
 
 SETTINGS = StreamTrainerConfig(enabled=True, first=0.1, last=0.8, every=0.01, chunk=1)
@@ -115,3 +119,25 @@ def test_stop_and_resume() -> None:
     plain = Run(steps=4, prompts_per_step=6, group_size=4)
     plain.go()
     assert steps(run) + steps(resumed) == steps(plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"policy.engines": 1}, "stream_trainer.enabled needs policy.engines of at least 2, not 1"),
+        ({"policy.name": Policy.ADAPTIVE_ASYNC}, "stream_trainer.enabled needs a policy.name that trains in rounds"),
+        ({"stream_trainer.first": 0.6}, "stream_trainer.first is 0.6 and stream_trainer.last 0.5"),
+        ({"stream_trainer.every": 0.0}, "stream_trainer.every is 0.0"),
+        ({"stream_trainer.chunk": -1}, "stream_trainer.chunk is -1"),
+        ({"algorithm.importance.normalize": True}, "needs algorithm.importance.normalize off"),
+    ],
+)
+def test_mistakes_in_the_configuration(changes: dict[str, Any], expected: str) -> None:
+    config = load([])
+    config.policy.engines, config.stream_trainer.enabled = 2, True
+    config.validate()
+    for name, value in changes.items():
+        section, _, field = name.rpartition(".")
+        setattr(operator.attrgetter(section)(config), field, value)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        config.validate()
