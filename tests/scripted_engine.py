@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.engine import EngineError, EngineStats, FinishReason, GenerateRequest, TokenChunk
@@ -103,6 +103,8 @@ class ScriptedEngine:
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         await asyncio.sleep(0)
         self.version, self.params = version, params
+
+    async def set_parallelism(self, devices: Sequence[Any]) -> None: ...
 
     async def pause(self) -> None:
         self._go.clear()
