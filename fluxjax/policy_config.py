@@ -67,6 +67,18 @@ class StreamTrainerConfig:
 
 
 @dataclasses.dataclass(slots=True)
+class ParallelismConfig:
+    """Flexes, section 4.2: tensor parallelism of the engines."""
+
+    degree: int = 1  # devices an engine, at the start; a power of two
+    enabled: bool = False  # chosen anew each step, by preemptions; else it stays
+    max_degree: int = 8  # devices of a host
+    rise: float = 1.05  # times the preemptions of the step before, above which the degree doubles
+    calm: int = 4  # steps without preemption after which it halves
+    profile: str = ""  # file of `python -m fluxjax.profile`, which then says the degree at the start; empty: none
+
+
+@dataclasses.dataclass(slots=True)
 class AdaptiveAsyncConfig:
     """Flux, component 1. Staleness is in [0, 1]: see `fluxjax.coordinator.staleness`."""
 

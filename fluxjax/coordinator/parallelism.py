@@ -1,0 +1,59 @@
+"""The parallelism planner: on how many devices an engine computes, chosen anew each step (Flexes, section 4.2).
+
+Where the caches are full, engines take the place from running responses and compute them again later: preemptions. More
+devices an engine leave more room beside the weights, but fewer engines and more communication. So a sudden rise of
+preemptions doubles the degree, and some steps without any halve it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..policy_config import ParallelismConfig
+
+
+class ParallelismPlanner:
+    """`degree` is what engines are to have now: a power of two within `[1, most]`.
+
+    `devices` are those that all engines have together, 0 if not known; `start` is the degree at the start, 0 for that
+    of the settings. Engines stay within a host: `settings.max_degree` is the number of its devices.
+    """
+
+    def __init__(self, settings: ParallelismConfig, devices: int = 0, start: int = 0) -> None:
+        self.settings = settings
+        most = min(settings.max_degree, devices or settings.max_degree)
+        self.most = 1 << (max(most, 1).bit_length() - 1)
+        self.degree = self._within(start or settings.degree)
+        self._before: int | None = None  # preemptions of the last step
+        self._calm = 0  # steps without, since the last with some or the last change
+
+    def next(self, preemptions: int) -> int:
+        """The degree for the next step, after one with so many preemptions in all engines together.
+
+        More than `rise` times those of the step before double it; any is more than none. The first step has none before
+        it, and sets the measure. `calm` steps at zero halve it.
+        """
+        if preemptions < 0:
+            raise ValueError(f"a step can't have {preemptions} preemptions")
+        settings, before, self._before = self.settings, self._before, preemptions
+        self._calm = 0 if preemptions else self._calm + 1
+        wanted = self.degree
+        if before is not None and preemptions > settings.rise * before:
+            wanted *= 2
+        elif self._calm >= settings.calm:
+            wanted //= 2
+            self._calm = 0
+        self.degree = self._within(wanted)
+        return self.degree
+
+    def _within(self, degree: int) -> int:
+        return max(min(degree, self.most), 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"degree": self.degree, "before": self._before, "calm": self._calm}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The devices may be others now: the degree stays within what they allow."""
+        self.degree = self._within(state["degree"])
+        self._before, self._calm = state["before"], state["calm"]

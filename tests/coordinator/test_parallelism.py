@@ -1,0 +1,90 @@
+"""The parallelism planner: what it decides from preemptions, whatever they are."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxjax.coordinator.parallelism import ParallelismPlanner
+from fluxjax.policy_config import ParallelismConfig
+
+POWERS = st.sampled_from([1, 2, 4, 8, 16])
+COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 200)), max_size=40)
+
+
+@st.composite
+def planners(draw):
+    most = draw(POWERS)
+    settings = ParallelismConfig(
+        enabled=True,
+        degree=draw(POWERS.filter(lambda degree: degree <= most)),
+        max_degree=most,
+        rise=draw(st.sampled_from([1.0, 1.05, 2.0])),
+        calm=draw(st.integers(1, 5)),
+    )
+    return ParallelismPlanner(settings, devices=draw(st.integers(0, 20)))
+
+
+def test_a_rise_doubles_and_four_calm_steps_halve():
+    planner = ParallelismPlanner(ParallelismConfig(enabled=True, max_degree=4), devices=16)
+    assert planner.next(100) == 1, "the first step sets the measure"
+    assert planner.next(105) == 1, "1.05 times is no sudden rise"
+    assert planner.next(111) == 2
+    assert planner.next(60) == 2
+    assert planner.next(80) == 4
+    assert planner.next(200) == 4, "the host has no more devices"
+    assert [planner.next(0) for _ in range(9)] == [4, 4, 4, 2, 2, 2, 2, 1, 1]
+    assert planner.next(1) == 2, "any preemption is a rise above none"
+    with pytest.raises(ValueError, match="-1 preemptions"):
+        planner.next(-1)
+
+
+def test_a_calm_start_counts_and_one_preemption_begins_anew():
+    planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=4))
+    assert [planner.next(count) for count in (0, 0, 0, 0)] == [4, 4, 4, 2]
+    assert [planner.next(count) for count in (0, 0, 0, 7, 0, 0, 0, 0)] == [2, 2, 2, 4, 4, 4, 4, 2]
+
+
+@given(planners(), COUNTS)
+def test_degrees_are_powers_of_two_within_the_host_and_change_by_one_step(planner, counts):
+    devices_allow = planner.most
+    assert devices_allow & (devices_allow - 1) == 0 and devices_allow <= planner.settings.max_degree
+    for count in counts:
+        before = planner.degree
+        after = planner.next(count)
+        assert after == planner.degree and 1 <= after <= devices_allow and after & (after - 1) == 0
+        assert after in (before // 2, before, before * 2)
+        assert after >= before or count == 0, "preemptions never take devices away"
+        assert after <= before or count > 0, "without preemptions none are added"
+
+
+@given(planners(), st.integers(1, 100), st.integers(2, 12))
+def test_equal_preemptions_change_nothing(planner, count, steps):
+    planner.next(count)
+    degree = planner.degree
+    assert {planner.next(count) for _ in range(steps)} == {degree}
+
+
+@given(planners(), st.integers(0, 60))
+def test_without_preemptions_the_degree_halves_every_few_steps(planner, steps):
+    degree = planner.degree
+    for _ in range(steps):
+        planner.next(0)
+    assert planner.degree == max(degree >> (steps // planner.settings.calm), 1)
+
+
+@given(planners(), COUNTS, COUNTS)
+def test_a_resumed_planner_decides_as_one_that_went_on(planner, before, after):
+    for count in before:
+        planner.next(count)
+    resumed = ParallelismPlanner(planner.settings, devices=planner.most)
+    resumed.load_state_dict(json.loads(json.dumps(planner.state_dict())))
+    assert [resumed.next(count) for count in after] == [planner.next(count) for count in after]
+
+
+def test_resumed_on_fewer_devices_it_stays_within_them():
+    planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=8))
+    fewer = ParallelismPlanner(planner.settings, devices=3)
+    fewer.load_state_dict(planner.state_dict())
+    assert fewer.degree == fewer.most == 2
