@@ -19,7 +19,10 @@ sys.path.insert(0, str(ROOT))  # also without an editable install
 
 from jaxtyping import install_import_hook  # noqa: E402
 
-install_import_hook(["sharding", "models", "rollout", "fluxjax"], "beartype.beartype")
+# Shapes and dtypes are checked where there are arrays: not in pure bookkeeping, which runs a million times in tests.
+PURE = ("coordinator", "simulation")
+parts = sorted(p.stem for p in (ROOT / "fluxjax").iterdir() if p.stem not in PURE and not p.stem.startswith("_"))
+install_import_hook(["sharding", "models", "rollout", *(f"fluxjax.{part}" for part in parts)], "beartype.beartype")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
