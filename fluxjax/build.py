@@ -1,11 +1,10 @@
-"""From the configuration to a model and its processor, a checkpoint folder or a tiny model, and to engines for it."""
+"""From the configuration to a model and its processor, a checkpoint folder or a tiny model."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 
 import models
@@ -15,9 +14,7 @@ from models.processing import Processor
 from models.processing.settings import PatchLayout
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
-from rollout.jax_engine import JaxEngine
 
-from .batching import check_strategy
 from .config import Config, ConfigError, ModelConfig
 from .data.sources import Source, all_texts, common_words
 
@@ -52,33 +49,6 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
         **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
     )
     return models.create(tiny_model(config.model, processor, vision), config.seed), processor
-
-
-def build_engines(config: Config, model: Decoder) -> list[JaxEngine]:
-    """`policy.engines` embedded engines, one after another on the devices of this process. Raises `ConfigError` where
-    half of them are lent to training and their devices could not hold what is trained on."""
-    devices = jax.local_devices()
-    if config.stream_trainer.enabled:
-        _check_half(config, model, len(devices))
-    return [
-        JaxEngine(
-            model,
-            slots=config.rollout.slots,
-            max_sequence_tokens=config.rollout.max_sequence_tokens,
-            compute_dtype=config.model.compute_dtype.value,
-            devices=[devices[number % len(devices)]],
-        )
-        for number in range(config.policy.engines)
-    ]
-
-
-def _check_half(config: Config, model: Decoder, devices: int) -> None:
-    a_device = -(-config.policy.engines // devices)  # engines at most
-    vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
-    try:
-        check_strategy(config, -(-(config.policy.engines // 2) // a_device), model.config.text, vision)
-    except ConfigError as error:
-        raise ConfigError(f"stream_trainer.enabled: on the devices of half of the engines: {error}") from error
 
 
 def tiny_vision(model: ModelConfig) -> VisionConfig:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from rollout.engine import Engine
+
 from .coordinator.messages import Finish
 from .types import Group, PreparedPrompt, Prompt, Response, Reward
 
@@ -26,6 +28,16 @@ class PromptSource(Protocol):
 class Scorer(Protocol):
     async def score(self, prompt: Prompt, response: Response) -> Reward:
         """A reward function that crashes or hangs is the scorer's business; what it raises ends the run."""
+        ...
+
+
+@runtime_checkable
+class EnginePool(Protocol):
+    """Engines on a fixed set of devices."""
+
+    async def set_parallelism(self, degree: int) -> Sequence[Engine]:
+        """The engines from now on: of `degree` devices each, as many as the devices make, all awake. They serve the
+        oldest weights that any engine did before. Nothing runs on any meanwhile."""
         ...
 
 

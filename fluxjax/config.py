@@ -15,6 +15,7 @@ from .policy_config import (
     AprilConfig,
     ComposerConfig,
     ImportanceConfig,
+    ParallelismConfig,
     PolicyConfig,
     SchedulesConfig,
     StreamTrainerConfig,
@@ -239,6 +240,7 @@ class Config:
     april: AprilConfig = dataclasses.field(default_factory=AprilConfig)
     stream_trainer: StreamTrainerConfig = dataclasses.field(default_factory=StreamTrainerConfig)
     adaptive_async: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
+    parallelism: ParallelismConfig = dataclasses.field(default_factory=ParallelismConfig)
     composer: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)
     schedules: SchedulesConfig = dataclasses.field(default_factory=SchedulesConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)

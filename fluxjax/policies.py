@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from .config import Config
+from rollout.profile import Profile, ProfileError
+
+from .config import Config, ConfigError
 from .coordinator import AdaptiveAsync, April, Coordinator, Policy, Settings, StreamTrainer, Synchronous, TailBatching
+from .coordinator.parallelism import ParallelismPlanner
 from .policy_config import Policy as Name
 from .schedules import Schedule, parse
 
@@ -17,7 +20,22 @@ _BOUNDS = {  # of what a schedule may say
 
 def make_coordinator(config: Config) -> Coordinator:
     """With the policy and the schedules of `config`. Raises `ConfigError` for a schedule that can't be read."""
-    return Coordinator(Settings.of(config), make_policy(config), make_schedules(config))
+    return Coordinator(Settings.of(config), make_policy(config), make_schedules(config), make_parallelism(config))
+
+
+def make_parallelism(config: Config) -> ParallelismPlanner | None:
+    """The planner of `config.parallelism`, if it is enabled. Raises `ConfigError` for a profile that can't be used."""
+    settings, rollout = config.parallelism, config.rollout
+    if not settings.enabled:
+        return None
+    devices, start = config.policy.engines * settings.degree, 0
+    if settings.profile:
+        samples = rollout.prompts_per_step * rollout.group_size
+        try:
+            start = Profile.load(settings.profile).best_degree(samples, rollout.max_sequence_tokens, devices)
+        except ProfileError as error:
+            raise ConfigError(f"parallelism.profile: {error}") from error
+    return ParallelismPlanner(settings, devices, start)
 
 
 def make_schedules(config: Config) -> dict[str, Schedule]:

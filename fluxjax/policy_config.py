@@ -168,7 +168,28 @@ def check(config: Any) -> str:
             return f"{section}.max_staleness is {getattr(config, section).max_staleness}; it must not be negative"
     if config.policy.engines < 1:
         return f"policy.engines is {config.policy.engines}; it must be at least 1"
-    return _check_stream(config) or _check_importance(config.algorithm.importance)
+    return _check_parallelism(config) or _check_stream(config) or _check_importance(config.algorithm.importance)
+
+
+def _check_parallelism(config: Any) -> str:
+    parallelism, engines = config.parallelism, config.policy.engines
+    for name in ("degree", "max_degree"):
+        value = getattr(parallelism, name)
+        if value < 1 or value & (value - 1):
+            return f"parallelism.{name} is {value}; it must be a power of two"
+    if parallelism.degree > parallelism.max_degree:
+        return f"parallelism.degree is {parallelism.degree}, parallelism.max_degree only {parallelism.max_degree}"
+    if not parallelism.rise >= 1:
+        return f"parallelism.rise is {parallelism.rise}; it must be at least 1, any rise"
+    if parallelism.calm < 1:
+        return f"parallelism.calm is {parallelism.calm}; it must be at least 1 step"
+    if not parallelism.enabled:
+        return "parallelism.profile needs parallelism.enabled" if parallelism.profile else ""
+    if config.policy.name is Policy.ADAPTIVE_ASYNC:
+        return "parallelism.enabled needs a policy.name that trains in rounds; adaptive_async never has idle engines"
+    if engines * parallelism.degree < 2:
+        return "parallelism.enabled needs two devices at least: policy.engines x parallelism.degree is 1"
+    return ""
 
 
 def _check_stream(config: Any) -> str:

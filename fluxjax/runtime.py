@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
-from .collaborators import Checkpointer, Evaluator, Observer, PromptSource, Scorer, StepReport, Trainer
+from .collaborators import Checkpointer, EnginePool, Evaluator, Observer, PromptSource, Scorer, StepReport, Trainer
 from .coordinator import Coordinator, CoordinatorError
 from .coordinator.messages import (
     Abort,
@@ -33,6 +33,7 @@ from .coordinator.messages import (
     Instruction,
     Lend,
     Lent,
+    ParallelismSet,
     Park,
     PromptsDrawn,
     PublishWeights,
@@ -41,6 +42,7 @@ from .coordinator.messages import (
     RewardReady,
     SaveCheckpoint,
     Score,
+    SetParallelism,
     Skip,
     Started,
     StopRequested,
@@ -73,12 +75,15 @@ class Runtime:
         observers: Sequence[Observer] = (),
         timeline: Timeline | None = None,
         prepared: Mapping[int, PreparedPrompt] | None = None,
+        pool: EnginePool | None = None,
     ) -> None:
         """`seed` and the draw of a prompt decide its random numbers, never the time or the engine. `prepared` are the
-        prompts, by draw, that a resumed coordinator has in its books."""
+        prompts, by draw, that a resumed coordinator has in its books. `pool` has the `engines` where the coordinator
+        may ask for others."""
         self.coordinator = coordinator
         self.timeline = timeline or Timeline()
-        self._engines = tuple(engines)
+        self._engines, self._pool = tuple(engines), pool
+        self._preempted = 0  # on all engines, at the end of the last step
         self._source = source
         self._scorer = scorer
         self._trainer = trainer
@@ -168,6 +173,8 @@ class Runtime:
                 self._spawn(work, instruction, {draw: self._prepared.pop(draw) for draw in draws})
             case PublishWeights():
                 self._spawn(self._publish, instruction, self.coordinator.step)
+            case SetParallelism():
+                self._spawn(self._set_parallelism, instruction, self.coordinator.step)
             case Evaluate():
                 self._spawn(self._evaluate, instruction)
             case SaveCheckpoint():
@@ -290,6 +297,8 @@ class Runtime:
     async def _train(self, order: Train, prepared: Mapping[int, PreparedPrompt]) -> None:
         with self.timeline.span("train", "trainer", order.step):
             metrics, weights = await self._in_thread(self._trained, order, prepared)
+        before, self._preempted = self._preempted, self._preemptions()
+        metrics = {**metrics, "rollout/preemptions": float(self._preempted - before)}
         version = self._trainer.version
         self._weights = version, weights
         groups = tuple(sorted([*self._early, *order.groups], key=lambda group: group.prompt.draw))
@@ -302,6 +311,18 @@ class Runtime:
     ) -> tuple[Mapping[str, float], Mapping[str, Any]]:
         metrics = self._trainer.train(order.step, order.groups, prepared)
         return metrics, self._trainer.weights()
+
+    def _preemptions(self) -> int:
+        return sum(engine.stats().preemptions for engine in self._engines)
+
+    async def _set_parallelism(self, order: SetParallelism, step: int) -> None:
+        if self._pool is None:
+            raise CoordinatorError(f"{order}, but these engines can't change")
+        with self.timeline.span("sync", "engines", step):
+            self._engines = tuple(await self._pool.set_parallelism(order.degree))
+        self._asleep.clear()
+        self._preempted = self._preemptions()
+        self._post(ParallelismSet(order.degree, len(self._engines)))
 
     async def _publish(self, order: PublishWeights, step: int) -> None:
         if self._weights is None:  # no step was trained since the start

@@ -21,7 +21,7 @@ from sharding.odc import OdcError
 from . import run_folder
 from .algorithms import ALGORITHMS
 from .batching import check_strategy
-from .build import build_engines, build_model
+from .build import build_model
 from .callbacks import Callback
 from .checkpoint import CheckpointError, Checkpoints, like
 from .compile_cache import use_compile_cache
@@ -33,6 +33,7 @@ from .data.errors import DataError
 from .data.given import given
 from .data.loader import PromptLoader
 from .data.prepare import Preparer
+from .engine_pool import EnginePool
 from .event_loop import run_async, stop_on_signals
 from .held_out import HeldOut
 from .learner import Learner
@@ -110,7 +111,8 @@ class FluxTrainer:
 
             # --- fleet --------------------------------------------------------------------------
             rollout = config.rollout
-            self.engines = build_engines(config, self.model)
+            self.pool = EnginePool(config, self.model)
+            self.engines = self.pool.engines  # one list that changes with their degree
             self.engine = self.engines[0]  # evaluations are its
             self.sampling = SamplingParams(
                 max_new_tokens=rollout.max_new_tokens,
@@ -257,6 +259,7 @@ class FluxTrainer:
             self.display.note(opening(self, resumed))
             if resumed is None:
                 await self._warm_start()
+            await self.pool.set_parallelism(config.parallelism.degree)  # where the coordinator begins
             for engine in self.engines:
                 await engine.update_weights(self.learner.version, self.learner.params)
             finish = await self._reinforce()
@@ -312,6 +315,7 @@ class FluxTrainer:
             seed=config.seed,
             observers=[Reporter(self, trainer)],
             timeline=self.timeline,
+            pool=self.pool,
         )
         if self._stopping:
             self._runtime.request_stop(_STOPPED)

@@ -63,6 +63,10 @@ class DeviceState:
         self.cache: KVCache | None = None  # made when needed; None after a failure or while asleep
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # program and bucketed sizes of every call so far
 
+    @property
+    def model(self) -> Decoder:
+        return models.merge(self._graphdef, self.params)
+
     def _settle(self, layout: Layout) -> None:
         """From now on, everything is made for these devices."""
         self.layout = layout

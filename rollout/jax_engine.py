@@ -183,6 +183,11 @@ class JaxEngine:
         return self._device.layout.devices
 
     @property
+    def model(self) -> Decoder:
+        """The model with the weights that it serves; they are its own, not to be changed or deleted."""
+        return self._device.model
+
+    @property
     def compiled_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Every (program, bucketed sizes) used so far: each one was compiled once."""
         return tuple(sorted(self._device.shapes))

@@ -123,7 +123,8 @@ class TestRun:
         for report in run.diary.reports:
             assert set(report.seconds) == {"data", "rollout", "reward", "train", "sync"}
             assert all(seconds > 0 for seconds in report.seconds.values())
-            assert report.metrics == {"loss": float(report.step)} and report.version == report.step
+            assert report.metrics == {"loss": float(report.step), "rollout/preemptions": 0.0}
+            assert report.version == report.step
             assert len(report.groups) == 3
 
 

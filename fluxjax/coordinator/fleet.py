@@ -19,7 +19,8 @@ class _Open:
 class Fleet:
     """Policies read it and ask for a route; only the `Coordinator` writes."""
 
-    def __init__(self, engines: int) -> None:
+    def __init__(self, engines: int, degree: int = 1) -> None:
+        self.degree = degree  # devices of each engine
         self.served = [-1] * engines  # weight version of each engine
         self.oldest = self.newest = -1  # of them
         self.load = [0.0] * engines  # tokens that each is predicted to have to generate yet

@@ -36,6 +36,7 @@ from .messages import (
     Instruction,
     Lend,
     Lent,
+    ParallelismSet,
     Park,
     PromptsDrawn,
     PublishWeights,
@@ -43,6 +44,7 @@ from .messages import (
     RewardReady,
     SaveCheckpoint,
     Score,
+    SetParallelism,
     Skip,
     Started,
     StopRequested,
@@ -52,6 +54,7 @@ from .messages import (
     WeightsPublished,
     request_id,
 )
+from .parallelism import ParallelismPlanner
 
 T = TypeVar("T")
 
@@ -63,7 +66,8 @@ class Settings:
     steps: int  # optimizer steps of the run
     prompts_per_step: int
     group_size: int  # responses a prompt
-    engines: int = 1
+    engines: int = 1  # at the start
+    degree: int = 1  # devices of each, at the start
     max_new_tokens: int = 0  # of a response; 0: not known
     kv_tokens: int = 0  # that the cache of an engine holds; 0: not known
     kv_reserved: int = 0  # of them, what a running response takes at least
@@ -89,6 +93,7 @@ class Settings:
             prompts_per_step=config.rollout.prompts_per_step,
             group_size=config.rollout.group_size,
             engines=config.policy.engines,
+            degree=config.parallelism.degree,
             max_new_tokens=config.rollout.max_new_tokens,
             kv_tokens=config.rollout.slots * config.rollout.max_sequence_tokens,
             kv_reserved=config.rollout.max_sequence_tokens,  # a slot of the embedded engine is as long as that
@@ -115,13 +120,21 @@ class Policy(Protocol):
 class Coordinator:
     """See the module's docstring. Everything public here is for policies and displays to read."""
 
-    def __init__(self, settings: Settings, policy: Policy, schedules: Mapping[str, Schedule] | None = None) -> None:
-        """`schedules` are values that change during the run, by the names of `SchedulesConfig`'s fields."""
+    def __init__(
+        self,
+        settings: Settings,
+        policy: Policy,
+        schedules: Mapping[str, Schedule] | None = None,
+        parallelism: ParallelismPlanner | None = None,
+    ) -> None:
+        """`schedules` are values that change during the run, by the names of `SchedulesConfig`'s fields. `parallelism`
+        says how many devices an engine is to have, from the `rollout/preemptions` of each step; None: they stay."""
         self.settings = settings
         self.schedules = dict(schedules or {})
         self.policy = policy
         self.ledger = Ledger()
-        self.fleet = Fleet(settings.engines)
+        self.fleet = Fleet(settings.engines, settings.degree)
+        self.parallelism = parallelism
         self.lengths = LengthPredictor(limit=settings.max_new_tokens)
         self.step = 0  # optimizer steps done
         self.version = -1  # of the weights that the trainer holds; -1 before the start
@@ -226,6 +239,8 @@ class Coordinator:
                 self.version, self.metrics = event.version, event.metrics
                 for schedule in self.schedules.values():
                     schedule.observe(event.metrics)
+                if self.parallelism is not None:
+                    self.parallelism.next(int(event.metrics.get("rollout/preemptions", 0)))
                 ledger.train_done()
             case Accumulated():
                 self._check("step", event.step, self._answered(Accumulate, event).step)
@@ -233,6 +248,10 @@ class Coordinator:
                 order = self._answered(Lend, event)
                 if event.engines != order.engines:
                     raise CoordinatorError(f"engines {event.engines} were lent, {order.engines} were to be")
+            case ParallelismSet():
+                self._check("degree", event.degree, self._answered(SetParallelism, event).degree)
+                oldest, self.fleet = self.fleet.oldest, Fleet(event.engines, event.degree)
+                self.fleet.publish(oldest, range(event.engines))
             case WeightsPublished():
                 order = self._answered(PublishWeights, event)
                 self._check("version", event.version, order.version)
@@ -308,6 +327,9 @@ class Coordinator:
                 ledger.train(instruction.groups)
                 if not ledger.count(Stage.TRAINING):
                     raise CoordinatorError(f"step {instruction.step} has nothing to train on")
+            case SetParallelism():
+                if self.awaiting or ledger.count(Stage.RUNNING, Stage.STOPPING):
+                    raise CoordinatorError(f"{instruction} while something is under way")
             case Evaluate():
                 self._evaluated = (instruction.step, instruction.full)
             case SaveCheckpoint():
@@ -346,6 +368,7 @@ class Coordinator:
             "ledger": self.ledger.state_dict(),
             "lengths": self.lengths.state_dict(),
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
+            "parallelism": self.parallelism.state_dict() if self.parallelism is not None else {},
             "policy": self.policy.state_dict(),
         }
 
@@ -364,7 +387,9 @@ class Coordinator:
             self.lengths.load_state_dict(state["lengths"])
         for name, schedule in self.schedules.items():
             schedule.load_state_dict(state.get("schedules", {}).get(name, {}))
+        if self.parallelism is not None and state.get("parallelism"):
+            self.parallelism.load_state_dict(state["parallelism"])
         self.policy.load_state_dict(state["policy"])
 
 
-_ANSWERED = frozenset({DrawPrompts, Lend, Accumulate, Train, PublishWeights, Evaluate, SaveCheckpoint})
+_ANSWERED = frozenset({DrawPrompts, Lend, Accumulate, Train, PublishWeights, SetParallelism, Evaluate, SaveCheckpoint})

@@ -74,6 +74,15 @@ class Lent:
 
 
 @dataclasses.dataclass(frozen=True)
+class ParallelismSet:
+    """There are so many engines now, of `degree` devices each, all awake; they serve the oldest weights that any of
+    those before did."""
+
+    degree: int
+    engines: int
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightsPublished:
     """The engines of `PublishWeights` serve `version` from now on."""
 
@@ -120,6 +129,7 @@ Event = (
     | Trained
     | Accumulated
     | Lent
+    | ParallelismSet
     | WeightsPublished
     | Evaluated
     | CheckpointSaved
@@ -230,6 +240,14 @@ class PublishWeights:
 
 
 @dataclasses.dataclass(frozen=True)
+class SetParallelism:
+    """Engines of `degree` devices each from now on, on the same devices as before: as many as that makes. Said when
+    nothing is generated or trained. What `engine` and `engines` mean elsewhere begins anew with the answer."""
+
+    degree: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Evaluate:
     """Measure the published weights on held-out prompts; `full` at the start and the end of the run."""
 
@@ -265,6 +283,7 @@ Instruction = (
     | Accumulate
     | Train
     | PublishWeights
+    | SetParallelism
     | Evaluate
     | SaveCheckpoint
     | Finish

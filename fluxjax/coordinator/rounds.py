@@ -24,6 +24,7 @@ from .messages import (
     PublishWeights,
     Request,
     Score,
+    SetParallelism,
     Skip,
     Train,
     request_id,
@@ -120,6 +121,8 @@ class Rounds(Base, abc.ABC):
             return urgent
         if coordinator.awaiting.keys() - {Accumulate, Lend}:
             return []
+        if degree := self._other_degree(coordinator):  # before new weights go to the engines
+            return [SetParallelism(degree)]
         if coordinator.served != coordinator.version:
             return [PublishWeights(coordinator.version)]
         if not self._in_round(coordinator):
@@ -151,6 +154,14 @@ class Rounds(Base, abc.ABC):
         for group in (group for order in said if isinstance(order, Accumulate) for group in order.groups):
             check_versions([group], coordinator.version - self.max_staleness)
         return said
+
+    def _other_degree(self, coordinator: Coordinator) -> int:
+        """How many devices an engine is to have from now on, if not as many as it has and nothing is in the way."""
+        planner, ledger = coordinator.parallelism, coordinator.ledger
+        if planner is None or planner.degree == coordinator.fleet.degree or self._in_round(coordinator):
+            return 0
+        late = coordinator.awaiting or coordinator.ending or coordinator.stop_reason
+        return 0 if late or ledger.count(Stage.RUNNING, Stage.STOPPING) else planner.degree
 
     def _between(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if coordinator.awaiting or coordinator.ledger.count(Stage.STOPPING):

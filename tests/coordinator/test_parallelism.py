@@ -1,11 +1,15 @@
-"""The parallelism planner: what it decides from preemptions, whatever they are."""
+"""The parallelism planner: what it decides from preemptions, whatever they are, and what becomes of whole runs."""
 
+import dataclasses
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_cases import PolicyWorld
 
+from fluxjax.coordinator import April, StreamTrainer, Synchronous, TailBatching
+from fluxjax.coordinator.messages import ParallelismSet, SetParallelism, Trained
 from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.policy_config import ParallelismConfig
 
@@ -88,3 +92,45 @@ def test_resumed_on_fewer_devices_it_stays_within_them():
     fewer = ParallelismPlanner(planner.settings, devices=3)
     fewer.load_state_dict(planner.state_dict())
     assert fewer.degree == fewer.most == 2
+
+
+# --- whole runs ----------------------------------------------------------------------------------
+
+
+class ChangingWorld(PolicyWorld):
+    """Four devices; so many preemptions a step as chance has it."""
+
+    def __init__(self, policy, seed, **options):
+        super().__init__(policy, seed, engines=4, **options)
+        self.coordinator.parallelism = ParallelismPlanner(ParallelismConfig(enabled=True, calm=2), devices=4)
+
+    def answers(self, instruction):
+        if isinstance(instruction, SetParallelism):
+            assert not self.running, "nothing runs when engines change"
+            self.served, self.lent = [min(self.served)] * (4 // instruction.degree), set()
+            return [ParallelismSet(instruction.degree, len(self.served))]
+        told = super().answers(instruction)
+        count = {"rollout/preemptions": float(self.random.choice([0, 0, 0, 1, 4]))}
+        return [
+            dataclasses.replace(one, metrics={**one.metrics, **count}) if isinstance(one, Trained) else one
+            for one in told
+        ]
+
+    def begin(self, request):
+        assert request.engine < len(self.served)
+        super().begin(request)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("policy", [Synchronous, TailBatching, April])
+def test_engines_change_between_rounds_and_no_prompt_is_lost(policy, streaming):
+    degrees = set()
+    for seed in range(12):
+        stream = StreamTrainer() if streaming else None
+        world = ChangingWorld(policy(stream=stream), seed, steps=10, faults=3, checkpoint_every=3).go()
+        assert world.coordinator.finished.complete and set(world.steps) == set(range(1, 11))
+        assert all(len(groups) == 3 for groups in world.steps.values())
+        assert len(set(world.trained)) == len(world.trained)
+        assert min(world.served) == max(world.served) == world.version
+        degrees |= {order.degree for order in world.all(SetParallelism)}
+    assert degrees == {1, 2, 4}

@@ -1,0 +1,221 @@
+"""The degree of engines changes during a run: between rounds, and nothing that is learnt changes with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+from run_cases import flags, letters
+from runtime_cases import Run
+from scripted_engine import ScriptedEngine
+
+import models
+from fluxjax.callbacks import Callback
+from fluxjax.cli import load
+from fluxjax.config import ConfigError
+from fluxjax.coordinator import CoordinatorError, Synchronous, TailBatching
+from fluxjax.coordinator.messages import SetParallelism
+from fluxjax.coordinator.parallelism import ParallelismPlanner
+from fluxjax.engine_pool import EnginePool
+from fluxjax.policies import make_coordinator
+from fluxjax.policy_config import ParallelismConfig
+from fluxjax.runtime import Runtime
+from fluxjax.trainer import FluxTrainer
+from models.config import Qwen2Config, TextConfig
+from rollout.engine import SamplingParams
+from rollout.profile import Point, Profile, sizes
+
+# --- scripted engines: when the coordinator asks, and what it makes of the answer ----------------
+
+
+class Preempting(ScriptedEngine):
+    preemptions = 0
+
+    def stats(self):
+        return dataclasses.replace(super().stats(), preemptions=self.preemptions)
+
+
+class Changing(Run):
+    """Four devices. `counts` are the preemptions of each step."""
+
+    def __init__(self, *counts: int, calm: int = 4, changeable: bool = True, **options) -> None:
+        super().__init__(*(Preempting() for _ in range(4)), steps=len(counts), **options)
+        planner = ParallelismPlanner(ParallelismConfig(enabled=True, calm=calm), devices=4)
+        self.coordinator.parallelism = planner
+        self.changeable = changeable
+        self.asked: list[tuple[int, int]] = []  # steps done, degree
+        train = self.trainer.train
+
+        def preempting(step, groups, prepared):
+            self.engines[-1].preemptions += counts[step - 1]
+            return train(step, groups, prepared)
+
+        self.trainer.train = preempting
+
+    def build(self) -> Runtime:
+        self.runtime = Runtime(
+            self.coordinator,
+            engines=self.engines,
+            source=self.source,
+            scorer=self.scorer,
+            trainer=self.trainer,
+            evaluator=self.evaluator,
+            checkpointer=self.checkpointer,
+            sampling=SamplingParams(),
+            observers=[self.diary],
+            pool=self if self.changeable else None,
+        )
+        return self.runtime
+
+    async def set_parallelism(self, degree: int) -> list[ScriptedEngine]:
+        assert not any(engine.open_streams for engine in self.engines)
+        version = min(engine.version for engine in self.engines)
+        self.engines = [Preempting() for _ in range(4 // degree)]
+        for engine in self.engines:
+            engine.version = version
+        self.asked.append((self.coordinator.step, degree))
+        return self.engines
+
+
+@pytest.mark.parametrize("policy", [Synchronous, TailBatching])
+def test_the_degree_follows_preemptions_between_rounds(policy):
+    counts = (3, 5, 5, 9, 0, 0, 0, 0, 2, 0)
+    run = Changing(*counts, policy=policy())
+    assert run.go().step == len(counts)
+    # The last step's preemptions ask for nothing: there is no other step.
+    assert run.asked == [(2, 2), (4, 4), (8, 2), (9, 4)]
+    assert [report.metrics["rollout/preemptions"] for report in run.diary.reports] == list(counts)
+    assert len(run.engines) == len(run.coordinator.fleet) == 1
+    assert run.engines[0].version == len(counts), "the last weights reached the engines that there are"
+    draws = [group.prompt.draw for groups in run.trainer.trained for group in groups]
+    assert len(set(draws)) == len(draws) == 3 * len(counts)
+
+
+def test_a_resumed_run_begins_with_the_degree_that_it_had():
+    first = Changing(1, 2, 2, checkpoint_every=2)
+    first.go()
+    assert first.asked == [(2, 2)]
+    state = first.checkpointer.saved[2]
+    second = Changing(1, 2, 2, 2)
+    second.coordinator.load_state_dict(state["coordinator"])
+    second.source.position, second.trainer.version = state["source"]["position"], 2
+    second.go()
+    assert second.asked == [(2, 2)] and second.trainer.version == 4
+
+
+def test_engines_that_can_not_change_end_the_run():
+    with pytest.raises(CoordinatorError, match="these engines can't change"):
+        Changing(1, 2, 2, changeable=False).go()
+
+
+def test_the_books_refuse_a_change_while_something_runs():
+    run = Changing(1, 2)
+    coordinator = run.coordinator
+    coordinator.fleet.publish(0, range(4))
+    coordinator._commit(SetParallelism(2))
+    with pytest.raises(CoordinatorError, match="something is under way"):
+        coordinator._commit(SetParallelism(4))
+
+
+# --- real engines --------------------------------------------------------------------------------
+
+STEPS = 4
+
+
+class Diary(Callback):
+    def __init__(self) -> None:
+        self.responses: dict[str, tuple] = {}
+        self.engines: list[int] = []
+
+    def on_step(self, trainer, step, groups, metrics) -> None:
+        self.engines.append(len(trainer.engines))
+        for sample in (sample for group in groups for sample in group.samples):
+            self.responses[sample.response.rid] = (sample.response.token_ids, sample.response.logprobs)
+
+
+def configuration(folder, **settings):
+    settings |= {"steps": STEPS, "warm_start__steps": 2, "checkpoint__every": 0, "evaluation__every": 0}
+    settings |= letters(folder, count=20)
+    return load(["--config=configs/text.py", *flags(**settings)])
+
+
+@pytest.mark.slow
+def test_training_goes_on_the_same_while_engines_change(tmp_path):
+    told = {}
+    changing = {"policy__engines": 1, "parallelism__degree": 2, "parallelism__enabled": True, "parallelism__calm": 2}
+    for name, settings in (("plain", {}), ("changing", changing)):
+        told[name] = diary = Diary()
+        with FluxTrainer(configuration(tmp_path, run_dir=tmp_path / name, **settings)) as trainer:
+            assert trainer.fit(callbacks=[diary]).summary.complete
+            if name == "changing":  # another run of the same trainer begins as the first did
+                assert trainer.fit(num_steps=STEPS + 1).summary.steps == STEPS + 1
+                assert len(trainer.coordinator.fleet) == len(trainer.engines) == 2
+    assert told["plain"].engines == [1] * STEPS
+    # Embedded engines never preempt: after two calm steps, one engine of two devices is two engines of one. Told of a
+    # step is who comes after its weights are published.
+    assert told["changing"].engines == [1, 2, 2, 2]
+    assert [engine.devices for engine in trainer.engines] == [(device,) for device in jax.local_devices()[:2]]
+    assert trainer.engines[0].stats().tokens_generated and trainer.engines[1].stats().tokens_generated
+    assert trainer.engine is trainer.engines[0]
+    plain, changed = told["plain"].responses, told["changing"].responses
+    assert len(plain) == STEPS * 16 and plain.keys() == changed.keys()
+    for rid, (tokens, logprobs) in plain.items():
+        assert changed[rid][0] == tokens
+        # the weights differ by the rounding of what was summed in another order
+        assert changed[rid][1] == pytest.approx(logprobs, abs=1e-4)
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"degree": 3}, "parallelism.degree is 3; it must be a power of two"),
+        ({"degree": 4, "max_degree": 2}, "parallelism.degree is 4, parallelism.max_degree only 2"),
+        ({"rise": 0.5}, "parallelism.rise is 0.5"),
+        ({"calm": 0}, "parallelism.calm is 0"),
+        ({"profile": "p.json"}, "parallelism.profile needs parallelism.enabled"),
+        ({"enabled": True}, "needs two devices at least"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, settings, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        configuration(tmp_path, **{f"parallelism__{name}": value for name, value in settings.items()})
+
+
+def test_a_policy_without_rounds_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="adaptive_async never has idle engines"):
+        configuration(tmp_path, policy__name="adaptive_async", policy__engines=2, parallelism__enabled=True)
+
+
+def model(**changes):
+    settings = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_layers": 1} | changes
+    return models.create(Qwen2Config(TextConfig(**settings, num_heads=2, num_kv_heads=1, head_dim=8)))
+
+
+def test_devices_are_dealt_to_engines(tmp_path):
+    config = configuration(tmp_path, policy__engines=3, parallelism__degree=2, parallelism__enabled=True)
+    devices = jax.local_devices()
+    pool = EnginePool(config, model())
+    assert [engine.devices for engine in pool.engines] == [tuple(devices[i : i + 2]) for i in (0, 2, 4)]
+    assert [len(pool._deal(degree)) for degree in (1, 2, 4)] == [6, 3, 1], "two devices of six make no engine of four"
+    config.policy.engines = 5
+    with pytest.raises(ConfigError, match=r"need 10 devices, there are 8"):
+        EnginePool(config, model())
+
+
+def test_a_profile_says_the_degree_at_the_start(tmp_path):
+    points = (Point(1, 1, 48, 1.0, 1.0), Point(2, 1, 48, 1.0, 3.0))
+    file = tmp_path / "profile.json"
+    Profile("cpu", 2, sizes(model().config.text), points).save(file)
+    settings = {"policy__engines": 2, "parallelism__enabled": True, "parallelism__profile": file}
+    config = configuration(tmp_path, **settings)
+    assert make_coordinator(config).parallelism.degree == 2
+    assert EnginePool(config, model()).engines[0].devices == (jax.local_devices()[0],), "the coordinator asks for it"
+    with pytest.raises(ConfigError, match=r"of another model: .*num_layers 1, not 2"):
+        EnginePool(config, model(num_layers=2))
+    file.write_text("?")
+    with pytest.raises(ConfigError, match=r"parallelism.profile: .*is not JSON"):
+        make_coordinator(config)
