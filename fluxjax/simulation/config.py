@@ -26,7 +26,7 @@ class Model(enum.Enum):
 class Rewards(enum.Enum):
     """When responses are scored, and by how much (Flexes, section 4.3)."""
 
-    SYNCHRONOUS = "synchronous"  # when the whole rollout is over, as in verl
+    SYNCHRONOUS = "synchronous"  # when nothing is generated any more, as in verl
     ASYNCHRONOUS = "asynchronous"  # each response as it ends
     SCHEDULED = "scheduled"  # so, with adaptive time-outs of sandboxes, and judges on the GPUs of the engines
 
@@ -46,7 +46,7 @@ class SimulationConfig:
     tasks: tuple[str, ...] = TASKS  # a subset of math, code, judge; as many prompts of each
     prompts: int = 10_240  # in the data set
     epochs: int = 0  # times that it is drawn; 0: as often as it takes
-    rewards: Rewards = Rewards.SYNCHRONOUS
+    rewards: Rewards = Rewards.ASYNCHRONOUS  # synchronous: as verl; scheduled: as Flexes
     rules: int = 1  # rewards of math that are computed at once
     sandboxes: int = 512  # of code
     judges: int = 8  # on GPUs of their own; scheduled: as many as there are GPUs

@@ -60,7 +60,7 @@ def staleness_metrics(counts: Counter[int], drift: float) -> dict[str, float]:
     }
 
 
-def step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
+def step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float | int]]:
     """Mean and median seconds of all steps, and of short and long rounds where there are such."""
     kinds = {"all": list(records)}
     for record in records:
@@ -69,7 +69,7 @@ def step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
     return {kind: _times(some) for kind, some in kinds.items() if some}
 
 
-def _times(records: Sequence[StepRecord]) -> dict[str, float]:
+def _times(records: Sequence[StepRecord]) -> dict[str, float | int]:
     def mean(name: str) -> float:
         return round(statistics.fmean(getattr(record, name) for record in records), 2)
 

@@ -1,0 +1,209 @@
+"""Flexes' Table 2 and Figures 9 to 11 and 14 in simulation, beside the paper's numbers; and how busy GPUs are under
+each policy. A part of `tail_batching.py`. Everything here is simulated: `fluxjax.simulation`, calibrated to Flexes'
+Tables 1 and 3, and not to what is compared here.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
+
+from fluxjax import cli
+from fluxjax.simulation.config import Config
+from fluxjax.simulation.records import StepRecord
+from fluxjax.simulation.run import make_cluster, run, summary
+
+MODELS = ("7b", "14b", "32b")
+VERL = ("simulation.rewards=synchronous",)
+TAIL = ("policy.name=tail_batching", *VERL)
+REWARD = ("policy.name=tail_batching", "simulation.rewards=scheduled")
+STREAM = (*REWARD, "stream_trainer.enabled=True")
+ROWS = {"verl": VERL, "+ tail batching": TAIL, "+ reward": REWARD, "+ trainer": STREAM}
+TABLE_2 = {  # speedup over verl; "+ parallelism" is missing above: there is no planner in the code yet
+    "verl": (1.0, 1.0, 1.0),
+    "+ tail batching": (1.30, 1.48, 2.21),
+    "+ reward": (2.01, 1.99, 2.48),
+    "+ parallelism": (2.01, 2.02, 2.52),
+    "+ trainer": (2.03, 2.22, 2.56),
+}
+IN_WORDS = {  # what the paper says of figures without numbers in their text
+    "figure_9_short_rounds_over_verl": "2.1 to 3.6",
+    "figure_4a_longest_response_over_short_rounds": "up to 8.9",
+    "figure_10b_rollout_over_short_rounds_32b": "up to 7.8",
+    "figure_11_mean_rollout_over_verl": "up to 3.9",
+    "figure_11_both_over_prompts_only": "up to 1.6",
+    "figure_11_both_over_responses_only": "up to 1.5",
+    "figure_14_samples_a_second_over_verl": 2.2,
+    "figure_14_twice_the_gpus": 1.5,
+}
+ETAS = ((1.0, 1.0), (1.0, 1.25), (1.0, 1.5), (1.25, 1.0), (1.5, 1.0), (1.25, 1.25))  # of prompts, of responses
+WHAT_IF = {  # assumptions that no figure of the paper fixes: what the first row would be with others
+    "as assumed": (),
+    "half of what a length has of its own": ("simulation.shared=0.75",),
+    "twice the responses' median": ("simulation.median={median2}",),
+    "wider spread of lengths": ("simulation.spread=1.3",),
+    "narrower spread of lengths": ("simulation.spread=0.8",),
+}
+
+
+@functools.cache
+def simulated(model: str, steps: int, seed: int, options: tuple[str, ...]) -> tuple[dict[str, Any], list[StepRecord]]:
+    arguments = [f"--config=configs/simulation.py:{model}", f"--config.steps={steps}", f"--config.seed={seed}"]
+    cluster = make_cluster(cli.load(arguments + [f"--config.{option}" for option in options], Config))
+    run(cluster)
+    print(f"{model} {' '.join(options)}: {cluster.clock.now:.0f} simulated seconds", file=sys.stderr)
+    return summary(cluster, 0.0), cluster.records
+
+
+def mean(records: Sequence[StepRecord], name: str, kind: str = "") -> float:
+    return statistics.fmean(getattr(record, name) for record in records if record.round == kind or not kind)
+
+
+def table_2(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """Steps are whole periods of four short rounds and a long one."""
+    out: dict[str, Any] = {}
+    for place, model in enumerate(MODELS):
+        rows = {row: [simulated(model, steps, seed, how)[1] for seed in seeds] for row, how in ROWS.items()}
+        seconds = {row: [mean(records, "seconds") for records in runs] for row, runs in rows.items()}
+        out[model] = {
+            row: {
+                "simulated": _mean([base / own for base, own in zip(seconds["verl"], own, strict=True)]),
+                "paper": TABLE_2[row][place],
+                "simulated_step_seconds": _mean(own),
+                **_rounds(rows[row], rows["verl"]),
+            }
+            for row, own in seconds.items()
+        }
+    return out
+
+
+def _rounds(runs: list[list[StepRecord]], verl: list[list[StepRecord]]) -> dict[str, Any]:
+    """Short and long rounds (figures 9 and 10): means of a step, and how many times as long verl's are."""
+    kinds = [kind for kind in ("short", "long") if any(record.round == kind for record in runs[0])] or [""]
+    out = {}
+    for kind in kinds:
+        own = {n: _mean([mean(r, n, kind) for r in runs]) for n in ("seconds", "rollout", "train", "longest")}
+        base = {n: _mean([mean(r, n) for r in verl]) for n in own}
+        out[f"simulated_{kind or 'all'}_rounds"] = own | (
+            {f"verl_{n}_over": _two(base[n] / own[n]) for n in own} if kind else {}
+        )
+    return out
+
+
+def _two(value: float) -> float:
+    return round(value, 2)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return _two(statistics.fmean(values))
+
+
+def why(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """The speedup of tail batching alone under other assumptions."""
+    out: dict[str, Any] = {}
+    for model in MODELS[:2]:
+        out[model] = {}
+        for name, options in WHAT_IF.items():
+            how = tuple(option.format(median2=1100.0) for option in options)
+            out[model][name] = _mean([_speedup(model, steps, seed, how) for seed in seeds])
+        out[model]["training as long in every round as verl's"] = _mean(
+            [_speedup(model, steps, seed, (), same_training=True) for seed in seeds]
+        )
+    return out
+
+
+def _speedup(model: str, steps: int, seed: int, how: tuple[str, ...], same_training: bool = False) -> float:
+    verl, tail = (simulated(model, steps, seed, (*policy, *how))[1] for policy in (VERL, TAIL))
+    other = mean(verl, "train") - mean(tail, "train") if same_training else 0.0
+    return mean(verl, "seconds") / (mean(tail, "seconds") + other)
+
+
+def figure_11(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """Mean rollout seconds of whole periods over those without speculation, by (eta of prompts, eta of responses)."""
+    out: dict[str, Any] = {}
+    for model in MODELS:
+        seconds = {}
+        for prompts, responses in ETAS:
+            how = (*TAIL, f"tail_batching.prompts={prompts}", f"tail_batching.responses={responses}")
+            seconds[f"{prompts}, {responses}"] = statistics.fmean(
+                mean(simulated(model, steps, seed, how)[1], "rollout") for seed in seeds
+            )
+        base = seconds["1.0, 1.0"]
+        out[model] = {"simulated": {etas: round(own / base, 3) for etas, own in seconds.items()}}
+        out[model]["simulated_rollout_over_both"] = _two(base / seconds["1.25, 1.25"])
+    return out
+
+
+def figure_14(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """14B/16k, samples a second with 128, 256 and 512 prompts a step on 32, 64 and 128 GPUs."""
+    out: dict[str, Any] = {}
+    for times in (1, 2, 4):
+        size = (f"rollout.prompts_per_step={128 * times}", f"simulation.gpus={32 * times}")
+        workers = (f"simulation.rules={times}", f"simulation.sandboxes={512 * times}", f"simulation.judges={8 * times}")
+        rates = {
+            name: statistics.fmean(
+                simulated("14b", steps, seed, (*how, *size, *workers))[0]["simulated_samples_per_second"]
+                for seed in seeds
+            )
+            for name, how in (("verl", VERL), ("all", STREAM))
+        }
+        out[f"{32 * times} GPUs"] = {"simulated": {name: _two(rate) for name, rate in rates.items()}} | {
+            "simulated_over_verl": _two(rates["all"] / rates["verl"])
+        }
+    return out
+
+
+def simulate(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+    return {
+        "steps": steps,
+        "seeds": list(seeds),
+        "table_2": table_2(steps, seeds),
+        "tail_batching_alone_with_other_assumptions": {"simulated": why(steps, seeds)},
+        "figure_11": figure_11(steps, seeds[:1]),
+        "figure_14": figure_14(steps, seeds[:1]),
+        "paper_in_words": IN_WORDS,
+    }
+
+
+# --- how busy GPUs are ------------------------------------------------------------------------------
+
+_ASYNC = ("policy.name=adaptive_async", "simulation.rewards=asynchronous")
+_FREE = ("adaptive_async.sync_interval=1000000", "adaptive_async.tolerance=1.0")  # no forced barriers
+
+
+def _ahead(steps: int) -> tuple[str, ...]:
+    ratio = tuple(f"adaptive_async.{name}=1.0" for name in ("ratio", "min_ratio", "max_ratio"))
+    return (*_ASYNC, *_FREE, *ratio, f"adaptive_async.max_staleness={steps}")
+
+
+KINDS = {
+    "synchronous, rewards after rollout": VERL,
+    "synchronous, rewards as responses end": ("simulation.rewards=asynchronous",),
+    "tail batching, scheduled rewards, stream trainer": STREAM,
+    "one step off": _ahead(1),
+    "adaptive": _ASYNC,
+    "fully asynchronous": _ahead(8),
+}
+
+
+def utilisation(steps: int, seed: int) -> dict[str, Any]:
+    """14B/16k on 32 GPUs: taking turns on all of them, or half for rollout and half for training."""
+    out: dict[str, Any] = {}
+    for kind, how in KINDS.items():
+        apart = {"": (), ", 16 + 16": ("simulation.train_gpus=16",)} if how[:1] == _ASYNC[:1] else {"": ()}
+        for name, place in apart.items():
+            got = simulated("14b", steps, seed, (*how, *place))[0]
+            out[kind + name] = {
+                "simulated_busy": got["simulated_utilisation"]["busy"],
+                "simulated_throughput_of_peak": got["simulated_utilisation"]["throughput"],
+                "simulated_samples_per_second": got["simulated_samples_per_second"],
+                "simulated_lag_mean": got["staleness"]["mean"],
+                "simulated_lag_max": got["staleness"]["max"],
+            }
+    return out

@@ -1,0 +1,243 @@
+"""The real coordinator on a simulated cluster: agrees with a step worked out by hand, repeats itself, loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from by_hand import roll_out, workload
+
+from fluxjax import cli, simulate
+from fluxjax.coordinator.messages import Event, Instruction, PublishWeights, ResponseFinished, RewardReady, Train
+from fluxjax.simulation.cluster import Cluster, StuckError
+from fluxjax.simulation.config import Config
+from fluxjax.simulation.hardware import SETUPS
+from fluxjax.simulation.histories import History
+from fluxjax.simulation.run import make_cluster
+from fluxjax.simulation.run import summary as summarise
+from fluxjax.simulation.scenarios import scenario
+from fluxjax.types import Response
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def configuration(*options: str, variant: str = "14b", prompts: int = 16) -> Config:
+    small = [f"rollout.prompts_per_step={prompts}", "rollout.group_size=4", "simulation.gpus=8", "steps=3"]
+    chosen = [f"--config.{option}" for option in [*small, *options]]
+    return cli.load([f"--config=configs/simulation.py:{variant}", *chosen], Config)
+
+
+class Watched:
+    """A run with all that was heard and said."""
+
+    def __init__(self, config: Config) -> None:
+        self.log: list[tuple[float, Event | Instruction]] = []
+        self.cluster: Cluster = make_cluster(config, lambda now, what: self.log.append((now, what)))
+        self.cluster.run()
+
+    def all(self, *kinds: type) -> list:
+        return [what for _, what in self.log if isinstance(what, kinds)]
+
+    def times(self, *kinds: type) -> list[float]:
+        return [now for now, what in self.log if isinstance(what, kinds)]
+
+    def responses(self) -> Sequence[Response]:
+        return [s.response for train in self.all(Train) for group in train.groups for s in group.samples]
+
+
+def test_a_synchronous_step_is_the_one_worked_out_by_hand():
+    """With one engine there is nothing to route: the first step takes as long as its parts, one after the other."""
+    config = configuration(
+        "simulation.gpus=2", "simulation.rewards=synchronous", "simulation.tasks=('math',)", "steps=1"
+    )
+    setup, watched = SETUPS["14b"], Watched(config)
+    work = workload(setup, 0, "math")
+    seen = watched.cluster.work
+    draws = list(range(16))
+    assert [work.samples(d, 0, 4).lengths for d in draws] == [seen.samples(d, 0, 4).lengths for d in draws]
+    small = dataclasses.replace(setup, gpus=2, prompts=16, responses=4)
+    rollout = roll_out(small, work, draws)
+    hardware = setup.hardware
+    tokens = sum(sum(work.samples(d, 0, 4).lengths) + 4 * work.prompt_tokens(d) for d in draws)
+    rewards = 64 * hardware.reward_seconds("math", 1)
+    record = watched.cluster.records[0]
+    assert record.rollout == pytest.approx(rollout.seconds, rel=1e-9)
+    assert record.train == pytest.approx(hardware.train_seconds(tokens, 2), rel=1e-9)
+    assert record.seconds == pytest.approx(rollout.seconds + rewards + record.train, rel=1e-9)
+    assert watched.cluster.clock.now == pytest.approx(record.seconds + hardware.sync_seconds(), rel=1e-9)
+
+
+@pytest.mark.parametrize("rewards", ["synchronous", "asynchronous", "scheduled"])
+def test_when_rewards_begin(rewards):
+    """verl's come after the last response; the others while responses still run, and the scheduler's take less."""
+    watched = Watched(configuration(f"simulation.rewards={rewards}", "steps=2"))
+    last = max(now for now, what in watched.log if isinstance(what, ResponseFinished) and now < watched.times(Train)[0])
+    early = [now for now in watched.times(RewardReady) if now < last]
+    assert not early if rewards == "synchronous" else early
+    assert len(watched.all(RewardReady)) == 2 * 64
+
+
+def test_the_scheduler_stops_sandboxes_sooner():
+    def seconds(rewards: str) -> float:
+        options = ("simulation.tasks=('code',)", f"simulation.rewards={rewards}", "policy.name=tail_batching")
+        return Watched(configuration(*options)).cluster.records[-1].end
+
+    assert seconds("scheduled") < seconds("asynchronous") - 30 < seconds("synchronous") - 30
+
+
+@pytest.mark.parametrize("policy", ["synchronous", "tail_batching", "april", "adaptive_async"])
+@pytest.mark.parametrize("train_gpus", [0, 4])
+def test_every_policy_runs_and_loses_nothing(policy, train_gpus):
+    watched = Watched(configuration(f"policy.name={policy}", f"simulation.train_gpus={train_gpus}", "steps=6"))
+    ledger = watched.cluster.coordinator.ledger
+    trained = [group.prompt.draw for train in watched.all(Train) for group in train.groups]
+    assert Counter(trained + [s.draw for s in ledger.skipped] + list(ledger.entries)) == Counter(range(ledger.drawn))
+    assert len(watched.cluster.records) == 6 and ledger.trained == 6 * 16
+    used = watched.cluster.utilisation()
+    assert 0 < used["throughput"] < used["busy"] <= 1
+
+
+def test_training_takes_the_gpus_away_unless_it_has_its_own():
+    """While engines and trainer take turns, no response ends during training."""
+
+    def during(train_gpus: int) -> int:
+        options = ("policy.name=adaptive_async", f"simulation.train_gpus={train_gpus}", "steps=6")
+        watched = Watched(configuration(*options))
+        spans = [(record.end - record.train, record.end) for record in watched.cluster.records]
+        ends = watched.times(ResponseFinished)
+        return sum(begin < end < over for end in ends for begin, over in spans)
+
+    assert during(0) == 0 < during(4)
+
+
+def test_responses_go_on_under_new_weights():
+    """Partial responses keep their tokens with their versions, and have the length that they were begun with."""
+    watched = Watched(configuration("policy.name=april", "steps=8"))
+    mixed = [one for one in watched.responses() if len(set(one.versions)) > 1]
+    assert mixed and all(list(one.versions) == sorted(one.versions) for one in mixed)
+    work = watched.cluster.work
+    for one in mixed:
+        assert len(one.token_ids) == work.samples(one.draw, 0, 4).lengths[one.sample]
+
+
+def test_lent_engines_train_and_wake():
+    watched = Watched(
+        configuration(
+            "policy.name=tail_batching", "stream_trainer.enabled=True", "simulation.rewards=scheduled", "steps=5"
+        )
+    )
+    plain = Watched(configuration("policy.name=tail_batching", "simulation.rewards=scheduled", "steps=5"))
+    assert watched.cluster.coordinator.policy.stream.lent > 0
+    assert watched.cluster.coordinator.ledger.trained == plain.cluster.coordinator.ledger.trained == 80
+
+
+def test_same_seed_same_trace():
+    one, other = Watched(configuration("policy.name=april")), Watched(configuration("policy.name=april"))
+    assert one.log == other.log
+    assert Watched(configuration("policy.name=april", "seed=1")).log != one.log
+
+
+def test_a_run_that_can_not_go_on_says_so():
+    cluster = make_cluster(configuration())
+    cluster.scoring.score = lambda *what: None  # rewards never come
+    with pytest.raises(
+        StuckError, match=r"step 1: since .* s nothing happens, the coordinator awaits responses or rew"
+    ):
+        cluster.run()
+    assert summarise(cluster, 0.0)["steps"] == 0
+
+
+def histories(first: int, count: int) -> dict:
+    command = [sys.executable, "-m", "fluxjax.simulate", "--json", f"--first-seed={first}", f"--seeds={count}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return json.loads(done.stdout)
+
+
+class TestFaultHistories:
+    """What must hold, whatever goes wrong: `fluxjax.simulation.histories`."""
+
+    def test_nothing_goes_wrong(self):
+        """In a process of its own, where types are not checked at every call."""
+        result = histories(0, 400)
+        assert result["failed"] == [] and result["histories"] == 400 and result["crashes"] > 100
+        assert min(result["by_policy"].values()) == 100
+
+    def test_same_seed_same_trace(self):
+        one, other = histories(1000, 60), histories(1000, 60)
+        assert one["trace"] == other["trace"] != histories(2000, 60)["trace"]
+
+    def test_a_wrong_version_is_noticed(self):
+        history = History(scenario(0))
+        assert history.run() == ""
+        version, group = history.groups[0]
+        history.groups.append((version, group))
+        assert "prompts that are not in one place" in next(history._wrong())
+        history.groups[-1] = (version + 9, group)
+        assert any("was trained on at version" in wrong for wrong in history._wrong_group(version + 9, group))
+
+    def test_versions_are_served_in_order(self):
+        history = History(scenario(2))
+        history._watch(0.0, PublishWeights(3, (0,)))
+        history._watch(0.0, PublishWeights(2, (0,)))
+        assert any(wrong.startswith("versions [0, 3, 2") for wrong in history._wrong())
+
+
+class TestCommand:
+    def test_summary_and_gantt(self, tmp_path, capsys):
+        small = ["--config.rollout.prompts_per_step=8", "--config.rollout.group_size=2", "--config.steps=2"]
+        assert simulate.main([*small, "--gantt", str(tmp_path / "gantt.png")]) == 0
+        shown = capsys.readouterr().out
+        assert "synchronous, 14b on 32 simulated GPUs" in shown and "GPUs busy" in shown
+        assert (tmp_path / "gantt.png").read_bytes()[:4] == b"\x89PNG"
+        assert simulate.main([*small, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["steps"] == 2 and result["prompts"]["trained"] == 16
+
+    def test_seeds(self, capsys):
+        assert simulate.main(["--seeds", "3", "--first-seed", "7", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["histories"] == 3
+
+    @pytest.mark.parametrize(
+        ("argument", "expected"),
+        [
+            ("--config.simulation.gpu=3", "did you mean --config.simulation.gpus?"),
+            ("--config.simulation.degree=3", "simulation.degree is 3; it must divide the 8 GPUs of a host"),
+            ("--config.simulation.train_gpus=32", "none is left for engines"),
+            ("--config.simulation.tasks=('maths',)", "it must have some of math, code, judge"),
+            ("--config.simulation.faults.lost=1.5", "simulation.faults.lost"),
+            ("--config.simulation.faults.down=-1.0", "simulation.faults.down is -1.0"),
+            ("--config.rollout.max_new_tokens=1000000", "the cache of an engine of 2 GPUs holds"),
+            ("--config.optim.lr=1", "optim was set, but nothing of a simulation depends on it"),
+            ("--config.policy.engines=3", "simulation.gpus and simulation.degree make 16"),
+            ("--config.schedules.tail_prompts=nonsense", "schedules.tail_prompts"),
+            ("--config=configs/vlm.py", "must return a fluxjax.simulation.config.Config"),
+            ("--config=configs/simulation.py:8b", "not '8b'"),
+            ("--seeds=-1", "--seeds"),
+        ],
+    )
+    def test_mistakes_end_in_one_line(self, argument, expected, capsys):
+        try:
+            status = simulate.main([argument])
+        except SystemExit as error:
+            status = error.code
+        error = capsys.readouterr().err
+        assert status == 2 and expected in error and error.count("\n") == 1
+
+    def test_help_is_quick_and_complete(self):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "fluxjax.simulate", "--help"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        assert "--config.simulation.rewards=asynchronous" in done.stdout and "--config.optim" not in done.stdout
+        assert "| jax\n" not in done.stderr.replace("  ", "")
