@@ -29,11 +29,13 @@ from ..coordinator.messages import (
     Instruction,
     Lend,
     Lent,
+    ParallelismSet,
     Park,
     PromptsDrawn,
     PublishWeights,
     SaveCheckpoint,
     Score,
+    SetParallelism,
     Skip,
     Started,
     Train,
@@ -101,6 +103,7 @@ class Cluster:
             Accumulate: self._accumulate,
             Train: self._train,
             PublishWeights: self._publish,
+            SetParallelism: self._set_parallelism,
             Evaluate: self._evaluate,
             SaveCheckpoint: self._save,
             Finish: lambda order: self.clock.stop(),
@@ -168,7 +171,7 @@ class Cluster:
         self.clock.after(0.0, partial(self.post, Lent(order.engines)))
 
     def _accumulate(self, order: Accumulate) -> None:
-        gpus = len(order.engines) * self.settings.degree
+        gpus = len(order.engines) * self.rollout.fleet.degree
         lanes = [f"engine {index}" for index in order.engines if index < SHOWN] or ["trainer"]
         self._compute(order.step, order.groups, gpus, lanes, False, partial(self.post, Accumulated(order.step)))
 
@@ -205,6 +208,7 @@ class Cluster:
         now, rollout, end = self.clock.now, self.rollout, self.records[-1].end if self.records else 0.0
         metrics = staleness_metrics(self._lags, self.settings.drift)
         preemptions = rollout.fleet.preemptions
+        metrics["rollout/preemptions"] = float(preemptions - self._preemptions)
         self.records.append(
             StepRecord(
                 *(step, self._round, now, now - end, rollout.seconds - self._rollout_seconds, self._train_seconds),
@@ -226,6 +230,11 @@ class Cluster:
     def _published(self, version: int, began: float) -> None:
         self.timeline.add(Span("sync", "trainer", began, self.clock.now, max(self.coordinator.step, 1)))
         self.post(WeightsPublished(version))
+
+    def _set_parallelism(self, order: SetParallelism) -> None:
+        engines = self.rollout.set_parallelism(order.degree)
+        seconds = self.rollout.hardware.sync_seconds()
+        self._later("sync", seconds, self.coordinator.step, ParallelismSet(order.degree, engines))
 
     def _evaluate(self, order: Evaluate) -> None:
         self._later("eval", self.settings.evaluation_seconds, order.step, Evaluated(order.step))

@@ -99,7 +99,11 @@ class Config(base.Config):
                 f"policy.engines is {self.policy.engines}; leave it out: simulation.gpus and simulation.degree make "
                 f"{self.simulation.engines}"
             )
-        self.policy.engines = self.simulation.engines
+        if self.parallelism.degree not in (default.parallelism.degree, self.simulation.degree):
+            raise ConfigError(
+                f"parallelism.degree is {self.parallelism.degree}; leave it out, simulation.degree is the first one"
+            )
+        self.policy.engines, self.parallelism.degree = self.simulation.engines, self.simulation.degree
         if wrong := check(self):
             raise ConfigError(wrong)
         from ..policies import make_schedules  # here, since a configuration must be known good before JAX is loaded
@@ -128,19 +132,28 @@ class Config(base.Config):
                 f"simulation.degree is {sim.degree}; it must divide the {hardware.gpus_per_host} GPUs of a host and "
                 f"the {sim.rollout_gpus} GPUs for rollout"
             )
-        self._validate_memory(hardware)
+        self._validate_memory(hardware, sim.degree)
+        if self.parallelism.enabled:
+            self._validate_memory(hardware, 1)
+            most = min(self.parallelism.max_degree, hardware.gpus_per_host, sim.rollout_gpus)
+            if sim.rollout_gpus % (1 << (most.bit_length() - 1)):
+                raise ConfigError(
+                    f"parallelism.max_degree is {self.parallelism.max_degree}; engines of up to so many GPUs must "
+                    f"divide the {sim.rollout_gpus} for rollout"
+                )
         _check_faults(sim.faults)
 
-    def _validate_memory(self, hardware: Hardware) -> None:
+    def _validate_memory(self, hardware: Hardware, degree: int) -> None:
         longest = self.rollout.max_new_tokens + LONGEST_PROMPT
+        name = "simulation.degree" if degree == self.simulation.degree else "parallelism.enabled: a degree"
         try:
-            room = hardware.kv_limit(self.simulation.degree)
+            room = hardware.kv_limit(degree)
         except ValueError as error:
-            raise ConfigError(f"simulation.degree is {self.simulation.degree}; {error}: use more") from None
+            raise ConfigError(f"{name} is {degree}; {error}") from None
         if longest > room:
             raise ConfigError(
                 f"rollout.max_new_tokens is {self.rollout.max_new_tokens}; with its prompt, a response may have "
-                f"{longest} tokens, but the cache of an engine of {self.simulation.degree} GPUs holds {room}"
+                f"{longest} tokens, but the cache of an engine of {degree} GPUs holds {room}"
             )
 
 

@@ -16,7 +16,15 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from ..coordinator import EngineLost
-from ..coordinator.messages import Accumulate, Event, Instruction, PublishWeights, ResponseFinished, Train
+from ..coordinator.messages import (
+    Accumulate,
+    Event,
+    Instruction,
+    ParallelismSet,
+    PublishWeights,
+    ResponseFinished,
+    Train,
+)
 from ..policy_config import Policy
 from ..types import Group
 from .config import Config
@@ -57,6 +65,8 @@ class History:
             self.groups += [(self.cluster.coordinator.version, group) for group in what.groups]
         if isinstance(what, Train):
             self.steps.append(what.step)
+        elif isinstance(what, ParallelismSet):
+            self.published = [[0] for _ in range(what.engines)]
         elif isinstance(what, PublishWeights):
             for engine in what.engines or range(len(self.published)):
                 self.published[engine].append(what.version)

@@ -12,7 +12,7 @@ Spells = Iterator[tuple[float, float]]
 
 
 class Incidents:
-    """One after the other, as long as there is anybody to meet them."""
+    """One after the other. Where engines became fewer on the way, those that are gone meet none."""
 
     def __init__(self, rollout: Rollout, faults: FaultPlan) -> None:
         self.rollout, self.clock, self.factor = rollout, rollout.clock, faults.rates.slow_factor
@@ -27,18 +27,24 @@ class Incidents:
 
     def _crash(self, index: int, seconds: float, crashes: Spells) -> None:
         self.clock.after(seconds, partial(self._recover, index, crashes))
-        self.rollout.crash(index, f"engine {index} crashed")
+        if index < len(self.rollout.engines):
+            self.rollout.crash(index, f"engine {index} crashed")
 
     def _recover(self, index: int, crashes: Spells) -> None:
-        self.rollout.recover(index)
+        if index < len(self.rollout.engines):
+            self.rollout.recover(index)
         self._next_crash(index, crashes)
 
     def _next_spell(self, index: int, spells: Spells) -> None:
         if (spell := next(spells, None)) is not None:
             begin = max(spell[0], self.clock.now)
-            self.clock.at(begin, partial(self.rollout.engines[index].slow_down, self.factor))
+            self.clock.at(begin, partial(self._slow_down, index, self.factor))
             self.clock.at(begin + spell[1], partial(self._spell_ends, index, spells))
 
     def _spell_ends(self, index: int, spells: Spells) -> None:
-        self.rollout.engines[index].slow_down(1.0)
+        self._slow_down(index, 1.0)
         self._next_spell(index, spells)
+
+    def _slow_down(self, index: int, factor: float) -> None:
+        if index < len(self.rollout.engines):
+            self.rollout.engines[index].slow_down(factor)

@@ -228,6 +228,14 @@ class Rollout:
             self.engines[index].resume()
         self._asleep -= engines
 
+    def set_parallelism(self, degree: int) -> int:
+        """Other engines on the same GPUs, with the oldest weights that any had; nothing may be generated. How many."""
+        self.fleet.set_parallelism(degree)
+        self.engines = self.fleet.engines
+        self._weights = [engine.version for engine in self.engines]
+        self._loading, self._asleep, self._lent = set(), set(), set()
+        return len(self.engines)
+
     # --- crashes ------------------------------------------------------------------------------------
 
     def crash(self, index: int, reason: str) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from ..coordinator import Coordinator, Settings, Stage
-from ..policies import make_policy, make_schedules
+from ..policies import make_parallelism, make_policy, make_schedules
 from .cluster import Cluster, OnStep, Watch
 from .config import Config
 from .records import step_times
@@ -20,7 +20,8 @@ def make_cluster(config: Config, watch: Watch | None = None, on_step: OnStep | N
     """With the coordinator and the policy that a run of this configuration has, on as many engines as there are."""
     cache = config.simulation.hardware().kv_limit(config.simulation.degree)
     settings = dataclasses.replace(Settings.of(config), kv_tokens=cache, kv_reserved=0)
-    return Cluster(config, Coordinator(settings, make_policy(config), make_schedules(config)), watch, on_step)
+    coordinator = Coordinator(settings, make_policy(config), make_schedules(config), make_parallelism(config))
+    return Cluster(config, coordinator, watch, on_step)
 
 
 def simulate(config: Config, watch: Watch | None = None) -> dict[str, Any]:

@@ -39,9 +39,10 @@ def scenario(seed: int) -> Config:
     sim.rewards, sim.recompute = dice.choice(list(Rewards)), dice.random() < 0.5
     sim.evaluation_seconds = sim.checkpoint_seconds = dice.choice((0.0, 5.0))
     sim.reply_limit = dice.choice((5.0, 60.0))
-    config.stream_trainer.enabled = (
-        config.policy.name is not Policy.ADAPTIVE_ASYNC and sim.engines > 1 and dice.random() < 0.5
-    )
+    rounds = config.policy.name is not Policy.ADAPTIVE_ASYNC
+    config.parallelism.enabled = rounds and sim.rollout_gpus in (2, 4) and dice.random() < 0.4
+    config.parallelism.calm, sim.degree = dice.randint(1, 3), dice.choice((1, 2)) if config.parallelism.enabled else 1
+    config.stream_trainer.enabled = rounds and sim.engines > 1 and dice.random() < 0.5
     faults.crash_every, faults.down = dice.choice((0.0, 60.0, 300.0)), dice.choice((1.0, 40.0))
     faults.slow_every, faults.slow_for = dice.choice((0.0, 50.0)), 20.0
     faults.lost, faults.doubled, faults.late = (
