@@ -18,6 +18,7 @@ from .policy_config import (
     ParallelismConfig,
     PolicyConfig,
     SchedulesConfig,
+    SpeculativeSyncConfig,
     StreamTrainerConfig,
     TailBatchingConfig,
     check,
@@ -239,6 +240,7 @@ class Config:
     tail_batching: TailBatchingConfig = dataclasses.field(default_factory=TailBatchingConfig)
     april: AprilConfig = dataclasses.field(default_factory=AprilConfig)
     stream_trainer: StreamTrainerConfig = dataclasses.field(default_factory=StreamTrainerConfig)
+    speculative_sync: SpeculativeSyncConfig = dataclasses.field(default_factory=SpeculativeSyncConfig)
     adaptive_async: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
     parallelism: ParallelismConfig = dataclasses.field(default_factory=ParallelismConfig)
     composer: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rollout.profile import Profile, ProfileError
 
 from .config import Config, ConfigError
-from .coordinator import AdaptiveAsync, April, Coordinator, Policy, Settings, StreamTrainer, Synchronous, TailBatching
+from .coordinator import (
+    AdaptiveAsync,
+    April,
+    Coordinator,
+    Policy,
+    Settings,
+    SpeculativeSync,
+    StreamTrainer,
+    Synchronous,
+    TailBatching,
+)
 from .coordinator.parallelism import ParallelismPlanner
 from .policy_config import Policy as Name
 from .schedules import Schedule, parse
@@ -51,15 +63,17 @@ def make_policy(config: Config) -> Policy:
     """The policy of `config.policy`, with the settings of its own section."""
     dynamic = config.policy.dynamic_sampling
     stream = StreamTrainer(config.stream_trainer) if config.stream_trainer.enabled else None
+    speculative = SpeculativeSync(config.speculative_sync) if config.speculative_sync.enabled else None
+    early: Any = {"stream": stream, "speculative": speculative}
     match config.policy.name:
         case Name.SYNCHRONOUS:
-            return Synchronous(stream=stream, dynamic_sampling=dynamic)
+            return Synchronous(**early, dynamic_sampling=dynamic)
         case Name.TAIL_BATCHING:
             tail = config.tail_batching
-            return TailBatching(tail.prompts, tail.responses, stream=stream, dynamic_sampling=dynamic)
+            return TailBatching(tail.prompts, tail.responses, **early, dynamic_sampling=dynamic)
         case Name.APRIL:
             april = config.april
-            return April(april.oversample, april.max_staleness, stream=stream, dynamic_sampling=dynamic)
+            return April(april.oversample, april.max_staleness, **early, dynamic_sampling=dynamic)
         case Name.ADAPTIVE_ASYNC:
             return AdaptiveAsync(
                 config.adaptive_async, composition=config.composer, seed=config.seed, dynamic_sampling=dynamic

@@ -79,6 +79,14 @@ class ParallelismConfig:
 
 
 @dataclasses.dataclass(slots=True)
+class SpeculativeSyncConfig:
+    """Flux, insight 2: training begins before a batch is complete, if it is predicted to be complete in time."""
+
+    enabled: bool = False
+    confidence: float = 0.5  # that what is missing ends within the time that gradients of the rest take
+
+
+@dataclasses.dataclass(slots=True)
 class AdaptiveAsyncConfig:
     """Flux, component 1. Staleness is in [0, 1]: see `fluxjax.coordinator.staleness`."""
 
@@ -205,7 +213,10 @@ def _check_stream(config: Any) -> str:
         return f"stream_trainer.chunk is {stream.chunk}; it must not be negative, 0 is an eighth of a step"
     if stream.enabled and config.policy.engines < 2:
         return f"stream_trainer.enabled needs policy.engines of at least 2, not {config.policy.engines}: half are lent"
-    return _check_portions(config, "stream_trainer") if stream.enabled else ""
+    if not 0 < config.speculative_sync.confidence < 1:
+        return f"speculative_sync.confidence is {config.speculative_sync.confidence}; it must be in (0, 1)"
+    sections = [name for name in ("stream_trainer", "speculative_sync") if getattr(config, name).enabled]
+    return next(filter(None, (_check_portions(config, section) for section in sections)), "")
 
 
 def _check_portions(config: Any, section: str) -> str:
@@ -214,8 +225,8 @@ def _check_portions(config: Any, section: str) -> str:
         return f"{section}.enabled needs a policy.name that trains in rounds; adaptive_async trains while others run"
     if config.algorithm.importance.normalize:
         return f"{section}.enabled needs algorithm.importance.normalize off: its mean is known at the end of a step"
-    if config.sharding.hybrid:
-        return f"{section}.enabled needs sharding.hybrid off: the devices of some engines are no whole hosts"
+    if config.sharding.hybrid and section == "stream_trainer":
+        return "stream_trainer.enabled needs sharding.hybrid off: the devices of some engines are no whole hosts"
     return ""
 
 

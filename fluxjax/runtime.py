@@ -46,11 +46,13 @@ from .coordinator.messages import (
     Skip,
     Started,
     StopRequested,
+    Tick,
     Train,
     Trained,
     WeightsPublished,
     request_id,
 )
+from .tasks import first_of, not_silently_cancelled, on_all
 from .timeline import Timeline
 from .types import Group, PreparedPrompt, Prompt, Response
 
@@ -75,11 +77,12 @@ class Runtime:
         observers: Sequence[Observer] = (),
         timeline: Timeline | None = None,
         prepared: Mapping[int, PreparedPrompt] | None = None,
+        tick: float = 0.0,
         pool: EnginePool | None = None,
     ) -> None:
         """`seed` and the draw of a prompt decide its random numbers, never the time or the engine. `prepared` are the
-        prompts, by draw, that a resumed coordinator has in its books. `pool` has the `engines` where the coordinator
-        may ask for others."""
+        prompts, by draw, that a resumed coordinator has in its books. The coordinator hears what time it is with every
+        event, and every `tick` seconds; 0: never. `pool` has the `engines` where the coordinator may ask for others."""
         self.coordinator = coordinator
         self.timeline = timeline or Timeline()
         self._engines, self._pool = tuple(engines), pool
@@ -91,6 +94,7 @@ class Runtime:
         self._checkpointer = checkpointer
         self._sampling = sampling
         self._seed = seed
+        self._tick = tick
         self._observers = tuple(observers)
         self._prepared: dict[int, PreparedPrompt] = dict(prepared or {})  # by draw, while the prompt is in flight
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -113,9 +117,11 @@ class Runtime:
         self._post(Started(self._engines[0].stats().version))
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                if self._tick:
+                    self._spawn(self._tell_time)
                 finish = await self._serve()
         except BaseExceptionGroup as failures:
-            error = _first(failures)
+            error = first_of(failures)
             raise error from error.__cause__  # its own cause, not the group around it
         finally:
             self._thread.shutdown()
@@ -134,16 +140,26 @@ class Runtime:
     async def _serve(self) -> Finish:
         while True:
             event = await self._events.get()
-            try:
-                instructions = self.coordinator.handle(event)
-            except CoordinatorError as error:
-                raise error from self._engine_error if isinstance(event, EngineFailed) else None
-            for instruction in instructions:
-                if isinstance(instruction, Finish):
-                    for task in self._running:
-                        task.cancel()
-                    return instruction
-                self._carry_out(instruction)
+            for heard in [self._time(), event] if self._tick else [event]:
+                try:
+                    instructions = self.coordinator.handle(heard)
+                except CoordinatorError as error:
+                    raise error from self._engine_error if isinstance(event, EngineFailed) else None
+                for instruction in instructions:
+                    if isinstance(instruction, Finish):
+                        for task in self._running:
+                            task.cancel()
+                        return instruction
+                    self._carry_out(instruction)
+
+    async def _tell_time(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick)
+            self._post(self._time())
+
+    @staticmethod
+    def _time() -> Tick:
+        return Tick(asyncio.get_running_loop().time())
 
     def _carry_out(self, instruction: Instruction) -> None:
         """Begins it. What must happen before the next instruction happens here, the rest in a task of its own."""
@@ -190,7 +206,7 @@ class Runtime:
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> asyncio.Task[None]:
         assert self._tasks is not None
-        task = self._tasks.create_task(_not_silently_cancelled(work, *args))
+        task = self._tasks.create_task(not_silently_cancelled(work, *args))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
@@ -209,13 +225,13 @@ class Runtime:
         """Engines stand still until every request is queued, so that nothing but this order decides what they do."""
         engines = [self._engines[number] for number in sorted({request.engine for request in order.requests})]
         async with self._submitting:
-            await _on_all(engines, lambda engine: engine.pause())
+            await on_all(engines, lambda engine: engine.pause())
             for one, request in zip(prepared, order.requests, strict=True):
                 streams = self._streams.setdefault(request.engine, set())
                 streams.add(task := self._spawn(self._stream, one, request, step))
                 task.add_done_callback(streams.discard)
             await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
-            await _on_all(engines, lambda engine: engine.resume())
+            await on_all(engines, lambda engine: engine.resume())
 
     async def _stream(self, prepared: PreparedPrompt, order: Request, step: int) -> None:
         """Generates for one prompt; each response is reported as it ends."""
@@ -332,8 +348,8 @@ class Runtime:
             raise CoordinatorError(f"the trainer holds version {version}, not {order.version}")
         numbers = set(order.engines or range(len(self._engines)))
         with self.timeline.span("sync", "trainer", step):
-            await _on_all([self._engines[n] for n in sorted(numbers)], lambda one: one.update_weights(version, params))
-            await _on_all([self._engines[n] for n in sorted(numbers & self._asleep)], lambda one: one.wake())
+            await on_all([self._engines[n] for n in sorted(numbers)], lambda one: one.update_weights(version, params))
+            await on_all([self._engines[n] for n in sorted(numbers & self._asleep)], lambda one: one.wake())
         self._asleep -= numbers
         await self._tell_steps()  # before anything of the next boundary happens: it belongs to the step
         self._post(WeightsPublished(version))
@@ -389,26 +405,3 @@ def _join(order: Request, chunks: Sequence[TokenChunk], begun: Response | None) 
         finish=last.finish.value,
         temperature=order.temperature,
     )
-
-
-async def _on_all(engines: Sequence[Engine], call: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
-    async with asyncio.TaskGroup() as group:
-        for engine in engines:
-            group.create_task(_not_silently_cancelled(call, engine))
-
-
-async def _not_silently_cancelled(work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-    """A task group overlooks a task that ends as cancelled. Where nobody cancelled it, a collaborator's own inner
-    cancellation leaked out, and the event that everyone waits for would never come."""
-    try:
-        await work(*args)
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and not task.cancelling():
-            raise RuntimeError(f"{work.__qualname__} was cancelled from inside") from error
-        raise
-
-
-def _first(failures: BaseExceptionGroup) -> BaseException:
-    error = failures.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

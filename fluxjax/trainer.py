@@ -315,6 +315,7 @@ class FluxTrainer:
             seed=config.seed,
             observers=[Reporter(self, trainer)],
             timeline=self.timeline,
+            tick=0.1 if config.speculative_sync.enabled else 0.0,
             pool=self.pool,
         )
         if self._stopping:

@@ -134,6 +134,7 @@ class Run:
         self.engines = engines or (ScriptedEngine(),)
         self.coordinator = Coordinator(Settings(**options, engines=len(self.engines)), policy or Synchronous())
         self.source, self.scorer, self.trainer = Source(), Scorer(), Trainer()
+        self.tick = 0.0
         self.evaluator, self.checkpointer, self.diary = Evaluator(), Checkpointer(), Diary()
         if state is not None:
             self.coordinator.load_state_dict(state["coordinator"])
@@ -152,6 +153,7 @@ class Run:
             sampling=SamplingParams(),
             seed=7,
             observers=[self.diary],
+            tick=self.tick,
         )
         return self.runtime
 

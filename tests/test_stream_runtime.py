@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import re
+import time
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from scripted_engine import ScriptedEngine
 
 from fluxjax.cli import load
 from fluxjax.config import ConfigError
-from fluxjax.coordinator import April, StreamTrainer, Synchronous, TailBatching
-from fluxjax.policy_config import Policy, StreamTrainerConfig
+from fluxjax.coordinator import April, SpeculativeSync, StreamTrainer, Synchronous, TailBatching
+from fluxjax.policy_config import Policy, SpeculativeSyncConfig, StreamTrainerConfig
 from fluxjax.types import Group
 
 SETTINGS = StreamTrainerConfig(enabled=True, first=0.1, last=0.8, every=0.01, chunk=1)
@@ -128,6 +129,7 @@ def test_stop_and_resume() -> None:
         ({"policy.name": Policy.ADAPTIVE_ASYNC}, "stream_trainer.enabled needs a policy.name that trains in rounds"),
         ({"stream_trainer.first": 0.6}, "stream_trainer.first is 0.6 and stream_trainer.last 0.5"),
         ({"stream_trainer.every": 0.0}, "stream_trainer.every is 0.0"),
+        ({"speculative_sync.confidence": 1.0}, "speculative_sync.confidence is 1.0; it must be in (0, 1)"),
         ({"stream_trainer.chunk": -1}, "stream_trainer.chunk is -1"),
         ({"algorithm.importance.normalize": True}, "needs algorithm.importance.normalize off"),
     ],
@@ -141,3 +143,26 @@ def test_mistakes_in_the_configuration(changes: dict[str, Any], expected: str) -
         setattr(operator.attrgetter(section)(config), field, value)
     with pytest.raises(ConfigError, match=re.escape(expected)):
         config.validate()
+
+
+def test_speculative_sync() -> None:
+    """Rule 64: with a clock, training begins before the batch is complete, on the trainer's own devices; the run is
+    that without it."""
+    fleet = [ScriptedEngine(pace=random.Random(i)) for i in range(2)]
+    settings = SpeculativeSyncConfig(enabled=True, confidence=1e-6)
+    policy = Synchronous(speculative=SpeculativeSync(settings))
+    run = Run(*fleet, policy=policy, steps=6, prompts_per_step=6, group_size=4)
+    run.tick = 0.002
+    train = run.trainer.train
+
+    def slow(*order: Any) -> dict[str, float]:
+        time.sleep(0.05)
+        return train(*order)
+
+    run.trainer.train = slow
+    run.go()
+    plain = Run(steps=6, prompts_per_step=6, group_size=4)
+    plain.go()
+    assert steps(run) == steps(plain)
+    assert run.trainer.early and all(step > 1 and not engines for step, _, engines in run.trainer.early)
+    assert run.coordinator.pace.growth > 0 and run.coordinator.pace.training > 0

@@ -5,6 +5,7 @@ from .april import April
 from .ledger import CoordinatorError, Ledger, Skipped, Stage
 from .machine import Coordinator, Policy, Settings
 from .rounds import EngineLost
+from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
 from .synchronous import Synchronous
 from .tail_batching import TailBatching
@@ -19,6 +20,7 @@ __all__ = [
     "Policy",
     "Settings",
     "Skipped",
+    "SpeculativeSync",
     "Stage",
     "StreamTrainer",
     "Synchronous",

@@ -15,6 +15,7 @@ from .ledger import Entry, Stage
 from .machine import Coordinator
 from .messages import DrawPrompts, Generate, Instruction, Park
 from .rounds import Rounds, check_versions, requests
+from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
 
 
@@ -28,9 +29,10 @@ class April(Rounds):
         max_staleness: int = 4,
         *,
         stream: StreamTrainer | None = None,
+        speculative: SpeculativeSync | None = None,
         dynamic_sampling: bool = False,
     ) -> None:
-        super().__init__(stream=stream, dynamic_sampling=dynamic_sampling)
+        super().__init__(stream=stream, speculative=speculative, dynamic_sampling=dynamic_sampling)
         self.oversample, self.max_staleness = oversample, max_staleness
         self._open = False
 

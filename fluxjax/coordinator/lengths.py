@@ -19,7 +19,7 @@ import numpy as np
 
 from ..types import Prompt
 from .length_fit import LengthFit, features, prior_variances
-from .survival import Prediction, censored, given_survival
+from .survival import Prediction, censored, ends_by, given_survival
 
 __all__ = ["LengthPredictor", "Prediction"]
 
@@ -164,6 +164,16 @@ class LengthPredictor:
                 count, total = count + weight, total + weight * y
         mu, sigma = _posterior(level, fixed, variance, count, total, *known.earlier(prompt.draw))
         return given_survival(mu, sigma, running, self.limit)
+
+    def ends_by(self, prompt: Prompt, tokens: int, running: int = 0) -> float:
+        """The probability that a response which has `running` tokens and goes on ends with at most `tokens`."""
+        if 0 < self.limit <= tokens:
+            return 1.0
+        level = self._sources.get(prompt.source, self._pooled)
+        _, fixed, variance = self._regression(prompt, level)
+        known = self._known.get((prompt.source, prompt.id), _UNKNOWN)
+        mu, sigma = _posterior(level, fixed, variance, *known.current(prompt.draw), *known.earlier(prompt.draw))
+        return ends_by(mu, sigma, tokens, running)
 
     def observe(self, prompt: Prompt, length: int, finished: bool = True) -> None:
         """A response of `length` tokens. Not `finished`: it was ended before it was over, with so many tokens (a

@@ -54,6 +54,7 @@ from .messages import (
     WeightsPublished,
     request_id,
 )
+from .pace import Pace
 from .parallelism import ParallelismPlanner
 
 T = TypeVar("T")
@@ -136,6 +137,7 @@ class Coordinator:
         self.fleet = Fleet(settings.engines, settings.degree)
         self.parallelism = parallelism
         self.lengths = LengthPredictor(limit=settings.max_new_tokens)
+        self.pace = Pace()
         self.step = 0  # optimizer steps done
         self.version = -1  # of the weights that the trainer holds; -1 before the start
         self.metrics: Mapping[str, float] = {}  # of the last step
@@ -232,6 +234,7 @@ class Coordinator:
                 ledger.fail(event.request_ids, event.reason)
                 for request in event.request_ids:
                     self.fleet.end(request)
+                    self.pace.lose(request)
             case Trained():
                 if event.version <= self.version:
                     raise CoordinatorError(f"trained version {event.version} after version {self.version}")
@@ -239,10 +242,12 @@ class Coordinator:
                 self.version, self.metrics = event.version, event.metrics
                 for schedule in self.schedules.values():
                     schedule.observe(event.metrics)
+                self.pace.trained(self.now)
                 if self.parallelism is not None:
                     self.parallelism.next(int(event.metrics.get("rollout/preemptions", 0)))
                 ledger.train_done()
             case Accumulated():
+                self.pace.trained(self.now)
                 self._check("step", event.step, self._answered(Accumulate, event).step)
             case Lent():
                 order = self._answered(Lend, event)
@@ -268,6 +273,7 @@ class Coordinator:
     def _enter_response(self, response: Response) -> None:
         entry = self.ledger.entries.get(response.draw)
         self.ledger.finish(response, max(self.version, self.fleet.newest))
+        self.pace.end(response.rid, len(response.token_ids), self.now)
         request, _, sample = response.rid.partition("/")
         if self.fleet.end_sample(request, int(sample)) and entry is not None:
             self.lengths.observe(entry.prompt, len(response.token_ids), response.finish != ABORTED)
@@ -302,6 +308,7 @@ class Coordinator:
                 for request in instruction.requests:
                     ledger.generate(request, self.fleet.served[request.engine])
                     self.fleet.begin(request, self.expected_tokens(request.prompt))
+                    self.pace.begin(request, self.now)
             case Park():
                 entry = ledger.entries.get(instruction.prompt.draw)
                 ledger.park(instruction)
@@ -320,6 +327,7 @@ class Coordinator:
                 if not instruction.groups or not self.fleet.lent.issuperset(instruction.engines):
                     raise CoordinatorError(f"{len(instruction.groups)} groups on engines {instruction.engines}")
                 ledger.train(instruction.groups)
+                self.pace.train(() if instruction.engines else instruction.groups, self.now)
             case Train():
                 self._check("step", instruction.step, self.step + 1)
                 if Accumulate in self.awaiting:
@@ -327,6 +335,7 @@ class Coordinator:
                 ledger.train(instruction.groups)
                 if not ledger.count(Stage.TRAINING):
                     raise CoordinatorError(f"step {instruction.step} has nothing to train on")
+                self.pace.train(instruction.groups, self.now)
             case SetParallelism():
                 if self.awaiting or ledger.count(Stage.RUNNING, Stage.STOPPING):
                     raise CoordinatorError(f"{instruction} while something is under way")

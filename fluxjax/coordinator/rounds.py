@@ -29,6 +29,7 @@ from .messages import (
     Train,
     request_id,
 )
+from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
 
 _PATIENCE = 3  # prompts given up in a row, without one response in between, until the engines count as lost
@@ -108,13 +109,20 @@ class Base:
 
 class Rounds(Base, abc.ABC):
     """Subclasses say how a round begins, what happens in it, and which groups it trains on. While a round waits,
-    `stream` may train on what is complete. Nothing is trained on that is more than `max_staleness` versions old."""
+    `stream` and `speculative` may train on what is complete. Nothing that is more than `max_staleness` versions old is
+    trained on."""
 
     max_staleness = 0
 
-    def __init__(self, *, stream: StreamTrainer | None = None, dynamic_sampling: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        stream: StreamTrainer | None = None,
+        speculative: SpeculativeSync | None = None,
+        dynamic_sampling: bool = False,
+    ) -> None:
         super().__init__(dynamic_sampling=dynamic_sampling)
-        self.stream = stream
+        self.stream, self.speculative = stream, speculative
 
     def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if urgent := self._urgent(coordinator):
@@ -148,9 +156,11 @@ class Rounds(Base, abc.ABC):
 
     def _early(self, coordinator: Coordinator) -> Sequence[Instruction]:
         """The round waits: what can be done of its training."""
-        if self.stream is None or not self._in_round(coordinator):
+        helpers = [one for one in (self.stream, self.speculative) if one is not None]
+        if not helpers or not self._in_round(coordinator):
             return []
-        said = self.stream.consult(coordinator, self._ready(coordinator))
+        ready = self._ready(coordinator)
+        said = next(filter(None, (one.consult(coordinator, ready) for one in helpers)), [])
         for group in (group for order in said if isinstance(order, Accumulate) for group in order.groups):
             check_versions([group], coordinator.version - self.max_staleness)
         return said
@@ -166,8 +176,9 @@ class Rounds(Base, abc.ABC):
     def _between(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if coordinator.awaiting or coordinator.ledger.count(Stage.STOPPING):
             return []
-        if self.stream is not None:
-            self.stream.reset()
+        for one in (self.stream, self.speculative):
+            if one is not None:
+                one.reset()
         if lent := coordinator.fleet.lent:  # and nothing was trained: the weights are those that they serve
             return [PublishWeights(coordinator.version, tuple(sorted(lent)))]
         last = coordinator.ending or coordinator.stop_reason

@@ -60,6 +60,17 @@ def given_survival(mu: float, sigma: float, running: int = 0, limit: int = 0) ->
     return Prediction(mean, p90, min(1.0, (upper_tail(low) - upper_tail(high)) / alive))
 
 
+def ends_by(mu: float, sigma: float, tokens: int, running: int = 0) -> float:
+    """P(L <= tokens | L > running)."""
+    if tokens <= running:
+        return 0.0
+    start = (math.log(running) - mu) / sigma if running else -math.inf
+    end = (math.log(tokens) - mu) / sigma
+    if start > _FAR:
+        return 1 - (running / tokens) ** max(hazard(start) / sigma, 1.1)
+    return 1 - upper_tail(end) / upper_tail(start)
+
+
 def _power_law(rate: float, running: int, limit: int) -> Prediction:
     """Far in the tail, P(L > x | L > running) is nearly (running / x)**rate."""
     rate = max(rate, 1.1)

@@ -19,6 +19,7 @@ from .ledger import Entry, Stage
 from .machine import Coordinator
 from .messages import DrawPrompts, Generate, Instruction, Park
 from .rounds import Rounds, check_versions, requests
+from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
 
 
@@ -31,9 +32,10 @@ class TailBatching(Rounds):
         responses: float = 1.25,
         *,
         stream: StreamTrainer | None = None,
+        speculative: SpeculativeSync | None = None,
         dynamic_sampling: bool = False,
     ) -> None:
-        super().__init__(stream=stream, dynamic_sampling=dynamic_sampling)
+        super().__init__(stream=stream, speculative=speculative, dynamic_sampling=dynamic_sampling)
         self.prompts, self.responses = prompts, responses
         self.round = ""  # "short" or "long" while there is one
         self.rounds = {"short": 0, "long": 0}  # so far

@@ -32,6 +32,7 @@ from fluxjax.coordinator.messages import (
     SaveCheckpoint,
     Score,
     Started,
+    Tick,
     Train,
     Trained,
     WeightsPublished,
@@ -97,6 +98,8 @@ class PolicyWorld:
         self.version = max(self.coordinator.version, 0)
         self.served = [self.version] * engines
         self.lent: set[int] = set()
+        self.now = 0.0  # seconds; policies that care are told
+        self.scale = 1.0  # of all lengths
         self.running: dict[str, Running] = {}
         self.owed: list[Event] = []
         self.said: list[Instruction] = []
@@ -115,6 +118,9 @@ class PolicyWorld:
         raise AssertionError("no end")
 
     def step(self) -> None:
+        if getattr(self.coordinator.policy, "speculative", None) is not None:
+            self.now += self.random.random()
+            self.hear(Tick(self.now))
         choices = len(self.owed) + len(self.running)
         assert choices, f"stuck after {self.said[-3:]}"
         if self.faults and self.running and self.random.random() < 0.05:
@@ -192,7 +198,8 @@ class PolicyWorld:
             if before is not None and before.finish != "abort":
                 continue
             # Long tails: the length is a property of draw and sample, whatever the attempt.
-            length = max(1, int(random.Random(f"{request.prompt.draw}/{sample}").lognormvariate(1.0, 1.2)))
+            draw = random.Random(f"{request.prompt.draw}/{sample}").lognormvariate(1.0, 1.2)
+            length = max(1, int(self.scale * draw))
             versions = list(before.versions) if before is not None else []
             one = Running(request, sample, versions, max(length, len(versions) + 1))
             self.running[one.rid] = one

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_cases import PolicyWorld, reward
 
-from fluxjax.coordinator import AdaptiveAsync, April, Policy, StreamTrainer, Synchronous, TailBatching
+from fluxjax.coordinator import (
+    AdaptiveAsync,
+    April,
+    Policy,
+    SpeculativeSync,
+    StreamTrainer,
+    Synchronous,
+    TailBatching,
+)
 from fluxjax.coordinator.messages import (
     DrawPrompts,
     Finish,
@@ -24,12 +32,13 @@ from fluxjax.coordinator.messages import (
     Train,
 )
 from fluxjax.coordinator.rounds import NO_VARIANCE
-from fluxjax.policy_config import AdaptiveAsyncConfig, StreamTrainerConfig
+from fluxjax.policy_config import AdaptiveAsyncConfig, SpeculativeSyncConfig, StreamTrainerConfig
 
 ASYNC = AdaptiveAsyncConfig(max_staleness=3, sync_interval=3)
 DRAINED = AdaptiveAsyncConfig(max_staleness=3, interrupt=False, ratio=0.9)
 EAGER = AdaptiveAsyncConfig(max_staleness=2, ratio=1.0, min_ratio=1.0, max_ratio=1.0, sync_interval=1000)
 STREAM = StreamTrainerConfig(enabled=True, first=0.1, last=0.9, every=0.01, chunk=1)
+SPECULATIVE = SpeculativeSyncConfig(enabled=True, confidence=0.1)
 POLICIES: dict[str, tuple[Callable[..., Policy], int]] = {  # name: (made how, versions that data may be old)
     "synchronous": (Synchronous, 0),
     "tail_batching": (TailBatching, 0),
@@ -39,6 +48,14 @@ POLICIES: dict[str, tuple[Callable[..., Policy], int]] = {  # name: (made how, v
     "synchronous_stream": (lambda **options: Synchronous(stream=StreamTrainer(STREAM), **options), 0),
     "tail_batching_stream": (lambda **options: TailBatching(1.5, 1.5, stream=StreamTrainer(STREAM), **options), 0),
     "april_stream": (lambda **options: April(1.7, 2, stream=StreamTrainer(STREAM), **options), 2),
+    "synchronous_early": (
+        lambda **options: Synchronous(
+            stream=StreamTrainer(STREAM), speculative=SpeculativeSync(SPECULATIVE), **options
+        ),
+        0,
+    ),
+    "tail_batching_early": (lambda **options: TailBatching(speculative=SpeculativeSync(SPECULATIVE), **options), 0),
+    "april_early": (lambda **options: April(1.7, 2, speculative=SpeculativeSync(SPECULATIVE), **options), 2),
     "april_many": (lambda **options: April(4.0, 1, **options), 1),
     "adaptive_async": (lambda **options: AdaptiveAsync(ASYNC, **options), 3),
     "adaptive_async_drained": (lambda **options: AdaptiveAsync(DRAINED, **options), 3),

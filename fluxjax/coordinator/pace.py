@@ -1,0 +1,85 @@
+"""How fast responses grow and groups are trained on, learnt from the times at which events come (`Tick`).
+
+Nothing is known where nobody says what time it is. Old measurements fade, so that the pace may change during a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..types import Group
+from .ledger import ABORTED
+from .messages import Request, response_id
+
+_KEPT_RESPONSE, _KEPT_STEP = 0.98, 0.7  # weight of what was measured, when one more response, or portion, is
+
+
+class _Rate:
+    """Amount a second, over what was measured lately."""
+
+    def __init__(self, kept: float) -> None:
+        self._kept = kept
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: int, seconds: float) -> None:
+        self._amount = self._kept * self._amount + amount
+        self._seconds = self._kept * self._seconds + seconds
+
+    @property
+    def value(self) -> float:
+        """0 as long as nothing is known."""
+        return self._amount / self._seconds if self._seconds > 0 else 0.0
+
+
+class Pace:
+    """Policies read it; only the `Coordinator` writes. Not part of a checkpoint: a resumed run may be elsewhere."""
+
+    def __init__(self) -> None:
+        self._responses, self._training = _Rate(_KEPT_RESPONSE), _Rate(_KEPT_STEP)
+        self._open: dict[str, tuple[float, int]] = {}  # running responses: when they began, and with how many tokens
+        self._began: tuple[float, int] | None = None  # training under way: when it began, and tokens
+
+    @property
+    def growth(self) -> float:
+        """Tokens a second of one response, waiting for a slot included; 0: not known."""
+        return self._responses.value
+
+    @property
+    def training(self) -> float:
+        """Tokens a second whose gradients are computed on all devices of the trainer; 0: not known."""
+        return self._training.value
+
+    def tokens(self, rid: str, now: float) -> int:
+        """Those that a running response is estimated to have by now."""
+        began, tokens = self._open.get(rid, (now, 0))
+        return tokens + int(self.growth * (now - began))
+
+    def begin(self, request: Request, now: float) -> None:
+        for sample in range(request.n):
+            before = request.begun[sample] if request.begun else None
+            if before is None or before.finish == ABORTED:  # else it is complete
+                rid = response_id(request.prompt.draw, request.attempt, sample)
+                self._open[rid] = now, len(before.token_ids) if before is not None else 0
+
+    def end(self, rid: str, tokens: int, now: float) -> None:
+        began, before = self._open.pop(rid, (now, tokens))
+        if now > began and tokens > before:
+            self._responses.add(tokens - before, now - began)
+
+    def lose(self, request: str) -> None:
+        """All responses of a request."""
+        for rid in [rid for rid in self._open if rid.startswith(f"{request}/")]:
+            del self._open[rid]
+
+    def train(self, groups: Iterable[Group], now: float) -> None:
+        self._began = now, trained_tokens(groups)
+
+    def trained(self, now: float) -> None:
+        if self._began is not None and self._began[1] and now > self._began[0]:
+            self._training.add(self._began[1], now - self._began[0])
+        self._began = None
+
+
+def trained_tokens(groups: Iterable[Group]) -> int:
+    """Tokens that the trainer computes: prompts once."""
+    return sum(g.prompt.tokens + sum(len(sample.response.token_ids) for sample in g.samples) for g in groups)

@@ -1,0 +1,175 @@
+"""When training begins before a batch is complete: on virtual time, with responses of one token a second."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from policy_cases import PolicyWorld
+
+from fluxjax.coordinator import SpeculativeSync, Synchronous, TailBatching
+from fluxjax.coordinator.lengths import LengthPredictor
+from fluxjax.coordinator.messages import Accumulate, Event, Instruction, Tick, Train
+from fluxjax.coordinator.pace import Pace, trained_tokens
+from fluxjax.coordinator.speculative_sync import probability
+from fluxjax.coordinator.survival import ends_by, given_survival
+from fluxjax.policy_config import SpeculativeSyncConfig
+from fluxjax.types import Prompt
+
+
+class TimedWorld(PolicyWorld):
+    """A token of each running response a second; `train` tokens of training a second; the rest takes no time."""
+
+    def __init__(self, policy, seed: int = 1, *, train: float = 2.0, tell: bool = True, **options) -> None:
+        super().__init__(policy, seed, **({"steps": 20, "prompts_per_step": 4, "group_size": 4} | options))
+        self.train, self.tell, self.scale = train, tell, 8.0
+        self.due: list[tuple[float, Event]] = []
+
+    def answers(self, instruction: Instruction) -> list[Event]:
+        said = super().answers(instruction)
+        if not isinstance(instruction, Accumulate | Train):
+            return said
+        begin = max([self.now, *(time for time, _ in self.due)])
+        self.due.append((begin + trained_tokens(instruction.groups) / self.train, said[0]))
+        return []
+
+    def step(self) -> None:
+        if self.tell:
+            self.hear(Tick(self.now))
+        while self.owed:
+            self.hear(self.owed.pop(0))
+        if self.coordinator.finished:
+            return
+        self.now += 1.0
+        for rid, one in sorted(self.running.items()):
+            one.versions.append(self.served[one.request.engine])
+            if len(one.versions) >= one.length:
+                del self.running[rid]
+                self.owed.append(one.ended("stop"))
+        self.owed += [event for time, event in self.due if time <= self.now]
+        self.due = [(time, event) for time, event in self.due if time > self.now]
+
+
+def early(confidence: float = 0.5) -> SpeculativeSync:
+    return SpeculativeSync(SpeculativeSyncConfig(enabled=True, confidence=confidence))
+
+
+def test_training_begins_early() -> None:
+    """What is complete is trained on while the last responses are generated; steps are the same."""
+    plain = TimedWorld(Synchronous())
+    run = TimedWorld(Synchronous(speculative=early()))
+    plain.go(), run.go()
+    orders = run.all(Accumulate)
+    assert len(orders) > 10 and run.coordinator.policy.speculative.begun == len(orders)
+    assert all(order.step > 1 for order in orders), "in the first step nothing is known of the trainer's pace"
+    draws = [[sorted(g.prompt.draw for g in groups) for groups in one.steps.values()] for one in (run, plain)]
+    assert draws[0] == draws[1]
+    for step, groups in run.steps.items():
+        assert set(run.versions(groups)) == {step - 1}
+    assert run.now < 0.95 * plain.now
+
+
+def test_without_time() -> None:
+    """Nothing is predicted, and nothing else is said than without it."""
+    plain, run = TimedWorld(Synchronous()), TimedWorld(Synchronous(speculative=early()), tell=False)
+    assert run.go().said == plain.go().said
+
+
+def test_fast_trainer() -> None:
+    """Where gradients take no time, nothing is predicted to end within it."""
+    run = TimedWorld(Synchronous(speculative=early()), train=10_000.0).go()
+    assert len(run.all(Accumulate)) < 5
+
+
+def test_confidence() -> None:
+    """The more confidence is wanted, the later training begins, and predictions are right as often as they say."""
+    left, ends = [], []
+    for confidence in (0.2, 0.5):
+        run = TimedWorld(Synchronous(speculative=early(confidence)), steps=40)
+        missing: list[int] = []
+        right: list[bool] = []
+        until: list[float] = []
+
+        def watch(instruction: Instruction, run=run, missing=missing, until=until) -> None:
+            if isinstance(instruction, Accumulate) and not until and run.running:
+                missing.append(len(run.running))
+                until.append(run.now + trained_tokens(instruction.groups) / run.train)
+
+        run.watch = watch
+        run.start()
+        while not run.coordinator.finished:
+            run.step()
+            if until and not run.running:
+                right.append(run.now <= until.pop() + 1.0)  # time comes in whole seconds
+        assert len(right) > 30 and np.mean(right) > confidence
+        left.append(float(np.mean(missing)))
+        ends.append(run.now)
+    assert left[0] > left[1] >= 1.0
+    assert ends[0] < ends[1] < TimedWorld(Synchronous(), steps=40).go().now
+
+
+def test_tail_batching() -> None:
+    """In a short round only as many prompts as it still needs have to be in time."""
+    run = TimedWorld(TailBatching(1.5, 1.25, speculative=early())).go()
+    assert run.all(Accumulate) and {len(groups) for groups in run.steps.values()} == {4}
+    assert len(set(run.trained)) == 80
+
+
+def test_probability_counts_the_likeliest() -> None:
+    run = TimedWorld(TailBatching(3.0, 1.0), prompts_per_step=2)
+    run.start()
+    while run.coordinator.ledger.accepted < 2:
+        run.step()
+    chances = [probability(run.coordinator, seconds) for seconds in (0.0, 10.0, 100.0, 10_000.0)]
+    assert chances == sorted(chances) and chances[-1] > 0.99 and chances[0] < 0.1
+
+
+class TestPace:
+    def test_growth_and_training(self) -> None:
+        run = TimedWorld(Synchronous(), train=3.0).go()
+        assert run.coordinator.pace.growth == pytest.approx(1.0, rel=0.05)
+        assert run.coordinator.pace.training == pytest.approx(3.0, rel=0.05)
+
+    def test_unknown(self) -> None:
+        pace = Pace()
+        assert pace.growth == pace.training == 0.0 and pace.tokens("00000000.00/0", 5.0) == 0
+
+    def test_lost_and_repeated(self) -> None:
+        """What was lost, or ends twice, measures nothing; nothing is kept of it."""
+        run = TimedWorld(Synchronous(), faults=0, steps=3)
+        run.start()
+        for _ in range(4):
+            run.step()
+        lost = next(iter(run.running.values())).request.rid
+        run.lose(lost)
+        while not run.coordinator.finished:
+            run.step()
+        pace = run.coordinator.pace
+        assert pace._open == {} and pace.growth == pytest.approx(1.0, rel=0.05)
+        before = pace.growth
+        pace.end("00000000.00/0", 50, run.now + 1000.0)
+        assert pace.growth == before
+
+
+class TestEndsBy:
+    @pytest.mark.parametrize("running", [0, 100, 3000])
+    def test_against_quantiles(self, running: int) -> None:
+        mu, sigma = 5.0, 0.8
+        assert ends_by(mu, sigma, running, running) == 0.0
+        p90 = given_survival(mu, sigma, running).p90
+        assert ends_by(mu, sigma, round(p90), running) == pytest.approx(0.9, abs=0.01)
+        steps = [ends_by(mu, sigma, running + tokens, running) for tokens in (1, 50, 500, 50_000)]
+        assert steps == sorted(steps) and steps[0] >= 0 and steps[-1] > 0.9
+
+    def test_far_in_the_tail(self) -> None:
+        assert 0.0 < ends_by(1.0, 0.05, 200, 100) <= 1.0
+
+    def test_learnt(self) -> None:
+        rng, lengths = random.Random(0), LengthPredictor(limit=10_000)
+        for draw in range(400):
+            for _ in range(4):
+                lengths.observe(Prompt(f"p{draw}", "s", "?", "!", draw=draw), int(rng.lognormvariate(5.0, 0.5)) + 1)
+        one = Prompt("other", "s", "?", "!", draw=1000)
+        assert lengths.ends_by(one, 148) == pytest.approx(0.5, abs=0.05)
+        assert lengths.ends_by(one, 10_000) == 1.0 and lengths.ends_by(one, 100, running=100) == 0.0
