@@ -19,8 +19,9 @@ class _Open:
 class Fleet:
     """Policies read it and ask for a route; only the `Coordinator` writes."""
 
-    def __init__(self, engines: int, degree: int = 1) -> None:
+    def __init__(self, engines: int, degree: int = 1, kv_tokens: int = 0) -> None:
         self.degree = degree  # devices of each engine
+        self.kv_tokens = kv_tokens  # that the cache of each holds; 0: not known
         self.served = [-1] * engines  # weight version of each engine
         self.oldest = self.newest = -1  # of them
         self.load = [0.0] * engines  # tokens that each is predicted to have to generate yet

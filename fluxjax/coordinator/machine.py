@@ -70,7 +70,7 @@ class Settings:
     engines: int = 1  # at the start
     degree: int = 1  # devices of each, at the start
     max_new_tokens: int = 0  # of a response; 0: not known
-    kv_tokens: int = 0  # that the cache of an engine holds; 0: not known
+    kv_tokens: int = 0  # that the cache of an engine holds at the start; 0: not known
     kv_reserved: int = 0  # of them, what a running response takes at least
     evaluate_every: int = 0  # steps; 0: only at the start and the end
     checkpoint_every: int = 0  # steps; 0: only at the end
@@ -134,7 +134,7 @@ class Coordinator:
         self.schedules = dict(schedules or {})
         self.policy = policy
         self.ledger = Ledger()
-        self.fleet = Fleet(settings.engines, settings.degree)
+        self.fleet = Fleet(settings.engines, settings.degree, settings.kv_tokens)
         self.parallelism = parallelism
         self.lengths = LengthPredictor(limit=settings.max_new_tokens)
         self.pace = Pace()
@@ -255,8 +255,9 @@ class Coordinator:
                     raise CoordinatorError(f"engines {event.engines} were lent, {order.engines} were to be")
             case ParallelismSet():
                 self._check("degree", event.degree, self._answered(SetParallelism, event).degree)
-                oldest, self.fleet = self.fleet.oldest, Fleet(event.engines, event.degree)
-                self.fleet.publish(oldest, range(event.engines))
+                before = self.fleet
+                self.fleet = Fleet(event.engines, event.degree, event.kv_tokens or before.kv_tokens)
+                self.fleet.publish(before.oldest, range(event.engines))
             case WeightsPublished():
                 order = self._answered(PublishWeights, event)
                 self._check("version", event.version, order.version)

@@ -76,10 +76,11 @@ class Lent:
 @dataclasses.dataclass(frozen=True)
 class ParallelismSet:
     """There are so many engines now, of `degree` devices each, all awake; they serve the oldest weights that any of
-    those before did."""
+    those before did. `kv_tokens` is what the cache of each holds; 0: as much as before."""
 
     degree: int
     engines: int
+    kv_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

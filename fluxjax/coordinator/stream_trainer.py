@@ -52,7 +52,7 @@ class StreamTrainer:
         self._looked = progress
         fleet = coordinator.fleet
         spared = sorted(range(len(fleet)), key=lambda engine: (fleet.load[engine], -engine))[: len(fleet) // 2]
-        capacity = coordinator.settings.kv_tokens * (len(fleet) - len(spared))
+        capacity = fleet.kv_tokens * (len(fleet) - len(spared))
         if not spared or (capacity and projected_tokens(coordinator) > capacity):
             self.refused += 1
             return []

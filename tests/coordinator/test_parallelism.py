@@ -108,7 +108,7 @@ class ChangingWorld(PolicyWorld):
         if isinstance(instruction, SetParallelism):
             assert not self.running, "nothing runs when engines change"
             self.served, self.lent = [min(self.served)] * (4 // instruction.degree), set()
-            return [ParallelismSet(instruction.degree, len(self.served))]
+            return [ParallelismSet(instruction.degree, len(self.served), kv_tokens=100 * instruction.degree)]
         told = super().answers(instruction)
         count = {"rollout/preemptions": float(self.random.choice([0, 0, 0, 1, 4]))}
         return [
@@ -127,10 +127,12 @@ def test_engines_change_between_rounds_and_no_prompt_is_lost(policy, streaming):
     degrees = set()
     for seed in range(12):
         stream = StreamTrainer() if streaming else None
-        world = ChangingWorld(policy(stream=stream), seed, steps=10, faults=3, checkpoint_every=3).go()
+        world = ChangingWorld(policy(stream=stream), seed, steps=10, faults=3, checkpoint_every=3, kv_tokens=1000).go()
         assert world.coordinator.finished.complete and set(world.steps) == set(range(1, 11))
         assert all(len(groups) == 3 for groups in world.steps.values())
         assert len(set(world.trained)) == len(world.trained)
         assert min(world.served) == max(world.served) == world.version
+        fleet = world.coordinator.fleet
+        assert len(fleet) * fleet.degree == 4 and fleet.kv_tokens in (1000, 100 * fleet.degree)
         degrees |= {order.degree for order in world.all(SetParallelism)}
     assert degrees == {1, 2, 4}
