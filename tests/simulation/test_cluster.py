@@ -17,7 +17,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from by_hand import roll_out, workload
 
 from fluxjax import cli, simulate
-from fluxjax.coordinator.messages import Event, Instruction, PublishWeights, ResponseFinished, RewardReady, Train
+from fluxjax.coordinator.messages import (
+    Event,
+    Generate,
+    Instruction,
+    ParallelismSet,
+    PublishWeights,
+    ResponseFinished,
+    RewardReady,
+    Train,
+)
 from fluxjax.simulation.cluster import Cluster, StuckError
 from fluxjax.simulation.config import Config
 from fluxjax.simulation.hardware import SETUPS
@@ -138,6 +147,14 @@ def test_lent_engines_train_and_wake():
     plain = Watched(configuration("policy.name=tail_batching", "simulation.rewards=scheduled", "steps=5"))
     assert watched.cluster.coordinator.policy.stream.lent > 0
     assert watched.cluster.coordinator.ledger.trained == plain.cluster.coordinator.ledger.trained == 80
+
+
+def test_engines_change_their_degree():
+    """Without a preemption the planner halves the degree: twice as many engines on the same GPUs."""
+    watched = Watched(configuration("parallelism.enabled=True", "parallelism.calm=2", "steps=4"))
+    assert [(order.degree, order.engines) for order in watched.all(ParallelismSet)] == [(1, 8)]
+    assert watched.cluster.coordinator.ledger.trained == 64
+    assert {r.engine for order in watched.all(Generate)[-1:] for r in order.requests} == set(range(8))
 
 
 def test_same_seed_same_trace():
