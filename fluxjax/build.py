@@ -14,6 +14,7 @@ from models.processing import Processor
 from models.processing.settings import PatchLayout
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
+from rollout.engine import SamplingParams
 
 from .config import Config, ConfigError, ModelConfig
 from .data.sources import Source, all_texts, common_words
@@ -49,6 +50,19 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
         **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
     )
     return models.create(tiny_model(config.model, processor, vision), config.seed), processor
+
+
+def sampling_params(config: Config, processor: Processor) -> SamplingParams:
+    """How responses are drawn: as `config.rollout` says, ended by the processor's end tokens, without media tokens."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_ids=processor.eos_ids,
+        forbidden_ids=processor.media_token_ids,
+    )
 
 
 def tiny_vision(model: ModelConfig) -> VisionConfig:

@@ -14,14 +14,14 @@ from typing import Any
 import models
 from models.config import Qwen25VLConfig
 from models.decoder import parameter_count
-from rollout.engine import EngineError, SamplingParams
+from rollout.engine import EngineError
 from sharding.mesh import MeshError, make_mesh
 from sharding.odc import OdcError
 
 from . import run_folder
 from .algorithms import ALGORITHMS
 from .batching import check_strategy
-from .build import build_model
+from .build import build_model, sampling_params
 from .callbacks import Callback
 from .checkpoint import CheckpointError, Checkpoints, like
 from .compile_cache import use_compile_cache
@@ -110,18 +110,10 @@ class FluxTrainer:
             self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
 
             # --- fleet --------------------------------------------------------------------------
-            rollout = config.rollout
             self.pool = EnginePool(config, self.model)
             self.engines = self.pool.engines  # one list that changes with their degree
             self.engine = self.engines[0]  # evaluations are its
-            self.sampling = SamplingParams(
-                max_new_tokens=rollout.max_new_tokens,
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
-                stop_ids=self.processor.eos_ids,
-                forbidden_ids=self.processor.media_token_ids,
-            )
+            self.sampling = sampling_params(config, self.processor)
             self.rewards = Scorer(config.data.sources, self.processor.decode)
 
             # --- coordinator --------------------------------------------------------------------
