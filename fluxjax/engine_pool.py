@@ -18,6 +18,7 @@ from rollout.profile import Profile, ProfileError, sizes
 
 from .batching import check_strategy
 from .config import Config, ConfigError
+from .policy_config import Policy
 
 
 class EnginePool:
@@ -36,6 +37,12 @@ class EnginePool:
             raise ConfigError(
                 f"policy.engines ({engines}) x parallelism.degree ({parallelism.degree}) need {wanted} devices, there "
                 f"are {len(devices)}"
+            )
+        if parallelism.degree > 1 and config.policy.name is Policy.ADAPTIVE_ASYNC:
+            # Programs of several devices that run at the same time may start in another order on each: a deadlock.
+            raise ConfigError(
+                f"parallelism.degree is {parallelism.degree}, but adaptive_async trains on the devices of its engines "
+                "while they generate, where only engines of one device can; set it to 1"
             )
         self._config = config
         self.devices = tuple(devices[number % len(devices)] for number in range(wanted))

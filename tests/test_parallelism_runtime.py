@@ -204,6 +204,9 @@ def test_devices_are_dealt_to_engines(tmp_path):
     config.policy.engines = 5
     with pytest.raises(ConfigError, match=r"need 10 devices, there are 8"):
         EnginePool(config, model())
+    asynchronous = configuration(tmp_path, policy__name="adaptive_async", parallelism__degree=2)
+    with pytest.raises(ConfigError, match=r"parallelism.degree is 2, but adaptive_async"):
+        EnginePool(asynchronous, model())
 
 
 def test_a_profile_says_the_degree_at_the_start(tmp_path):

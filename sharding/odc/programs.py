@@ -102,7 +102,7 @@ def _one_first(program: Callable) -> Callable:
 
     All devices come to a new program at about the same time; each would compile it for itself.
     """
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return program
     lock, called = threading.Lock(), threading.Event()
 
