@@ -2,13 +2,20 @@
 
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Tests compile much and run little: LLVM's optimisations would take longer than they save.
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+# Tests compile much and run little: optimisations would take longer than they save. Subprocesses inherit this.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+FEWER_PASSES = "--xla_cpu_use_fusion_emitters=false"  # halves what XLA takes; not every version may know it
+FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+if FEWER_PASSES not in FLAGS:
+    code, env = "from jaxlib import xla_client; xla_client.CompileOptions()", os.environ | {"XLA_FLAGS": FEWER_PASSES}
+    if subprocess.run([sys.executable, "-c", code], env=env, capture_output=True).returncode == 0:
+        FLAGS += f" {FEWER_PASSES}"
+os.environ["XLA_FLAGS"] = FLAGS.strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Modules, devices and subprocesses of a session share what they compile.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="fluxjax-xla-"))

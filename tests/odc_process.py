@@ -12,9 +12,8 @@ import sys
 
 SETTINGS = json.loads(sys.argv[1])
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    f"--xla_force_host_platform_device_count={SETTINGS['devices']} --xla_backend_optimization_level=0"
-)
+DEVICES = f"--xla_force_host_platform_device_count={SETTINGS['devices']}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"  # the last one counts
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE / "sharding")]
 
@@ -23,6 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
+from fluxjax.compile_cache import share_between_devices  # noqa: E402
 from sharding.links import Links, initialize, leave  # noqa: E402
 from sharding.odc import Odc  # noqa: E402
 from sharding.odc.worker import Worker  # noqa: E402
@@ -119,6 +119,7 @@ def say(**what: object) -> None:
 
 
 def main() -> None:
+    share_between_devices()
     initialize(SETTINGS["coordinator"], SETTINGS["processes"], SETTINGS["process"])
     links = Links(timeout=SETTINGS.get("timeout", 60.0))
     try:

@@ -102,18 +102,17 @@ def colours(folder: pathlib.Path) -> dict[str, object]:
 
 
 class Commands:
-    """Starts `python -m fluxjax.train` with a compilation cache that all runs of a test session share."""
+    """Starts `python -m fluxjax.train`; all runs of a test session share what they compile."""
 
-    def __init__(self, cache: pathlib.Path) -> None:
+    def __init__(self) -> None:
         self.env = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": str(ROOT),
         }
-        self.env.pop("XLA_FLAGS", None)
 
     def start(self, run_dir: pathlib.Path, config: str, arguments: list[str], devices: int = 1) -> subprocess.Popen:
-        env = self.env | ({"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} if devices > 1 else {})
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"  # the last one counts
+        env = self.env | {"XLA_FLAGS": flags}
         log = run_dir.parent / f"{run_dir.name}.log"
         with log.open("ab") as output:
             return subprocess.Popen(

@@ -33,8 +33,8 @@ TEXT, VLM = "configs/text.py", "configs/vlm.py"
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    return Commands(tmp_path_factory.mktemp("cache"))
+def commands():
+    return Commands()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """The notebook runs from top to bottom, as somebody who opens it would run it."""
 
+import os
 import pathlib
+import re
 
 import nbformat
 import pytest
@@ -14,8 +16,9 @@ NOTEBOOKS = sorted((pathlib.Path(__file__).resolve().parent.parent / "notebooks"
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_notebook_runs(file, tmp_path, monkeypatch):
     monkeypatch.setenv("FLUXJAX_NOTEBOOK_RUN", str(tmp_path / "run"))
-    monkeypatch.delenv("XLA_FLAGS")
     notebook = nbformat.read(file, as_version=4)
+    [devices] = re.findall(r"--xla_force_host_platform_device_count=\d+", file.read_text())
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {devices}")  # the last one counts
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(file.parent.parent)}}).execute()
     assert any(output.output_type == "display_data" for cell in notebook.cells for output in cell.get("outputs", []))
 

@@ -32,8 +32,8 @@ STEPS = 9  # an epoch is 3 steps, and so is the time between checkpoints
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    return Commands(tmp_path_factory.mktemp("cache"))
+def commands():
+    return Commands()
 
 
 @pytest.fixture(scope="module")

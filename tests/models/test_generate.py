@@ -193,7 +193,8 @@ def test_refusals(text):
 
 
 def command(*arguments):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"  # the last one counts
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     return subprocess.run(
         [sys.executable, "-m", "models.generate", *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from jaxtyping import install_import_hook

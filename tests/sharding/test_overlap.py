@@ -54,7 +54,8 @@ def plugin_environment() -> dict[str, str]:
     folder = os.environ.get("FLUXJAX_AOT", "")
     if not folder and not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
         pytest.skip("needs the CUDA plugin: run `bash scripts/test.sh aot`, or set FLUXJAX_AOT to a folder with it")
-    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    own = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # of tests on CPU devices
+    clean = {name: value for name, value in os.environ.items() if name not in own}
     return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
 
 
