@@ -16,7 +16,7 @@ WORDS = 32  # hashed words: prompts that share words are similar, and so are the
 _WORD = re.compile(r"[^\W\d_]+")
 _DIGIT = re.compile(r"\d")
 _MARK = re.compile(r"[\\^_={}()\[\]+*/<>$|-]")
-_SOLVE_EVERY = 32  # responses at most between two solutions
+_SOLVE_EVERY = 32  # responses between two solutions, more of them when thousands are known
 
 
 def features(prompt: Prompt) -> np.ndarray:
@@ -77,7 +77,7 @@ class LengthFit:
         self._pending.append((x, y, weight))
         self._fresh += 1
         self.responses += 1
-        return self._fresh >= min(_SOLVE_EVERY, 1 + self.responses // 8)
+        return self._fresh >= max(min(_SOLVE_EVERY, 1 + self.responses // 8), self.responses // 64)
 
     def solve(self, towards: np.ndarray, noise: float) -> float:
         """Weights given those to shrink towards and the variance of ln(length) that a response counts with. Answers
