@@ -113,8 +113,7 @@ class Rollout:
         one = self._open[rid]
         self.longest = max(self.longest, tokens)
         self._close(one, 1)
-        finish = "length" if tokens >= self.work.max_new_tokens else "stop"
-        event = ResponseFinished(self._response(one.request, sample, segments, finish))
+        event = ResponseFinished(self._response(one.request, sample, segments, self._finish(tokens)))
         delays = self.faults.replies(one.request.prompt.draw, one.request.attempt, sample)
         for delay in delays:
             if delay:
@@ -124,6 +123,9 @@ class Rollout:
         if not delays:
             reason = f"no answer within {self.settings.reply_limit:g} s"
             self.clock.after(self.settings.reply_limit, partial(self.post, EngineFailed((rid,), reason)))
+
+    def _finish(self, tokens: int) -> str:
+        return "length" if tokens >= self.work.max_new_tokens else "stop"
 
     @staticmethod
     def _response(request: Request, sample: int, segments: Segments, finish: str) -> Response:
@@ -165,8 +167,9 @@ class Rollout:
         self.aborted += len(found)
         if found:
             self._close(one, len(found))
-        for progress in found:
-            self.post(ResponseFinished(self._response(one.request, progress.sample, progress.segments, ABORTED)))
+        for _, number, tokens, segments in found:  # at the very moment of its last token, it is over all the same
+            finish = ABORTED if tokens < one.samples.lengths[number] else self._finish(tokens)
+            self.post(ResponseFinished(self._response(one.request, number, segments, finish)))
 
     def _let_go(self, one: _Open, sample: str) -> None:
         """A held request ends as a whole; one of its samples can't end before the engine is up."""
