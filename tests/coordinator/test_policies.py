@@ -21,8 +21,11 @@ from fluxjax.coordinator import (
     Synchronous,
     TailBatching,
 )
+from fluxjax.coordinator.ledger import Stage
 from fluxjax.coordinator.messages import (
     DrawPrompts,
+    EngineFailed,
+    Event,
     Finish,
     Generate,
     Park,
@@ -223,6 +226,24 @@ class TestApril:
         assert all(p.keep for p in world.all(Park))
         continued = [r for g in world.all(Generate) for r in g.requests if r.begun]
         assert continued and all(any(one is not None for one in r.begun) for r in continued)
+
+    def test_parked_and_lost_in_the_last_step(self) -> None:
+        """A request that is lost while what it had was awaited does not keep a run from ending after its steps."""
+        world = PolicyWorld(April(2.0, 4), 2, steps=1, prompts_per_step=4)
+        stop, lost = world.stop, []
+
+        def lose_once(rid: str) -> list[Event]:
+            draw, ended = rid.partition(".")[0], stop(rid)
+            if draw in lost:
+                return ended
+            lost.append(draw)
+            return [EngineFailed((rid,), "gone")]
+
+        world.stop = lose_once
+        world.go()
+        assert len(world.trained) == 4
+        left = world.coordinator.ledger.entries
+        assert lost and {left[int(draw)].stage for draw in lost} == {Stage.DEFERRED}
 
     def test_oversampling(self) -> None:
         world = PolicyWorld(April(1.5, 4), 2, steps=3, prompts_per_step=4).go()
