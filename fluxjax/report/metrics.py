@@ -5,22 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import prometheus_client
+from tensorboardX import SummaryWriter
 
 from ..config import ConfigError
-
-_modules: Any = sys.modules
-if _modules.setdefault("torch", None) is None:  # tensorboardX imports it if it can: two seconds for types not used here
-    from tensorboardX import SummaryWriter
-
-    del _modules["torch"]
-else:
-    from tensorboardX import SummaryWriter
 
 
 class MetricsLog:
