@@ -186,7 +186,7 @@ def shards_of(batch, num_shards):
         rows = {
             field.name: part(getattr(inputs, field.name), 1 if "3BT" in field.name else 0)[shard]
             for field in dataclasses.fields(PackedTokens)
-            if field.name not in ("vision", "spread")
+            if field.name not in ("vision", "spread", "temperatures_BT")
         }
         vision = jax.tree.map(lambda x, shard=shard: part(x, 0)[shard], inputs.vision)
         targets = {

@@ -6,6 +6,7 @@ import json
 import pytest
 from PIL import Image
 from rich.console import Console
+from tensorboardX.proto import event_pb2
 
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
@@ -38,6 +39,22 @@ def test_a_resumed_log_has_every_step_once(tmp_path):
     ]
     assert records[-1]["reward/mean"] == 0.9
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    log = MetricsLog(tmp_path, resume_step=4)
+    log.log("rl", 5, {"loss": 0.5, "reward/mean": 0.25})
+    log.log("eval", 5, {"accuracy/a": 0.75})
+    log.close()
+    [file] = (tmp_path / "tensorboard").iterdir()
+    content, events = file.read_bytes(), []
+    while content:  # records: length, its checksum, data, their checksum
+        length = int.from_bytes(content[:8], "little")
+        events.append(event_pb2.Event.FromString(content[12 : 12 + length]))
+        content = content[16 + length :]
+    assert [e.step for e in events if e.HasField("session_log")] == [5], "later steps of a killed run are forgotten"
+    values = {(e.step, value.tag): value.simple_value for e in events for value in e.summary.value}
+    assert values == {(5, "loss"): 0.5, (5, "reward/mean"): 0.25, (5, "eval/accuracy/a"): 0.75}
 
 
 def test_a_fresh_log_forgets_an_older_run(tmp_path):

@@ -10,9 +10,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import prometheus_client
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+from tensorboardX.summary import scalar
 
 from ..config import ConfigError
+
+_FLUSH_SECONDS = 10.0
+_EVENTS: Any = event_pb2  # generated, without types
 
 
 class MetricsLog:
@@ -50,20 +55,34 @@ class MetricsLog:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(temporary, self.file)  # a run killed here has lost no line
         self._stream = self.file.open("a", buffering=1)
-        self._board = SummaryWriter(
-            str(run_dir / "tensorboard"), flush_secs=10, purge_step=None if resume_step is None else resume_step + 1
-        )
+        (run_dir / "tensorboard").mkdir(exist_ok=True)
+        # Not a `SummaryWriter`: its thread ends without a word when the disk is full, and then its queue blocks.
+        self._board = EventsWriter(str(run_dir / "tensorboard" / "events"))
+        self._flushed = time.monotonic()
+        if resume_step is not None:  # the board forgets what later steps it was told before
+            self._board.write_event(
+                _EVENTS.Event(
+                    wall_time=time.time(),
+                    step=resume_step + 1,
+                    session_log=_EVENTS.SessionLog(status=_EVENTS.SessionLog.START),
+                )
+            )
         self._gauges: dict[str, prometheus_client.Gauge] = {}
 
     def log(self, phase: str, step: int, metrics: Mapping[str, float]) -> None:
         """`phase` is warm_start, rl or eval; `metrics` maps names like `reward/digits` to numbers."""
         record = {"phase": phase, "step": step, "time": round(time.time(), 3), **metrics}
         self._stream.write(json.dumps(record) + "\n")
+        event = _EVENTS.Event(wall_time=time.time(), step=step)
         for name, value in metrics.items():
             tag = name if phase == "rl" else f"{phase}/{name}"
-            self._board.add_scalar(tag, value, step)
+            event.summary.MergeFrom(scalar(tag, value))
             if self._server is not None:
                 self._gauge(tag).set(value)
+        self._board.write_event(event)
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._board.flush()
+            self._flushed = time.monotonic()
 
     def _gauge(self, tag: str) -> prometheus_client.Gauge:
         if tag not in self._gauges:
