@@ -134,7 +134,7 @@ class Run:
         self.engines = engines or (ScriptedEngine(),)
         self.coordinator = Coordinator(Settings(**options, engines=len(self.engines)), policy or Synchronous())
         self.source, self.scorer, self.trainer = Source(), Scorer(), Trainer()
-        self.tick = 0.0
+        self.tick, self.pool = 0.0, None
         self.evaluator, self.checkpointer, self.diary = Evaluator(), Checkpointer(), Diary()
         if state is not None:
             self.coordinator.load_state_dict(state["coordinator"])
@@ -154,6 +154,7 @@ class Run:
             seed=7,
             observers=[self.diary],
             tick=self.tick,
+            pool=self.pool,
         )
         return self.runtime
 

@@ -20,10 +20,8 @@ from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.engine_pool import EnginePool
 from fluxjax.policies import make_coordinator
 from fluxjax.policy_config import ParallelismConfig
-from fluxjax.runtime import Runtime
 from fluxjax.trainer import FluxTrainer
 from models.config import Qwen2Config, TextConfig
-from rollout.engine import SamplingParams
 from rollout.profile import Point, Profile, sizes
 
 # --- scripted engines: when the coordinator asks, and what it makes of the answer ----------------
@@ -43,7 +41,7 @@ class Changing(Run):
         super().__init__(*(Preempting() for _ in range(4)), steps=len(counts), **options)
         planner = ParallelismPlanner(ParallelismConfig(enabled=True, calm=calm), devices=4)
         self.coordinator.parallelism = planner
-        self.changeable = changeable
+        self.pool = self if changeable else None
         self.asked: list[tuple[int, int]] = []  # steps done, degree
         train = self.trainer.train
 
@@ -52,21 +50,6 @@ class Changing(Run):
             return train(step, groups, prepared)
 
         self.trainer.train = preempting
-
-    def build(self) -> Runtime:
-        self.runtime = Runtime(
-            self.coordinator,
-            engines=self.engines,
-            source=self.source,
-            scorer=self.scorer,
-            trainer=self.trainer,
-            evaluator=self.evaluator,
-            checkpointer=self.checkpointer,
-            sampling=SamplingParams(),
-            observers=[self.diary],
-            pool=self if self.changeable else None,
-        )
-        return self.runtime
 
     async def set_parallelism(self, degree: int) -> list[ScriptedEngine]:
         assert not any(engine.open_streams for engine in self.engines)

@@ -100,11 +100,10 @@ class AdaptiveAsync(Base):
         """New weights go out at once, to all engines; or with `interrupt` off to those where nothing runs."""
         if PublishWeights in coordinator.awaiting or coordinator.served == coordinator.version:
             return []
-        fleet = coordinator.fleet
-        behind = [e for e, version in enumerate(fleet.served) if version != coordinator.version]
         if self.settings.interrupt:
             return [PublishWeights(coordinator.version)]
-        idle = tuple(engine for engine in behind if not fleet.running[engine])
+        fleet, newest = coordinator.fleet, coordinator.version
+        idle = tuple(e for e, served in enumerate(fleet.served) if served != newest and not fleet.running[e])
         return [PublishWeights(coordinator.version, idle)] if idle else []
 
     def _boundary(self, coordinator: Coordinator) -> Sequence[Instruction]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import enum
 
 from .batch import Batch, Sequence
@@ -18,7 +19,7 @@ class Phase(enum.Enum):
     DOWN = 4
 
 
-class Stepper:
+class Stepper(abc.ABC):
     """The inside of `SimulatedEngine`: see there."""
 
     def __init__(self, clock: Clock, cost: EngineCost, degree: int, max_running: int, version: int) -> None:
@@ -36,9 +37,9 @@ class Stepper:
         self._handle: Handle | None = None
         self._busy, self._since = 0.0, -1.0  # seconds of work, and since when it works; -1: it does not
 
+    @abc.abstractmethod
     def report(self, ended: list[Sequence]) -> None:
         """Tells whom it concerns that these have all their tokens."""
-        raise NotImplementedError
 
     @property
     def busy_seconds(self) -> float:

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Sequence
 
 from fluxjax.coordinator import Coordinator, Policy, Settings
-from fluxjax.coordinator.ledger import CoordinatorError
 from fluxjax.coordinator.messages import (
     Abort,
     Accumulate,
@@ -234,6 +233,3 @@ class PolicyWorld:
     @property
     def trained(self) -> list[int]:
         return [group.prompt.draw for groups in self.steps.values() for group in groups]
-
-
-__all__ = ["CoordinatorError", "PolicyWorld", "prompt", "reward"]
