@@ -38,6 +38,7 @@ from ..coordinator.messages import (
     SetParallelism,
     Skip,
     Started,
+    Tick,
     Train,
     Trained,
     WeightsPublished,
@@ -125,7 +126,9 @@ class Cluster:
         raise StuckError(f"step {step}: since {heard:.0f} s nothing happens, the coordinator awaits {awaited}")
 
     def post(self, event: Event) -> None:
-        """Something happened, now."""
+        """Something happened, now. Speculative sync learns from the time of it."""
+        if self.config.speculative_sync.enabled:
+            self._inbox.append(Tick(self.clock.now))
         self._inbox.append(event)
         if self._busy:
             return

@@ -18,6 +18,7 @@ from by_hand import roll_out, workload
 
 from fluxjax import cli, simulate
 from fluxjax.coordinator.messages import (
+    Accumulate,
     Event,
     Generate,
     Instruction,
@@ -147,6 +148,16 @@ def test_lent_engines_train_and_wake():
     plain = Watched(configuration("policy.name=tail_batching", "simulation.rewards=scheduled", "steps=5"))
     assert watched.cluster.coordinator.policy.stream.lent > 0
     assert watched.cluster.coordinator.ledger.trained == plain.cluster.coordinator.ledger.trained == 80
+
+
+def test_training_begins_before_a_batch_is_complete():
+    """With GPUs of its own the trainer begins when the rest is predicted to end in time: the run is shorter for it."""
+    options = ("simulation.train_gpus=4", "steps=5")
+    early = Watched(configuration(*options, "speculative_sync.enabled=True"))
+    plain = Watched(configuration(*options))
+    assert early.all(Accumulate) and not plain.all(Accumulate)
+    assert early.cluster.coordinator.ledger.trained == plain.cluster.coordinator.ledger.trained == 80
+    assert early.cluster.clock.now < plain.cluster.clock.now
 
 
 def test_engines_change_their_degree():
