@@ -79,6 +79,7 @@ class Learner:
         self.shapes = shape_book(config)
         self._model = model
         self._links = links
+        self._built_for: Any = None
         self.reset(token_loss, never_sampled=never_sampled)
         self.params = self._strategy.shard(nnx.to_pure_dict(nnx.state(model, nnx.Param)), may_alias=False)
         self.opt_state = self._init(self.params)
@@ -111,7 +112,11 @@ class Learner:
         self._token_loss = token_loss
         self._schedule = learning_rate(optim, steps or self.config.steps)
         self._optimizer = optimizer(optim, self._schedule)
-        self._build()
+        settings = self.config.algorithm, self.config.model, self.config.sharding, self._temperature, never_sampled
+        if self._built_for != (token_loss, settings):  # else `fit` again would compile again what there is
+            self._build()
+            self._built_for = token_loss, copy.deepcopy(settings)
+        self._compile_update()
         self.version = 0
         if hasattr(self, "params"):
             self.opt_state = self._init(self.params)
@@ -143,7 +148,7 @@ class Learner:
         return self._add(one, other)
 
     def _build(self) -> None:
-        """Strategy and programs of a phase on `mesh`."""
+        """Strategy and programs of a phase on `mesh`, but for the optimizer's."""
         self._strategy = Fsdp(
             self.mesh,
             self._model,
@@ -306,15 +311,6 @@ class Learner:
         """The programs of a phase; each is compiled at its first use, `accumulate` once for each batch shape."""
         shardings, replicated = self._strategy.shardings, NamedSharding(self.mesh, P())
         abstract = self._strategy.abstract
-        self._opt_shardings = optax.tree_utils.tree_map_params(
-            self._optimizer,
-            lambda _, sharding: sharding,
-            jax.eval_shape(self._optimizer.init, abstract),
-            shardings,
-            transform_non_params=lambda _: replicated,
-        )
-        # `jit(init)` alone would put all of it on the first device.
-        self._init = jax.jit(self._optimizer.init, out_shardings=self._opt_shardings)
         options = compiler_options(self.mesh)
         self._loss_and_grad = jax.jit(self._strategy.loss_and_grad)
         self._logprobs = jax.jit(self._strategy.logprobs, compiler_options=options)
@@ -336,6 +332,20 @@ class Learner:
         self._accumulate = jax.jit(
             accumulate, donate_argnums=(1, 2), out_shardings=(shardings, replicated), compiler_options=options
         )
+
+    def _compile_update(self) -> None:
+        """The optimizer's programs."""
+        shardings, replicated = self._strategy.shardings, NamedSharding(self.mesh, P())
+        abstract = self._strategy.abstract
+        self._opt_shardings = optax.tree_utils.tree_map_params(
+            self._optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self._optimizer.init, abstract),
+            shardings,
+            transform_non_params=lambda _: replicated,
+        )
+        # `jit(init)` alone would put all of it on the first device.
+        self._init = jax.jit(self._optimizer.init, out_shardings=self._opt_shardings)
 
         def apply(params: Params, opt_state: Any, grads: Params, tally: Tally) -> tuple[Params, Any, Array]:
             grad_norm = optax.tree_utils.tree_norm(grads)

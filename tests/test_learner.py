@@ -285,6 +285,27 @@ def test_warm_start_then_rl():
     assert GAP in metrics
 
 
+def test_a_reset_compiles_again_only_what_changed():
+    """`fit` after `fit`, of other length, is no reason; another clipping range is."""
+    config, traced = config_for(), []
+
+    def token_loss(*args):
+        traced.append(args)
+        return grpo.token_loss(*args)
+
+    learner = Learner(config, tiny("text"), token_loss, mesh=make_mesh(1))
+    batches = batches_for("text", config, 1)
+    learner.step(batches)
+    count = len(traced)
+    learner.reset(token_loss, optim=OptimConfig(lr=0.5), steps=7)
+    assert learner.step(batches)["lr"] == 0.5
+    assert len(traced) == count
+    config.algorithm.clip_high += 0.1
+    learner.reset(token_loss)
+    learner.step(batches)
+    assert len(traced) > count
+
+
 def test_state_goes_through_a_checkpoint_onto_another_mesh(tmp_path):
     """Three steps in a row equal one step, a checkpoint, a restore and two more: exactly on the same mesh."""
     config = config_for(rows=2, **SMOOTH)
