@@ -53,7 +53,7 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
 def make_schedules(config: Config) -> dict[str, Schedule]:
     """The schedules that `config.schedules` has, by the names of its fields."""
     return {
-        name: parse(text, f"schedules.{name}", *bounds, per_source=name == "temperature")
+        name: parse(text, f"schedules.{name}", *bounds, per_prompt=name == "temperature")
         for name, bounds in _BOUNDS.items()
         if (text := getattr(config.schedules, name))
     }

@@ -143,10 +143,11 @@ class SchedulesConfig:
     """Values that change during a run, written as `fluxjax.schedules` says; empty: the constant that stands elsewhere.
 
     `1.0`, `linear(1.2, 0.8)`, `cosine(1.2, 0.8)`, `phases(1.2@0, 1.0@0.2, 0.7@0.7)`, `pid(metric=entropy, target=0.6,
-    low=0.5, high=1.2)`; one for each source as `math: 1.0; *: linear(1.2, 0.8)`.
+    low=0.5, high=1.2)`. Of the temperature also `success(1.2, 0.8)`, by how many of a prompt's last responses were
+    right, and one for each source as `math: 1.0; *: linear(1.2, 0.8)`.
     """
 
-    temperature: str = ""  # of sampling, instead of rollout.temperature; may differ between sources
+    temperature: str = ""  # of sampling, instead of rollout.temperature; may differ between sources and prompts
     target_staleness: str = ""  # instead of adaptive_async.target_staleness
     tail_prompts: str = ""  # instead of tail_batching.prompts
     tail_responses: str = ""  # instead of tail_batching.responses

@@ -5,6 +5,8 @@
     phases(1.2@0, 1.0@0.2, 0.7@0.7)                a value from each point on (Flux, insight 3: early, mid, late)
     pid(metric=entropy, target=0.6, low=0.5, high=1.2, kp=0.1, ki=0.01, kd=0.05)
                                                    moves so that a metric of the training step stays near a target
+    success(1.2, 0.8)                              for each prompt: the first value where no response of its last group
+                                                   was right, the second where all were (Flux, table 1: per prompt)
     math: 1.0; code: linear(1.2, 0.8); *: 0.9      one of these for each source; * for all others
 
 Progress is in [0, 1], 0 at the first step and 1 at the last. No schedule reads a clock or draws random numbers.
@@ -22,16 +24,18 @@ from typing import Any
 
 from .config import ConfigError
 from .pid import Pid
+from .types import Group, Prompt
 
 OTHERS = "*"  # all sources that are not named
+_GROUPS = 64  # over which a source's success is averaged
 
 
 class Schedule(abc.ABC):
     """A value that may change during a run."""
 
     @abc.abstractmethod
-    def value(self, progress: float, source: str = "") -> float:
-        """The value at `progress` (clipped to [0, 1]), for prompts of a source."""
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
+        """The value at `progress` (clipped to [0, 1]), for a prompt where there is one."""
 
     @property
     @abc.abstractmethod
@@ -40,6 +44,9 @@ class Schedule(abc.ABC):
 
     def observe(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 - most have nothing to learn
         """Takes in the metrics of a training step."""
+
+    def observe_group(self, group: Group) -> None:  # noqa: B027
+        """Takes in how a prompt's responses were scored."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON; empty for what depends on progress only."""
@@ -55,7 +62,7 @@ class Ramp(Schedule):
     def __init__(self, start: float, end: float, *, cosine: bool = False) -> None:
         self.start, self.end, self.cosine = start, end, cosine
 
-    def value(self, progress: float, source: str = "") -> float:
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
         done = min(max(progress, 0.0), 1.0)
         if self.cosine:
             done = 0.5 * (1 - math.cos(math.pi * done))
@@ -72,7 +79,7 @@ class Phases(Schedule):
     def __init__(self, values: Sequence[float], starts: Sequence[float]) -> None:
         self.values, self.starts = tuple(values), tuple(starts)
 
-    def value(self, progress: float, source: str = "") -> float:
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
         return self.values[max(bisect.bisect_right(self.starts, progress) - 1, 0)]
 
     @property
@@ -86,7 +93,7 @@ class Controller(Schedule):
     def __init__(self, metric: str, target: float, pid: Pid) -> None:
         self.metric, self.target, self.pid = metric, target, pid
 
-    def value(self, progress: float, source: str = "") -> float:
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
         return self.pid.value
 
     @property
@@ -105,20 +112,56 @@ class Controller(Schedule):
             self.pid.load_state_dict(state)
 
 
+class Success(Schedule):
+    """From `none` for a prompt that no response of its last group solved, to `all` for one that all of them did.
+
+    A prompt that is new counts like its source so far; before anything is known, one half is solved."""
+
+    def __init__(self, none: float, all: float) -> None:
+        self.none, self.all = none, all
+        self._solved: dict[str, dict[str, float]] = {}  # share of the last group, by source and prompt
+        self._sources: dict[str, float] = {}  # moving average of such shares
+
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
+        share = 0.5
+        if prompt is not None:
+            share = self._solved.get(prompt.source, {}).get(prompt.id, self._sources.get(prompt.source, share))
+        return (1 - share) * self.none + share * self.all
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return min(self.none, self.all), max(self.none, self.all)
+
+    def observe_group(self, group: Group) -> None:
+        source = group.prompt.source
+        share = sum(sample.reward.correct for sample in group.samples) / len(group.samples)
+        self._solved.setdefault(source, {})[group.prompt.id] = share
+        before = self._sources.get(source, share)
+        self._sources[source] = before + (share - before) / _GROUPS
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"solved": {source: dict(shares) for source, shares in self._solved.items()}, "sources": self._sources}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._solved = {source: dict(shares) for source, shares in state.get("solved", {}).items()}
+        self._sources = dict(state.get("sources", {}))
+
+
 class PerSource(Schedule):
     """A schedule for each source. Asking for a source that has none raises `ConfigError`."""
 
     def __init__(self, schedules: Mapping[str, Schedule], field: str) -> None:
         self.schedules, self.field = dict(schedules), field
 
-    def value(self, progress: float, source: str = "") -> float:
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
+        source = prompt.source if prompt is not None else ""
         schedule = self.schedules.get(source) or self.schedules.get(OTHERS)
         if schedule is None:
             named = ", ".join(self.schedules)
             raise ConfigError(
                 f"{self.field} has no value for source {source!r}, only for {named}; add '{OTHERS}: VALUE'"
             )
-        return schedule.value(progress, source)
+        return schedule.value(progress, prompt)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -129,6 +172,11 @@ class PerSource(Schedule):
         for schedule in self.schedules.values():
             schedule.observe(metrics)
 
+    def observe_group(self, group: Group) -> None:
+        schedule = self.schedules.get(group.prompt.source) or self.schedules.get(OTHERS)
+        if schedule is not None:
+            schedule.observe_group(group)
+
     def state_dict(self) -> dict[str, Any]:
         return {source: schedule.state_dict() for source, schedule in self.schedules.items()}
 
@@ -138,16 +186,16 @@ class PerSource(Schedule):
 
 
 def parse(
-    text: str, field: str, low: float = -math.inf, high: float = math.inf, *, per_source: bool = True
+    text: str, field: str, low: float = -math.inf, high: float = math.inf, *, per_prompt: bool = True
 ) -> Schedule:
     """The schedule that `text` (see the module's docstring) describes; `field` is where it stands.
 
     Raises `ConfigError` that names the field, the text and what is allowed: for text that says nothing, and for
-    values outside of [low, high]; also for sources where the field knows none (`per_source` False).
+    values outside of [low, high]; also for sources or prompts where the field knows none (`per_prompt` False).
     """
     parts = [part.strip() for part in text.split(";") if part.strip()]
     if any(":" in part for part in parts):
-        if not per_source:
+        if not per_prompt:
             raise _error(text, field, "this field has one value for all sources")
         schedules: dict[str, Schedule] = {}
         for part in parts:
@@ -160,6 +208,8 @@ def parse(
         schedule = _read(parts[0], text, field)
     else:
         raise _error(text, field, "it needs one schedule, or SOURCE: SCHEDULE for several")
+    if not per_prompt and isinstance(schedule, Success):
+        raise _error(text, field, "this field has one value for all prompts")
     smallest, largest = schedule.bounds
     if smallest < low or largest > high:
         limits = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
@@ -173,10 +223,10 @@ _PID = ("metric", "target", "low", "high", "start", *_GAINS)  # `start`: the fir
 
 
 def _error(text: str, field: str, what: str) -> ConfigError:
-    allowed = "allowed are 1.0, linear(1.2, 0.8), cosine(1.2, 0.8), phases(1.2@0, 1.0@0.2, 0.7@0.7), pid(metric=NAME, "
     return ConfigError(
-        f"{field} is {text!r}: {what}; {allowed}target=0.6, low=0.5, high=1.2), and 'math: 1.0; {OTHERS}: 0.8' for "
-        "single sources"
+        f"{field} is {text!r}: {what}; allowed are 1.0, linear(1.2, 0.8), cosine(1.2, 0.8), phases(1.2@0, 1.0@0.2, "
+        "0.7@0.7), success(1.2, 0.8), pid(metric=NAME, target=0.6, low=0.5, high=1.2), and "
+        f"'math: 1.0; {OTHERS}: 0.8' for single sources"
     )
 
 
@@ -197,11 +247,11 @@ def _read(part: str, text: str, field: str) -> Schedule:
         number = _number(part, text, field)
         return Ramp(number, number)
     name, arguments = call[1], call[2].split(",")
-    if name in ("linear", "cosine"):
+    if name in ("linear", "cosine", "success"):
         if len(arguments) != 2:
             raise _error(text, field, f"{name} takes two values, the first and the last")
         start, end = (_number(argument, text, field) for argument in arguments)
-        return Ramp(start, end, cosine=name == "cosine")
+        return Success(start, end) if name == "success" else Ramp(start, end, cosine=name == "cosine")
     if name == "phases":
         return _phases(arguments, text, field)
     if name == "pid":

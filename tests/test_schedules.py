@@ -12,9 +12,19 @@ from hypothesis import strategies as st
 from fluxjax.config import ConfigError
 from fluxjax.pid import Pid
 from fluxjax.schedules import parse
+from fluxjax.types import Group, Prompt, Response, Reward, Sample
 
 PID = "pid(metric=train/entropy, target=0.6, low=0.5, high=1.2, kp=0.1, ki=0.01, kd=0.05)"
 FINITE = st.floats(-1e6, 1e6)
+
+
+def _prompt(source: str, id: str = "") -> Prompt:
+    return Prompt(id, source, "?", "!")
+
+
+def _group(source: str, id: str, *correct: bool) -> Group:
+    response = Response("r", 0, 0, (1,), (0.0,), (0,), "stop")
+    return Group(_prompt(source, id), tuple(Sample(response, Reward(float(one), one)) for one in correct))
 
 
 def _values(text: str, *progress: float) -> list[float]:
@@ -41,7 +51,8 @@ class TestValues:
 
     def test_sources(self) -> None:
         schedule = parse("math: 1.0; code: linear(1.2, 0.8); *: 0.9", "schedules.temperature")
-        assert [schedule.value(1.0, source) for source in ("math", "code", "pans", "")] == [1.0, 0.8, 0.9, 0.9]
+        assert [schedule.value(1.0, _prompt(source)) for source in ("math", "code", "pans")] == [1.0, 0.8, 0.9]
+        assert schedule.value(1.0) == 0.9
         assert schedule.bounds == (0.8, 1.2)
 
     def test_source_without_a_value(self) -> None:
@@ -49,7 +60,7 @@ class TestValues:
         with pytest.raises(
             ConfigError, match=r"schedules\.temperature has no value for source 'pans', only for math, code"
         ):
-            schedule.value(0.0, "pans")
+            schedule.value(0.0, _prompt("pans"))
 
     @given(first=FINITE, last=FINITE, progress=st.floats(-1, 2), name=st.sampled_from(["linear", "cosine"]))
     def test_between_first_and_last(self, first: float, last: float, progress: float, name: str) -> None:
@@ -58,6 +69,35 @@ class TestValues:
         slack = 1e-9 * (1 + abs(low) + abs(high))
         assert low - slack <= schedule.value(progress) <= high + slack
         assert schedule.value(0.0) == pytest.approx(first) and schedule.value(1.0) == pytest.approx(last)
+
+
+class TestSuccess:
+    def test_of_a_prompt_of_its_source_and_unknown(self) -> None:
+        schedule = parse("math: success(1.2, 0.8); *: 1.0", "schedules.temperature")
+        assert schedule.value(0.0, _prompt("math", "new")) == pytest.approx(1.0)
+        schedule.observe_group(_group("math", "hard", False, False))
+        schedule.observe_group(_group("math", "easy", True, True))
+        schedule.observe_group(_group("math", "half", True, True))
+        schedule.observe_group(_group("math", "half", True, False))  # the last one counts
+        schedule.observe_group(_group("code", "easy", True, True))
+        values = [schedule.value(0.5, _prompt("math", id)) for id in ("hard", "easy", "half")]
+        assert values == pytest.approx([1.2, 0.8, 1.0])
+        assert 1.15 < schedule.value(0.5, _prompt("math", "new")) < 1.2  # the source: one failed, few others so far
+        assert schedule.value(0.5, _prompt("code", "easy")) == 1.0
+
+    def test_state(self) -> None:
+        first, again = (parse("success(1.2, 0.8)", "x") for _ in range(2))
+        first.observe_group(_group("math", "hard", False, False))
+        first.observe_group(_group("math", "easy", True, True))
+        again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        for id in ("hard", "easy", "new"):
+            assert again.value(0.0, _prompt("math", id)) == first.value(0.0, _prompt("math", id))
+
+    def test_only_where_prompts_may_differ(self) -> None:
+        with pytest.raises(ConfigError, match="one value for all prompts"):
+            parse("success(1, 0)", "schedules.tail_prompts", per_prompt=False)
+        with pytest.raises(ConfigError, match=r"they must be in \[0\.1, 1\]"):
+            parse("success(1, 0)", "schedules.temperature", 0.1, 1.0)
 
 
 class TestControllers:
@@ -105,7 +145,7 @@ class TestControllers:
         again.load_state_dict(json.loads(json.dumps(first.state_dict())))
         for schedule in (first, again):
             schedule.observe({"train/entropy": 0.9})
-        assert first.value(0.5, "math") == again.value(0.5, "math")
+        assert first.value(0.5, _prompt("math")) == again.value(0.5, _prompt("math"))
         assert first.state_dict() == again.state_dict()
 
     def test_state_of_other_bounds(self) -> None:
@@ -128,6 +168,7 @@ class TestRefusals:
             ("warm", "'warm' is no finite number"),
             ("nan", "no finite number"),
             ("linear(1.2)", "linear takes two values"),
+            ("success(1)", "success takes two values"),
             ("cosine(1, x)", "'x' is no finite number"),
             ("sine(1, 2)", "there is no 'sine'"),
             ("phases(1, 2)", "each phase is VALUE@START"),
@@ -162,4 +203,4 @@ class TestRefusals:
 
     def test_sources_where_there_are_none(self) -> None:
         with pytest.raises(ConfigError, match="one value for all sources"):
-            parse("math: 1", "schedules.learning_rate_scale", per_source=False)
+            parse("math: 1", "schedules.learning_rate_scale", per_prompt=False)

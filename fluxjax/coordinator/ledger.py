@@ -160,7 +160,8 @@ class Ledger:
         else:
             self._lose(entry, "a response was aborted")
 
-    def reward(self, rid: str, reward: Reward) -> None:
+    def reward(self, rid: str, reward: Reward) -> Entry | None:
+        """A response is scored. Answers the entry whose group is scored with it, if any."""
         draw, _, sample = _parse(rid)
         entry = self.entries.get(draw)
         response = entry.responses.get(sample) if entry is not None else None
@@ -176,6 +177,8 @@ class Ledger:
             entry.rewards[sample] = reward
             if entry.stage is Stage.COMPLETE and len(entry.rewards) == entry.need:
                 self._move(entry, Stage.SCORED)
+                return entry
+        return None
 
     def fail(self, request_ids: Iterable[str], reason: str) -> None:
         """The engine lost these requests. One whose responses are all here has lost nothing."""

@@ -163,10 +163,10 @@ class Coordinator:
             return f"all {self.settings.steps} steps are done"
         return "the data is exhausted" if self.exhausted and not self.ledger.live else ""
 
-    def scheduled(self, name: str, otherwise: T, source: str = "") -> float | T:
-        """What a schedule says at this step (of prompts of a source); `otherwise`, without such a schedule."""
+    def scheduled(self, name: str, otherwise: T, prompt: Prompt | None = None) -> float | T:
+        """What a schedule says at this step (of a prompt); `otherwise`, without such a schedule."""
         schedule = self.schedules.get(name)
-        return otherwise if schedule is None else schedule.value(self.step / max(self.settings.steps - 1, 1), source)
+        return otherwise if schedule is None else schedule.value(self.step / max(self.settings.steps - 1, 1), prompt)
 
     def expected_tokens(self, prompt: Prompt) -> float:
         """Tokens that a response to it is predicted to have."""
@@ -229,7 +229,9 @@ class Coordinator:
             case ResponseFinished():
                 self._enter_response(event.response)
             case RewardReady():
-                ledger.reward(event.rid, event.reward)
+                if (scored := ledger.reward(event.rid, event.reward)) is not None:
+                    for schedule in self.schedules.values():
+                        schedule.observe_group(scored.group())
             case EngineFailed():
                 ledger.fail(event.request_ids, event.reason)
                 for request in event.request_ids:

@@ -231,7 +231,7 @@ def _temperature(coordinator: Coordinator, entry: Entry, begun: Sequence[Respons
     """As scheduled, and one for all tokens of a group."""
     if (first := next(filter(None, begun), None)) is not None:
         return first.temperature
-    return coordinator.scheduled("temperature", None, entry.prompt.source)
+    return coordinator.scheduled("temperature", None, entry.prompt)
 
 
 def check_versions(groups: Sequence[Group], oldest: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
 from collections.abc import Callable
 
+import policy_cases
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +37,8 @@ from fluxjax.coordinator.messages import (
 )
 from fluxjax.coordinator.rounds import NO_VARIANCE
 from fluxjax.policy_config import AdaptiveAsyncConfig, SpeculativeSyncConfig, StreamTrainerConfig
+from fluxjax.schedules import parse
+from fluxjax.types import Reward
 
 ASYNC = AdaptiveAsyncConfig(max_staleness=3, sync_interval=3)
 DRAINED = AdaptiveAsyncConfig(max_staleness=3, interrupt=False, ratio=0.9)
@@ -156,6 +160,19 @@ class TestEveryPolicy:
         if heard >= after > 0 and not finish.complete:
             assert isinstance([i for i in world.said if isinstance(i, SaveCheckpoint | Train)][-1], SaveCheckpoint)
             assert finish.reason == "enough"
+
+
+def test_temperature_by_prompt(monkeypatch) -> None:
+    """A prompt that was solved in one epoch is sampled colder in the next."""
+    plain = policy_cases.prompt
+    monkeypatch.setattr(policy_cases, "prompt", lambda draw: dataclasses.replace(plain(draw), id=f"p{draw % 3}"))
+    monkeypatch.setattr(policy_cases, "reward", lambda rid: Reward(1.0, correct=int(rid[:8]) % 3 == 0))
+    world = PolicyWorld(Synchronous(), 1)
+    world.coordinator.schedules["temperature"] = parse("success(1.2, 0.8)", "schedules.temperature")
+    world.go()
+    asked = [request for order in world.all(Generate) for request in order.requests]
+    temperatures = [request.temperature for request in sorted(asked, key=lambda request: request.prompt.draw)]
+    assert temperatures == pytest.approx([1.0] * 3 + [0.8, 1.2, 1.2] * 3)
 
 
 class TestTailBatching:
