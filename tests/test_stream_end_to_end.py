@@ -1,5 +1,5 @@
-"""The stream trainer with real engines and a real learner: half of the engines are lent in every round, and the run is
-that of the same configuration without it."""
+"""Training before a round is over, with real engines and a real learner: half of the engines are lent each round, or
+what is complete is trained on early, and the run is that of the same configuration without it."""
 
 from __future__ import annotations
 
@@ -47,23 +47,44 @@ def run(folder, **changes):
         return diary, trainer.learner.params, trainer.coordinator, prefilled
 
 
-def test_same_run(tmp_path) -> None:
-    """Responses that were moved in the middle are those never moved, token for token; the weights are the same to float
-    tolerance."""
-    (tmp_path / "plain").mkdir(), (tmp_path / "stream").mkdir()
-    plain, want, _, plain_prefilled = run(tmp_path / "plain")
-    stream, got, coordinator, prefilled = run(
-        tmp_path / "stream", stream_trainer__enabled=True, stream_trainer__chunk=1, stream_trainer__last=0.8
-    )
-    assert coordinator.policy.stream.lent == STEPS
-    assert all(metrics["stream/groups"] >= 1 for metrics in stream.metrics.values())
-    assert prefilled > plain_prefilled, "prefixes were computed again"
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("plain"))
+
+
+def early(diary) -> float:
+    """Groups trained on before their round was over: how many depends on how fast things happen."""
+    return sum(metrics.get("stream/groups", 0.0) for metrics in diary.metrics.values())
+
+
+def check_same(plain, diary, params) -> None:
+    """Token for token; the weights to float tolerance."""
     for step in range(1, STEPS + 1):
-        one, other = stream.responses[step], plain.responses[step]
+        one, other = diary.responses[step], plain[0].responses[step]
         assert one.keys() == other.keys()
         for key, (tokens, versions, logprobs) in one.items():
             assert tokens == other[key][0] and set(versions) == {step - 1}
             np.testing.assert_allclose(logprobs, other[key][2], atol=1e-5, rtol=0)
-        assert stream.metrics[step][GAP] < 1e-5
-    difference = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), got, want)
+        assert diary.metrics[step][GAP] < 1e-5
+    difference = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), params, plain[1])
     assert max(jax.tree.leaves(difference)) < 1e-5, "after several steps, from 1e-6 each"
+
+
+def test_stream_trainer(plain, tmp_path) -> None:
+    """Responses that were moved in the middle are those never moved."""
+    diary, params, coordinator, prefilled = run(
+        tmp_path, stream_trainer__enabled=True, stream_trainer__chunk=1, stream_trainer__last=0.8
+    )
+    assert coordinator.policy.stream.lent == STEPS
+    assert early(diary) >= 1
+    assert prefilled > plain[3], "prefixes were computed again"
+    check_same(plain, diary, params)
+
+
+def test_speculative_sync(plain, tmp_path) -> None:
+    """The pace is measured in the run, so nothing begins early in its first step."""
+    diary, params, coordinator, _ = run(tmp_path, speculative_sync__enabled=True, speculative_sync__confidence=1e-6)
+    assert coordinator.policy.speculative.begun >= 1
+    assert "stream/groups" not in diary.metrics[1]
+    assert early(diary) >= 1
+    check_same(plain, diary, params)
