@@ -72,6 +72,7 @@ class ParallelismConfig:
 
     degree: int = 1  # devices an engine, at the start; a power of two
     enabled: bool = False  # chosen anew each step, by preemptions; else it stays
+    min_degree: int = 1  # devices that an engine needs for its weights and a cache
     max_degree: int = 8  # devices of a host
     rise: float = 1.05  # times the preemptions of the step before, above which the degree doubles
     calm: int = 4  # steps without preemption after which it halves
@@ -182,12 +183,14 @@ def check(config: Any) -> str:
 
 def _check_parallelism(config: Any) -> str:
     parallelism, engines = config.parallelism, config.policy.engines
-    for name in ("degree", "max_degree"):
+    for name in ("degree", "min_degree", "max_degree"):
         value = getattr(parallelism, name)
         if value < 1 or value & (value - 1):
             return f"parallelism.{name} is {value}; it must be a power of two"
     if parallelism.degree > parallelism.max_degree:
         return f"parallelism.degree is {parallelism.degree}, parallelism.max_degree only {parallelism.max_degree}"
+    if parallelism.degree < parallelism.min_degree:
+        return f"parallelism.degree is {parallelism.degree}, parallelism.min_degree already {parallelism.min_degree}"
     if not parallelism.rise >= 1:
         return f"parallelism.rise is {parallelism.rise}; it must be at least 1, any rise"
     if parallelism.calm < 1:

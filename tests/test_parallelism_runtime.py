@@ -156,6 +156,7 @@ def test_training_goes_on_the_same_while_engines_change(tmp_path):
     ("settings", "complaint"),
     [
         ({"degree": 3}, "parallelism.degree is 3; it must be a power of two"),
+        ({"min_degree": 2}, "parallelism.degree is 1, parallelism.min_degree already 2"),
         ({"degree": 4, "max_degree": 2}, "parallelism.degree is 4, parallelism.max_degree only 2"),
         ({"rise": 0.5}, "parallelism.rise is 0.5"),
         ({"calm": 0}, "parallelism.calm is 0"),

@@ -14,7 +14,7 @@ from ..policy_config import ParallelismConfig
 
 
 class ParallelismPlanner:
-    """`degree` is what engines are to have now: a power of two within `[1, most]`.
+    """`degree` is what engines are to have now: a power of two within `[least, most]`.
 
     `devices` are those that all engines have together, 0 if not known; `start` is the degree at the start, 0 for that
     of the settings. Engines stay within a host: `settings.max_degree` is the number of its devices.
@@ -24,6 +24,7 @@ class ParallelismPlanner:
         self.settings = settings
         most = min(settings.max_degree, devices or settings.max_degree)
         self.most = 1 << (max(most, 1).bit_length() - 1)
+        self.least = min(settings.min_degree, self.most)
         self.degree = self._within(start or settings.degree)
         self._before: int | None = None  # preemptions of the last step
         self._calm = 0  # steps without, since the last with some or the last change
@@ -48,7 +49,7 @@ class ParallelismPlanner:
         return self.degree
 
     def _within(self, degree: int) -> int:
-        return max(min(degree, self.most), 1)
+        return max(min(degree, self.most), self.least)
 
     def state_dict(self) -> dict[str, Any]:
         return {"degree": self.degree, "before": self._before, "calm": self._calm}

@@ -134,7 +134,7 @@ class Config(base.Config):
             )
         self._validate_memory(hardware, sim.degree)
         if self.parallelism.enabled:
-            self._validate_memory(hardware, 1)
+            self._validate_memory(hardware, self.parallelism.min_degree)
             most = min(self.parallelism.max_degree, hardware.gpus_per_host, sim.rollout_gpus)
             if sim.rollout_gpus % (1 << (most.bit_length() - 1)):
                 raise ConfigError(
@@ -145,7 +145,7 @@ class Config(base.Config):
 
     def _validate_memory(self, hardware: Hardware, degree: int) -> None:
         longest = self.rollout.max_new_tokens + LONGEST_PROMPT
-        name = "simulation.degree" if degree == self.simulation.degree else "parallelism.enabled: a degree"
+        name = "simulation.degree" if degree == self.simulation.degree else "parallelism.min_degree"
         try:
             room = hardware.kv_limit(degree)
         except ValueError as error:

@@ -20,9 +20,11 @@ COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 200)), max_size=40)
 @st.composite
 def planners(draw):
     most = draw(POWERS)
+    degree = draw(POWERS.filter(lambda degree: degree <= most))
     settings = ParallelismConfig(
         enabled=True,
-        degree=draw(POWERS.filter(lambda degree: degree <= most)),
+        degree=degree,
+        min_degree=draw(POWERS.filter(lambda least: least <= degree)),
         max_degree=most,
         rise=draw(st.sampled_from([1.0, 1.05, 2.0])),
         calm=draw(st.integers(1, 5)),
@@ -44,6 +46,11 @@ def test_a_rise_doubles_and_four_calm_steps_halve():
         planner.next(-1)
 
 
+def test_weights_that_need_two_devices_keep_them():
+    planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=4, min_degree=2), devices=16)
+    assert [planner.next(0) for _ in range(9)] == [4, 4, 4, 2, 2, 2, 2, 2, 2]
+
+
 def test_a_calm_start_counts_and_one_preemption_begins_anew():
     planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=4))
     assert [planner.next(count) for count in (0, 0, 0, 0)] == [4, 4, 4, 2]
@@ -57,7 +64,7 @@ def test_degrees_are_powers_of_two_within_the_host_and_change_by_one_step(planne
     for count in counts:
         before = planner.degree
         after = planner.next(count)
-        assert after == planner.degree and 1 <= after <= devices_allow and after & (after - 1) == 0
+        assert after == planner.degree and planner.least <= after <= devices_allow and after & (after - 1) == 0
         assert after in (before // 2, before, before * 2)
         assert after >= before or count == 0, "preemptions never take devices away"
         assert after <= before or count > 0, "without preemptions none are added"
@@ -75,7 +82,7 @@ def test_without_preemptions_the_degree_halves_every_few_steps(planner, steps):
     degree = planner.degree
     for _ in range(steps):
         planner.next(0)
-    assert planner.degree == max(degree >> (steps // planner.settings.calm), 1)
+    assert planner.degree == max(degree >> (steps // planner.settings.calm), planner.least)
 
 
 @given(planners(), COUNTS, COUNTS)

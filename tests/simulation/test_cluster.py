@@ -238,6 +238,11 @@ class TestCommand:
         assert simulate.main(["--seeds", "3", "--first-seed", "7", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["histories"] == 3
 
+    def test_planner_that_may_halve_too_far(self, capsys):
+        with pytest.raises(SystemExit):
+            simulate.main(["--config=configs/simulation.py:32b", "--config.parallelism.enabled=True"])
+        assert "parallelism.min_degree is 1; qwen2.5-32b does not fit on 1 GPUs" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("argument", "expected"),
         [
