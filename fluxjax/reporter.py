@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ class Reporter(Observer):
     def __init__(self, owner: FluxTrainer, trainer: PolicyTrainer) -> None:
         self._owner = owner
         self._trainer = trainer
+        self._since = time.perf_counter()  # when the last step ended, or what came after it
 
     def on_step(self, report: StepReport) -> None:
         owner, settings = self._owner, self._owner.config.report
@@ -33,8 +35,9 @@ class Reporter(Observer):
         tokens = sum(len(response.token_ids) for response in responses)
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
-        # Scoring overlaps with generating; the other stages of a synchronous step follow each other.
-        metrics["tokens_per_second"] = tokens / max(sum(seconds.values()) - seconds.get("reward", 0.0), 1e-9)
+        # From step to step: the stages of one overlap with each other, and with those of the next.
+        before, self._since = self._since, time.perf_counter()
+        metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
         summary.steps_not_finite += int(metrics.get("skipped_nonfinite", 0.0))
         for stage, value in seconds.items():
             summary.add_seconds(stage, value)
@@ -74,12 +77,14 @@ class Reporter(Observer):
                 + ", ".join(f"{source} {value:.1%}" for source, value in result.items())
             )
         owner.call(lambda callback: callback.on_evaluation(owner, step, result))
+        self._since = time.perf_counter()
 
     def on_skip(self, prompt: Prompt, reason: str) -> None:
         self._owner.count_skip(reason)
 
     def on_checkpoint(self, step: int) -> None:
         self._owner.call(lambda callback: callback.on_checkpoint(self._owner, step))
+        self._since = time.perf_counter()
 
 
 def opening(trainer: FluxTrainer, resumed: int | None) -> str:
