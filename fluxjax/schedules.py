@@ -6,7 +6,7 @@
     pid(metric=entropy, target=0.6, low=0.5, high=1.2, kp=0.1, ki=0.01, kd=0.05)
                                                    moves so that a metric of the training step stays near a target
     success(1.2, 0.8)                              for each prompt: the first value where no response of its last group
-                                                   was right, the second where all were (Flux, table 1: per prompt)
+                                                   was right, the second where all were (Flux: "per-prompt, per-stage")
     math: 1.0; code: linear(1.2, 0.8); *: 0.9      one of these for each source; * for all others
 
 Progress is in [0, 1], 0 at the first step and 1 at the last. No schedule reads a clock or draws random numbers.
@@ -140,7 +140,10 @@ class Success(Schedule):
         self._sources[source] = before + (share - before) / _GROUPS
 
     def state_dict(self) -> dict[str, Any]:
-        return {"solved": {source: dict(shares) for source, shares in self._solved.items()}, "sources": self._sources}
+        return {
+            "solved": {source: dict(shares) for source, shares in self._solved.items()},
+            "sources": dict(self._sources),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._solved = {source: dict(shares) for source, shares in state.get("solved", {}).items()}
