@@ -1,6 +1,6 @@
 """Do the policies learn alike? Held-out accuracy of the embedded task under each policy, over several seeds.
 
-    python benchmarks/policies_learning.py --out runs/learning          # 15 runs, about an hour on two cores
+    python benchmarks/policies_learning.py --out runs/learning          # 15 runs, about 70 minutes on one core
     python benchmarks/policies_learning.py --out runs/learning --picture docs/pictures/policies.png
     python benchmarks/policies_learning.py --config configs/text.py --seeds 0 1
 
@@ -28,19 +28,31 @@ from matplotlib.figure import Figure
 
 from fluxjax.report.metrics import read
 
-CORRECTED = ("--config.algorithm.importance.kind=truncate", "--config.algorithm.importance.decoupled=True")
-POLICIES: dict[str, tuple[str, ...]] = {
-    "synchronous": (),
-    "tail_batching": (),
-    "adaptive_async": CORRECTED,
+TRUNCATED = "--config.algorithm.importance.kind=truncate"
+RUNS: dict[str, tuple[str, ...]] = {  # policy and what else differs
+    "synchronous": ("--config.policy.name=synchronous",),
+    "tail_batching": ("--config.policy.name=tail_batching",),
+    "tail_batching_responses": ("--config.policy.name=tail_batching", "--config.tail_batching.responses=1.25"),
+    "adaptive_async": ("--config.policy.name=adaptive_async", TRUNCATED),
+    "adaptive_async_decoupled": (
+        "--config.policy.name=adaptive_async",
+        TRUNCATED,
+        "--config.algorithm.importance.decoupled=True",
+    ),
+    "adaptive_async_older": (
+        "--config.policy.name=adaptive_async",
+        TRUNCATED,
+        "--config.adaptive_async.max_staleness=4",
+    ),
 }
+DEFAULT = ["synchronous", "tail_batching", "adaptive_async"]
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/vlm.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", choices=RUNS, default=DEFAULT)
     parser.add_argument("--every", type=int, default=25, help="steps between two evaluations on all held-out prompts")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/learning"))
     parser.add_argument("--picture", type=pathlib.Path, help="where to draw the curves")
@@ -68,8 +80,8 @@ def _train(options: argparse.Namespace, policy: str, seed: int, folder: pathlib.
     print(f"{policy}, seed {seed} ...", file=sys.stderr)
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "fluxjax.train", f"--config={options.config}", f"--config.run_dir={folder}"]
-    command += [f"--config.seed={seed}", f"--config.policy.name={policy}", f"--config.evaluation.every={options.every}"]
-    command += ["--config.evaluation.samples_during=200", *POLICIES[policy]]
+    command += [f"--config.seed={seed}", f"--config.evaluation.every={options.every}"]
+    command += ["--config.evaluation.samples_during=200", *RUNS[policy]]
     with (folder.parent / f"{folder.name}.log").open("a") as log:
         return subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=False).returncode == 0
 

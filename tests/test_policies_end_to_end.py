@@ -15,7 +15,11 @@ pytestmark = pytest.mark.slow
 
 STEPS = 6
 OPTIONS = {
-    "tail_batching": {"schedules__temperature": "reverse: linear(1.3, 0.8)", "tail_batching__prompts": 1.5},
+    "tail_batching": {
+        "schedules__temperature": "reverse: linear(1.3, 0.8)",
+        "tail_batching__prompts": 1.5,
+        "tail_batching__responses": 1.25,
+    },
     "april": {"april__oversample": 2.0, "algorithm__importance__kind": "truncate"},
     "adaptive_async": {
         "adaptive_async__max_ratio": 1.0,
