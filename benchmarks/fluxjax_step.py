@@ -27,6 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 from common import Channel, Stopwatch, peak_rss_mib
+from compile_clock import CompileClock
 
 import models
 from fluxjax.algorithms import ALGORITHMS
@@ -44,20 +45,6 @@ from models.config import Qwen25VLConfig
 from models.decoder import parameter_count
 from rollout.engine import GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine
-
-COMPILE_EVENTS = "/jax/core/compile/"  # tracing, lowering and compiling, as JAX reports their durations
-
-
-class CompileClock:
-    """Seconds that JAX has spent tracing, lowering and compiling."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._add)
-
-    def _add(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith(COMPILE_EVENTS):
-            self.seconds += duration_secs
 
 
 class Steps:

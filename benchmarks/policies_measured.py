@@ -15,16 +15,15 @@ import pathlib
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
-import jax
 import numpy as np
 from common import cores
+from compile_clock import CompileClock
 from rich.console import Console
 
 from fluxjax.callbacks import Callback
@@ -89,56 +88,41 @@ def configuration(folder: pathlib.Path, policy: str, sizes: Sizes) -> Config:
     return config
 
 
-class CompileClock:
-    """Seconds that JAX has spent compiling: in the threads of engines, and in all. Shapes depend on what is sampled, so
-    new ones turn up now and then; a longer run would have had them all."""
-
-    def __init__(self) -> None:
-        self.rollout = self.all = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._add)
-
-    def _add(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event in _COMPILING:
-            self.all += duration_secs
-            self.rollout += duration_secs * threading.current_thread().name.startswith("rollout")
-
-
-_COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
-
-
 class Watch(Callback):
-    """Samples and seconds of a turn, from the end of its first step on, without those in which something compiled."""
+    """Samples and seconds of a turn, from the end of its first step on, without those in which something compiled.
 
-    def __init__(self, clock: CompileClock) -> None:
-        self._clock = clock
+    Shapes depend on what is sampled, so new ones turn up now and then; a longer run would have had them all."""
+
+    def __init__(self, clock: CompileClock, overlapping: bool) -> None:
+        self._clock, self._overlapping = clock, overlapping
         self._began: tuple[float, float, float] | None = None  # at the end of the first step
         self._samples, self._rollout, self._end = 0, 0.0, 0.0
 
     def on_step(self, trainer: FluxTrainer, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
         self._end = time.perf_counter()
         if self._began is None:
-            self._began = self._end, self._clock.rollout, self._clock.all
+            self._began = self._end, self._clock.in_threads("rollout"), self._clock.seconds
         else:
             self._samples += sum(len(group.samples) for group in groups)
             self._rollout += metrics.get("seconds/rollout", 0.0)
 
     def milliseconds(self) -> dict[str, float]:
-        """A trained sample; `compiling` is what was taken off `end_to_end`."""
+        """A trained sample; `compiling` is what was taken off `end_to_end`. Nothing is where rollouts overlap with
+        everything else."""
         assert self._began is not None
         began, rollout, compiling = self._began
-        compiled = self._clock.all - compiling
-        seconds = {
-            "rollout": self._rollout - (self._clock.rollout - rollout),
-            "end_to_end": self._end - began - compiled,
-            "compiling": compiled,
-        }
+        compiled = self._clock.seconds - compiling
+        seconds = {"rollout": self._rollout, "end_to_end": self._end - began, "compiling": compiled}
+        if not self._overlapping:
+            seconds["rollout"] -= self._clock.in_threads("rollout") - rollout
+            seconds["end_to_end"] -= compiled
         return {name: round(1e3 * value / self._samples, 3) for name, value in seconds.items()}
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
     """Milliseconds a trained sample of each policy, medians over turns; ratios above 1: faster than synchronous."""
     use_compile_cache()
-    clock = CompileClock()
+    clock = CompileClock(tracing=False)  # traces lie within each other, and would count twice
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = pathlib.Path(name)
         write_strings(folder, sizes)
@@ -153,7 +137,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         accuracy: dict[str, list[float]] = {policy: [] for policy in POLICIES}
         for turn in range(1, sizes.turns + 1):
             for policy, trainer in trainers.items():
-                watch = Watch(clock)
+                watch = Watch(clock, overlapping=policy == "adaptive_async")
                 result = trainer.fit(num_steps=turn * sizes.steps, callbacks=[watch])
                 turns[policy].append(watch.milliseconds())
                 accuracy[policy].append(result.summary.accuracy["strings"]["end"])
