@@ -156,10 +156,12 @@ class PerSource(Schedule):
     def __init__(self, schedules: Mapping[str, Schedule], field: str) -> None:
         self.schedules, self.field = dict(schedules), field
 
+    def _of(self, source: str) -> Schedule | None:
+        return self.schedules.get(source) or self.schedules.get(OTHERS)
+
     def value(self, progress: float, prompt: Prompt | None = None) -> float:
         source = prompt.source if prompt is not None else ""
-        schedule = self.schedules.get(source) or self.schedules.get(OTHERS)
-        if schedule is None:
+        if (schedule := self._of(source)) is None:
             named = ", ".join(self.schedules)
             raise ConfigError(
                 f"{self.field} has no value for source {source!r}, only for {named}; add '{OTHERS}: VALUE'"
@@ -176,8 +178,7 @@ class PerSource(Schedule):
             schedule.observe(metrics)
 
     def observe_group(self, group: Group) -> None:
-        schedule = self.schedules.get(group.prompt.source) or self.schedules.get(OTHERS)
-        if schedule is not None:
+        if (schedule := self._of(group.prompt.source)) is not None:
             schedule.observe_group(group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,10 +34,11 @@ class Diary(Callback):
 
 def run(folder, **changes):
     """Four devices train, the first two of them also generate."""
-    settings = {"steps": STEPS, "policy__engines": 2, "rollout__max_new_tokens": 24, "rollout__prompts_per_step": 8}
+    # Rounds are so long that groups end one by one, on two cores at least: engines and trainer must run side by side.
+    settings = {"steps": STEPS, "policy__engines": 2, "rollout__max_new_tokens": 64, "rollout__prompts_per_step": 8}
     settings |= {"warm_start__steps": 2, "checkpoint__every": 0, "evaluation__every": 0, "rollout__slots": 64}
-    settings |= {"sharding__devices": 4, "optim__eps": 1e-2, "rollout__max_sequence_tokens": 64}
-    settings |= letters(folder, count=60) | changes
+    settings |= {"sharding__devices": 4, "optim__eps": 1e-2, "rollout__max_sequence_tokens": 112}
+    settings |= letters(folder, count=60) | {"packing__tokens_per_row": 128} | changes
     folder.mkdir(exist_ok=True)
     config = load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
     diary = Diary()
@@ -50,11 +51,6 @@ def run(folder, **changes):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return run(tmp_path_factory.mktemp("plain"))
-
-
-def early(diary) -> float:
-    """Groups trained on before their round was over: how many depends on how fast things happen."""
-    return sum(metrics.get("stream/groups", 0.0) for metrics in diary.metrics.values())
 
 
 def check_same(plain, diary, params) -> None:
@@ -76,7 +72,7 @@ def test_stream_trainer(plain, tmp_path) -> None:
         tmp_path, stream_trainer__enabled=True, stream_trainer__chunk=1, stream_trainer__last=0.8
     )
     assert coordinator.policy.stream.lent == STEPS
-    assert early(diary) >= 1
+    assert all(metrics["stream/groups"] >= 1 for metrics in diary.metrics.values())
     assert prefilled > plain[3], "prefixes were computed again"
     check_same(plain, diary, params)
 
@@ -86,5 +82,5 @@ def test_speculative_sync(plain, tmp_path) -> None:
     diary, params, coordinator, _ = run(tmp_path, speculative_sync__enabled=True, speculative_sync__confidence=1e-6)
     assert coordinator.policy.speculative.begun >= 1
     assert "stream/groups" not in diary.metrics[1]
-    assert early(diary) >= 1
+    assert any("stream/groups" in metrics for metrics in diary.metrics.values())
     check_same(plain, diary, params)
