@@ -28,6 +28,7 @@ from ..coordinator.messages import (
 from ..policy_config import Policy
 from ..types import Group
 from .config import Config
+from .promises import make_promises
 from .run import make_cluster
 from .scenarios import scenario
 
@@ -52,6 +53,7 @@ class History:
 
     def __init__(self, config: Config) -> None:
         self.config, self.cluster = config, make_cluster(config, self._watch)
+        self.promises = make_promises(config, self.cluster.coordinator.settings)
         self.trace = 0
         self.lost = False
         self.steps: list[int] = []
@@ -59,6 +61,7 @@ class History:
         self.published: list[list[int]] = [[0] for _ in self.cluster.rollout.engines]
 
     def _watch(self, now: float, what: Event | Instruction) -> None:
+        self.promises.see(what)
         name = what.response.rid if isinstance(what, ResponseFinished) else getattr(what, "rid", "")
         self.trace = zlib.crc32(f"{now!r} {type(what).__name__} {name}".encode(), self.trace)
         if isinstance(what, Train | Accumulate):
@@ -79,7 +82,7 @@ class History:
             self.lost = True
         except Exception as error:  # whatever it is, it is a finding
             return f"{type(error).__name__}: {error}"
-        return next(self._wrong(), "")
+        return next(iter(self.promises.wrong), "") or next(self._wrong(), "")
 
     def _wrong(self) -> Iterator[str]:
         ledger, options = self.cluster.coordinator.ledger, self.cluster.coordinator.settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ..policy_config import Policy
+from ..policy_config import Order, Policy
 from .config import Config, Model, Rewards
 
 
@@ -52,5 +52,28 @@ def scenario(seed: int) -> Config:
     )
     faults.delay, faults.sync_delay = dice.choice((1.0, 30.0)), 10.0
     faults.slow_sync, faults.reward_hangs = dice.choice((0.0, 0.3)), dice.choice((0.0, 0.05))
+    _more(random.Random(f"{seed} more"), config)
     config.validate()
     return config
+
+
+def _more(dice: random.Random, config: Config) -> None:
+    """Thrown apart from the rest, so that a seed keeps the faults and the lengths that it had before there was this."""
+    name, schedules = config.policy.name, config.schedules
+    if dice.random() < 0.2:
+        config.rollout.prompts_per_step = dice.randint(6, 16)
+    if dice.random() < 0.05:
+        config.simulation.prompts = 1
+    if name is not Policy.ADAPTIVE_ASYNC and dice.random() < 0.3:
+        config.speculative_sync.enabled = True
+        config.speculative_sync.confidence = dice.choice((0.1, 0.5))
+    if dice.random() < 0.3:
+        schedules.temperature = dice.choice(("linear(1.2, 0.8)", "success(1.3, 0.7)", "math: 1.0; *: cosine(1.2, 0.8)"))
+    if name is Policy.TAIL_BATCHING and dice.random() < 0.3:
+        schedules.tail_prompts, schedules.tail_responses = "phases(1.5@0, 1.0@0.4, 2.0@0.7)", "linear(2.0, 1.0)"
+    if name is Policy.ADAPTIVE_ASYNC:
+        composer = config.composer
+        composer.order, composer.stratify = dice.choice(list(Order)), dice.random() < 0.3
+        composer.curriculum, composer.diversity, composer.lengths = (dice.random() < 0.3 for _ in range(3))
+        if dice.random() < 0.3:
+            schedules.target_staleness = "linear(0.05, 0.3)"
