@@ -52,7 +52,7 @@ def scenario(seed: int) -> Config:
     )
     faults.delay, faults.sync_delay = dice.choice((1.0, 30.0)), 10.0
     faults.slow_sync, faults.reward_hangs = dice.choice((0.0, 0.3)), dice.choice((0.0, 0.05))
-    _more(random.Random(f"{seed} more"), config)
+    _more(random.Random(f"{seed} rest"), config)
     config.validate()
     return config
 

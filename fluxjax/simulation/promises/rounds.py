@@ -93,7 +93,9 @@ class RoundPromises(Promises):
         self.expect(not stale, f"a round begins with versions {self.books.served}, not {self.books.version}")
         self.expect(not self.books.lent, f"a round begins while engines {self.books.lent} are lent")
         wanted = self.degree if self.planner is None else self.planner.degree
-        self.expect(self.degree == wanted, f"a round begins with engines of {self.degree} devices, not {wanted}")
+        in_the_way = self.books.count(Stage.RUNNING)  # lost between two rounds, and generated again at once
+        right = self.degree == wanted or bool(in_the_way)
+        self.expect(right, f"a round begins with engines of {self.degree} devices, not {wanted}")
         self.expect(not self.ending, "a round begins although the run is over")
         self.begins()
 

@@ -90,8 +90,8 @@ class TailBatchingPromises(RoundPromises):
                 self.expect(not self.long, f"draw {seen.draw} is cut off in a long round")
 
     def _wins(self, order: Train) -> None:
-        """The first groups to be complete win; all other prompts are kept for a long round. Where something else had to be
-        awaited when the round was won (a draw, engines that were lent), more were complete then: any of those."""
+        """The first groups to be complete win; all other prompts are kept for a long round. Where something else had to
+        be awaited when the round was won (a draw, engines that were lent), more were complete then: any of those."""
         books = self.books
         kept = {seen.draw for seen in books.at(Stage.DEFERRED)}
         draws = {group.prompt.draw for group in order.groups} | {seen.draw for seen in books.at(Stage.TRAINING)}

@@ -1,0 +1,186 @@
+"""What each policy promises (`fluxjax.simulation.promises`), on random histories and worked out by hand.
+
+More seeds: `python tests/coordinator/test_promises.py 1000` in the root of the repository, with it on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+from promise_cases import PromisedWorld, configuration, history
+
+from fluxjax.config import Config
+from fluxjax.coordinator.messages import DrawPrompts, Generate, Park, PublishWeights, Skip, Train, WeightsPublished
+from fluxjax.coordinator.rounds import NO_VARIANCE
+from fluxjax.policy_config import Policy
+
+SEEDS = 60  # a policy; `tests/mutants.py` and the command above take more
+every_policy = pytest.mark.parametrize("policy", list(Policy), ids=lambda policy: policy.value)
+
+
+def config(policy: Policy, *, steps: int = 12, prompts: int = 8, size: int = 4, engines: int = 1) -> Config:
+    made = Config()
+    made.policy.name, made.policy.engines, made.steps = policy, engines, steps
+    made.rollout.prompts_per_step, made.rollout.group_size = prompts, size
+    return made
+
+
+@every_policy
+@pytest.mark.parametrize("part", range(6))
+def test_promises_are_kept(policy: Policy, part: int) -> None:
+    for seed in range(part, SEEDS, 6):
+        history(seed, policy).kept()
+
+
+def test_histories_differ() -> None:
+    """The random histories have everything in them that there are promises about."""
+    made = [configuration(seed, policy) for seed in range(SEEDS) for policy in Policy]
+    assert {one.rollout.prompts_per_step for one in made} >= {1, 16}
+    for switch in ("stream_trainer", "speculative_sync"):
+        assert sum(getattr(one, switch).enabled for one in made) > 20
+    for name in ("temperature", "target_staleness", "tail_prompts", "tail_responses"):
+        assert sum(bool(getattr(one.schedules, name)) for one in made) > 20
+
+
+class TestTailBatching:
+    def test_four_short_rounds_and_a_long_one(self) -> None:
+        """At 1.25, a short round leaves a quarter of a step behind: after four of them comes a long round, again and
+        again (Flexes, section 3), and not only when the data ends."""
+        world = PromisedWorld(config(Policy.TAIL_BATCHING, steps=15), 1).kept()
+        assert world.promises.kinds == (["short"] * 4 + ["long"]) * 3
+        assert world.coordinator.policy.rounds == {"short": 12, "long": 3}
+        launched = [len(order.requests) for order in world.all(Generate)]
+        assert launched == [10, 10, 10, 10, 8] * 3
+
+    def test_a_short_round_launches_what_it_promises(self) -> None:
+        tail = config(Policy.TAIL_BATCHING, steps=1)
+        tail.tail_batching.prompts, tail.tail_batching.responses = 1.5, 1.75
+        world = PromisedWorld(tail, 2).kept()
+        requests = world.all(Generate)[0].requests
+        assert len(requests) == 12 and {(one.n, one.need) for one in requests} == {(7, 4)}
+
+    def test_what_loses_is_put_off_and_trained_on_later(self) -> None:
+        world = PromisedWorld(config(Policy.TAIL_BATCHING, steps=5), 3).kept()
+        put_off = {order.prompt.draw for order in world.all(Park)}
+        assert len(put_off) == 8 and not world.all(Skip)
+        assert sorted(put_off) == sorted(group.prompt.draw for group in world.all(Train)[-1].groups)
+
+    def test_surplus_winners_are_put_off(self) -> None:
+        """Under dynamic sampling, groups that are complete beyond those needed are kept for a long round."""
+        found = 0
+        for seed in range(8):
+            tail = config(Policy.TAIL_BATCHING, steps=8, prompts=4, size=2)
+            tail.policy.dynamic_sampling, tail.tail_batching.prompts = True, 2.0
+            world = PromisedWorld(tail, seed)
+            books = world.promises.books
+
+            def watch(what, world=world, books=books) -> None:
+                nonlocal found
+                if isinstance(what, Park) and books.prompts[what.prompt.draw].ended:
+                    found += len(books.prompts[what.prompt.draw].ended) == 2
+                world.promises.see(what)
+
+            world.watch = watch
+            world.kept()
+            assert {order.reason for order in world.all(Skip)} <= {NO_VARIANCE}
+        assert found, "a group was complete and not needed"
+
+
+class TestAdaptiveAsync:
+    @pytest.mark.parametrize(("limit", "ratio"), [(1, 1.0), (2, 1.0), (3, 0.5), (4, 0.25), (4, 1.0)])
+    def test_exactly_as_far_ahead_as_allowed(self, limit: int, ratio: float) -> None:
+        """Before anything is trained, (1 + ratio x limit) steps of prompts are under way: not one more, not one less;
+        and what is trained on gets as old as the limit, where generation is that far ahead."""
+        chosen = config(Policy.ADAPTIVE_ASYNC, steps=30)
+        adaptive = chosen.adaptive_async
+        adaptive.max_staleness, adaptive.sync_interval, adaptive.tolerance = limit, 1000, 1.0
+        adaptive.ratio = adaptive.min_ratio = adaptive.max_ratio = ratio
+        world, most = PromisedWorld(chosen, 1), 0
+        world.start()
+        while not world.coordinator.finished:
+            most = max(most, len(world.promises.books.prompts))
+            world.step()
+        assert not world.promises.wrong
+        assert most == math.floor((1 + ratio * limit) * 8)
+        assert world.all(DrawPrompts)[0].count == most
+        oldest = max(step - 1 - min(world.versions(groups)) for step, groups in world.steps.items())
+        assert oldest == limit if ratio == 1.0 else 0 < oldest <= limit
+
+    def test_a_barrier_empties_the_engines(self) -> None:
+        """After `sync_interval` steps without one, nothing new is drawn until everything that ran was trained on."""
+        chosen = config(Policy.ADAPTIVE_ASYNC, steps=40)
+        chosen.adaptive_async.sync_interval, chosen.adaptive_async.tolerance = 4, 1.0
+        world = PromisedWorld(chosen, 1)
+        emptied = 0
+
+        def watch(what) -> None:
+            nonlocal emptied
+            if isinstance(what, DrawPrompts) and world.coordinator.step:
+                emptied += not world.running and not world.promises.books.awaiting
+            world.promises.see(what)
+
+        world.watch = watch
+        world.kept()
+        barriers = world.promises.barriers
+        assert barriers == world.coordinator.policy.barriers >= 4
+        assert emptied in (barriers, barriers - 1), "the last one may come with the end of the run"
+
+    def test_too_stale_data_declares_a_barrier(self) -> None:
+        chosen = config(Policy.ADAPTIVE_ASYNC, steps=30)
+        adaptive = chosen.adaptive_async
+        adaptive.sync_interval, adaptive.tolerance, adaptive.target_staleness = 1000, 0.0, 0.05
+        world = PromisedWorld(chosen, 1).kept()
+        assert world.promises.barriers == world.coordinator.policy.barriers >= 2
+
+    def test_engines_count_as_old_as_the_oldest(self) -> None:
+        """One of two engines has the new weights: the fleet serves the old ones until the other has them, too."""
+        chosen = config(Policy.ADAPTIVE_ASYNC, steps=20, engines=2)
+        chosen.adaptive_async.interrupt = False
+        world, mixed = PromisedWorld(chosen, 1), 0
+        inner = world.hear
+
+        def hear(event) -> None:
+            nonlocal mixed
+            inner(event)
+            assert world.coordinator.served == min(world.served)
+            mixed += isinstance(event, WeightsPublished) and len(set(world.served)) > 1
+
+        world.hear = hear
+        world.kept()
+        assert mixed and any(len(order.engines) == 1 for order in world.all(PublishWeights))
+
+
+class TestDynamicSampling:
+    @every_policy
+    def test_equal_groups_are_dropped_and_varied_ones_kept(self, policy: Policy) -> None:
+        """In this world every fourth draw has equal rewards: those are skipped, and no others."""
+        chosen = config(policy, steps=6)
+        chosen.policy.dynamic_sampling = True
+        world = PromisedWorld(chosen, 2).kept()
+        dropped = {order.prompt.draw for order in world.all(Skip)}
+        assert dropped and all(draw % 4 == 0 for draw in dropped)
+        assert world.trained and all(draw % 4 for draw in world.trained)
+
+
+class TestApril:
+    def test_more_prompts_and_what_is_begun_goes_on(self) -> None:
+        chosen = config(Policy.APRIL, steps=8)
+        chosen.april.oversample = 2.0
+        world = PromisedWorld(chosen, 1).kept()
+        assert world.all(DrawPrompts)[0].count == 16
+        assert all(order.count == 8 for order in world.all(DrawPrompts)[1:]), "each step's place is filled again"
+        assert any(request.begun for order in world.all(Generate) for request in order.requests)
+
+
+if __name__ == "__main__":
+    broken = 0
+    for policy in Policy:
+        for seed in range(int(sys.argv[1])):
+            world = history(seed, policy).go()
+            if world.promises.wrong:
+                broken += 1
+                print(f"{policy.value}, seed {seed}: {world.promises.wrong[0]}")
+    print(f"{len(Policy) * int(sys.argv[1])} histories, {broken} with a broken promise")
+    sys.exit(bool(broken))

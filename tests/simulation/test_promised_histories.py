@@ -1,0 +1,47 @@
+"""Fault histories keep what their policies promise; in this process, so that a mutant is found at its first failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from fluxjax.coordinator.messages import Skip
+from fluxjax.policy_config import Policy
+from fluxjax.simulation.histories import History, check
+from fluxjax.simulation.scenarios import scenario
+
+
+@pytest.mark.parametrize("first", range(0, 120, 20))
+def test_promises_are_kept_whatever_goes_wrong(first: int) -> None:
+    for seed in range(first, first + 20):
+        assert check(seed).wrong == "", f"seed {seed}"
+
+
+def test_histories_have_everything_in_them() -> None:
+    made = [scenario(seed) for seed in range(400)]
+    assert max(config.rollout.prompts_per_step for config in made) == 16
+    assert any(config.simulation.prompts == 1 for config in made), "a source of one prompt"
+    early = [config for config in made if config.speculative_sync.enabled]
+    assert {config.policy.name for config in early} == set(Policy) - {Policy.ADAPTIVE_ASYNC}
+    for name in ("temperature", "target_staleness", "tail_prompts", "tail_responses"):
+        assert any(getattr(config.schedules, name) for config in made)
+    assert any(config.composer.stratify and config.composer.lengths for config in made)
+
+
+def test_a_broken_promise_is_a_finding() -> None:
+    history = History(scenario(0))
+    assert history.run() == ""
+    group = history.groups[0][1]
+    history = History(scenario(0))
+    inner = history.cluster.watch
+    assert inner is not None
+    told = False
+
+    def watch(now: float, what) -> None:
+        nonlocal told
+        inner(now, what)
+        if not told and group.prompt.draw in history.promises.books.prompts:
+            told = True
+            history.promises.said(Skip(group.prompt, "too much to do"))
+
+    history.cluster.watch = watch
+    assert "is skipped: too much to do" in history.run()
