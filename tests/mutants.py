@@ -7,8 +7,8 @@
 
 Each mutant is written into a copy of the tree; `TESTS` run there until the first failure. A line a mutant, then a
 summary; the status is 1 if one survives, or if its old text is no longer where it was. `--draw` needs mutmut 3, which
-may be in an environment of its own: `--mutmut PYTHON` names its interpreter. Survivors of the last draw are explained in
-`docs/mutants.md`.
+may be in an environment of its own: `--mutmut PYTHON` names its interpreter. `docs/mutants.md` explains the survivors of
+the last draw.
 """
 
 from __future__ import annotations

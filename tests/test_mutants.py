@@ -1,0 +1,35 @@
+"""The list of mutants fits the code as it is. `python tests/mutants.py` runs them, which takes minutes."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections import Counter
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from mutant_list import MUTANTS, Mutant
+from mutants import ROOT, TESTS, main, mutated
+
+
+def test_every_mutant_is_possible_and_can_be_compiled() -> None:
+    for mutant in MUTANTS:
+        text = mutated(mutant, ROOT)
+        assert text != (ROOT / mutant.file).read_text(), mutant.name
+        compile(text, mutant.file, "exec")
+
+
+def test_names_are_unique_and_tests_exist() -> None:
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+    assert all((ROOT / test).exists() for test in TESTS)
+
+
+def test_a_mutant_that_is_no_longer_possible_is_an_error(monkeypatch, capsys) -> None:
+    gone = Mutant("gone", "fluxjax/pid.py", "no such line", "")
+    with pytest.raises(ValueError, match="its old text is 0 times in"):
+        mutated(gone, ROOT)
+    monkeypatch.setattr("mutants.MUTANTS", [gone])
+    assert main([]) == 1
+    assert capsys.readouterr().err.startswith("error: gone: ")
