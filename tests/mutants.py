@@ -5,10 +5,10 @@
     python tests/mutants.py --draw 100         100 mutants of the coordinator that mutmut makes, drawn by --seed
     python tests/mutants.py --jobs 2           two at a time
 
-Each mutant is written into a copy of the tree; `TESTS` run there until the first failure. A line a mutant, then a
-summary; the status is 1 if one survives, or if its old text is no longer where it was. `--draw` needs mutmut 3, which
-may be in an environment of its own: `--mutmut PYTHON` names its interpreter. `docs/mutants.md` explains the survivors of
-the last draw.
+Each mutant is written into a copy of the tree; the coordinator's tests run there until the first failure. A line a
+mutant, then a summary; the status is 1 if one survives, if its old text is no longer where it was, or if tests fail
+without a mutant. `--draw` needs mutmut 3, which may be in an environment of its own: `--mutmut PYTHON` names its
+interpreter. `docs/mutants.md` explains survivors of the last draw.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from collections.abc import Sequence
 from mutant_list import MUTANTS, Mutant
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TESTS = [  # after those that are named like the file: what finds most comes first
-    *("tests/coordinator/test_synchronous_rules.py", "tests/coordinator/test_promises.py"),
-    *("tests/coordinator", "tests/test_schedules.py", "tests/simulation/test_promised_histories.py"),
-]
+FIRST = ("tests/coordinator/test_synchronous_rules.py", "tests/coordinator/test_promises.py")  # what finds most
+LAST = ("tests/simulation/test_promised_histories.py", "tests/test_schedules.py")
 COPIED = ("fluxjax", "models", "rollout", "sharding", "configs", "tests", "pyproject.toml")
+FEWER_PASSES = "--xla_cpu_use_fusion_emitters=false"  # as in conftest.py, which would try it in a process of its own
 MINUTES = 10  # after which a mutant that makes the tests hang counts as noticed
 DRAW = pathlib.Path(__file__).parent / "mutmut_draw.py"
 
@@ -69,48 +68,90 @@ def named_like(tree: pathlib.Path, file: str) -> list[str]:
     return [str(test.relative_to(tree)) for test in sorted(tree.glob(f"tests/coordinator/test_{stem}*.py"))]
 
 
-def run(mutant: Mutant, tree: pathlib.Path) -> Outcome:
-    """Runs the tests in a copy of the tree, and leaves that as it was."""
-    file, text = tree / mutant.file, mutated(mutant, tree)
-    before = file.read_text()
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
-    command += [*named_like(tree, mutant.file), *TESTS]
-    try:
-        file.write_text(text)
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=60 * MINUTES)
-    except subprocess.TimeoutExpired:
-        return Outcome(mutant, f"no end within {MINUTES} minutes")
-    finally:
-        file.write_text(before)
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode > 1 and not failed:
-        failed = [f"status {done.returncode}: {(done.stdout + done.stderr)[-300:]}"]
-    return Outcome(mutant, failed[0].removeprefix("FAILED ").partition(" - ")[0] if failed else "")
+class Worker:
+    """A copy of the tree, and a process that runs tests in it."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.tree = copy(folder)
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FEWER_PASSES, "MUTANTS_ROOT": str(ROOT)}
+        environment.pop("PYTHONPATH", None)
+        command = [sys.executable, pathlib.Path(__file__).parent / "warm_pytest.py"]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=self.tree
+        )
+
+    def tests(self, tests: Sequence[str]) -> tuple[int, str]:
+        """Their status and output."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        arguments = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+        question = {"tree": str(self.tree), "arguments": arguments, "seconds": 60 * MINUTES}
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline())
+        return answer["status"], answer["output"]
+
+    def run(self, mutant: Mutant) -> Outcome:
+        """The tests with the mutant; the tree is then as it was."""
+        file, text = self.tree / mutant.file, mutated(mutant, self.tree)
+        before = file.read_text()
+        try:
+            file.write_text(text)
+            status, output = self.tests(ordered(self.tree, mutant.file))
+        finally:
+            file.write_text(before)
+        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if status and not failed:
+            failed = [f"status {status}: {output[-300:].strip()}"]
+        return Outcome(mutant, failed[0].removeprefix("FAILED ").partition(" - ")[0] if failed else "")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def ordered(tree: pathlib.Path, file: str) -> list[str]:
+    """All tests, those first that are named like the file; each once."""
+    stem = pathlib.Path(file).stem.partition("_")[0].rstrip("s")
+    like = sorted(tree.glob(f"tests/coordinator/test_{stem}*.py"))
+    others = sorted(tree.glob("tests/coordinator/test_*.py"), key=lambda test: test.name == "test_lengths.py")
+    tests = [*(tree / test for test in FIRST), *others, *(tree / test for test in LAST)]
+    return list(dict.fromkeys(str(test.relative_to(tree)) for test in [*like, *tests]))
 
 
 def run_all(mutants: Sequence[Mutant], jobs: int) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        trees: queue.Queue[pathlib.Path] = queue.Queue()
-        for job in range(jobs):
-            trees.put(copy(pathlib.Path(name) / str(job)))
+        workers = [Worker(pathlib.Path(name) / str(job)) for job in range(jobs)]
+        if wrong := without_mutants(workers[0]):
+            print(f"error: without any mutant: {wrong}", file=sys.stderr)
+            return 1
+        free: queue.Queue[Worker] = queue.Queue()
+        for worker in workers:
+            free.put(worker)
 
-        def one(mutant: Mutant) -> Outcome:
-            tree = trees.get()
+        def outcome_of(mutant: Mutant) -> Outcome:
+            worker = free.get()
             try:
-                return run(mutant, tree)
+                return worker.run(mutant)
             finally:
-                trees.put(tree)
+                free.put(worker)
 
         survivors = []
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            for outcome in pool.map(one, mutants):
+            for outcome in pool.map(outcome_of, mutants):
                 print(f"{outcome.mutant.name}: {outcome.killer or 'SURVIVED'}", flush=True)
                 survivors += [] if outcome.killer else [outcome.mutant]
+        for worker in workers:
+            worker.close()
     for mutant in survivors:
         print(f"\nsurvived: {mutant.name} ({mutant.file})\n- {mutant.old}\n+ {mutant.new}")
     print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants noticed")
     return 1 if survivors else 0
+
+
+def without_mutants(worker: Worker) -> str:
+    """What fails in the code as it is; else every mutant would count as noticed."""
+    status, output = worker.tests(ordered(worker.tree, "none"))
+    return output[-300:] if status else ""
 
 
 def drawn(count: int, seed: int, python: str) -> list[Mutant]:

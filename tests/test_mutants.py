@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from mutant_list import MUTANTS, Mutant
-from mutants import ROOT, TESTS, main, mutated
+from mutants import ROOT, main, mutated, ordered
 
 
 def test_every_mutant_is_possible_and_can_be_compiled() -> None:
@@ -23,7 +23,9 @@ def test_every_mutant_is_possible_and_can_be_compiled() -> None:
 
 def test_names_are_unique_and_tests_exist() -> None:
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
-    assert all((ROOT / test).exists() for test in TESTS)
+    tests = ordered(ROOT, "fluxjax/coordinator/lengths.py")
+    assert tests[0].endswith("test_lengths.py") and len(set(tests)) == len(tests) > 10
+    assert all((ROOT / test).exists() for test in tests)
 
 
 def test_a_mutant_that_is_no_longer_possible_is_an_error(monkeypatch, capsys) -> None:

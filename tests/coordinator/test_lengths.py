@@ -216,6 +216,10 @@ class TestRules:
         told = censored(mu, sigma, running)
         assert 0 <= told.information <= 1 and told.variance >= 0 and told.mean >= mu and told.working >= mu
 
+    def test_a_limit_of_one_token_is_certain(self) -> None:
+        said = given_survival(6.0, 1.0, limit=1)
+        assert said.mean == pytest.approx(1.0, abs=1e-6) and said.confidence == pytest.approx(1.0)
+
     def test_survival_against_drawn_lengths(self) -> None:
         drawn = np.exp(np.random.default_rng(0).normal(6.0, 1.0, 400_000))
         for running, limit in ((0, 0), (0, 1000), (700, 0), (700, 3000), (3000, 0)):

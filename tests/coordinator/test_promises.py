@@ -12,9 +12,22 @@ import pytest
 from promise_cases import PromisedWorld, configuration, history
 
 from fluxjax.config import Config
-from fluxjax.coordinator.messages import DrawPrompts, Generate, Park, PublishWeights, Skip, Train, WeightsPublished
+from fluxjax.coordinator.messages import (
+    DrawPrompts,
+    Evaluated,
+    Generate,
+    Park,
+    PromptsDrawn,
+    PublishWeights,
+    Skip,
+    Started,
+    Train,
+    WeightsPublished,
+)
 from fluxjax.coordinator.rounds import NO_VARIANCE
-from fluxjax.policy_config import Policy
+from fluxjax.coordinator.staleness import staleness
+from fluxjax.policy_config import AdaptiveAsyncConfig, Policy
+from fluxjax.types import Prompt
 
 SEEDS = 60  # a policy; `tests/mutants.py` and the command above take more
 every_policy = pytest.mark.parametrize("policy", list(Policy), ids=lambda policy: policy.value)
@@ -134,6 +147,29 @@ class TestAdaptiveAsync:
         world = PromisedWorld(chosen, 1).kept()
         assert world.promises.barriers == world.coordinator.policy.barriers >= 2
 
+    def test_what_is_on_policy_declares_none(self) -> None:
+        """At a target of 0 and without tolerance, data of the newest weights is not too stale."""
+        chosen = config(Policy.ADAPTIVE_ASYNC, steps=6)
+        adaptive = chosen.adaptive_async
+        adaptive.ratio = adaptive.min_ratio = adaptive.max_ratio = adaptive.target_staleness = adaptive.tolerance = 0.0
+        adaptive.sync_interval = 1000
+        assert PromisedWorld(chosen, 1).kept().coordinator.policy.barriers == 0
+
+    @pytest.mark.parametrize(
+        ("metrics", "expected"),
+        [
+            ({"staleness/kl": 0.05}, 0.4 * 0.5),
+            ({"staleness/variance": math.expm1(1.0)}, 0.3 * 0.5),
+            ({"staleness/lag_mean": 3.0}, 0.3 * 0.75),
+            ({"staleness/kl": 9.0}, 1.0),
+            ({"staleness/kl": math.nan}, 1.0),
+            ({}, 0.0),
+        ],
+    )
+    def test_staleness(self, metrics: dict[str, float], expected: float) -> None:
+        """KL, variance and versions over their normalisers, weighted; never beyond 1, and 1 where it is no number."""
+        assert staleness(metrics, AdaptiveAsyncConfig()) == pytest.approx(expected)
+
     def test_engines_count_as_old_as_the_oldest(self) -> None:
         """One of two engines has the new weights: the fleet serves the old ones until the other has them, too."""
         chosen = config(Policy.ADAPTIVE_ASYNC, steps=20, engines=2)
@@ -172,6 +208,21 @@ class TestApril:
         assert world.all(DrawPrompts)[0].count == 16
         assert all(order.count == 8 for order in world.all(DrawPrompts)[1:]), "each step's place is filled again"
         assert any(request.begun for order in world.all(Generate) for request in order.requests)
+
+    def test_what_is_predicted_to_end_first_is_launched_first(self) -> None:
+        """`long` and `short` are sources of which the lengths are known; draws come in the other order."""
+        chosen = config(Policy.APRIL, steps=1, prompts=4)
+        world = PromisedWorld(chosen, 1)
+        for draw in range(200):
+            for source, tokens in (("long", 2000), ("short", 20)):
+                world.coordinator.lengths.observe(Prompt(f"{source}{draw}", source, "?", "!"), tokens + draw)
+        for event in (Started(0), Evaluated(0)):
+            world.coordinator.handle(event)
+        sources = ["long", "short", "long", "short", "long", "short"]
+        prompts = tuple(Prompt(f"p{draw}", source, "?", "!", draw=draw) for draw, source in enumerate(sources))
+        (order,) = world.coordinator.handle(PromptsDrawn(prompts))
+        assert isinstance(order, Generate)
+        assert [request.prompt.draw for request in order.requests] == [1, 3, 5, 0, 2, 4]
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from policy_cases import PolicyWorld
 
 from fluxjax.coordinator import SpeculativeSync, Synchronous, TailBatching
 from fluxjax.coordinator.lengths import LengthPredictor
-from fluxjax.coordinator.messages import Accumulate, Event, Instruction, Tick, Train
+from fluxjax.coordinator.messages import Accumulate, Event, Instruction, Request, Tick, Train
 from fluxjax.coordinator.pace import Pace, trained_tokens
 from fluxjax.coordinator.speculative_sync import probability
 from fluxjax.coordinator.survival import ends_by, given_survival
 from fluxjax.policy_config import SpeculativeSyncConfig
-from fluxjax.types import Prompt
+from fluxjax.types import Prompt, Response
 
 
 class TimedWorld(PolicyWorld):
@@ -134,6 +134,14 @@ class TestPace:
     def test_unknown(self) -> None:
         pace = Pace()
         assert pace.growth == pace.training == 0.0 and pace.tokens("00000000.00/0", 5.0) == 0
+
+    def test_what_goes_on_counts_its_new_tokens(self) -> None:
+        """A response that was begun elsewhere grows from what it had."""
+        pace, one = Pace(), Prompt("p", "s", "?", "!")
+        begun = Response("00000000.00/0", 0, 0, (7,) * 100, (0.0,) * 100, (0,) * 100, "abort")
+        pace.begin(Request(one, 1, attempt=1, begun=(begun,)), 10.0)
+        pace.end("00000000.01/0", 150, 20.0)
+        assert pace.growth == pytest.approx(5.0)
 
     def test_lost_and_repeated(self) -> None:
         """What was lost, or ends twice, measures nothing; nothing is kept of it."""

@@ -1,0 +1,78 @@
+"""What a checkpoint keeps beside prompts: counts, controllers, barriers, the planner. Each was once lost by a mutant
+that nothing else noticed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from coordinator_cases import changed, prompt, response, reward
+from policy_cases import PolicyWorld
+
+from fluxjax.coordinator import AdaptiveAsync, Coordinator, Ledger, Settings, Stage, Synchronous, TailBatching
+from fluxjax.coordinator.messages import Park, Request
+from fluxjax.coordinator.parallelism import ParallelismPlanner
+from fluxjax.policy_config import AdaptiveAsyncConfig, ParallelismConfig
+
+
+def ledger_with_one(stage: Stage) -> Ledger:
+    ledger = Ledger()
+    ledger.draw([prompt(0)], [])
+    if stage is Stage.WAITING:
+        return ledger
+    ledger.generate(Request(prompt(0), n=1), served=0)
+    if stage is Stage.LOST:
+        ledger.fail(["00000000.00"], "gone")
+    elif stage is Stage.DEFERRED:
+        ledger.park(Park(prompt(0)))
+    else:
+        ledger.finish(response(0, 0), newest_version=0)
+        ledger.score(response(0, 0))
+        ledger.reward("00000000.00/0", reward("00000000.00/0"))
+    return ledger
+
+
+@pytest.mark.parametrize("stage", [Stage.WAITING, Stage.DEFERRED, Stage.LOST, Stage.SCORED])
+def test_what_nothing_is_awaited_of_can_be_given_up(stage: Stage) -> None:
+    ledger = ledger_with_one(stage)
+    assert ledger.count(stage) == 1
+    ledger.skip(prompt(0), "enough")
+    assert ledger.live == 0 and [one.reason for one in ledger.skipped] == ["enough"]
+
+
+def test_counts_of_late_facts_go_on() -> None:
+    ledger = ledger_with_one(Stage.LOST)
+    ledger.finish(changed(response(0, 0)), newest_version=0)
+    state = json.loads(json.dumps(ledger.state_dict()))
+    resumed = Ledger()
+    resumed.load_state_dict(state, {0: prompt(0)})
+    assert resumed.ignored == ledger.ignored == {"late response": 1}
+    assert resumed.state_dict() == state
+
+
+def test_the_planner_goes_on() -> None:
+    def planned() -> Coordinator:
+        planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=1, max_degree=8), devices=8)
+        return Coordinator(Settings(1, 1, 1), Synchronous(), parallelism=planner)
+
+    before, after = planned(), planned()
+    assert before.parallelism is not None and after.parallelism is not None
+    for count in (0, 5, 50):
+        before.parallelism.next(count)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.parallelism.degree == before.parallelism.degree == 4
+    assert after.parallelism.state_dict() == before.parallelism.state_dict()
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_resumed_policy_knows_what_it_knew(step: int) -> None:
+    """Ratio, staleness and barrier of adaptive async, and the rounds of tail batching."""
+    chosen = AdaptiveAsyncConfig(max_staleness=2, sync_interval=2, target_staleness=0.05)
+    for make in (lambda: AdaptiveAsync(chosen), TailBatching):
+        world = PolicyWorld(make(), 1, steps=8, prompts_per_step=4, checkpoint_every=1).go()
+        state = next(state for state, _ in world.states if state["step"] == step)
+        known = json.loads(json.dumps(state["policy"]))
+        policy = make()
+        assert policy.state_dict() != known
+        policy.load_state_dict(known)
+        assert json.loads(json.dumps(policy.state_dict())) == known
