@@ -68,6 +68,13 @@ def named_like(tree: pathlib.Path, file: str) -> list[str]:
     return [str(test.relative_to(tree)) for test in sorted(tree.glob(f"tests/coordinator/test_{stem}*.py"))]
 
 
+def write(file: pathlib.Path, text: str) -> None:
+    """Without what was compiled before: that is told apart by size and whole seconds only."""
+    file.write_text(text)
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+        compiled.unlink()
+
+
 class Worker:
     """A copy of the tree, and a process that runs tests in it."""
 
@@ -83,7 +90,7 @@ class Worker:
     def tests(self, tests: Sequence[str]) -> tuple[int, str]:
         """Their status and output."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        arguments = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+        arguments = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--assert=plain", *tests]
         question = {"tree": str(self.tree), "arguments": arguments, "seconds": 60 * MINUTES}
         print(json.dumps(question), file=self.process.stdin, flush=True)
         answer = json.loads(self.process.stdout.readline())
@@ -94,10 +101,10 @@ class Worker:
         file, text = self.tree / mutant.file, mutated(mutant, self.tree)
         before = file.read_text()
         try:
-            file.write_text(text)
+            write(file, text)
             status, output = self.tests(ordered(self.tree, mutant.file))
         finally:
-            file.write_text(before)
+            write(file, before)
         failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         if status and not failed:
             failed = [f"status {status}: {output[-300:].strip()}"]

@@ -15,8 +15,13 @@ import tempfile
 import time
 import traceback
 
+import hypothesis  # noqa: F401
 import jax.numpy  # noqa: F401
+import jaxtyping
 import pytest
+
+# Checks of types and shapes would take most of the time: tests of behaviour are to notice a mutant.
+jaxtyping.install_import_hook = lambda *modules, **options: None
 
 
 def child(tree: str, arguments: list[str], output: int) -> int:
@@ -24,7 +29,6 @@ def child(tree: str, arguments: list[str], output: int) -> int:
     os.dup2(output, 2)
     os.chdir(tree)
     sys.path[:] = [tree, *(path for path in sys.path if path not in ("", os.environ["MUTANTS_ROOT"]))]
-    sys.dont_write_bytecode = True
     try:
         return int(pytest.main(arguments))
     except BaseException:
