@@ -102,7 +102,11 @@ class Worker:
         before = file.read_text()
         try:
             write(file, text)
-            status, output = self.tests(ordered(self.tree, mutant.file))
+            status, output = 0, ""
+            for tests in ordered(self.tree, mutant.file):
+                status, output = self.tests(tests)
+                if status:
+                    break
         finally:
             write(file, before)
         failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -116,13 +120,14 @@ class Worker:
         self.process.wait()
 
 
-def ordered(tree: pathlib.Path, file: str) -> list[str]:
-    """All tests, those first that are named like the file; each once."""
+def ordered(tree: pathlib.Path, file: str) -> list[list[str]]:
+    """All tests in two parts, since to collect them takes time: what is likely to notice, then the rest."""
     stem = pathlib.Path(file).stem.partition("_")[0].rstrip("s")
-    like = sorted(tree.glob(f"tests/coordinator/test_{stem}*.py"))
-    others = sorted(tree.glob("tests/coordinator/test_*.py"), key=lambda test: test.name == "test_lengths.py")
-    tests = [*(tree / test for test in FIRST), *others, *(tree / test for test in LAST)]
-    return list(dict.fromkeys(str(test.relative_to(tree)) for test in [*like, *tests]))
+    every = sorted(tree.glob("tests/coordinator/test_*.py"), key=lambda test: test.name == "test_lengths.py")
+    like = [test for test in every if test.name.startswith(f"test_{stem}")]
+    first = dict.fromkeys([*like, *(tree / test for test in FIRST)])
+    last = [test for test in [*every, *(tree / test for test in LAST)] if test not in first]
+    return [[str(test.relative_to(tree)) for test in tests] for tests in (first, last)]
 
 
 def run_all(mutants: Sequence[Mutant], jobs: int) -> int:
@@ -157,7 +162,7 @@ def run_all(mutants: Sequence[Mutant], jobs: int) -> int:
 
 def without_mutants(worker: Worker) -> str:
     """What fails in the code as it is; else every mutant would count as noticed."""
-    status, output = worker.tests(ordered(worker.tree, "none"))
+    status, output = worker.tests([test for tests in ordered(worker.tree, "none") for test in tests])
     return output[-300:] if status else ""
 
 
