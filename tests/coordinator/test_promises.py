@@ -187,6 +187,22 @@ class TestAdaptiveAsync:
         world.kept()
         assert mixed and any(len(order.engines) == 1 for order in world.all(PublishWeights))
 
+    def test_a_lost_prompt_is_as_old_as_the_engine_that_it_goes_to(self) -> None:
+        """Its engine had the new weights; the only other one still has the old ones, which is what counts."""
+        chosen = config(Policy.ADAPTIVE_ASYNC, steps=20, engines=2)
+        chosen.adaptive_async.interrupt = False
+        world = PromisedWorld(chosen, 1)
+        world.start()
+        newer: list[str] = []
+        while not newer:
+            world.step()
+            if len(set(world.served)) > 1:
+                ahead = world.served.index(max(world.served))
+                newer = [one.request.rid for one in world.running.values() if one.request.engine == ahead]
+        world.lose(newer[0])
+        entry = world.coordinator.ledger.entries[int(newer[0][:8])]
+        assert entry.engine != ahead and entry.born == min(world.served) < max(world.served)
+
 
 class TestDynamicSampling:
     @every_policy

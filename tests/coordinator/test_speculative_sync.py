@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 import random
 
 import numpy as np
 import pytest
-from policy_cases import PolicyWorld
+from policy_cases import PolicyWorld, prompt
 
-from fluxjax.coordinator import SpeculativeSync, Synchronous, TailBatching
+from fluxjax.coordinator import Coordinator, SpeculativeSync, Stage, Synchronous, TailBatching
 from fluxjax.coordinator.lengths import LengthPredictor
 from fluxjax.coordinator.messages import Accumulate, Event, Instruction, Request, Tick, Train
 from fluxjax.coordinator.pace import Pace, trained_tokens
 from fluxjax.coordinator.speculative_sync import probability
 from fluxjax.coordinator.survival import ends_by, given_survival
 from fluxjax.policy_config import SpeculativeSyncConfig
-from fluxjax.types import Prompt, Response
+from fluxjax.types import Group, Prompt, Response, Reward, Sample
 
 
 class TimedWorld(PolicyWorld):
@@ -125,7 +128,50 @@ def test_probability_counts_the_likeliest() -> None:
     assert chances == sorted(chances) and chances[-1] > 0.99 and chances[0] < 0.1
 
 
+def likeliest(coordinator: Coordinator, seconds: float) -> float:
+    """The same by trying every choice of prompts and, for each, of responses."""
+    ledger, pace, lengths, now = coordinator.ledger, coordinator.pace, coordinator.lengths, coordinator.now
+    chances = []
+    for entry in ledger.at(Stage.RUNNING):
+        has = [pace.tokens(f"{entry.prompt.draw:08d}.00/{i}", now) for i in range(entry.n) if i not in entry.responses]
+        longest = max((len(one.token_ids) for one in entry.responses.values()), default=0)
+        has = [max(tokens, longest) for tokens in has]
+        each = [lengths.ends_by(entry.prompt, tokens + int(pace.growth * seconds), tokens) for tokens in has]
+        wanted = entry.need - len(entry.responses)
+        chances.append(max(math.prod(some) for some in itertools.combinations(each, wanted)))
+    missing = coordinator.settings.prompts_per_step - ledger.count(Stage.COMPLETE, Stage.SCORED, Stage.TRAINING)
+    return max(math.prod(some) for some in itertools.combinations(chances, missing))
+
+
+def test_probability_is_that_of_the_likeliest_choice() -> None:
+    run = TimedWorld(TailBatching(2.0, 1.5), prompts_per_step=3)
+    run.start()
+    between = 0
+    for _ in range(60):
+        run.step()
+        if run.coordinator.pace.growth and run.coordinator.ledger.count(Stage.RUNNING) >= 3:
+            for seconds in (3.0, 10.0, 30.0, 100.0):
+                expected = likeliest(run.coordinator, seconds)
+                assert probability(run.coordinator, seconds) == pytest.approx(expected)
+                between += 0.01 < expected < 0.99
+    assert between > 20
+
+
 class TestPace:
+    def test_old_measurements_fade(self) -> None:
+        pace = Pace()
+        for second in range(400):
+            speed = 10 if second < 200 else 30
+            pace.begin(Request(prompt(second), 1), float(second))
+            pace.end(f"{second:08d}.00/0", speed, second + 1.0)
+        assert pace.growth == pytest.approx(30.0, rel=0.05)
+
+    def test_a_prompt_is_work_for_the_trainer_once(self) -> None:
+        response = Response("00000000.00/0", 0, 0, (7,) * 5, (0.0,) * 5, (0,) * 5, "stop")
+        sample = Sample(response, Reward(1.0, True))
+        group = Group(dataclasses.replace(prompt(0), tokens=100), (sample, sample))
+        assert trained_tokens([group, group]) == 2 * (100 + 5 + 5)
+
     def test_growth_and_training(self) -> None:
         run = TimedWorld(Synchronous(), train=3.0).go()
         assert run.coordinator.pace.growth == pytest.approx(1.0, rel=0.05)
