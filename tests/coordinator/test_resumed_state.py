@@ -9,8 +9,8 @@ import pytest
 from coordinator_cases import changed, prompt, response, reward
 from policy_cases import PolicyWorld
 
-from fluxjax.coordinator import AdaptiveAsync, Coordinator, Ledger, Settings, Stage, Synchronous, TailBatching
-from fluxjax.coordinator.messages import Park, Request
+from fluxjax.coordinator import AdaptiveAsync, April, Coordinator, Ledger, Settings, Stage, Synchronous, TailBatching
+from fluxjax.coordinator.messages import Generate, Park, Request
 from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.policy_config import AdaptiveAsyncConfig, ParallelismConfig
 
@@ -76,3 +76,22 @@ def test_a_resumed_policy_knows_what_it_knew(step: int) -> None:
         assert policy.state_dict() != known
         policy.load_state_dict(known)
         assert json.loads(json.dumps(policy.state_dict())) == known
+
+
+def test_what_became_too_old_begins_anew() -> None:
+    """Resumed with a smaller limit, APRIL goes on with what the limit still allows, and with nothing older."""
+    options = {"steps": 8, "prompts_per_step": 4, "checkpoint_every": 1}
+    whole = PolicyWorld(April(2.0, 4), 2, **options).go()
+    anew = 0
+    for state, next_draw in whole.states[:-1]:
+        resumed = PolicyWorld(April(2.0, 1), 3, state=state, next_draw=next_draw, **options)
+        begun = {entry["draw"]: entry["born"] for entry in state["ledger"]["entries"] if entry["begun"]}
+        resumed.start()
+        while not resumed.all(Generate):
+            resumed.step()
+        for request in resumed.all(Generate)[0].requests:
+            if request.prompt.draw in begun:
+                old = begun[request.prompt.draw] < state["version"] - 1
+                assert bool(request.begun) == (not old)
+                anew += old
+    assert anew, "something was too old"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, get_args
 
 from ...config import Config
 from ...coordinator.ledger import Stage
@@ -28,8 +27,6 @@ from ...coordinator.rounds import NO_VARIANCE
 from ...policies import make_schedules
 from .books import UNDER_WAY, Books, Seen
 
-_EVENTS = get_args(Event)
-
 
 class Promises:
     """One run, watched: tell `see` every event before, and every instruction after the coordinator was handed it, and
@@ -39,8 +36,6 @@ class Promises:
     `waits`: the coordinator has said all that it has to say and waits. Then something must be under way that will end,
     and nothing that was promised to be done at once may be left.
     """
-
-    max_staleness: ClassVar[int] = 0
 
     def __init__(self, config: Config, settings: Settings) -> None:
         self.config, self.settings = config, settings
@@ -78,7 +73,7 @@ class Promises:
     # --- watching -------------------------------------------------------------------------------
 
     def see(self, what: Event | Instruction) -> None:
-        if not isinstance(what, _EVENTS):
+        if not isinstance(what, Event):
             self.said(what)
             self.books.say(what)
             return
