@@ -75,14 +75,10 @@ class RoundPromises(Promises):
                 self.expect(not engines or set(engines) == books.lent, f"only engines {engines} get the new weights")
             case SetParallelism(degree):
                 self.degree = degree
-            case Park(_, keep):
-                self.expect(keep or self.stream is None or not books.lent or self.may_drop, "what was moved is dropped")
             case Lend():
                 self._lends(instruction)
             case Accumulate():
                 self._accumulates(instruction)
-
-    may_drop = True  # whether a round may end while something runs that is then begun anew
 
     def _again_only(self, order: Generate) -> bool:
         return all(self.books.prompts[request.prompt.draw].stage is Stage.LOST for request in order.requests)
@@ -171,8 +167,6 @@ class RoundPromises(Promises):
 
 class SynchronousPromises(RoundPromises):
     """All prompts of a step are generated together, with as many responses as a group has, and all are trained on."""
-
-    may_drop = False
 
     def in_round(self, instruction: DrawPrompts | Generate) -> None:
         books = self.books
