@@ -102,12 +102,14 @@ class TestSuccess:
 
 class TestControllers:
     def test_moves_towards_the_target(self) -> None:
-        """A plant whose metric follows the value is brought to the target and stays there."""
-        schedule = parse(PID, "x")
-        assert schedule.value(0.0) == pytest.approx(0.85)
-        for _ in range(400):
-            schedule.observe({"train/entropy": 0.7 * schedule.value(0.5), "train/loss": 3.0})
-        assert 0.7 * schedule.value(0.5) == pytest.approx(0.6, abs=0.02)
+        """A plant whose metric follows the value is brought to the target and stays there, from either side."""
+        for gain in (0.55, 1.0):
+            schedule = parse(PID, "x")
+            assert schedule.value(0.0) == pytest.approx(0.85)
+            assert abs(gain * schedule.value(0.0) - 0.6) > 0.1
+            for _ in range(400):
+                schedule.observe({"train/entropy": gain * schedule.value(0.5), "train/loss": 3.0})
+            assert gain * schedule.value(0.5) == pytest.approx(0.6, abs=0.02)
 
     def test_what_it_ignores(self) -> None:
         schedule = parse(PID, "x")
