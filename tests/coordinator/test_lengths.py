@@ -216,6 +216,12 @@ class TestRules:
         told = censored(mu, sigma, running)
         assert 0 <= told.information <= 1 and told.variance >= 0 and told.mean >= mu and told.working >= mu
 
+    def test_a_group_mate_that_fills_the_limit_would_have_been_longer(self) -> None:
+        """It tells at least as much of a long answer as one that ended just before the limit."""
+        predictor = LengthPredictor(limit=1000)
+        cut, ended, short = (predictor.predict(self.PROMPT, done=[tokens]).mean for tokens in (1000, 999, 10))
+        assert short < ended < cut <= 1000
+
     def test_a_limit_of_one_token_is_certain(self) -> None:
         said = given_survival(6.0, 1.0, limit=1)
         assert said.mean == pytest.approx(1.0, abs=1e-6) and said.confidence == pytest.approx(1.0)
