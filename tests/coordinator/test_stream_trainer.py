@@ -62,6 +62,11 @@ class TestScaleDown:
         lends = watched(world(streaming(first=first, last=last)), Lend)
         assert lends and all(first * 32 <= accepted % 32 <= last * 32 for _, _, accepted, _ in lends)
 
+    def test_a_milestone_counts_when_it_is_reached(self) -> None:
+        """A quarter is 8 of 32 responses, not 9."""
+        lends = watched(world(streaming(every=0.25)), Lend)
+        assert [accepted - 32 * step for step, (_, _, accepted, _) in enumerate(lends)] == [8] * 6
+
     def test_least_busy_engines(self) -> None:
         """Those with the least left to do, as it is predicted."""
         run = world(streaming())
