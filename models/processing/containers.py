@@ -40,9 +40,7 @@ def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[Inp
             buffer_size=BUFFER_BYTES,
         )
     except ArgumentError as error:  # what the whitelist says, too
-        raise MediaError(
-            name, "cannot be opened as a video: it is in none of the formats that are read here"
-        ) from error
+        raise MediaError(name, "cannot be opened as a video: it has none of the formats that are read here") from error
     except (FFmpegError, OSError, ValueError) as error:
         raise MediaError(name, f"cannot be opened as a video: {reason_of(error)}") from error
     assert isinstance(container, InputContainer)

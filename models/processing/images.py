@@ -9,8 +9,9 @@ from PIL import Image, ImageOps
 
 from .containers import check_size
 from .errors import MediaError
+from .jpeg import has_hole
 from .settings import DecodeLimits, PixelSettings
-from .sources import Source, opened, source_name
+from .sources import OpenFile, Source, opened, source_name
 
 MAX_ASPECT = 200  # beyond it the published processors refuse
 # Pillow's names of the formats in which pictures are published. Missing are those that run another program (EPS runs
@@ -31,6 +32,8 @@ def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.I
             with Image.open(content, formats=FORMATS) as file:
                 check_size(*file.size, name, limits)
                 file.load()
+                if file.format in ("JPEG", "MPO"):
+                    _refuse_holes(content, name, limits)
                 ImageOps.exif_transpose(file, in_place=True)
                 return _to_rgb(file)
         except Image.UnidentifiedImageError:
@@ -41,6 +44,12 @@ def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.I
             raise
         except Exception as error:  # Pillow's decoders raise whatever their format suggests
             raise MediaError(name, f"cannot be decoded as an image: {error}") from error
+
+
+def _refuse_holes(content: OpenFile, name: str, limits: DecodeLimits) -> None:
+    content.seek(0)
+    if has_hole(content.read(), limits):
+        raise MediaError(name, "is damaged: zeros stand where its picture should be")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
