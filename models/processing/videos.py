@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import av
 import numpy as np
 from av.container import InputContainer
-from av.error import FFmpegError
+from av.error import ArgumentError, FFmpegError
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
@@ -156,7 +156,10 @@ class _Reader:
                 durations.append(frame.duration or 0)
                 base = frame.time_base
         except (FFmpegError, OSError) as error:
-            raise MediaError(self.name, f"decoding fails after {len(times)} frames: {reason_of(error)}") from error
+            reason = f"decoding fails after {len(times)} frames: {reason_of(error)}"
+            if isinstance(error, ArgumentError):  # what decoders answer to a frame far beyond the bound
+                reason += ", as for a frame of more than data.max_decoded_pixels"
+            raise MediaError(self.name, reason) from error
         if reason := ending.cut_off(self.file, times, damaged):
             raise MediaError(self.name, f"is cut off: {reason}")
         return _Pass(pixels, len(times), _span(times, durations, base, _rated(len(times), stream)))
