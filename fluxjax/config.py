@@ -123,7 +123,7 @@ class DataConfig:
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     min_pixels: int = 0  # 0: as the checkpoint's preprocessor_config.json says
     max_pixels: int = 0
-    # Larger files are skipped, so that none takes all memory: about 16 bytes a pixel while it is decoded.
+    # Larger files are skipped, so that none takes all memory: a small one can hold a huge picture.
     max_decoded_pixels: int = 2**26  # of an image or a video frame, before resizing
     max_decoded_frames: int = 2**20  # of a video
     video_frames: int = 4  # frames sampled from a video
