@@ -123,6 +123,9 @@ class DataConfig:
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     min_pixels: int = 0  # 0: as the checkpoint's preprocessor_config.json says
     max_pixels: int = 0
+    # Larger files are skipped, so that none takes all memory: a small one can hold a huge picture.
+    max_decoded_pixels: int = 2**26  # of an image or a video frame, before resizing
+    max_decoded_frames: int = 2**20  # of a video
     video_frames: int = 4  # frames sampled from a video
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
 
@@ -387,6 +390,8 @@ _POSITIVE = [
     "evaluation.samples",
     "evaluation.samples_during",
     "data.video_frames",
+    "data.max_decoded_pixels",
+    "data.max_decoded_frames",
     "model.num_layers",
     "model.num_heads",
     "model.num_kv_heads",
