@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from .config import Config, Strategy, get
+from .config import Config, ModelConfig, Strategy, get
 from .policy_config import Importance, Policy
 
 
@@ -67,6 +67,11 @@ def _stale(config: Config) -> bool:
 
 
 _IMPORTANCE = "algorithm.importance"
+_TINY_MODEL = tuple(
+    f"model.{field.name}"
+    for field in dataclasses.fields(ModelConfig)
+    if field.name not in ("path", "compute_dtype")  # the architecture is the checkpoint's
+)
 _SPREAD = (Strategy.ULYSSES, Strategy.FLEX_ULYSSES, Strategy.ODC)
 NEEDS = (
     _under(Policy.TAIL_BATCHING, "tail_batching", "schedules.tail_prompts", "schedules.tail_responses"),
@@ -117,15 +122,7 @@ NEEDS = (
         lambda config: config.packing.rounds_per_degree > 1,
     ),
     Need(
-        tuple(
-            f"model.{name}"
-            for name in (
-                *("vision", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
-                *("tie_word_embeddings", "rope_theta", "mrope_section", "initializer_range", "patch_size"),
-                *("vision_hidden_size", "vision_intermediate_size", "vision_depth", "vision_num_heads", "window_size"),
-                "vision_full_attention_layers",
-            )
-        ),
+        _TINY_MODEL,
         "model.path",
         "empty",
         lambda config: not config.model.path,

@@ -136,8 +136,8 @@ UNREAD = [  # settings that do nothing with these others: (what was set, what it
     ("parallelism.calm=2", "parallelism.enabled True, not False", ""),
     (
         "rollout.temperature=0.8",
-        "schedules.temperature empty, not linear(1, 0.9)",
-        "schedules.temperature=linear(1, 0.9)",
+        "schedules.temperature empty, not 0.9",
+        "schedules.temperature=0.9",
     ),
     (
         "adaptive_async.target_staleness=0.3",
