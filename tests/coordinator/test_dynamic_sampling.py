@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import coordinator_cases
 import policy_cases
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from policy_cases import PolicyWorld
 from test_policies import POLICIES
 
-from fluxjax.coordinator import CoordinatorError
+from fluxjax.coordinator import CoordinatorError, Settings, Stage
+from fluxjax.coordinator.dropped import Dropped
 from fluxjax.coordinator.ledger import Ledger
 from fluxjax.coordinator.messages import (
     Accumulate,
@@ -25,7 +27,7 @@ from fluxjax.coordinator.messages import (
     Train,
 )
 from fluxjax.coordinator.rounds import NO_VARIANCE
-from fluxjax.types import Reward
+from fluxjax.types import Group, Reward, Sample
 
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -216,3 +218,26 @@ def test_a_trained_step_begins_the_count_anew() -> None:
     assert before == len(world.all(Skip)) > 0
     assert all(i.reason == NO_VARIANCE for i in world.all(Skip))
     assert world.coordinator.ledger.dropped.count == 0
+
+
+def test_a_step_that_has_its_groups_is_not_given_up() -> None:
+    """However many were dropped for it: neither by the bound, nor by a stop."""
+    some, options = Dropped(), Settings(1, 2, 2, max_num_gen_batches=2)
+    sample = Sample(coordinator_cases.response(0, 0), Reward(0.0, correct=False))
+    for draw in range(5):
+        some.add(Group(policy_cases.prompt(draw), (sample,)))
+    assert some.complaint(1, 1, options) and not some.complaint(1, 2, options)
+
+    for world in (world_of("tail_batching", seed) for seed in range(300)):
+        world.start()
+        ledger = world.coordinator.ledger
+        while not world.all(Train) and not (ledger.count(Stage.SCORED) >= 3 and ledger.dropped.count):
+            world.step()
+        if not world.all(Train):
+            break
+    else:
+        raise AssertionError("no such moment")
+    world.hear(StopRequested("enough"))
+    while not world.coordinator.finished:
+        world.step()
+    assert len(world.all(Train)) == 1
