@@ -172,7 +172,7 @@ class OptimConfig:
     beta2: float = 0.99
     eps: float = 1e-8
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 1.0  # gradients are clipped to this global norm; 0: they are not
 
 
 @dataclasses.dataclass(slots=True)
@@ -285,6 +285,11 @@ class Config:
                 raise ConfigError(f"data.sources.{name}.weight is {source.weight}; it must be greater than 0")
         if self.algorithm.name is Algorithm.SFT:
             raise ConfigError("algorithm.name is sft; it serves the warm start (warm_start.steps), RL needs grpo")
+        if not self.rollout.temperature > 0:
+            raise ConfigError(
+                f"rollout.temperature is {self.rollout.temperature}; it must be greater than 0: greedy responses to a "
+                "prompt are all the same and teach nothing (evaluations are greedy whatever it is)"
+            )
         if not 0 < self.rollout.top_p <= 1:
             raise ConfigError(f"rollout.top_p is {self.rollout.top_p}; it must be in (0, 1], 1 is off")
         if self.rollout.group_size < 2 and self.algorithm.name is Algorithm.GRPO:
@@ -318,13 +323,6 @@ class Config:
                 f"sharding.live_layers is {self.sharding.live_layers}; it must be at least 2, one layer to compute and "
                 "one to fetch"
             )
-        for name in _ODC_ONLY:
-            default = getattr(ShardingConfig(), name)
-            if strategy is not Strategy.ODC and getattr(self.sharding, name) != default:
-                raise ConfigError(
-                    f"sharding.{name} needs sharding.strategy odc, not {strategy.value}; set the one or leave the "
-                    f"other at {getattr(default, 'value', default)}"
-                )
 
     def _validate_tiny_model(self) -> None:
         model = self.model
@@ -358,7 +356,6 @@ class Config:
             )
 
 
-_ODC_ONLY = ("balance", "hybrid", "deterministic", "live_layers")  # fields of sharding that nothing else reads
 _POSITIVE = [
     "model.intermediate_size",
     "model.vision_hidden_size",
@@ -378,7 +375,6 @@ _POSITIVE = [
     "rollout.slots",
     "optim.lr",
     "optim.eps",
-    "optim.max_grad_norm",
     "warm_start.lr",
     "warm_start.batch_size",
     "packing.rows_per_device",
@@ -401,7 +397,6 @@ _POSITIVE = [
 ]
 _NOT_NEGATIVE = [
     "seed",
-    "rollout.temperature",
     "rollout.top_k",
     "algorithm.clip_low",
     "algorithm.clip_high",
@@ -409,6 +404,7 @@ _NOT_NEGATIVE = [
     "algorithm.entropy_coefficient",
     "optim.warmup_steps",
     "optim.weight_decay",
+    "optim.max_grad_norm",
     "warm_start.steps",
     "checkpoint.every",
     "evaluation.every",
