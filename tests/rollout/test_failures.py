@@ -74,7 +74,8 @@ def too_bright(prompt):
 def test_17_a_picture_that_overflows_costs_its_own_request_only(place):
     picture = media_prompt(2, ("image", (1, 4, 8)), 3, seed=3)
     good = [*COMPANY[:2], request("picture", picture, n=2, seed=8, max_new_tokens=12, forbidden_ids=(IMAGE,))]
-    bad = [request(f"bad {i}", too_bright(picture), n=2, max_new_tokens=5) for i in range(2)]
+    long = media_prompt(25, ("image", (1, 4, 8)), 3, seed=4)
+    bad = [request(f"bad {i}", too_bright(long), n=2, max_new_tokens=5) for i in range(2)]
 
     async def scenario():
         serving = engine(build(VL))
@@ -87,9 +88,35 @@ def test_17_a_picture_that_overflows_costs_its_own_request_only(place):
         for each, answers in zip(good, expected, strict=True):
             assert_undisturbed(results[each.rid], answers)
         assert_idle(serving)
-        # The slots of the lost ones hold nothing that spoils their next sample, however much longer it is.
+        # The slots of the lost ones hold nothing behind a shorter prompt that spoils their next samples.
         for each, answers in zip(good, await serve(serving, good), strict=True):
             assert_undisturbed(answers, results[each.rid])
+
+    limited(scenario())
+
+
+def test_17_a_slot_that_is_not_finite_costs_its_request_and_slows_nobody():
+    async def scenario():
+        expected = await serve(engine(build(TEXT)), COMPANY)
+        serving = engine(build(TEXT))
+        await serving.pause()
+        streams = [collect(serving.generate(each), each.n) for each in COMPANY]
+        turns = failing_while(serving, "decode", lambda rids: False)
+        work = serving._device.decode
+
+        def spoil(plan):
+            if len(turns) == 1:
+                slot = next(s.slot for s in serving._scheduler.occupant if s and s.job.request.rid == "b")
+                serving._device.cache = jax.tree.map(lambda x: x.at[:, slot].set(np.nan), serving._device.cache)
+            return work(plan)
+
+        serving._device.decode = spoil
+        await serving.resume()
+        a, b, c = await asyncio.gather(*streams, return_exceptions=True)
+        assert isinstance(b, EngineError) and "not finite" in str(b)
+        assert_undisturbed(a, expected[0])
+        assert_undisturbed(c, expected[2])
+        assert turns[:3] == [["a", "b", "c"], ["a", "b", "c"], ["a", "c"]], "nobody had to go alone"
 
     limited(scenario())
 
