@@ -125,10 +125,10 @@ class Scheduler:
 
     def to_decode(self) -> np.ndarray:
         """Slots with a sample in the cache, ascending."""
-        slots_B = np.flatnonzero(self.cached_N).astype(np.int32)
+        slots_B = np.flatnonzero(self.cached_N)
         if (alone := self._alone()) is not None:
             slots_B = np.intersect1d(slots_B, [sample.slot for sample in alone.samples])
-        return slots_B
+        return slots_B.astype(np.int32)
 
     def _alone(self) -> Job | None:
         """The first suspect in a slot: the next turn serves nobody else."""
