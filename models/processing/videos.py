@@ -164,7 +164,8 @@ def _decode(
             count += 1
     except (FFmpegError, OSError) as error:
         raise MediaError(name, f"decoding fails after {count} frames: {_reason(error)}") from error
-    return _Pass(pixels, count, _span(times, durations, base, _rated(count, stream)))
+    ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has a class of its own
+    return _Pass(pixels, count, _span(times, durations, ticks, _rated(count, stream)))
 
 
 def _upright(frame: av.VideoFrame, rotation: int) -> np.ndarray:

@@ -34,7 +34,7 @@ class Trace:
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         closed, self.results = jax.make_jaxpr(function, return_shape=True)(*args)
-        self._jaxpr = getattr(closed, "jaxpr", closed)  # two classes at first, one in JAX 0.12
+        self._jaxpr: Any = getattr(closed, "jaxpr", closed)  # two classes at first, one in JAX 0.12
         self.inputs: list[Any] = list(self._jaxpr.invars)
         self.outputs: list[Any] = list(self._jaxpr.outvars)
         self.equations: list[Any] = list(self._jaxpr.eqns)
@@ -47,7 +47,7 @@ class Trace:
 
 
 def is_variable(atom: Any) -> bool:
-    """A literal, the only other thing that an equation reads, has its value in `val`."""
+    """Tells variables from literals, the only other things that an equation reads: these have their value in `val`."""
     return not isinstance(atom, core.Literal)
 
 

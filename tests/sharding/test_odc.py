@@ -272,6 +272,19 @@ def test_a_stack_with_an_output_for_each_layer_is_refused():
         cut(traced, params, batches()[3]["inputs"])
 
 
+def test_a_stack_whose_layers_change_the_shape_is_refused():
+    model, params = toy()
+    fsdp = strategy(1, model)
+
+    def traced(params, inputs):
+        model = nnx.merge(fsdp.graphdef, params)
+        table = model.table.weight[...]
+        return MarkingWalk().scan(model.layers, table[inputs["tokens"]], lambda layer, x, _: (layer(x)[:2], None))
+
+    with pytest.raises(StageError, match=r"gets float32\[3, 5, 12\] and hands on float32\[2, 5, 12\]"):
+        cut(traced, params, batches()[3]["inputs"])
+
+
 @pytest.mark.parametrize(("devices", "group"), [(1, 0), (2, 0), (3, 0), (4, 2), (6, 2), (8, 4), (8, 0)])
 def test_rows_hold_every_weight_once_and_give_it_back(devices, group):
     model, params = toy()
