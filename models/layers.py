@@ -1,12 +1,13 @@
 """The parts that every architecture here is built of. Each weight is declared once, next to its use.
 
 `stack` creates a whole stack of layers: the same module, its weights with a leading layer axis.
-Norms, softmax and rotary embeddings compute in float32; everything else in the dtype of the weights.
+Norms, softmax, exact GELU and rotary embeddings compute in float32; everything else in the dtype of the weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -80,6 +81,29 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
         return self.table[...][tokens]
+
+
+@jax.custom_jvp
+def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The exact GELU, `x` times the standard normal distribution up to `x`, computed by `erf` as PyTorch does.
+
+    `jax.nn.gelu` computes it by `erfc`, which JAX 0.12 refuses inside a `shard_map` that checks replication; so it does
+    with JAX's derivative of `erf`, and the derivative is written out.
+    """
+    wide = x.astype(jnp.float32)
+    return (wide * _normal_cdf(wide)).astype(x.dtype)
+
+
+@gelu.defjvp
+def _gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (tangent,) = primals, tangents
+    wide = x.astype(jnp.float32)
+    density = jnp.exp(-0.5 * jnp.square(wide)) / np.float32(math.sqrt(2 * math.pi))
+    return gelu(x), tangent * (_normal_cdf(wide) + wide * density).astype(x.dtype)
+
+
+def _normal_cdf(x: Array) -> Array:
+    return 0.5 * (1 + jax.lax.erf(x * np.float32(math.sqrt(0.5))))
 
 
 def add_bias(x: Array, bias: Array) -> Array:

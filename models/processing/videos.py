@@ -133,7 +133,7 @@ class _Reader:
         times: list[int | None] = []  # of every frame, as the next two
         durations: list[int] = []
         damaged: list[int] = []
-        base: fractions.Fraction | None = None
+        base = None  # the time base of the last frame
         small = stream.width * stream.height * total < SMALL_VIDEO
         stream.codec_context.thread_count = 1 if small else min(MAX_THREADS, os.cpu_count() or 1)
         stream.thread_type = "SLICE" if small else "AUTO"
@@ -162,7 +162,8 @@ class _Reader:
             raise MediaError(self.name, reason) from error
         if reason := ending.cut_off(self.file, times, damaged):
             raise MediaError(self.name, f"is cut off: {reason}")
-        return _Pass(pixels, len(times), _span(times, durations, base, _rated(len(times), stream)))
+        ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has a class of its own
+        return _Pass(pixels, len(times), _span(times, durations, ticks, _rated(len(times), stream)))
 
     def _every_frame(self, container: InputContainer, stream: VideoStream, ending: Ending) -> Iterator[av.VideoFrame]:
         """The decoded frames in order; `ending` is shown every packet."""
