@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import models
 from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
+from models.folder import why_missing
 from models.processing import Processor
 from models.processing.settings import PatchLayout
 from models.processing.tiny import SPECIAL_TOKENS
@@ -29,6 +30,8 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
     data = config.data
     if config.model.path:
         path = pathlib.Path(config.model.path)
+        if why := why_missing(path):
+            raise ConfigError(f"model.path: {why}")
         if not (path / "config.json").is_file():
             raise ConfigError(f"model.path: {path} is not a Hugging Face checkpoint folder (it has no config.json)")
         try:

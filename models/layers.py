@@ -7,6 +7,7 @@ Norms, softmax and rotary embeddings compute in float32; everything else in the 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -97,17 +98,38 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
     if rope.kind == "linear":
         return frequencies / np.float32(rope.factor), 1.0
     if rope.kind == "yarn":
-
-        def turning_point(rotations: float) -> float:
-            # The pair that turns `rotations` times over the original context.
-            return head_dim * np.log(rope.original_max_positions / (rotations * 2 * np.pi)) / (2 * np.log(rope.theta))
-
-        low = max(np.floor(turning_point(rope.beta_fast)), 0)
-        high = min(np.ceil(turning_point(rope.beta_slow)), head_dim - 1)
-        ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1).astype(np.float32)
-        factor = rope.attention_factor or (0.1 * float(np.log(rope.factor)) + 1.0 if rope.factor > 1 else 1.0)
-        return frequencies / np.float32(rope.factor) * ramp + frequencies * (1 - ramp), factor
+        interpolated = _yarn_ramp(rope, head_dim)
+        frequencies = frequencies / np.float32(rope.factor) * interpolated + frequencies * (1 - interpolated)
+        return frequencies, _yarn_attention_factor(rope)
     return frequencies, 1.0
+
+
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """How far each pair of the head is interpolated, `[H/2]` float32, from 0 (fast pairs) to 1 (slow ones)."""
+
+    def turning_point(rotations: float) -> float:
+        # The pair that turns `rotations` times over the original context.
+        return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = turning_point(rope.beta_fast), turning_point(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    return np.clip((np.arange(head_dim // 2) - low) / width, 0, 1).astype(np.float32)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """The factor on cosine and sine as transformers derives it: given, or from `factor` and the two scales."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(by: float) -> float:
+        return 0.1 * by * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
 
 
 def rotate(
