@@ -137,7 +137,9 @@ def _tied_or_not(files: _Files, config: AnyConfig, raw: Mapping[str, Any]) -> An
             f"{files.path(HEAD)}: tensor {HEAD} differs from the embedding that config.json ties it to; "
             "set tie_word_embeddings to false to keep the head, or remove the tensor to drop it"
         )
-    return dataclasses.replace(config, text=dataclasses.replace(config.text, tie_word_embeddings=False))
+    settled = {**raw, "text_config": {**raw["text_config"], "tie_word_embeddings": False}}
+    text = dataclasses.replace(config.text, tie_word_embeddings=False)
+    return dataclasses.replace(config, text=text, extra=json.dumps(settled))
 
 
 def _is_tied_copy(files: _Files, config: AnyConfig) -> bool:
