@@ -98,14 +98,17 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
     if rope.kind == "linear":
         return frequencies / np.float32(rope.factor), 1.0
     if rope.kind == "yarn":
-        interpolated = _yarn_ramp(rope, head_dim)
-        frequencies = frequencies / np.float32(rope.factor) * interpolated + frequencies * (1 - interpolated)
+        kept = 1 - _yarn_ramp(rope, head_dim)
+        frequencies = frequencies / np.float32(rope.factor) * (1 - kept) + frequencies * kept
         return frequencies, _yarn_attention_factor(rope)
     return frequencies, 1.0
 
 
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """How far each pair of the head is interpolated, `[H/2]` float32, from 0 (fast pairs) to 1 (slow ones)."""
+    """How far each pair of the head is interpolated, `[H/2]` float32, from 0 (fast pairs) to 1 (slow ones).
+
+    Computed in float32 as in transformers: near 1, where little is left of a fast pair, rounding is seen.
+    """
 
     def turning_point(rotations: float) -> float:
         # The pair that turns `rotations` times over the original context.
@@ -116,7 +119,8 @@ def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low if high != low else 0.001
-    return np.clip((np.arange(head_dim // 2) - low) / width, 0, 1).astype(np.float32)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width)
+    return np.clip(ramp, np.float32(0), np.float32(1))
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:

@@ -182,7 +182,7 @@ def test_windows_slide_from_layer_28_on_where_nothing_is_said(layers: int, slide
 
 
 @pytest.mark.parametrize("method", ["fp8", "gptq", "bitsandbytes"])
-@pytest.mark.parametrize("section", [None, "vision_config", "text_config"])
+@pytest.mark.parametrize("section", [None, "vision_config", "text_config", "beside text_config"])
 @pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
 def test_quantised_checkpoints_are_refused_whatever_their_weights_are(folder, method, section, name) -> None:
     """The weights of this folder are float32: the file alone says that they are to be quantised."""
@@ -190,6 +190,8 @@ def test_quantised_checkpoints_are_refused_whatever_their_weights_are(folder, me
     said = {name: {"quant_method": method}}
     if section == "text_config":
         changes = {"text_config": {**config, **said}}
+    elif section == "beside text_config":
+        changes, section = {"text_config": config, **said}, None
     else:
         changes = said if section is None else {section: {**config[section], **said}}
     edit_config(folder, **changes)
