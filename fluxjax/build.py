@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import models
 from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
+from models.folder import why_missing
 from models.processing import Processor
 from models.processing.settings import DecodeLimits, PatchLayout
 from models.processing.tiny import SPECIAL_TOKENS
@@ -30,6 +31,8 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
     limits = DecodeLimits(pixels=data.max_decoded_pixels, frames=data.max_decoded_frames)
     if config.model.path:
         path = pathlib.Path(config.model.path)
+        if why := why_missing(path):
+            raise ConfigError(f"model.path: {why}")
         if not (path / "config.json").is_file():
             raise ConfigError(f"model.path: {path} is not a Hugging Face checkpoint folder (it has no config.json)")
         try:

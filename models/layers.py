@@ -121,17 +121,42 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
     if rope.kind == "linear":
         return frequencies / np.float32(rope.factor), 1.0
     if rope.kind == "yarn":
-
-        def turning_point(rotations: float) -> float:
-            # The pair that turns `rotations` times over the original context.
-            return head_dim * np.log(rope.original_max_positions / (rotations * 2 * np.pi)) / (2 * np.log(rope.theta))
-
-        low = max(np.floor(turning_point(rope.beta_fast)), 0)
-        high = min(np.ceil(turning_point(rope.beta_slow)), head_dim - 1)
-        ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1).astype(np.float32)
-        factor = rope.attention_factor or (0.1 * float(np.log(rope.factor)) + 1.0 if rope.factor > 1 else 1.0)
-        return frequencies / np.float32(rope.factor) * ramp + frequencies * (1 - ramp), factor
+        kept = 1 - _yarn_ramp(rope, head_dim)
+        frequencies = frequencies / np.float32(rope.factor) * (1 - kept) + frequencies * kept
+        return frequencies, _yarn_attention_factor(rope)
     return frequencies, 1.0
+
+
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """How far each pair of the head is interpolated, `[H/2]` float32, from 0 (fast pairs) to 1 (slow ones).
+
+    Computed in float32 as in transformers: near 1, where little is left of a fast pair, rounding is seen.
+    """
+
+    def turning_point(rotations: float) -> float:
+        # The pair that turns `rotations` times over the original context.
+        return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = turning_point(rope.beta_fast), turning_point(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width)
+    return np.clip(ramp, np.float32(0), np.float32(1))
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """The factor on cosine and sine as transformers derives it: given, or from `factor` and the two scales."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(by: float) -> float:
+        return 0.1 * by * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
 
 
 def rotate(

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..config import Qwen25VLConfig
+from ..config import ModelConfigError, Qwen25VLConfig
+from ..folder import why_missing
 from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
 from . import chat
@@ -69,13 +70,14 @@ class Processor:
     eos_ids: tuple[int, ...] = ()
     chat_template: str = ""
     tokenizer_config: str = "{}"  # tokenizer_config.json, as it was read
+    generation_config: str = "{}"  # generation_config.json, as it was read
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Processor:
         """Of a local checkpoint folder. Raises FileNotFoundError or ValueError, naming the file, for what is wrong."""
         folder = pathlib.Path(path)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder}: no such folder")
+        if why := why_missing(path):
+            raise FileNotFoundError(why)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file")
@@ -98,6 +100,7 @@ class Processor:
             eos_ids=_eos_ids(folder, config, tokenizer_config, tokenizer),
             chat_template=chat.find_template(folder),
             tokenizer_config=json.dumps(tokenizer_config),
+            generation_config=json.dumps(read_json(folder / "generation_config.json")),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -110,10 +113,12 @@ class Processor:
         )
         if self.chat_template:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
-        if self.eos_ids:
-            generation = folder / "generation_config.json"
-            content = read_json(generation) | {"eos_token_id": list(self.eos_ids)}
-            generation.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        file = folder / "generation_config.json"
+        generation = read_json(file) | json.loads(self.generation_config)
+        if self.eos_ids and _ids(generation.get("eos_token_id")) != self.eos_ids:
+            generation["eos_token_id"] = list(self.eos_ids)
+        if generation:
+            file.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         if self.vision:
             write_configs(folder, self.layout, self.image, self.video, self.frames)
 
@@ -261,7 +266,10 @@ def _layout(folder: pathlib.Path, config: dict[str, Any], image: dict[str, Any])
     """From config.json, which the weights fit to; the preprocessing settings must agree with it."""
     if "vision_config" not in config:
         return read_layout(image, PatchLayout())
-    layout = PatchLayout.of(Qwen25VLConfig.from_hf(config).vision)
+    try:
+        layout = PatchLayout.of(Qwen25VLConfig.from_hf(config).vision)
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
     said = read_layout(image, layout)
     if said != layout:
         raise ValueError(f"{folder}: preprocessor_config.json ({said}) contradicts config.json ({layout})")
@@ -280,5 +288,10 @@ def _eos_ids(
         tokenizer.token_to_id(_token(tokenizer_config.get("eos_token"))),
     ):
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
+            return _ids(value)
     return ()
+
+
+def _ids(entry: Any) -> tuple[int, ...]:
+    """The end tokens of a configuration file: one id, a list of them, or none."""
+    return () if entry is None else tuple(entry) if isinstance(entry, list) else (int(entry),)
