@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import models
@@ -17,6 +15,7 @@ from sharding.walk import Walk
 
 from .engine import EngineError
 from .kv_cache import KVCache
+from .layer_weights import abstract_by_layer, split_layers, stacked_layers
 from .programs import programs
 from .sampling import SlotSampling
 from .tensor_parallel import Layout
@@ -40,9 +39,10 @@ class NewTokens:
             raise EngineError(f"{wrong} sampled tokens have a log-prob that is not finite under weights {version}")
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _copied(x: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.array(x, dtype=dtype, copy=True)
+def _shapes(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(dict(params))
+    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
 
 
 def _ids(sampling: SlotSampling) -> tuple[int, int]:
@@ -58,6 +58,7 @@ class DeviceState:
         self._abstract, self._text = models.abstract(model.config), model.config.text
         self._walk, self._steps, self._dtype = walk, steps, dtype
         self.limits = limits
+        self._shapes = _shapes(params)
         self._settle(layout)
         self.params = self._copy(params)
         self.cache: KVCache | None = None  # made when needed; None after a failure or while asleep
@@ -65,41 +66,35 @@ class DeviceState:
 
     @property
     def model(self) -> Decoder:
-        return models.merge(self._graphdef, self.params)
+        return models.merge(self._graphdef, stacked_layers(self.params))
 
     def _settle(self, layout: Layout) -> None:
         """From now on, everything is made for these devices."""
         self.layout = layout
-        self._weights, self._rows = layout.weights(self._abstract), layout.rows(self._text)
+        self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
+        by_layer = layout.weights(abstract_by_layer(self._abstract))
+        self._by_layers = {**by_layer, "layers": [by_layer["layers"]] * self._text.num_layers}
         several = len(layout.devices) > 1  # the programs of one device serve any other, too
         self.programs = programs(self._graphdef, self._walk, self._steps, self._rows if several else None)
 
     def move(self, layout: Layout) -> None:
         """The weights, on other devices; the cache is gone."""
         self.cache = None
-        self.params = jax.block_until_ready(jax.device_put(self.params, layout.weights(self._abstract)))
         self._settle(layout)
+        self.params = jax.block_until_ready(jax.device_put(self.params, self._by_layers))
 
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights by a copy. Raises EngineError where structure or shapes differ from the old ones."""
-        old, new = (
-            {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-            for tree in (self.params, params)
-        )
-        for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
-                raise EngineError(f"weight {name} has shape {new.get(name)}, the engine serves {old.get(name)}")
+        new = _shapes(params)
+        for name in sorted(self._shapes.keys() | new.keys()):
+            if self._shapes.get(name) != new.get(name):
+                raise EngineError(
+                    f"weight {name} has shape {new.get(name)}, the engine serves {self._shapes.get(name)}"
+                )
         self.params = self._copy(params)
 
     def _copy(self, params: Mapping[str, Any]) -> Any:
-        """A copy on these devices that shares no buffer with `params`, complete when this returns.
-
-        `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
-        """
-        placed = zip(jax.tree.leaves(dict(params)), jax.tree.leaves(self._weights), strict=True)
-        local = (jax.device_put(x, sharding) for x, sharding in placed)
-        leaves = [jax.block_until_ready(_copied(x, self._dtype or x.dtype)) for x in local]
-        return jax.tree.unflatten(jax.tree.structure(dict(params)), leaves)
+        return split_layers(params, self._dtype, self._stacked, self._by_layers)
 
     def start(self, plan: StartPlan) -> list[NewTokens]:
         """Prefills prompts into slots and draws the first token of each sample."""
