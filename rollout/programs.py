@@ -82,14 +82,14 @@ class Programs:
 
         x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
         x, by_layer = self.walk.each(layers, x, step, [None] * len(layers))
-        rows = tuple(jnp.stack(x) for x in zip(*by_layer, strict=True))
-        return self._placed(rows), model.final_norm(self.walk, x)
+        k_LBTKH, v_LBTKH = (jnp.stack(x) for x in zip(*by_layer, strict=True))
+        return self._placed((k_LBTKH, v_LBTKH)), model.final_norm(self.walk, x)
 
     def _placed(self, rows: T) -> T:
         return rows if self.rows is None else jax.lax.with_sharding_constraint(rows, self.rows)
 
     def _logits(self, model: Decoder, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """The head stands first and is kept there: for few rows the CPU is up to twice as fast as the other way round."""
+        """The head stands first, and is kept there: for few rows, the CPU is up to twice as fast this way round."""
         head = model.head_weight(self.walk)
         logits_VB = jnp.einsum("VD,BD->VB", head, hidden_BD, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(logits_VB).T
