@@ -31,18 +31,18 @@ class NewTokens:
     logprobs_BR: np.ndarray
     count_B: np.ndarray  # how many of each row count
 
-    def check_finite(self, version: int) -> None:
-        """Broken weights must stop the engine, not fill it with arbitrary tokens."""
+    @property
+    def finite_B(self) -> np.ndarray:
+        """Which slots have finite log-probs throughout. The others were given arbitrary tokens."""
         counted_BR = np.arange(self.tokens_BR.shape[1]) < self.count_B[:, None]
-        wrong = int((~np.isfinite(self.logprobs_BR[counted_BR])).sum())
-        if wrong:
-            raise EngineError(f"{wrong} sampled tokens have a log-prob that is not finite under weights {version}")
+        return (np.isfinite(self.logprobs_BR) | ~counted_BR).all(axis=1)
+
+    def only(self, rows_B: np.ndarray) -> NewTokens:
+        return NewTokens(self.slots_B[rows_B], self.tokens_BR[rows_B], self.logprobs_BR[rows_B], self.count_B[rows_B])
 
 
-def _shapes(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(dict(params))
-    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
+def _by_name(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _ids(sampling: SlotSampling) -> tuple[int, int]:
@@ -58,7 +58,9 @@ class DeviceState:
         self._abstract, self._text = models.abstract(model.config), model.config.text
         self._walk, self._steps, self._dtype = walk, steps, dtype
         self.limits = limits
-        self._shapes = _shapes(params)
+        self._served = {  # every weight as it is handed in, but in the dtype that is served
+            name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in _by_name(params).items()
+        }
         self._settle(layout)
         self.params = self._copy(params)
         self.cache: KVCache | None = None  # made when needed; None after a failure or while asleep
@@ -84,13 +86,17 @@ class DeviceState:
         self.params = jax.block_until_ready(jax.device_put(self.params, self._by_layers))
 
     def update(self, params: Mapping[str, Any]) -> None:
-        """Replaces the weights by a copy. Raises EngineError where structure or shapes differ from the old ones."""
-        new = _shapes(params)
-        for name in sorted(self._shapes.keys() | new.keys()):
-            if self._shapes.get(name) != new.get(name):
-                raise EngineError(
-                    f"weight {name} has shape {new.get(name)}, the engine serves {self._shapes.get(name)}"
-                )
+        """Replaces the weights by a copy. Raises EngineError, which names the tensor, where names, shapes or dtypes
+        differ from the old ones or a value is not finite; the old ones then stay."""
+        old, new = self._served, _by_name(dict(params))
+        for name in sorted(old.keys() | new.keys()):
+            if name not in new or name not in old:
+                raise EngineError(f"weight {name} is {'missing' if name in old else 'none of those that are served'}")
+            shape, dtype = getattr(new[name], "shape", None), getattr(new[name], "dtype", None)
+            if shape != old[name].shape:
+                raise EngineError(f"weight {name} has shape {shape}, the engine serves {old[name].shape}")
+            if dtype != old[name].dtype and not (self._dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
+                raise EngineError(f"weight {name} has dtype {dtype}, the engine serves {old[name].dtype}")
         self.params = self._copy(params)
 
     def _copy(self, params: Mapping[str, Any]) -> Any:

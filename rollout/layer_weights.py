@@ -17,6 +17,8 @@ from flax import nnx
 import models
 from models.decoder import Decoder, DecoderLayer
 
+from .engine import EngineError
+
 Params = dict[str, Any]  # as of `models.split`, but `layers` is a list with the weights of one layer each
 
 
@@ -24,31 +26,33 @@ def split_layers(params: Mapping[str, Any], dtype: Any, stacked: Mapping[str, An
     """A copy of `params` (as of `models.split`) by layers, complete when this returns; it shares no buffer with them.
 
     `dtype` casts the weights (None: as they are). `stacked` are the shardings of the weights as they come in, `whole`
-    (by layers) those of the copy. One weight at a time is on the devices twice.
+    (by layers) those of the copy. One weight at a time is on the devices twice. Raises EngineError, which names the
+    tensor, for NaN and infinity.
     """
 
-    def copied(x: Any, sharding: Any, layers: int | None) -> Any:
+    def copied(path: Any, x: Any, sharding: Any) -> Any:
         # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
-        return jax.block_until_ready(_copied(jax.device_put(x, sharding), dtype or x.dtype, layers))
+        layers = x.shape[0] if path[0].key == "layers" else None
+        copy, finite = _copied(jax.device_put(x, sharding), dtype or x.dtype, layers)
+        if not finite:  # this waits for the copy, too
+            name = jax.tree_util.keystr(path)
+            raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
+        return copy
 
-    params = dict(params)
-    copy = {
-        name: jax.tree.map(functools.partial(copied, layers=None), params[name], stacked[name])
-        for name in params
-        if name != "layers"
-    }
-    leaves, structure = jax.tree.flatten(params["layers"])
-    shardings = structure.flatten_up_to(stacked["layers"])
-    by_weight = [copied(x, sharding, len(x)) for x, sharding in zip(leaves, shardings, strict=True)]
+    copy = jax.tree_util.tree_map_with_path(copied, dict(params), dict(stacked))
+    by_weight, structure = jax.tree.flatten(copy["layers"], is_leaf=lambda x: isinstance(x, tuple))
     copy["layers"] = [structure.unflatten(layer) for layer in zip(*by_weight, strict=True)]
     return jax.device_put(copy, whole)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _copied(x: jax.Array, dtype: Any, layers: int | None) -> Any:
+def _copied(x: jax.Array, dtype: Any, layers: int | None) -> tuple[Any, jax.Array]:
+    """A copy, a tuple of one a layer where there are layers, and whether all of it is finite."""
     if layers is None:
-        return jnp.array(x, dtype=dtype, copy=True)
-    return tuple(jnp.array(x[i], dtype=dtype, copy=True) for i in range(layers))
+        copy = jnp.array(x, dtype=dtype, copy=True)
+    else:
+        copy = tuple(jnp.array(x[i], dtype=dtype, copy=True) for i in range(layers))
+    return copy, jnp.stack([jnp.isfinite(each).all() for each in jax.tree.leaves(copy)]).all()
 
 
 def stacked_layers(params: Params) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def test_the_plan_benchmark_takes_other_mixes(tmp_path):
     lengths = [900, 30, 20, 200, 150, 80, 60, 40]
     mixes.write_text(json.dumps([{"name": "own", "devices": 4, "sequences": [{"length": n} for n in lengths]}]))
     command = [sys.executable, str(ROOT / "benchmarks" / "flex_ulysses_plan.py"), "--mixes", str(mixes), "--repeats=1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert 1.0 <= answer["worst_balance"] < 1.03 and answer["worst_memory"] <= 1.1

@@ -275,7 +275,7 @@ def test_the_chat_template_is_used_when_the_configuration_says_so():
 
 def test_preparation_runs_in_several_threads_and_off_the_callers(folders):
     preparer = build({"digits": folders["digits"] / "train.jsonl"})
-    barrier, names = threading.Barrier(2, timeout=30), set()
+    barrier, names = threading.Barrier(2, timeout=300), set()
 
     class Watched:
         def prepare(self, text, media):
