@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import models
@@ -17,6 +15,7 @@ from sharding.walk import Walk
 
 from .engine import EngineError
 from .kv_cache import KVCache
+from .layer_weights import abstract_by_layer, split_layers, stacked_layers
 from .programs import programs
 from .sampling import SlotSampling
 from .tensor_parallel import Layout
@@ -42,13 +41,6 @@ class NewTokens:
         return NewTokens(self.slots_B[rows_B], self.tokens_BR[rows_B], self.logprobs_BR[rows_B], self.count_B[rows_B])
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _copied(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """A copy, and whether all of it is finite."""
-    copy = jnp.array(x, dtype=dtype, copy=True)
-    return copy, jnp.isfinite(copy).all()
-
-
 def _by_name(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -66,6 +58,9 @@ class DeviceState:
         self._abstract, self._text = models.abstract(model.config), model.config.text
         self._walk, self._steps, self._dtype = walk, steps, dtype
         self.limits = limits
+        self._served = {  # every weight as it is handed in, but in the dtype that is served
+            name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in _by_name(params).items()
+        }
         self._settle(layout)
         self.params = self._copy(params)
         self.cache: KVCache | None = None  # made when needed; None after a failure or while asleep
@@ -73,25 +68,27 @@ class DeviceState:
 
     @property
     def model(self) -> Decoder:
-        return models.merge(self._graphdef, self.params)
+        return models.merge(self._graphdef, stacked_layers(self.params))
 
     def _settle(self, layout: Layout) -> None:
         """From now on, everything is made for these devices."""
         self.layout = layout
-        self._weights, self._rows = layout.weights(self._abstract), layout.rows(self._text)
+        self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
+        by_layer = layout.weights(abstract_by_layer(self._abstract))
+        self._by_layers = {**by_layer, "layers": [by_layer["layers"]] * self._text.num_layers}
         several = len(layout.devices) > 1  # the programs of one device serve any other, too
         self.programs = programs(self._graphdef, self._walk, self._steps, self._rows if several else None)
 
     def move(self, layout: Layout) -> None:
         """The weights, on other devices; the cache is gone."""
         self.cache = None
-        self.params = jax.block_until_ready(jax.device_put(self.params, layout.weights(self._abstract)))
         self._settle(layout)
+        self.params = jax.block_until_ready(jax.device_put(self.params, self._by_layers))
 
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights by a copy. Raises EngineError, which names the tensor, where names, shapes or dtypes
         differ from the old ones or a value is not finite; the old ones then stay."""
-        old, new = _by_name(self.params), _by_name(params)
+        old, new = self._served, _by_name(dict(params))
         for name in sorted(old.keys() | new.keys()):
             if name not in new or name not in old:
                 raise EngineError(f"weight {name} is {'missing' if name in old else 'none of those that are served'}")
@@ -103,19 +100,7 @@ class DeviceState:
         self.params = self._copy(params)
 
     def _copy(self, params: Mapping[str, Any]) -> Any:
-        """A copy on these devices that shares no buffer with `params`, complete when this returns. Raises EngineError,
-        which names the tensor, for NaN and infinity.
-
-        `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
-        """
-        named, leaves = _by_name(params), []
-        for name, sharding in _by_name(self._weights).items():
-            local = jax.device_put(named[name], sharding)
-            copy, finite = _copied(local, self._dtype or local.dtype)
-            if not finite:  # this waits for the copy, too
-                raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
-            leaves.append(copy)
-        return jax.tree.unflatten(jax.tree.structure(self._weights), leaves)
+        return split_layers(params, self._dtype, self._stacked, self._by_layers)
 
     def start(self, plan: StartPlan) -> list[NewTokens]:
         """Prefills prompts into slots and draws the first token of each sample."""

@@ -116,6 +116,23 @@ def test_two_processes_compute_the_same_under_every_plan():
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_generation_beside_transformers():
+    """Both sides have the same weights and prompts, and so the same tokens. How fast they are is another matter."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    command = [sys.executable, str(ROOT / "benchmarks" / "generate.py"), "--shape=tiny", "--repeats=1"]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([*command, "--new-tokens=6"], capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["equal_tokens"] == 1.0
+    assert set(answer["ratio"]) == {"1", "8"}
+    for batch, ratio in answer["ratio"].items():
+        ours, peer = (answer[side]["tokens_per_second"][batch] for side in ("fluxjax", "peer"))
+        assert ratio == pytest.approx(ours / peer, rel=1e-2) and ours > 0
+
+
 def test_the_plan_benchmark_takes_other_mixes(tmp_path):
     mixes = tmp_path / "mixes.json"
     lengths = [900, 30, 20, 200, 150, 80, 60, 40]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
+from plain_decode import generate
 from run_cases import assert_same_bits, checkpoint_steps, flags, letters, model_arrays, summary
 
 import models
@@ -22,7 +23,6 @@ from fluxjax.data.errors import DataError
 from fluxjax.report.metrics import read
 from fluxjax.trainer import FluxTrainer
 from fluxjax.types import Prompt
-from models.decode import generate
 from models.processing import Processor
 from rollout.engine import GenerateRequest
 

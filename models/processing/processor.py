@@ -171,9 +171,14 @@ class Processor:
         marked = MARK.sub(lambda mark: f"{VISION_START}{PADS[MARKS[mark[0]]]}{VISION_END}", text) if media else text
         return self._build(marked, media)
 
-    def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
-        """Like `prepare`, with `text` as the user's turn in the checkpoint's chat template, if it has one."""
+    def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> ModelInput:
+        """Like `prepare`, with `text` as the user's turn in the checkpoint's chat template, if it has one.
+
+        Raises PromptError for a `system` message where there is no template.
+        """
         if not self.chat_template:
+            if system:
+                raise PromptError("this checkpoint has no chat template, which a system message needs")
             return self.prepare(text, media)
         self._check_marks(text, media)
         content: str | list[dict[str, str]] = text  # a plain string where possible: text templates know no parts
@@ -186,7 +191,9 @@ class Processor:
                     content.append({"type": "text", "text": part})
         config = json.loads(self.tokenizer_config)
         special = {name: _token(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
-        return self._build(chat.render(self.chat_template, [{"role": "user", "content": content}], **special), media)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": content})
+        return self._build(chat.render(self.chat_template, messages, **special), media)
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
         marks = [MARKS[mark] for mark in MARK.findall(text)]

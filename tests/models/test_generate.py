@@ -15,14 +15,15 @@ import pytest
 from hf_reference import torch, transformers
 from media_files import moving_frames, write_video
 from PIL import Image
+from plain_decode import generate
 
 import models
-from models.decode import generate
 from models.forward import logprobs
-from models.generate import arrange, main
+from models.generate import main
 from models.inputs import PackedTokens
 from models.processing import Processor, tiny
 from models.processing.settings import PatchLayout
+from rollout.generate_command import arrange
 from sharding.walk import Walk
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
