@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import pytest
 from packing_cases import MODEL, make_config
+from plain_decode import generate
 
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.batching import compose, unpack
 from fluxjax.learner import Learner
 from fluxjax.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
-from models.decode import generate
 from models.processing import tiny
 from models.processing.settings import PatchLayout
 from rollout.engine import GenerateRequest, SamplingParams
