@@ -27,7 +27,7 @@ class NameLayout(enum.Enum):
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. `mrope_section` counts frequencies a position axis (time, height, width) and sums to half
-    the head size; empty means one position axis. `factor` and what follows is read by `linear` and `yarn` only."""
+    the head size; empty means one position axis. `factor` is read by `linear` and `yarn`, what follows by `yarn`."""
 
     theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
@@ -36,7 +36,10 @@ class RopeConfig:
     original_max_positions: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float = 0.0  # 0: as the YaRN paper recommends
+    attention_factor: float | None = None  # None: from `factor` and, where both are given, the two scales below
+    mscale: float = 0.0  # 0: not given
+    mscale_all_dim: float = 0.0
+    truncate: bool = True  # the interpolated range to whole frequencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +96,8 @@ class VisionConfig:
                 f"vision hidden_size={self.hidden_size} must give each of num_heads={self.num_heads} a size "
                 "divisible by 4 (two spatial axes, sine and cosine)"
             )
+        if self.spatial_merge_size != 2:
+            raise ModelConfigError(f"spatial_merge_size={self.spatial_merge_size} is not supported; supported is 2")
         if self.window_size % (self.patch_size * self.spatial_merge_size):
             raise ModelConfigError(
                 f"window_size={self.window_size} must be a multiple of patch_size * spatial_merge_size = "

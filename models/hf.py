@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from . import registry
 from .config import AnyConfig, ModelConfigError, Qwen25VLConfig
 from .decoder import Decoder
+from .folder import why_missing
 from .qwen2.params import tensor_names as qwen2_names
 from .qwen2_5_vl.params import name_layout
 from .qwen2_5_vl.params import tensor_names as qwen2_5_vl_names
@@ -31,6 +32,8 @@ from .tensor_names import TensorName
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # as `transformers` splits by default
+HEAD = "lm_head.weight"
+DTYPES = ("BF16", "F16", "F32")  # as safetensors names them
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
 
 
@@ -88,6 +91,16 @@ class _Files:
     def path(self, name: str) -> pathlib.Path:
         return self.folder / self.where.get(name, INDEX if len(self.open) > 1 else next(iter(self.open)))
 
+    def check_dtypes(self) -> None:
+        """Quantised tensors are refused by name before any is read."""
+        for name, file in self.where.items():
+            dtype = self.open[file].get_slice(name).get_dtype()
+            if dtype not in DTYPES and not name.endswith(IGNORED_SUFFIXES):
+                raise CheckpointError(
+                    f"{self.path(name)}: tensor {name} is {dtype}; supported are {', '.join(DTYPES)}: take a "
+                    "checkpoint that was not quantised"
+                )
+
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in self.where:
             raise CheckpointError(f"{self.path(name)}: tensor {name} is missing")
@@ -106,17 +119,33 @@ def _check_names(files: _Files, names: list[TensorName], layers: Mapping[tuple[s
     for name in sorted(wanted - files.where.keys()):
         raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
     for name in sorted(files.where.keys() - wanted):
-        if name.endswith(IGNORED_SUFFIXES):
-            continue
-        if name == "lm_head.weight" and _is_tied_copy(files, names):
+        if name == HEAD or name.endswith(IGNORED_SUFFIXES):  # a head that is not wanted is a tied one: `_tied_or_not`
             continue
         raise CheckpointError(f"{files.path(name)}: tensor {name} is unexpected; this architecture has no such weight")
 
 
-def _is_tied_copy(files: _Files, names: list[TensorName]) -> bool:
+def _tied_or_not(files: _Files, config: AnyConfig, raw: Mapping[str, Any]) -> AnyConfig:
+    """The configuration, untied where transformers does not tie: the file stores a head of its own.
+
+    transformers ties if config.json says so at the top or in `text_config`, but keeps a stored head that differs from
+    the embedding, where SGLang drops it. That is settled only if the top of config.json says `false`.
+    """
+    if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
+        return config
+    if raw.get("tie_word_embeddings") is not False:
+        raise CheckpointError(
+            f"{files.path(HEAD)}: tensor {HEAD} differs from the embedding that config.json ties it to; "
+            "set tie_word_embeddings to false to keep the head, or remove the tensor to drop it"
+        )
+    settled = {**raw, "text_config": {**raw["text_config"], "tie_word_embeddings": False}}
+    text = dataclasses.replace(config.text, tie_word_embeddings=False)
+    return dataclasses.replace(config, text=text, extra=json.dumps(settled))
+
+
+def _is_tied_copy(files: _Files, config: AnyConfig) -> bool:
     """Some tied checkpoints also store the head. It is redundant only if it equals the embedding."""
-    entry = next(entry for entry in names if entry.path == ("embedding", "table"))
-    head, embedding = (files.read(name, entry.disk_shape) for name in ("lm_head.weight", entry.name))
+    entry = next(entry for entry in tensor_names(config) if entry.path == ("embedding", "table"))
+    head, embedding = (files.read(name, entry.disk_shape) for name in (HEAD, entry.name))
     return head.dtype == embedding.dtype and head.tobytes() == embedding.tobytes()
 
 
@@ -159,8 +188,8 @@ def _drop_buffers(nothing: jax.Array) -> jax.Array:
 def load(path: str | os.PathLike[str], dtype: Any = None, shardings: Mapping[str, Any] | None = None) -> Decoder:
     """See `models.load`. `shardings` has the structure of the parameter dict: each parameter goes straight there."""
     folder = pathlib.Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
+    if why := why_missing(path):
+        raise CheckpointError(why)
     raw = read_json(folder / "config.json")
     try:
         config = registry.read_config(raw)
@@ -168,8 +197,10 @@ def load(path: str | os.PathLike[str], dtype: Any = None, shardings: Mapping[str
         raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
     with contextlib.ExitStack() as stack:
         files = _Files(folder, stack)
+        files.check_dtypes()
         if isinstance(config, Qwen25VLConfig):
             config = dataclasses.replace(config, names=name_layout(files.where))
+        config = _tied_or_not(files, config, raw)
         names, layers = tensor_names(config), _layers(config)
         _check_names(files, names, layers)
         params: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`config.json` of Hugging Face, both generations: flat and nested text settings, `rope_scaling`, `rope_parameters`."""
+"""`config.json` of Hugging Face, both generations: flat and nested text settings. Rotary embeddings: `hf_rope`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from .config import (
     NameLayout,
     Qwen2Config,
     Qwen25VLConfig,
-    RopeConfig,
     TextConfig,
     VisionConfig,
 )
-
-ROPE_KINDS = ("default", "mrope", "linear", "yarn")
+from .hf_rope import read_rope, read_vision_theta, write_rope
 
 
 def _need(config: Mapping[str, Any], name: str, where: str) -> Any:
@@ -26,24 +24,49 @@ def _need(config: Mapping[str, Any], name: str, where: str) -> Any:
     return config[name]
 
 
-def read_rope(config: Mapping[str, Any], *, default_theta: float) -> RopeConfig:
-    """From `rope_parameters` (new) or `rope_scaling` and `rope_theta` (old); whichever the file has."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise ModelConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    original = rope.get("original_max_position_embeddings", config.get("max_position_embeddings", 32768))
-    return RopeConfig(
-        theta=float(default_theta if theta is None else theta),
-        mrope_section=tuple(rope.get("mrope_section") or ()),
-        kind="default" if kind == "mrope" else kind,
-        factor=float(rope.get("factor") or 1.0),
-        original_max_positions=int(original) if kind == "yarn" else 0,
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        attention_factor=float(rope.get("attention_factor") or 0.0),
-    )
+# Settings that change what other programs compute, and the value that means the computation done here.
+_DONE_HERE: dict[str, Any] = {
+    "attention_bias": True,  # on q, k and v, as in every published checkpoint of these architectures
+    "qkv_bias": True,
+    "mlp_bias": False,
+    "is_causal": True,
+    "attention_dropout": 0,
+    "partial_rotary_factor": 1,
+    "dual_chunk_attention_config": None,
+}
+
+
+def _refuse_quantised(config: Mapping[str, Any], where: str) -> None:
+    for name in ("quantization_config", "compression_config"):
+        if (found := config.get(name)) is not None:
+            method = found.get("quant_method", "") if isinstance(found, Mapping) else found
+            raise ModelConfigError(
+                f"{name} ({method}) in {where} is not supported, weights must be full-precision ones: take the "
+                "checkpoint that was not quantised, or remove the field if these weights never were"
+            )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
+    """Raises ModelConfigError, naming the field, for what `config` asks of the decoder and would not get."""
+    _refuse_quantised(config, where)
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelConfigError(f"hidden_act {config['hidden_act']!r} in {where} is not supported; supported is silu")
+    for name, done in _DONE_HERE.items():
+        if config.get(name, done) not in (None, done):
+            raise ModelConfigError(f"{name}={config[name]!r} in {where} is not supported; supported is {done!r}")
+
+
+def _refuse_sliding_windows(config: Mapping[str, Any], layers: int, default_full_layers: int, where: str) -> None:
+    """Defaults are those of transformers, where a window of 4096 slides in layers from `max_window_layers` on."""
+    full = config.get("max_window_layers")
+    full = default_full_layers if full is None else full
+    if config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None and full < layers:
+        raise ModelConfigError(f"sliding-window attention is not supported (use_sliding_window in {where})")
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ModelConfigError(
+            f"layer_types {', '.join(sorted(kinds))} in {where} are not supported; supported is full_attention"
+        )
 
 
 def read_text(
@@ -52,15 +75,22 @@ def read_text(
     *,
     default_theta: float = 10000.0,
     default_eps: float = 1e-6,
+    default_section: tuple[int, ...] = (),
+    default_full_layers: int = 28,
 ) -> TextConfig:
-    """The decoder's settings in `config`; `outer` is the whole file, where tying may be said instead."""
+    """The decoder's settings in `config`; `outer` is the whole file, where tying may be said instead.
+
+    The defaults are what transformers takes for the architecture where the file says nothing.
+    """
     where = "config.json" if config is outer else "text_config of config.json"
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelConfigError(f"hidden_act {config['hidden_act']!r} is not supported; supported is silu")
+    _refuse_quantised(outer, "config.json")
+    _refuse_unsupported(config, where)
     layers, heads = _need(config, "num_hidden_layers", where), _need(config, "num_attention_heads", where)
-    slides = config.get("use_sliding_window") and config.get("max_window_layers", layers) < layers
-    if slides or "sliding_attention" in (config.get("layer_types") or ()):
-        raise ModelConfigError("sliding-window attention in the decoder is not supported (use_sliding_window)")
+    _refuse_sliding_windows(config, layers, default_full_layers, where)
+    rope = read_rope(config, default_theta=default_theta, default_section=default_section)
+    beside = {name: outer[name] for name in ("rope_scaling", "rope_parameters", "rope_theta") if outer.get(name)}
+    if read_rope({**config, **beside}, default_theta=default_theta, default_section=default_section) != rope:
+        raise ModelConfigError(f"{', '.join(beside)} of config.json contradict {where}; keep what stands there")
     hidden = _need(config, "hidden_size", where)
     return TextConfig(
         vocab_size=_need(config, "vocab_size", where),
@@ -71,7 +101,7 @@ def read_text(
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
         rms_norm_eps=float(config.get("rms_norm_eps", default_eps)),
-        rope=read_rope(config, default_theta=default_theta),
+        rope=rope,
         tie_word_embeddings=bool(outer.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
         max_position_embeddings=config.get("max_position_embeddings", 32768),
         initializer_range=float(config.get("initializer_range", 0.02)),
@@ -80,6 +110,7 @@ def read_text(
 
 def read_vision(config: Mapping[str, Any]) -> VisionConfig:
     where = "vision_config of config.json"
+    _refuse_quantised(config, where)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelConfigError(f"vision hidden_act {config['hidden_act']!r} is not supported; supported is silu")
     return VisionConfig(
@@ -95,7 +126,7 @@ def read_vision(config: Mapping[str, Any]) -> VisionConfig:
         window_size=config.get("window_size", 112),
         in_channels=config.get("in_channels") or config.get("in_chans") or 3,
         tokens_per_second=float(config.get("tokens_per_second", 4)),
-        rope_theta=float((config.get("rope_parameters") or {}).get("rope_theta", 10000.0)),
+        rope_theta=read_vision_theta(config),
         initializer_range=float(config.get("initializer_range", 0.02)),
     )
 
@@ -104,30 +135,19 @@ def read_qwen2_5_vl(config: Mapping[str, Any]) -> Qwen25VLConfig:
     text = config.get("text_config") or config
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return Qwen25VLConfig(
-        text=read_text(text, config, default_theta=1e6, default_eps=1e-5),
+        text=read_text(
+            text,
+            config,
+            default_theta=1e6,
+            default_eps=1e-5,
+            default_section=(16, 24, 24),
+            default_full_layers=80,
+        ),
         vision=read_vision(_need(config, "vision_config", "config.json")),
         **{name: config[name] for name in ids if config.get(name) is not None},
         names=NameLayout.FLAT,
         extra=json.dumps(config),
     )
-
-
-def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`: the older form, which every reader understands."""
-    scaling: dict[str, Any] = {}
-    if rope.mrope_section:
-        scaling = {"type": "mrope", "mrope_section": list(rope.mrope_section)}
-    if rope.kind != "default":
-        scaling |= {"type": rope.kind, "rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "yarn":
-        scaling |= {
-            "original_max_position_embeddings": rope.original_max_positions,
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-        }
-        if rope.attention_factor:
-            scaling["attention_factor"] = rope.attention_factor
-    return {"rope_theta": rope.theta, "rope_scaling": scaling or None}
 
 
 def write_text(text: TextConfig) -> dict[str, Any]:
@@ -171,6 +191,7 @@ def write_vision(vision: VisionConfig) -> dict[str, Any]:
         "in_channels": vision.in_channels,
         "in_chans": vision.in_channels,  # the name in the published files; other readers look for either
         "tokens_per_second": _whole(vision.tokens_per_second),  # `transformers` insists on an integer
+        "rope_theta": vision.rope_theta,
         "initializer_range": vision.initializer_range,
     }
 

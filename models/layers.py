@@ -1,12 +1,13 @@
 """The parts that every architecture here is built of. Each weight is declared once, next to its use.
 
 `stack` creates a whole stack of layers: the same module, its weights with a leading layer axis.
-Norms, softmax and rotary embeddings compute in float32; everything else in the dtype of the weights.
+Norms, softmax, exact GELU and rotary embeddings compute in float32; everything else in the dtype of the weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -82,6 +83,29 @@ class Embedding(nnx.Module):
         return self.table[...][tokens]
 
 
+@jax.custom_jvp
+def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The exact GELU, `x` times the standard normal distribution up to `x`, computed by `erf` as PyTorch does.
+
+    `jax.nn.gelu` computes it by `erfc`, which JAX 0.12 refuses inside a `shard_map` that checks replication; so it does
+    with JAX's derivative of `erf`, and the derivative is written out.
+    """
+    wide = x.astype(jnp.float32)
+    return (wide * _normal_cdf(wide)).astype(x.dtype)
+
+
+@gelu.defjvp
+def _gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (tangent,) = primals, tangents
+    wide = x.astype(jnp.float32)
+    density = jnp.exp(-0.5 * jnp.square(wide)) / np.float32(math.sqrt(2 * math.pi))
+    return gelu(x), tangent * (_normal_cdf(wide) + wide * density).astype(x.dtype)
+
+
+def _normal_cdf(x: Array) -> Array:
+    return 0.5 * (1 + jax.lax.erf(x * np.float32(math.sqrt(0.5))))
+
+
 def add_bias(x: Array, bias: Array) -> Array:
     """`x + bias` over the trailing axes of `x`; the broadcast is written out (rank promotion is an error here)."""
     return x + jnp.broadcast_to(bias, x.shape)
@@ -97,17 +121,42 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
     if rope.kind == "linear":
         return frequencies / np.float32(rope.factor), 1.0
     if rope.kind == "yarn":
-
-        def turning_point(rotations: float) -> float:
-            # The pair that turns `rotations` times over the original context.
-            return head_dim * np.log(rope.original_max_positions / (rotations * 2 * np.pi)) / (2 * np.log(rope.theta))
-
-        low = max(np.floor(turning_point(rope.beta_fast)), 0)
-        high = min(np.ceil(turning_point(rope.beta_slow)), head_dim - 1)
-        ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1).astype(np.float32)
-        factor = rope.attention_factor or (0.1 * float(np.log(rope.factor)) + 1.0 if rope.factor > 1 else 1.0)
-        return frequencies / np.float32(rope.factor) * ramp + frequencies * (1 - ramp), factor
+        kept = 1 - _yarn_ramp(rope, head_dim)
+        frequencies = frequencies / np.float32(rope.factor) * (1 - kept) + frequencies * kept
+        return frequencies, _yarn_attention_factor(rope)
     return frequencies, 1.0
+
+
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """How far each pair of the head is interpolated, `[H/2]` float32, from 0 (fast pairs) to 1 (slow ones).
+
+    Computed in float32 as in transformers: near 1, where little is left of a fast pair, rounding is seen.
+    """
+
+    def turning_point(rotations: float) -> float:
+        # The pair that turns `rotations` times over the original context.
+        return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = turning_point(rope.beta_fast), turning_point(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width)
+    return np.clip(ramp, np.float32(0), np.float32(1))
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """The factor on cosine and sine as transformers derives it: given, or from `factor` and the two scales."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(by: float) -> float:
+        return 0.1 * by * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
 
 
 def rotate(

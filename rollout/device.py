@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import models
@@ -17,6 +15,7 @@ from sharding.walk import Walk
 
 from .engine import EngineError
 from .kv_cache import KVCache
+from .layer_weights import abstract_by_layer, split_layers, stacked_layers
 from .programs import programs
 from .sampling import SlotSampling
 from .tensor_parallel import Layout
@@ -32,17 +31,18 @@ class NewTokens:
     logprobs_BR: np.ndarray
     count_B: np.ndarray  # how many of each row count
 
-    def check_finite(self, version: int) -> None:
-        """Broken weights must stop the engine, not fill it with arbitrary tokens."""
+    @property
+    def finite_B(self) -> np.ndarray:
+        """Which slots have finite log-probs throughout. The others were given arbitrary tokens."""
         counted_BR = np.arange(self.tokens_BR.shape[1]) < self.count_B[:, None]
-        wrong = int((~np.isfinite(self.logprobs_BR[counted_BR])).sum())
-        if wrong:
-            raise EngineError(f"{wrong} sampled tokens have a log-prob that is not finite under weights {version}")
+        return (np.isfinite(self.logprobs_BR) | ~counted_BR).all(axis=1)
+
+    def only(self, rows_B: np.ndarray) -> NewTokens:
+        return NewTokens(self.slots_B[rows_B], self.tokens_BR[rows_B], self.logprobs_BR[rows_B], self.count_B[rows_B])
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _copied(x: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.array(x, dtype=dtype, copy=True)
+def _by_name(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _ids(sampling: SlotSampling) -> tuple[int, int]:
@@ -58,6 +58,9 @@ class DeviceState:
         self._abstract, self._text = models.abstract(model.config), model.config.text
         self._walk, self._steps, self._dtype = walk, steps, dtype
         self.limits = limits
+        self._served = {  # every weight as it is handed in, but in the dtype that is served
+            name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in _by_name(params).items()
+        }
         self._settle(layout)
         self.params = self._copy(params)
         self.cache: KVCache | None = None  # made when needed; None after a failure or while asleep
@@ -65,41 +68,39 @@ class DeviceState:
 
     @property
     def model(self) -> Decoder:
-        return models.merge(self._graphdef, self.params)
+        return models.merge(self._graphdef, stacked_layers(self.params))
 
     def _settle(self, layout: Layout) -> None:
         """From now on, everything is made for these devices."""
         self.layout = layout
-        self._weights, self._rows = layout.weights(self._abstract), layout.rows(self._text)
+        self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
+        by_layer = layout.weights(abstract_by_layer(self._abstract))
+        self._by_layers = {**by_layer, "layers": [by_layer["layers"]] * self._text.num_layers}
         several = len(layout.devices) > 1  # the programs of one device serve any other, too
         self.programs = programs(self._graphdef, self._walk, self._steps, self._rows if several else None)
 
     def move(self, layout: Layout) -> None:
         """The weights, on other devices; the cache is gone."""
         self.cache = None
-        self.params = jax.block_until_ready(jax.device_put(self.params, layout.weights(self._abstract)))
         self._settle(layout)
+        self.params = jax.block_until_ready(jax.device_put(self.params, self._by_layers))
 
     def update(self, params: Mapping[str, Any]) -> None:
-        """Replaces the weights by a copy. Raises EngineError where structure or shapes differ from the old ones."""
-        old, new = (
-            {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-            for tree in (self.params, params)
-        )
+        """Replaces the weights by a copy. Raises EngineError, which names the tensor, where names, shapes or dtypes
+        differ from the old ones or a value is not finite; the old ones then stay."""
+        old, new = self._served, _by_name(dict(params))
         for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
-                raise EngineError(f"weight {name} has shape {new.get(name)}, the engine serves {old.get(name)}")
+            if name not in new or name not in old:
+                raise EngineError(f"weight {name} is {'missing' if name in old else 'none of those that are served'}")
+            shape, dtype = getattr(new[name], "shape", None), getattr(new[name], "dtype", None)
+            if shape != old[name].shape:
+                raise EngineError(f"weight {name} has shape {shape}, the engine serves {old[name].shape}")
+            if dtype != old[name].dtype and not (self._dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
+                raise EngineError(f"weight {name} has dtype {dtype}, the engine serves {old[name].dtype}")
         self.params = self._copy(params)
 
     def _copy(self, params: Mapping[str, Any]) -> Any:
-        """A copy on these devices that shares no buffer with `params`, complete when this returns.
-
-        `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
-        """
-        placed = zip(jax.tree.leaves(dict(params)), jax.tree.leaves(self._weights), strict=True)
-        local = (jax.device_put(x, sharding) for x, sharding in placed)
-        leaves = [jax.block_until_ready(_copied(x, self._dtype or x.dtype)) for x in local]
-        return jax.tree.unflatten(jax.tree.structure(dict(params)), leaves)
+        return split_layers(params, self._dtype, self._stacked, self._by_layers)
 
     def start(self, plan: StartPlan) -> list[NewTokens]:
         """Prefills prompts into slots and draws the first token of each sample."""

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from models.config import TextConfig
 
-Rows = tuple[Array, Array]  # keys and values [L, B, T, K, H] of a prefill, a view, or a round
+Rows = tuple[Array, Array]  # keys and values [L, B, T, K, H] of a prefill
+LayerRows = tuple[Array, Array]  # those of one layer [B, K, T, H], of a view or a round: as attention reads them
 
 
 @jax.tree_util.register_dataclass
@@ -37,21 +38,26 @@ class KVCache:
     def max_tokens(self) -> int:
         return self.k_LBSKH.shape[2]
 
-    def view(self, slots_B: Int[Array, " B"], length: int) -> Rows:
-        """The first `length` entries of some slots. An out-of-range slot (padding) reads another slot's entries."""
-        return jax.tree.map(
-            lambda x: jnp.take(x[:, :, :length], slots_B, axis=1, mode="clip"), (self.k_LBSKH, self.v_LBSKH)
-        )
+    def view(self, slots_B: Int[Array, " B"], length: int) -> list[LayerRows]:
+        """The first `length` entries of some slots, layer by layer. An out-of-range slot (padding) reads another slot's
+        entries."""
 
-    def append(self, rows: Rows, slots_B: Int[Array, " B"], start_B: Int[Array, " B"]) -> KVCache:
-        """Writes `rows` behind the first `start_B` entries of each slot; what does not fit is dropped, and so is
+        def layer(x: Array) -> Array:
+            return jnp.swapaxes(jnp.take(x[:, :length], slots_B, axis=0, mode="clip"), 1, 2)
+
+        return [(layer(k), layer(v)) for k, v in zip(self.k_LBSKH, self.v_LBSKH, strict=True)]
+
+    def append(self, layers: list[LayerRows], slots_B: Int[Array, " B"], start_B: Int[Array, " B"]) -> KVCache:
+        """Writes `layers` behind the first `start_B` entries of each slot; what does not fit is dropped, and so is
         everything for an out-of-range slot."""
-        offsets_BT = start_B[:, None] + jnp.arange(rows[0].shape[2])[None, :]
+        offsets_BT = start_B[:, None] + jnp.arange(layers[0][0].shape[2])[None, :]
 
-        def write(x: Array, new: Array) -> Array:
-            return x.at[:, slots_B[:, None], offsets_BT].set(new, mode="drop")
+        def write(x: Array, new: tuple[Array, ...]) -> Array:
+            new_LBTKH = jnp.swapaxes(jnp.stack(new), 2, 3)
+            return x.at[:, slots_B[:, None], offsets_BT].set(new_LBTKH, mode="drop")
 
-        return KVCache(write(self.k_LBSKH, rows[0]), write(self.v_LBSKH, rows[1]))
+        k, v = zip(*layers, strict=True)
+        return KVCache(write(self.k_LBSKH, k), write(self.v_LBSKH, v))
 
     def insert(
         self, rows: Rows, row_B: Int[Array, " B"], source_BT: Int[Array, "B T"], slots_B: Int[Array, " B"]
@@ -69,24 +75,24 @@ class KVCache:
 
 def cached_attention(
     q: Float[Array, "B 1 N H"],
-    cached: tuple[Array, Array],
-    fresh: tuple[Array, Array],
+    cached: LayerRows,
+    fresh: LayerRows,
     length_B: Int[Array, " B"],
     step: Int[Array, ""],
 ) -> Float[Array, "B 1 N H"]:
-    """Attention of one new token a slot over its first `length_B` cached entries (`[B, S, K, H]`) and the round's
-    own entries `0 .. step` (`[B, R, K, H]`). Scores and softmax are float32."""
+    """Attention of one new token a slot over its first `length_B` cached entries (`[B, K, S, H]`) and the round's
+    own entries `0 .. step` (`[B, K, R, H]`). Scores and softmax are float32."""
     B, _, N, H = q.shape
-    K = cached[0].shape[2]
+    K = cached[0].shape[1]
     q = q.reshape(B, K, N // K, H)
 
     def scores(k: Array) -> Array:
-        return jnp.einsum("BKGH,BSKH->BKGS", q, k, preferred_element_type=jnp.float32) * H**-0.5
+        return jnp.einsum("BKGH,BKSH->BKGS", q, k, preferred_element_type=jnp.float32) * H**-0.5
 
-    S, R = cached[0].shape[1], fresh[0].shape[1]
+    S, R = cached[0].shape[2], fresh[0].shape[2]
     old = jnp.where((jnp.arange(S)[None, :] < length_B[:, None])[:, None, None], scores(cached[0]), -1e30)
     new = jnp.where((jnp.arange(R) <= step)[None, None, None], scores(fresh[0]), -1e30)
     probs = jax.nn.softmax(jnp.concatenate([old, new], axis=-1), axis=-1).astype(q.dtype)
-    out = jnp.einsum("BKGS,BSKH->BKGH", probs[..., :S], cached[1])
-    out += jnp.einsum("BKGS,BSKH->BKGH", probs[..., S:], fresh[1])
+    out = jnp.einsum("BKGS,BKSH->BKGH", probs[..., :S], cached[1])
+    out += jnp.einsum("BKGS,BKSH->BKGH", probs[..., S:], fresh[1])
     return out.reshape(B, 1, N, H)

@@ -19,7 +19,7 @@ from models.processing.vision_input import concatenate, pad
 from .buckets import doubling, geometric
 
 LEAST_TOKENS = 16  # a row
-LEAST_AREA = 256  # rows x row length: less costs hardly less, and would be more shapes to compile
+LEAST_AREA = 256  # rows x row length: for a small model less costs hardly less, and would be more shapes to compile
 LEAST_FEATURES = 16  # of the vision tower
 
 
@@ -69,39 +69,45 @@ def _layout(prefix: Prefix, row_tokens: int) -> tuple[list[int], list[Place]]:
     return lengths, places
 
 
-def _shape(rows: int, longest: int) -> tuple[int, int]:
+def _shape(rows: int, longest: int, least_area: int) -> tuple[int, int]:
     """Rows and row length of a batch, rounded up."""
     T = geometric(longest, LEAST_TOKENS)
-    return doubling(rows, max(1, LEAST_AREA // doubling(T, 1))), T
+    return doubling(rows, max(1, least_area // doubling(T, 1))), T
 
 
 def plan(
-    prefixes: Sequence[Prefix], *, row_tokens: int, batch_tokens: int, batch_patches: int, merge_unit: int
+    prefixes: Sequence[Prefix],
+    *,
+    row_tokens: int,
+    batch_tokens: int,
+    batch_patches: int,
+    merge_unit: int,
+    least_area: int = LEAST_AREA,
 ) -> Iterator[tuple[list[int], PrefillBatch]]:
     """Packs prefixes, in order, into batches of about `batch_tokens` (rows x row length) and `batch_patches`.
 
     Yields the indices of the prefixes in a batch and the batch. A prefix is never divided between batches, so
-    one of any size gets a batch of its own. `merge_unit` patches make a feature.
+    one of any size gets a batch of its own. `merge_unit` patches make a feature. Batches are filled up to `least_area`.
     """
     members: list[int] = []
     rows = longest = patches = 0
     for index, prefix in enumerate(prefixes):
         lengths, _ = _layout(prefix, row_tokens)
         more = prefix.prompt.vision.num_patches if prefix.prompt.vision is not None else 0
-        B, T = _shape(rows + len(lengths), max(longest, *lengths))
+        B, T = _shape(rows + len(lengths), max(longest, *lengths), least_area)
         if members and (batch_tokens < B * T or patches + more > batch_patches):
-            yield members, _pack([prefixes[i] for i in members], row_tokens, merge_unit)
+            yield members, _pack([prefixes[i] for i in members], row_tokens, merge_unit, least_area)
             members, rows, longest, patches = [], 0, 0, 0
         members.append(index)
         rows, longest, patches = rows + len(lengths), max(longest, *lengths), patches + more
     if members:
-        yield members, _pack([prefixes[i] for i in members], row_tokens, merge_unit)
+        yield members, _pack([prefixes[i] for i in members], row_tokens, merge_unit, least_area)
 
 
-def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int) -> PrefillBatch:
+def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_area: int) -> PrefillBatch:
     layouts = [_layout(prefix, row_tokens) for prefix in prefixes]
     lengths = [length for row_lengths, _ in layouts for length in row_lengths]
-    B, T = _shape(len(lengths), max(lengths))
+    B, T = _shape(len(lengths), max(lengths), least_area)
     tokens_BT = np.zeros((B, T), np.int32)
     segments_BT = np.zeros((B, T), np.int32)
     branches_BT = np.zeros((B, T), np.int32)

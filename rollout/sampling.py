@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+CANDIDATES = 256  # most probable tokens that top-k and top-p look at before they sort a whole vocabulary
 NEVER = np.float32(-1e30)  # the score of a token that must not be drawn; finite, so that no NaN can arise
 
 
@@ -80,8 +81,15 @@ def sample(
     def plain() -> Array:
         return jnp.argmax(logits_BV + noise_BV, axis=-1).astype(jnp.int32)
 
-    def limited() -> Array:  # sorting is dear for large vocabularies: only when a slot asks for it
-        drawn_B = _sample_sorted(logits_BV, noise_BV, params.top_p_B, params.top_k_B)
+    def sort() -> Array:
+        return _sample_sorted(logits_BV, noise_BV, params.top_p_B, params.top_k_B)
+
+    def limited() -> Array:  # sorting a large vocabulary is dear: only when a slot asks for it and a few don't do
+        if logits_BV.shape[1] <= CANDIDATES:
+            return jnp.where(limited_B, sort(), plain())
+        few_B, settled_B = _sample_candidates(logits_BV, noise_BV, params.top_p_B, params.top_k_B)
+        unsettled = jnp.any(limited_B & ~settled_B)
+        drawn_B = jax.lax.cond(unsettled, lambda: jnp.where(settled_B, few_B, sort()), lambda: few_B)
         return jnp.where(limited_B, drawn_B, plain())
 
     tokens_B = jax.lax.cond(jnp.any(limited_B), limited, plain)
@@ -101,6 +109,24 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
     kept_BV &= (before_BV < enough_B[:, None]) | (rank_V == 0)
     best_B = jnp.argmax(jnp.where(kept_BV, noise_BV - negated_BV, NEVER), axis=-1)
     return jnp.take_along_axis(ids_BV, best_B[:, None], axis=-1)[:, 0]
+
+
+def _sample_candidates(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> tuple[Array, Array]:
+    """(what `_sample_sorted` draws, found among the most probable tokens; for which slots these were enough)."""
+    logits_BC, ids_BC = jax.lax.top_k(logits_BV, CANDIDATES)  # equal ones rank by token id here, too
+    noise_BC = jnp.take_along_axis(noise_BV, ids_BC, axis=-1)
+    rank_C = jnp.arange(CANDIDATES)[None, :]
+    few_B = (top_k_B > 0) & (top_k_B <= CANDIDATES)
+    kept_BC = rank_C < jnp.where(few_B, top_k_B, CANDIDATES)[:, None]
+    kept_total_B = jax.nn.logsumexp(jnp.where(kept_BC, logits_BC, NEVER), axis=-1)
+    total_B = jnp.where(few_B, kept_total_B, jax.nn.logsumexp(logits_BV, axis=-1))
+    probs_BC = jnp.where(kept_BC, jnp.exp(logits_BC - total_B[:, None]), 0.0)
+    reached_BC = jnp.cumsum(probs_BC, axis=-1)
+    enough_B = jnp.where(top_p_B < 1.0, top_p_B, jnp.inf)
+    kept_BC &= (reached_BC - probs_BC < enough_B[:, None]) | (rank_C == 0)
+    best_B = jnp.argmax(jnp.where(kept_BC, noise_BC + logits_BC, NEVER), axis=-1)
+    drawn_B = jnp.take_along_axis(ids_BC, best_B[:, None], axis=-1)[:, 0]
+    return drawn_B, few_B | ((top_k_B == 0) & (reached_BC[:, -1] >= enough_B))
 
 
 def stopped(tokens_B: Int[Array, " B"], stop_ids_BI: Int[Array, "B I"]) -> Bool[Array, " B"]:

@@ -11,12 +11,12 @@ import dataclasses
 import numpy as np
 
 from .buckets import doubling, geometric
-from .prefill import LEAST_TOKENS, Place, PrefillBatch, Prefix, plan
+from .prefill import LEAST_AREA, LEAST_TOKENS, Place, PrefillBatch, Prefix, plan
 from .programs import Round, Starts
 from .scheduler import Sample, Scheduler
 
-LEAST_SAMPLES = 32  # of a start
-LEAST_SLOTS = 32  # of a round
+SMALL_MODEL = 10**7  # weights: up to here a few rows cost as much as many, beyond it each row is computed at its price
+LEAST_ROWS = 32  # samples of a start or a round, for a small model
 LEAST_VIEW = 32  # cache entries read by a round
 
 
@@ -27,6 +27,11 @@ class Limits:
     prefill_tokens: int
     prefill_patches: int
     merge_unit: int  # patches a feature of the vision tower; 1 for text
+    small_model: bool = True  # rather fill up a batch than compile another shape
+
+    @property
+    def least_rows(self) -> int:
+        return min(LEAST_ROWS, self.slots) if self.small_model else 1
 
 
 @dataclasses.dataclass
@@ -63,6 +68,7 @@ def plan_starts(scheduler: Scheduler, limits: Limits) -> StartPlan:
         batch_tokens=limits.prefill_tokens,
         batch_patches=limits.prefill_patches,
         merge_unit=limits.merge_unit,
+        least_area=LEAST_AREA if limits.small_model else 1,
     ):
         prefills.append(batch)
         for i, places in zip(members, batch.places, strict=True):
@@ -81,7 +87,7 @@ def plan_starts(scheduler: Scheduler, limits: Limits) -> StartPlan:
 def _starts(
     scheduler: Scheduler, limits: Limits, batch: PrefillBatch, members: list[tuple[Sample, Place]]
 ) -> tuple[PrefillBatch, np.ndarray, Starts]:
-    size = doubling(len(members), min(LEAST_SAMPLES, limits.slots), limits.slots)
+    size = doubling(len(members), limits.least_rows, limits.slots)
     slots_B = np.array([sample.slot for sample, _ in members], np.int32)
     places = [(p.row, p.prompt_tokens, p.own_start, p.own_tokens) for _, p in members]
     row_B, prompt_B, start_B, own_B = np.pad(np.array(places, np.int32), ((0, size - len(places)), (0, 0))).T
@@ -102,6 +108,6 @@ def _starts(
 
 def plan_round(scheduler: Scheduler, limits: Limits) -> RoundPlan:
     slots_B = scheduler.to_decode()
-    batch = scheduler.table.round(slots_B, doubling(len(slots_B), min(LEAST_SLOTS, limits.slots), limits.slots))
+    batch = scheduler.table.round(slots_B, doubling(len(slots_B), limits.least_rows, limits.slots))
     view_length = doubling(int(batch.length_B.max()), LEAST_VIEW, limits.max_sequence_tokens)
     return RoundPlan(slots_B, batch, view_length)

@@ -7,7 +7,7 @@ and `walk.scan(...)` over its stacked layers; FSDP gathers there, a single devic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -70,3 +70,20 @@ class Walk:
         elif self.gather is not None:
             body = jax.checkpoint(body, prevent_cse=written_out, policy=_all_but_gathered)
         return jax.lax.scan(body, carry, (stacked, xs), unroll=written_out)
+
+    def each(
+        self,
+        layers: Iterable[Module],
+        carry: Any,
+        step: Callable[[Module, Any, Any], tuple[Any, Any]],
+        xs: Iterable[Any],
+    ) -> tuple[Any, list[Any]]:
+        """`scan` over layers that are modules of their own, and so written out: the last carry and the list of `y`.
+
+        Nothing is copied out of a stack, which a decoding engine would pay for at every token.
+        """
+        ys = []
+        for layer, x in zip(layers, xs, strict=True):
+            carry, y = step(self.use(layer), carry, x)
+            ys.append(y)
+        return carry, ys

@@ -1,5 +1,6 @@
 """The benchmark runs and prints what it promises. How fast anything is, is never asserted."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -115,12 +116,41 @@ def test_two_processes_compute_the_same_under_every_plan():
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_generation_beside_transformers():
+    """Both sides have the same weights and prompts, and so the same tokens. How fast they are is another matter."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    command = [sys.executable, str(ROOT / "benchmarks" / "generate.py"), "--shape=tiny", "--repeats=1"]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([*command, "--new-tokens=6"], capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["equal_tokens"] == 1.0
+    assert set(answer["ratio"]) == {"1", "8"}
+    for batch, ratio in answer["ratio"].items():
+        ours, peer = (answer[side]["tokens_per_second"][batch] for side in ("fluxjax", "peer"))
+        assert ratio == pytest.approx(ours / peer, rel=1e-2) and ours > 0
+
+
 def test_the_plan_benchmark_takes_other_mixes(tmp_path):
     mixes = tmp_path / "mixes.json"
     lengths = [900, 30, 20, 200, 150, 80, 60, 40]
     mixes.write_text(json.dumps([{"name": "own", "devices": 4, "sequences": [{"length": n} for n in lengths]}]))
     command = [sys.executable, str(ROOT / "benchmarks" / "flex_ulysses_plan.py"), "--mixes", str(mixes), "--repeats=1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert 1.0 <= answer["worst_balance"] < 1.03 and answer["worst_memory"] <= 1.1
+
+
+def test_closing_figures_are_of_pairs(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    paired_points = importlib.import_module("policies_learning").paired_points
+    # differences of 1, 2 and 3 points: standard error 1 / sqrt(3), and 4.303 standard errors of two degrees of freedom
+    compared = paired_points([0.51, 0.92, 0.23], [0.50, 0.90, 0.20])
+    assert compared["mean"] == 2.0
+    assert compared["interval_95"] == pytest.approx([2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5], abs=0.01)
+    assert paired_points([0.5], [0.4]) == {"mean": 10.0}  # a single pair has no interval
+    with pytest.raises(ValueError):
+        paired_points([0.5, 0.4], [0.5])

@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..config import Qwen25VLConfig
+from ..config import ModelConfigError, Qwen25VLConfig
+from ..folder import why_missing
 from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
 from . import chat
 from .errors import PromptError
-from .images import Source, load_image, resized, source_name, target_size
+from .images import load_image, resized, target_size
 from .patches import normalise, patchify
 from .settings import (
     BICUBIC,
     VIDEO_PIXELS,
+    DecodeLimits,
     FrameSettings,
     PatchLayout,
     PixelSettings,
@@ -33,6 +35,7 @@ from .settings import (
     read_pixels,
     write_configs,
 )
+from .sources import Source, source_name
 from .videos import load_video
 from .vision_input import Grid, pack_patches
 
@@ -63,16 +66,18 @@ class Processor:
     image: PixelSettings = dataclasses.field(default_factory=PixelSettings)
     video: PixelSettings = VIDEO_PIXELS
     frames: FrameSettings = dataclasses.field(default_factory=FrameSettings)
+    limits: DecodeLimits = dataclasses.field(default_factory=DecodeLimits)
     eos_ids: tuple[int, ...] = ()
     chat_template: str = ""
     tokenizer_config: str = "{}"  # tokenizer_config.json, as it was read
+    generation_config: str = "{}"  # generation_config.json, as it was read
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Processor:
         """Of a local checkpoint folder. Raises FileNotFoundError or ValueError, naming the file, for what is wrong."""
         folder = pathlib.Path(path)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder}: no such folder")
+        if why := why_missing(path):
+            raise FileNotFoundError(why)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file")
@@ -95,6 +100,7 @@ class Processor:
             eos_ids=_eos_ids(folder, config, tokenizer_config, tokenizer),
             chat_template=chat.find_template(folder),
             tokenizer_config=json.dumps(tokenizer_config),
+            generation_config=json.dumps(read_json(folder / "generation_config.json")),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -107,15 +113,19 @@ class Processor:
         )
         if self.chat_template:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
-        if self.eos_ids:
-            generation = folder / "generation_config.json"
-            content = read_json(generation) | {"eos_token_id": list(self.eos_ids)}
-            generation.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        file = folder / "generation_config.json"
+        generation = read_json(file) | json.loads(self.generation_config)
+        if self.eos_ids and _ids(generation.get("eos_token_id")) != self.eos_ids:
+            generation["eos_token_id"] = list(self.eos_ids)
+        if generation:
+            file.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         if self.vision:
             write_configs(folder, self.layout, self.image, self.video, self.frames)
 
-    def configured(self, *, min_pixels: int = 0, max_pixels: int = 0, num_frames: int = 0) -> Processor:
-        """A processor with other bounds for images and videos; 0 keeps what the checkpoint says.
+    def configured(
+        self, *, min_pixels: int = 0, max_pixels: int = 0, num_frames: int = 0, limits: DecodeLimits | None = None
+    ) -> Processor:
+        """A processor with other bounds for images and videos; 0 keeps what the checkpoint says, None the limits.
 
         Where one given bound crosses the checkpoint's other one, the given one counts. Raises ValueError where two
         given ones contradict each other.
@@ -129,7 +139,9 @@ class Processor:
             return dataclasses.replace(pixels, min_pixels=low, max_pixels=high)
 
         frames = dataclasses.replace(self.frames, num_frames=num_frames) if num_frames else self.frames
-        return dataclasses.replace(self, image=bounded(self.image), video=bounded(self.video), frames=frames)
+        return dataclasses.replace(
+            self, image=bounded(self.image), video=bounded(self.video), frames=frames, limits=limits or self.limits
+        )
 
     @property
     def media_token_ids(self) -> tuple[int, ...]:
@@ -159,9 +171,14 @@ class Processor:
         marked = MARK.sub(lambda mark: f"{VISION_START}{PADS[MARKS[mark[0]]]}{VISION_END}", text) if media else text
         return self._build(marked, media)
 
-    def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
-        """Like `prepare`, with `text` as the user's turn in the checkpoint's chat template, if it has one."""
+    def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> ModelInput:
+        """Like `prepare`, with `text` as the user's turn in the checkpoint's chat template, if it has one.
+
+        Raises PromptError for a `system` message where there is no template.
+        """
         if not self.chat_template:
+            if system:
+                raise PromptError("this checkpoint has no chat template, which a system message needs")
             return self.prepare(text, media)
         self._check_marks(text, media)
         content: str | list[dict[str, str]] = text  # a plain string where possible: text templates know no parts
@@ -174,7 +191,9 @@ class Processor:
                     content.append({"type": "text", "text": part})
         config = json.loads(self.tokenizer_config)
         special = {name: _token(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
-        return self._build(chat.render(self.chat_template, [{"role": "user", "content": content}], **special), media)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": content})
+        return self._build(chat.render(self.chat_template, messages, **special), media)
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
         marks = [MARKS[mark] for mark in MARK.findall(text)]
@@ -191,12 +210,12 @@ class Processor:
 
     def _load(self, kind: str, source: Source) -> _Medium:
         if kind == "image":
-            picture = load_image(source)
+            picture = load_image(source, self.limits)
             name = source_name(source)
             height, width = target_size(name, picture.width, picture.height, self.layout.factor, self.image)
             patches, grid = patchify(resized(picture, height, width, self.image.resample)[None], self.layout)
             return _Medium(normalise(patches, self.image, fused=False), grid, 0.0)
-        video = load_video(source, self.layout, self.video, self.frames)
+        video = load_video(source, self.layout, self.video, self.frames, self.limits)
         patches, grid = patchify(video.frames, self.layout)
         seconds = video.seconds_per_grid(self.layout.temporal_patch_size)
         return _Medium(normalise(patches, self.video, fused=True), grid, seconds)
@@ -254,7 +273,10 @@ def _layout(folder: pathlib.Path, config: dict[str, Any], image: dict[str, Any])
     """From config.json, which the weights fit to; the preprocessing settings must agree with it."""
     if "vision_config" not in config:
         return read_layout(image, PatchLayout())
-    layout = PatchLayout.of(Qwen25VLConfig.from_hf(config).vision)
+    try:
+        layout = PatchLayout.of(Qwen25VLConfig.from_hf(config).vision)
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
     said = read_layout(image, layout)
     if said != layout:
         raise ValueError(f"{folder}: preprocessor_config.json ({said}) contradicts config.json ({layout})")
@@ -273,5 +295,10 @@ def _eos_ids(
         tokenizer.token_to_id(_token(tokenizer_config.get("eos_token"))),
     ):
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
+            return _ids(value)
     return ()
+
+
+def _ids(entry: Any) -> tuple[int, ...]:
+    """The end tokens of a configuration file: one id, a list of them, or none."""
+    return () if entry is None else tuple(entry) if isinstance(entry, list) else (int(entry),)

@@ -1,9 +1,10 @@
 """Rotary positions of a prompt with images and videos (M-RoPE), in numpy on the host.
 
 Text advances all three axes together. A medium spreads over (time, row, column); its time axis runs in
-`tokens_per_second` ticks for a video and stands still for an image. The text behind a medium continues from the
-medium's larger *spatial* side, even where a long video's time axis reaches further: that is how the checkpoints
-were trained (transformers 5.23, `Qwen2_5_VLModel.get_rope_index`).
+`tokens_per_second` ticks for a video and stands still for an image. What follows a medium, text or the answer,
+continues one behind the largest position of all three axes: a long video's time axis counts. The authors' own code
+does so (transformers pull request 35569), and so do SGLang, vLLM and transformers up to 5.2; from 5.3 on,
+transformers' `get_rope_index` counts the spatial sides only inside a prompt, but starts the answer behind all three.
 """
 
 from __future__ import annotations
@@ -48,21 +49,18 @@ def rope_index(
             positions_3T[:, start:stop] = np.arange(position, position + stop - start, dtype=np.int32)
             position += stop - start
             continue
-        if kind_T[start] == 1:
-            grid, tick = next(images, None), np.float32(1)
-        else:
-            grid, seconds = next(videos, (None, 0.0))
-            # float32, as transformers computes it: truncation below would otherwise differ at whole ticks
-            tick = np.float32(tokens_per_second) * np.float32(seconds)
+        grid, seconds = (next(images, None), 0.0) if kind_T[start] == 1 else next(videos, (None, 0.0))
         shape = None if grid is None else (grid[0], grid[1] // spatial_merge_size, grid[2] // spatial_merge_size)
         if shape is None or int(np.prod(shape)) != stop - start:
             raise ValueError(f"{stop - start} placeholders at token {start} do not match the medium's grid {grid}")
         time, row, column = np.indices(shape, dtype=np.int32).reshape(3, -1)
-        positions_3T[0, start:stop] = position + (time.astype(np.float32) * tick).astype(np.int32)
+        # float32, in the authors' order of factors: truncation would otherwise differ at whole ticks
+        ticks = time.astype(np.float32) * np.float32(seconds) * np.float32(tokens_per_second)
+        positions_3T[0, start:stop] = position + ticks.astype(np.int32)
         positions_3T[1, start:stop] = position + row
         positions_3T[2, start:stop] = position + column
-        position += max(shape[1], shape[2])
+        position = int(positions_3T[:, start:stop].max()) + 1
         done += 1
     if done != len(image_grids) + len(video_grids):
         raise ValueError(f"{len(image_grids) + len(video_grids)} media, but placeholders for {done}")
-    return positions_3T, int(positions_3T.max(initial=-1)) + 1
+    return positions_3T, position

@@ -18,7 +18,7 @@ from sharding.weights import WeightSpec, weight
 
 from ..config import VisionConfig
 from ..inputs import VisionInput
-from ..layers import GatedMLP, Normal, RMSNorm, add_bias, rotate, zeros
+from ..layers import GatedMLP, Normal, RMSNorm, add_bias, gelu, rotate, zeros
 
 NORM_EPS = 1e-6  # not a setting of the published configurations
 
@@ -76,9 +76,7 @@ class PatchMerger(nnx.Module):
     def __call__(self, x: Float[Array, "P C"]) -> Float[Array, "M D"]:
         merged = self.norm(x).reshape(-1, self.width)
         inner = add_bias(jnp.einsum("MX,XF->MF", merged, self.up[...]), self.up_bias[...])
-        return add_bias(
-            jnp.einsum("MF,FD->MD", jax.nn.gelu(inner, approximate=False), self.down[...]), self.down_bias[...]
-        )
+        return add_bias(jnp.einsum("MF,FD->MD", gelu(inner), self.down[...]), self.down_bias[...])
 
 
 class VisionTower(nnx.Module):

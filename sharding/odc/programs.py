@@ -10,10 +10,10 @@ import jax
 from flax import nnx
 
 from ..fsdp import Fsdp
-from ..walk import Walk
 from .flat import Rows
 from .gradients import Key
 from .stages import Stage, Step, backward, cut, forward, infer
+from .trace import MarkingWalk
 
 
 class Microbatch:
@@ -70,7 +70,7 @@ class Programs:
         self._params = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, strategy.compute_dtype), strategy.abstract
         )
-        self._walk = Walk(unroll=0)
+        self._walk = MarkingWalk()
 
     def training(self, batch: Any) -> Microbatch:
         """Results: (loss, tally)."""

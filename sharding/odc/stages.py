@@ -1,9 +1,9 @@
 """A model's loss cut into stages, each a program of its own: one for each layer, one between two stacks of layers.
 
 What FSDP runs as one program a device must be able to leave between any two layers here, to fetch and to push. The
-function is traced once with whole weights; its `scan`s over stacked weights are the stacks, everything between two of
-them is one more stage. So ODC computes the very operations that the other strategies do, for any model that walks its
-stacks with `Walk.scan`, and no model needs to know.
+function is traced once with whole weights (`trace`), where a `MarkingWalk` leaves one equation for each stack that the
+model walks; everything between two of them is one more stage. So ODC computes the very operations that the other
+strategies do, for any model that walks its stacks with `Walk.scan`, and no model needs to know.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
+
+from .trace import Stack, StageError, Trace, is_variable, stack_of
+
+__all__ = ["Program", "Stage", "StageError", "Step", "backward", "cut", "forward", "infer"]
 
 Slots = tuple[int, ...]  # numbers of values that stages hand to each other; each is written once
-
-
-class StageError(ValueError):
-    """The traced function can't be cut. The message says what stands in the way."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,67 +75,58 @@ class Program:
 def cut(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> Program:
     """The program of `function(params, batch)`; both may be abstract (`ShapeDtypeStruct`s).
 
-    Raises StageError for a stack that returns something for every layer, or runs backwards.
+    Raises StageError for a stack that starts from no computed values, or whose layers all read one whole weight.
     """
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(params, batch)
-    return _Cutter(closed, params).program(jax.tree.structure(shape))
+    return _Cutter(Trace(function, params, batch), params).program()
 
 
 class _Cutter:
-    def __init__(self, closed: Any, params: Any) -> None:
-        self._closed, self._jaxpr = closed, closed.jaxpr
+    def __init__(self, trace: Trace, params: Any) -> None:
+        self._trace = trace
         paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in _leaves(params)]
         self._paths = paths
-        self._leaf = {var: i for i, var in enumerate(self._jaxpr.invars[: len(paths)])}
-        self._consts = {var: np.asarray(value) for var, value in zip(self._jaxpr.constvars, closed.consts, strict=True)}
+        self._leaf = {var: i for i, var in enumerate(trace.inputs[: len(paths)])}
+        self._consts = {var: np.asarray(value) for var, value in trace.constants.items()}
         self._slot: dict[Any, int] = {}
         self._fresh = functools.partial(next, itertools.count())
         self._active: set[Any] = set()  # variables
         self._steps: list[Step] = []
 
-    def program(self, tree: Any) -> Program:
-        inputs = tuple(self._new(var) for var in self._jaxpr.invars[len(self._paths) :])
+    def program(self) -> Program:
+        inputs = tuple(self._new(var) for var in self._trace.inputs[len(self._paths) :])
         begin = 0
-        for at, eqn in enumerate(self._jaxpr.eqns):
+        for at, eqn in enumerate(self._trace.equations):
             self._note_activity(eqn)
-            if self._is_stack(eqn):
+            if stack := stack_of(eqn):
                 self._segment(begin, at)
-                self._stack(eqn)
+                self._stack(stack, eqn)
                 begin = at + 1
-        self._segment(begin, len(self._jaxpr.eqns))
-        outputs = tuple(self._output(var) for var in self._jaxpr.outvars)
-        return Program(_with_last(self._steps, {o for o in outputs if isinstance(o, int)}), inputs, outputs, tree)
-
-    def _is_stack(self, eqn: Any) -> bool:
-        if eqn.primitive.name != "scan":
-            return False
-        first = eqn.params["num_consts"] + eqn.params["num_carry"]
-        return any(_is_var(var) and var in self._leaf for var in eqn.invars[first:])
+        self._segment(begin, len(self._trace.equations))
+        outputs = tuple(self._output(var) for var in self._trace.outputs)
+        last = _with_last(self._steps, {o for o in outputs if isinstance(o, int)})
+        return Program(last, inputs, outputs, jax.tree.structure(self._trace.results))
 
     def _note_activity(self, eqn: Any) -> None:
-        if any(_is_var(var) and (var in self._leaf or var in self._active) for var in eqn.invars):
+        if any(is_variable(var) and (var in self._leaf or var in self._active) for var in eqn.invars):
             self._active.update(var for var in eqn.outvars if jnp.issubdtype(var.aval.dtype, jnp.inexact))
 
     def _segment(self, begin: int, end: int) -> None:
         """One step of all equations from `begin` to `end`: it hands on what later ones read."""
-        eqns = self._jaxpr.eqns[begin:end]
+        eqns = self._trace.equations[begin:end]
         if not eqns:
             return
         made = {var for eqn in eqns for var in eqn.outvars}
-        read = _ordered(var for eqn in eqns for var in eqn.invars if _is_var(var) and var not in made)
+        read = _ordered(var for eqn in eqns for var in eqn.invars if is_variable(var) and var not in made)
         weights = tuple(var for var in read if var in self._leaf)
         values = tuple(var for var in read if var in self._slot)
-        later = {var for eqn in self._jaxpr.eqns[end:] for var in eqn.invars if _is_var(var)}
-        later |= {var for var in self._jaxpr.outvars if _is_var(var)}
+        later = {var for eqn in self._trace.equations[end:] for var in eqn.invars if is_variable(var)}
+        later |= {var for var in self._trace.outputs if is_variable(var)}
         results = tuple(var for eqn in eqns for var in eqn.outvars if var in later)
         if not results:
             return
         consts = tuple(var for var in read if var in self._consts)
         known = [self._consts[var] for var in consts]
-        part = self._jaxpr.replace(
-            constvars=[], invars=[*weights, *values, *consts], outvars=list(results), eqns=list(eqns)
-        )
-        run = core.jaxpr_as_fun(self._closed.replace(jaxpr=part, consts=[]))
+        run = self._trace.run([*weights, *values, *consts], eqns, results)
 
         def function(given: Sequence[jax.Array], inputs: Sequence[jax.Array], layer: Any) -> list[jax.Array]:
             return list(run(*given, *inputs, *map(jnp.asarray, known)))
@@ -153,43 +143,38 @@ class _Cutter:
         reads = tuple(self._slot[var] for var in values)
         self._steps.append(Step(stage, 0, reads, tuple(self._new(var) for var in results)))
 
-    def _stack(self, eqn: Any) -> None:
+    def _stack(self, stack: Stack, eqn: Any) -> None:
         """One step for each layer, all of one stage."""
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
-        if len(eqn.outvars) > num_carry or eqn.params["reverse"]:
-            raise StageError(
-                "a stack of layers that returns something for every layer, or runs backwards, can't be cut"
-            )
-        body = core.jaxpr_as_fun(eqn.params["jaxpr"])
+        shared = stack.captured + stack.carried
         # How to make each argument of the body: a weight, a value, the layer's part of either, or a constant.
         sources: list[tuple[str, Any, bool]] = []
         weights: list[int] = []
         values: list[Any] = []
         carried: list[int] = []  # which of `values` are what one layer hands to the next
         for at, var in enumerate(eqn.invars):
-            sliced = at >= num_consts + num_carry
-            if _is_var(var) and var in self._leaf:
+            sliced = at >= shared
+            if is_variable(var) and var in self._leaf:
                 sources.append(("weight", len(weights), False))
                 weights.append(self._leaf[var])
                 if not sliced:
                     raise StageError(f"the weight {self._paths[weights[-1]]} is used whole by every layer of a stack")
-            elif _is_var(var) and var in self._slot:
-                if num_consts <= at < num_consts + num_carry:
+            elif is_variable(var) and var in self._slot:
+                if stack.captured <= at < shared:
                     carried.append(len(values))
                 sources.append(("value", len(values), sliced))
                 values.append(var)
             else:
-                sources.append(("const", self._consts[var] if _is_var(var) else var.val, sliced))
+                sources.append(("const", self._consts[var] if is_variable(var) else var.val, sliced))
 
         def function(given: Sequence[jax.Array], inputs: Sequence[jax.Array], layer: Any) -> list[jax.Array]:
             arguments = []
             for kind, which, sliced in sources:
                 value = {"weight": given, "value": inputs}[kind][which] if kind != "const" else jnp.asarray(which)
                 arguments.append(jax.lax.dynamic_index_in_dim(value, layer, keepdims=False) if sliced else value)
-            return list(body(*arguments))
+            return list(stack.layer(*arguments))
 
-        carries = eqn.invars[num_consts : num_consts + num_carry]
-        if not all(_is_var(var) and var in self._slot for var in carries):
+        carries = eqn.invars[stack.captured : shared]
+        if not all(is_variable(var) and var in self._slot for var in carries):
             raise StageError("a stack of layers starts from a constant or a weight; it must start from computed values")
         floats = {v for v in carries if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
         stage = Stage(
@@ -201,7 +186,7 @@ class _Cutter:
             active_out=tuple(var in floats for var in carries),
         )
         reads = [self._slot[var] for var in values]
-        for layer in range(eqn.params["length"]):
+        for layer in range(stack.length):
             writes = tuple(self._fresh() for _ in carries)
             self._steps.append(Step(stage, layer, tuple(reads), writes))
             for at, slot in zip(carried, writes, strict=True):
@@ -214,17 +199,13 @@ class _Cutter:
         return self._slot[var]
 
     def _output(self, var: Any) -> int | np.ndarray:
-        if not _is_var(var):
+        if not is_variable(var):
             return np.asarray(var.val)
         return self._slot[var] if var in self._slot else self._consts[var]
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_leaves_with_path(tree)
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, core.Literal)
 
 
 def _ordered(items: Iterable[Any]) -> list[Any]:

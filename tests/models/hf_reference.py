@@ -176,6 +176,8 @@ def question(model: Decoder, *parts: Any, seed: int = 0) -> Question:
             spatial_merge_size=config.spatial_merge_size,
             tokens_per_second=config.tokens_per_second,
         )
+        # given, since transformers 5.3 and later counts otherwise behind a video: see models/qwen2_5_vl/positions.py
+        reference["position_ids"] = torch.as_tensor(positions[:, None]).long()
         kinds = (ids == IMAGE).astype(np.int32) + 2 * (ids == VIDEO)
         reference["mm_token_type_ids"] = torch.as_tensor(kinds[None])
         for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):

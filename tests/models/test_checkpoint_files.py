@@ -16,6 +16,8 @@ import models
 from models import hf
 from models.config import ModelConfigError
 from models.hf import CheckpointError
+from models.processing import Processor
+from models.registry import read_config
 from sharding.weights import ShardingRules, shardings
 
 
@@ -95,7 +97,7 @@ def test_old_rotary_buffers_are_ignored_and_a_tied_head_may_be_stored(tmp_path) 
     )
     models.load(tmp_path)
     edit(tmp_path, lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"] + 1}))
-    with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight is unexpected"):
+    with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight differs from the embedding .* tie_word_embedd"):
         models.load(tmp_path)
 
 
@@ -143,14 +145,101 @@ def test_unsupported_architectures_are_named_with_the_supported(folder) -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}, r"mrope_section=\[2, 2, 2\] must sum to"),
         ({"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),
+        ({"attention_bias": False}, "attention_bias=False in config.json is not supported; supported is True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"dual_chunk_attention_config": {"chunk_size": 9}}, "dual_chunk_attention_config="),
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"vision_config": None}, "has no 'vision_config'"),
     ],
 )
 def test_settings_that_would_change_the_result_are_refused(folder, changes, message: str) -> None:
     edit_config(folder, **changes)
-    with pytest.raises(ModelConfigError, match=message):
+    with pytest.raises(ModelConfigError, match=rf"^.*model/config\.json: .*{message}"):
         models.load(folder)
+
+
+def test_settings_that_ask_for_what_is_done_anyway_are_accepted(folder) -> None:
+    done = {"attention_bias": True, "attention_dropout": 0.0, "use_sliding_window": True, "sliding_window": None}
+    full = {"layer_types": ["full_attention"] * 2, "partial_rotary_factor": 1.0, "quantization_config": None}
+    edit_config(folder, **done, **full, max_window_layers=0)
+    models.load(folder)
+
+
+@pytest.mark.parametrize(("layers", "slide"), [(28, False), (29, True)])
+def test_windows_slide_from_layer_28_on_where_nothing_is_said(layers: int, slide: bool) -> None:
+    """The default of `Qwen2Config` in transformers; Qwen2.5-VL's is 80."""
+    config = {k: v for k, v in qwen2_config(num_layers=layers).to_hf().items() if k != "max_window_layers"}
+    config["use_sliding_window"] = True
+    if not slide:
+        read_config(config)
+        return
+    with pytest.raises(ModelConfigError, match="sliding-window"):
+        read_config(config)
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "bitsandbytes"])
+@pytest.mark.parametrize("section", [None, "vision_config", "text_config", "beside text_config"])
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+def test_quantised_checkpoints_are_refused_whatever_their_weights_are(folder, method, section, name) -> None:
+    """The weights of this folder are float32: the file alone says that they are to be quantised."""
+    config = json.loads((folder / "config.json").read_text())
+    said = {name: {"quant_method": method}}
+    if section == "text_config":
+        changes = {"text_config": {**config, **said}}
+    elif section == "beside text_config":
+        changes, section = {"text_config": config, **said}, None
+    else:
+        changes = said if section is None else {section: {**config[section], **said}}
+    edit_config(folder, **changes)
+    where = rf"{section} of config\.json" if section else r"config\.json"
+    with pytest.raises(ModelConfigError, match=rf"{name} \({method}\) in {where} is not supported.* full-precision"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8", "F64"])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight", "a.weight_scale_inv"])
+def test_quantised_tensors_are_refused_by_name(folder, name: str, dtype: str) -> None:
+    """The file is written by hand: numpy has no 8-bit floats."""
+    weights = load_file(folder / hf.SINGLE)
+    shape = weights.pop(name).shape if name in weights else (3,)
+    parts = {key: ("F32", value.shape, value.tobytes()) for key, value in weights.items()}
+    parts[name] = (dtype, shape, bytes(int(np.prod(shape)) * (8 if dtype == "F64" else 1)))
+    header, start = {}, 0
+    for key, (kind, size, data) in parts.items():
+        header[key] = {"dtype": kind, "shape": list(size), "data_offsets": [start, start + len(data)]}
+        start += len(data)
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    content = len(head).to_bytes(8, "little") + head + b"".join(data for _, _, data in parts.values())
+    (folder / hf.SINGLE).write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=rf"model\.safetensors: tensor {name} is {dtype}; supported are BF16, F16"
+    ):
+        models.load(folder)
+
+
+def test_one_merge_size_is_supported(folder) -> None:
+    """Buffers are rounded to sizes that blocks of three by three patches would not fill."""
+    vision = json.loads((folder / "config.json").read_text())["vision_config"]
+    edit_config(folder, vision_config={**vision, "spatial_merge_size": 3, "window_size": 24})
+    with pytest.raises(ModelConfigError, match=r"config\.json: spatial_merge_size=3 is not supported; supported is 2"):
+        models.load(folder)
+
+
+def test_a_hub_id_is_told_how_to_become_a_folder(tmp_path) -> None:
+    name = "Qwen/Qwen2.5-VL-3B-Instruct"
+    for load in (models.load, Processor.load):
+        with pytest.raises((CheckpointError, FileNotFoundError)) as error:
+            load(name)
+        assert str(error.value).startswith(f"{name}: no such folder") and "\n" not in str(error.value)
+        assert f"hf download {name} --local-dir Qwen2.5-VL-3B-Instruct" in str(error.value)
+        for path in (tmp_path / "gone", pathlib.Path("gone"), "./gone", "../a/b", "/a/b"):
+            with pytest.raises((CheckpointError, FileNotFoundError), match=rf"{path}: no such folder$"):
+                load(path)
 
 
 def test_peak_memory_is_the_model_and_one_parameter(tmp_path) -> None:

@@ -15,14 +15,15 @@ import pytest
 from hf_reference import torch, transformers
 from media_files import moving_frames, write_video
 from PIL import Image
+from plain_decode import generate
 
 import models
-from models.decode import generate
 from models.forward import logprobs
-from models.generate import arrange, main
+from models.generate import main
 from models.inputs import PackedTokens
 from models.processing import Processor, tiny
 from models.processing.settings import PatchLayout
+from rollout.generate_command import arrange
 from sharding.walk import Walk
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -73,8 +74,8 @@ def media_of(prompt, files):
     )
 
 
-def reference_generate(reference, processor, prompt, media, **settings):
-    """Ids and log-probs of transformers' own greedy generation; patches in the raster order of its processors."""
+def reference_inputs(processor, prompt, media):
+    """What transformers' model reads; patches in the raster order of its processors."""
     loaded = {"image": [], "video": []}
     for kind, path in media:
         loaded[kind].append(processor._load(kind, path))
@@ -88,8 +89,14 @@ def reference_generate(reference, processor, prompt, media, **settings):
             inputs[f"{kind}_grid_thw"] = torch.as_tensor([m.grid for m in loaded[kind]])
     if loaded["video"]:
         inputs["second_per_grid_ts"] = torch.as_tensor([m.seconds_per_grid for m in loaded["video"]])
+    return inputs
+
+
+def reference_generate(reference, processor, prompt, media, **settings):
+    """Ids and log-probs of transformers' own greedy generation."""
+    ids = prompt.token_ids_T
     out = reference.generate(
-        **inputs,
+        **reference_inputs(processor, prompt, media),
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
@@ -131,6 +138,34 @@ def test_greedy_equals_transformers_and_the_full_forward(vl, files, name):
     assert not own.stopped and len(set(ids)) > 3  # a constant answer would prove little
     np.testing.assert_allclose(own.logprobs, scores, atol=1e-4, rtol=0)
     np.testing.assert_allclose(own.logprobs, full_forward(vl.model, prompt, own.token_ids), atol=1e-4, rtol=0)
+
+
+def test_behind_a_long_video_equals_transformers_at_the_authors_positions(vl, tmp_path):
+    """72 s: the time axis passes the spatial sides, where transformers' own positions are other ones (`positions.py`).
+
+    Its model is given the positions that the authors' rule means, worked out by hand.
+    """
+    file = write_video(tmp_path / "long.mp4", moving_frames(72, 16, 24), fps=1)
+    processor = Processor.load(vl.folder).configured(num_frames=12)
+    marked, media = "a<video>which?", [("video", str(file))]
+    prompt = processor.prepare(marked, media)
+    own = generate(vl.model, prompt, max_new_tokens=10)
+
+    pairs, ticks = 6, 2 * 12  # a pair is 12 s, a second 2 ticks
+    inputs = reference_inputs(processor, prompt, media)
+    assert inputs["video_grid_thw"].tolist() == [[pairs, 4, 6]]
+    time, row, column = np.indices((pairs, 2, 3)).reshape(3, -1)
+    video = 2 + np.stack([ticks * time, row, column])
+    behind = video.max() + 1 + np.arange(len(prompt) - 2 - video.shape[1] + len(own.token_ids))
+    positions = np.concatenate([[[0, 1]] * 3, video, [behind] * 3], axis=1)
+
+    whole = torch.as_tensor(np.concatenate([prompt.token_ids_T, own.token_ids])[None]).long()
+    inputs |= {"input_ids": whole, "attention_mask": torch.ones_like(whole), "mm_token_type_ids": (whole == 7) * 2}
+    with torch.no_grad():
+        logits = vl.reference(**inputs, position_ids=torch.as_tensor(positions[:, None])).logits
+    scores = torch.log_softmax(logits[0, len(prompt) - 1 : -1].float(), -1).numpy()
+    assert scores.argmax(-1).tolist() == list(own.token_ids) and len(set(own.token_ids)) > 3
+    np.testing.assert_allclose(own.logprobs, scores.max(-1), atol=1e-4, rtol=0)
 
 
 def test_greedy_text_model_equals_transformers(text):

@@ -3,6 +3,8 @@
 `pytest -rP` shows the largest error of each comparison.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from hf_reference import QUESTIONS, TOLERANCE, Pair, build_text, build_vl, question, torch, worst
 
 import models
+from models.config import RopeConfig
 from models.forward import logits, logprobs
 from models.hf import tensor_names
 from sharding.walk import Walk
@@ -105,16 +108,38 @@ def test_gradients_of_every_weight(vl: Pair) -> None:
     assert compared == len(list(vl.reference.parameters()))
 
 
-def test_yarn_and_linear_rope(tmp_path) -> None:
-    """Long-context settings of the text models."""
-    for kind in ("yarn", "linear"):
-        rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
-        if kind == "linear":
-            del rope["original_max_position_embeddings"]
-        pair = build_text(tmp_path / kind, rope_parameters=rope)
-        asked = question(pair.model, 60)
-        with torch.no_grad():
-            reference = pair.reference(**asked.reference).logits
-        error = worst(compute(pair.model, logits, asked.inputs), reference)
-        print("max error", kind, error)
-        assert error < TOLERANCE, kind
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn with scales": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["text", "vl"])
+@pytest.mark.parametrize("name", ROPES)
+def test_scaled_rotary_embeddings(tmp_path, name: str, kind: str) -> None:
+    """Long-context settings; each changes the logits by much more than the tolerance."""
+    rope = {**ROPES[name], "rope_theta": 10000.0, **({"mrope_section": [2, 1, 1]} if kind == "vl" else {})}
+    build, parts = (build_text, (60,)) if kind == "text" else (build_vl, QUESTIONS["mixed"])
+    pair = build(tmp_path, rope_parameters=rope)
+    asked = question(pair.model, *parts)
+    with torch.no_grad():
+        reference = pair.reference(**asked.reference).logits
+    error = worst(compute(pair.model, logits, asked.inputs), reference)
+    print("max error", name, error)
+    assert error < TOLERANCE
+    plain = dataclasses.replace(
+        pair.model.config.text, rope=RopeConfig(mrope_section=tuple(rope.get("mrope_section", ())))
+    )
+    unscaled = models.merge(
+        models.split(models.abstract(dataclasses.replace(pair.model.config, text=plain)))[0],
+        models.split(pair.model)[1],
+    )
+    assert worst(compute(unscaled, logits, asked.inputs), reference) > 100 * TOLERANCE

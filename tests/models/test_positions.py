@@ -1,4 +1,4 @@
-"""Rotary positions and window order against transformers' own functions, exactly (integers)."""
+"""Rotary positions against the authors' rule, window order against transformers' own functions, exactly (integers)."""
 
 import numpy as np
 import pytest
@@ -42,52 +42,112 @@ def prompt_of(items):
     return np.array(ids, np.int32), images, videos, seconds
 
 
+def positions_of(items, tokens_per_second):
+    """`rope_index` of the prompt of `items`."""
+    ids, images, videos, seconds = prompt_of(items)
+    return rope_index(
+        ids, images, videos, seconds, image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=MERGE,
+        tokens_per_second=tokens_per_second,
+    )  # fmt: skip
+
+
+def authors_rule(items, tokens_per_second):
+    """Positions `[3, T]` and the next one, token by token as the authors' code defines them (transformers PR 35569).
+
+    Every text token stands one behind the largest position before it, on all axes; a medium begins there, too.
+    """
+    places, largest = [], -1
+
+    def text(count):
+        nonlocal largest
+        for _ in range(count):
+            largest += 1
+            places.append((largest, largest, largest))
+
+    text(1)
+    for kind, what, seconds in items:
+        if kind == "text":
+            text(what)
+            continue
+        text(1)
+        first = largest + 1
+        for pair in range(what[0]):
+            tick = np.float32(pair) * np.float32(seconds if kind == "video" else 0) * np.float32(tokens_per_second)
+            for row in range(what[1] // MERGE):
+                for column in range(what[2] // MERGE):
+                    places.append((first + int(tick), first + row, first + column))
+                    largest = max(largest, *places[-1])
+        text(1)
+    return np.array(places).T, largest + 1
+
+
 @settings(max_examples=150, deadline=None)
 @given(items=media, tokens_per_second=st.sampled_from([1, 2, 4, 25]))
-def test_rope_index_equals_transformers(items, tokens_per_second):
+def test_rope_index_follows_the_authors_rule(items, tokens_per_second):
+    positions, next_position = positions_of(items, tokens_per_second)
+    expected, following = authors_rule(items, tokens_per_second)
+    np.testing.assert_array_equal(positions, expected)
+    assert next_position == following
+
+
+@settings(max_examples=50, deadline=None)
+@given(items=media)
+def test_rope_index_equals_transformers_where_there_is_no_video(items):
+    """Behind a video transformers 5.3 and later counts spatial sides only: `positions.py` says who does not."""
     torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
     modeling = pytest.importorskip(
         "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", reason="parity needs the `parity` extra"
     )
     transformers = pytest.importorskip("transformers")
-    ids, images, videos, seconds = prompt_of(items)
-    config = transformers.Qwen2_5_VLConfig(
-        vision_config={"spatial_merge_size": MERGE, "tokens_per_second": tokens_per_second}
-    )
+    items = [item for item in items if item[0] != "video"]
+    ids, images, _, _ = prompt_of(items)
+    config = transformers.Qwen2_5_VLConfig(vision_config={"spatial_merge_size": MERGE})
     # only its methods are needed: no weights
     model = modeling.Qwen2_5_VLModel.__new__(modeling.Qwen2_5_VLModel)
     torch.nn.Module.__init__(model)
     model.config = config
     expected, delta = model.get_rope_index(
         torch.tensor(ids, dtype=torch.long)[None],
-        mm_token_type_ids=torch.tensor((ids == IMAGE) * 1 + (ids == VIDEO) * 2)[None],
+        mm_token_type_ids=torch.tensor((ids == IMAGE) * 1)[None],
         image_grid_thw=torch.tensor(images) if images else None,
-        video_grid_thw=torch.tensor(videos) if videos else None,
-        second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32) if seconds else None,
     )
-    positions, next_position = rope_index(
-        ids,
-        images,
-        videos,
-        seconds,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        spatial_merge_size=MERGE,
-        tokens_per_second=tokens_per_second,
-    )
+    positions, next_position = positions_of(items, 2)
     np.testing.assert_array_equal(positions, expected[:, 0].numpy())
     assert next_position == len(ids) + int(delta[0, 0])
 
 
-def test_text_behind_a_long_video_overlaps_its_time_axis():
-    """A published quirk, kept on purpose: do not "fix" without a checkpoint that was trained otherwise."""
-    ids, images, videos, seconds = prompt_of([("video", (4, 2, 2), 2.0), ("text", 2, 0.0)])
-    positions, next_position = rope_index(
-        ids, images, videos, seconds, image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=2,
+def test_text_behind_a_long_video_continues_behind_its_time_axis():
+    """The example of transformers issue 45381: 84 frame pairs of 4 ticks, 12 rows, 16 columns; 347 -> 348."""
+    items = [("text", 13, 0.0), ("video", (84, 24, 32), 2.0), ("text", 9, 0.0)]
+    positions, next_position = positions_of(items, tokens_per_second=2)
+    assert positions.shape == (3, 15 + 16128 + 10)
+    video, text = positions[:, 15:-10], positions[:, -10:]
+    np.testing.assert_array_equal(video[:, 0], 15)
+    np.testing.assert_array_equal(video[:, -1], [347, 26, 30])
+    np.testing.assert_array_equal(text, [np.arange(348, 358)] * 3)
+    assert next_position == 358
+
+
+def test_a_video_at_the_end_of_a_prompt_is_followed_by_the_answer():
+    ids = np.array([1, START, *[VIDEO] * 8], np.int32)
+    _, next_position = rope_index(
+        ids, [], [(8, 2, 2)], [3.0], image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=2,
         tokens_per_second=2,
     )  # fmt: skip
-    np.testing.assert_array_equal(positions[0], [0, 1, 2, 6, 10, 14, 3, 4, 5])
-    assert next_position == 15
+    assert next_position == 2 + 7 * 6 + 1
+
+
+def test_ticks_are_rounded_as_the_authors_round_them():
+    """In float32, first by the time of a frame pair: the other order gives another tick in one case of some hundred."""
+    torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
+    rng = np.random.default_rng(0)
+    swapped = 0
+    for seconds in np.concatenate([2 / rng.integers(1, 60, 200), rng.uniform(0.05, 2, 100)]).astype(np.float32):
+        ticks = (torch.arange(96) * torch.tensor(seconds) * 25).long().numpy()
+        positions, _ = positions_of([("video", (96, 2, 2), float(seconds))], tokens_per_second=25)
+        np.testing.assert_array_equal(positions[0, 2:-1] - 2, ticks)
+        swapped += np.count_nonzero(ticks != (torch.arange(96) * (25 * torch.tensor(seconds))).long().numpy())
+    assert swapped, "else the order of factors is not tested"
 
 
 @pytest.mark.parametrize(

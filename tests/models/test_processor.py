@@ -168,6 +168,44 @@ def test_saved_and_loaded_it_is_the_same(processor, files, tmp_path):
     _equal(pickle.loads(pickle.dumps(chat)).prepare("a<video>", media), chat.prepare("a<video>", media))
 
 
+GENERATION = {
+    "_from_model_config": True,
+    "bos_token_id": 0,
+    "do_sample": True,
+    "eos_token_id": [2, 0],
+    "pad_token_id": 0,
+    "repetition_penalty": 1.05,
+    "temperature": 0.1,
+    "top_k": 1,
+    "top_p": 0.001,
+    "transformers_version": "4.37.0",
+}
+
+
+@pytest.mark.parametrize("ends", [[2, 0], 2, None], ids=["list", "one", "none"])
+def test_an_export_keeps_every_field_of_generation_config(processor, tmp_path, ends):
+    given = {**GENERATION, "eos_token_id": ends}
+    processor.save(tmp_path / "first")
+    (tmp_path / "first/generation_config.json").write_text(json.dumps(given))
+    loaded = Processor.load(tmp_path / "first")
+    loaded.save(tmp_path / "second")
+    ids = [2, 0] if ends == [2, 0] else 2 if ends else [0]  # none: the tokenizer's end token is added
+    assert json.loads((tmp_path / "second/generation_config.json").read_text()) == {**given, "eos_token_id": ids}
+    assert Processor.load(tmp_path / "second").eos_ids == loaded.eos_ids
+    assert pickle.loads(pickle.dumps(loaded)).generation_config == loaded.generation_config
+
+
+def test_transformers_reads_the_exported_generation_config(processor, tmp_path):
+    reason = "parity needs the `parity` extra"
+    pytest.importorskip("torch", reason=reason)
+    transformers = pytest.importorskip("transformers", reason=reason)
+    processor.save(tmp_path / "first")
+    (tmp_path / "first/generation_config.json").write_text(json.dumps(GENERATION))
+    Processor.load(tmp_path / "first").save(tmp_path / "second")
+    first, second = (transformers.GenerationConfig.from_pretrained(tmp_path / name) for name in ("first", "second"))
+    assert first.to_dict() == second.to_dict() and second.top_p == 0.001
+
+
 def _equal(one: ModelInput, other: ModelInput) -> None:
     np.testing.assert_array_equal(one.token_ids_T, other.token_ids_T)
     np.testing.assert_array_equal(one.positions_3T, other.positions_3T)

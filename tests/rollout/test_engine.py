@@ -40,6 +40,7 @@ from rollout_cases import (
 )
 
 import models
+from rollout import turns
 from rollout.engine import EngineError, FinishReason
 
 MEDIA = (IMAGE, VIDEO, START, END)
@@ -278,3 +279,17 @@ def test_bfloat16_weights_and_cache():
     for answer in answers:
         expected = full_logprobs(narrow, prompt, answer.ids)
         np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=0.05)
+
+
+def test_the_batches_of_a_large_model_are_not_filled_up(monkeypatch):
+    """One sample is computed as one row; its tokens are those of a filled batch."""
+    prompt = text_prompt(9)
+    asked = request("r", prompt, max_new_tokens=9, temperature=0.0)
+    ((filled,),) = run(engine(build(TEXT)), asked)
+    monkeypatch.setattr(turns, "SMALL_MODEL", 0)
+    serving = engine(build(TEXT))
+    ((answer,),) = run(serving, asked)
+    assert answer.ids == filled.ids
+    assert_logprobs(build(TEXT), prompt, answer)
+    sizes = dict(serving.compiled_shapes)
+    assert sizes["decode"][0] == 1 and sizes["prefill"] == (1, 16)

@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout.sampling import SlotSampling, allowed_tokens, sample, sample_keys, seed_words, stopped
+from rollout.sampling import (
+    SlotSampling,
+    _sample_candidates,
+    _sample_sorted,
+    allowed_tokens,
+    sample,
+    sample_keys,
+    seed_words,
+    stopped,
+)
 
 LOGITS = np.array([2.0, 1.5, 1.0, 0.7, 0.5, 0.2, 0.0, -0.3, -1.0, -1.5, -2.0, -4.0], np.float32)
 V = len(LOGITS)
@@ -92,6 +101,35 @@ def test_greedy_takes_the_first_maximum_and_reports_temperature_one():
 
 def test_top_k_counts_ties_by_id():
     assert set(drawn(logits=np.zeros(V, np.float32), top_k=3)[0]) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("how", "peaked", "settled"),
+    [
+        ({"top_k": 20}, False, True),
+        ({"top_k": 256, "top_p": 0.6}, False, True),
+        ({"top_p": 0.9}, True, True),
+        ({"top_p": 0.9}, False, False),  # of a flat distribution, far more tokens than the candidates
+        ({"top_k": 257}, True, False),
+        ({"top_k": 1}, True, True),
+        ({"top_p": 1e-6}, False, True),
+    ],
+)
+def test_a_large_vocabulary_is_sorted_only_where_the_most_probable_tokens_do_not_settle_the_draw(how, peaked, settled):
+    """What is drawn is the same either way; half of the logits are equal to others."""
+    B, size, rng = 64, 3000, np.random.default_rng(1)
+    logits = np.round(rng.normal(size=(B, size)) * (4 if peaked else 0.5), 2).astype(np.float32)
+    noise, settings = rng.gumbel(size=(B, size)).astype(np.float32), params(B, **how)
+    few, known = jax.jit(_sample_candidates)(logits, noise, settings.top_p_B, settings.top_k_B)
+    assert set(np.asarray(known)) == {settled}
+    whole = jax.jit(_sample_sorted)(logits, noise, settings.top_p_B, settings.top_k_B)
+    if settled:
+        assert few.tolist() == whole.tolist()
+    # and a slot that needs the sort does not change what the others draw
+    mixed = jax.tree.map(lambda x, y: np.concatenate([x[:32], y[32:]]), settings, params(B, top_p=0.99))
+    index_B = np.zeros(B, np.int32)
+    together, alone = (draw(jnp.asarray(logits), each, index_B)[0][:32].tolist() for each in (mixed, settings))
+    assert together == alone
 
 
 def test_mixed_parameters_draw_as_they_would_alone():

@@ -187,18 +187,32 @@ def test_a_plan_without_sequences_gives_zeros():
         np.testing.assert_array_equal(x, 0)
 
 
-def groups_in(text):
-    """The groups of devices of every all-to-all, in the order of the text: of a program, or of a compiled module."""
+def degrees_in(program):
+    """The size of the groups of every all-to-all of a program, in its order."""
+    sizes = [re.search(r"split_count = (\d+)", line) for line in program.splitlines() if "stablehlo.all_to_all" in line]
+    return [int(size.group(1)) for size in sizes]
+
+
+def groups_in(module):
+    """The groups of devices of every all-to-all of a compiled module, in its order.
+
+    XLA writes them out, or from JAX 0.12 on says along which axes of which mesh they lie."""
     found = []
-    for line in text.splitlines():
-        if written := re.search(r"stablehlo\.all_to_all.*replica_groups = dense<\[(\[.*?\])\]>", line):
-            ours = re.findall(r"\[([\d, ]+)\]", written.group(1))
-        elif compiled := re.search(r" all-to-all\(.*replica_groups=\{(\{.*?\})\}", line):
-            ours = re.findall(r"\{([\d,]+)\}", compiled.group(1))
+    for line in module.splitlines():
+        if written := re.search(r" all-to-all\(.*replica_groups=\{(\{.*?\})\}", line):
+            groups = [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", written.group(1))]
+        elif along := re.search(r" all-to-all\(.*replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+            sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", along.group(1))}
+            axes = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", along.group(2))]
+            numbers = np.arange(DEVICES).reshape(list(sizes.values()))
+            last = range(numbers.ndim - len(axes), numbers.ndim)
+            groups = (
+                np.moveaxis(numbers, axes, last).reshape(-1, np.prod([numbers.shape[axis] for axis in axes])).tolist()
+            )
         else:
-            assert "all-to-all(" not in line and "stablehlo.all_to_all" not in line
+            assert "all-to-all(" not in line
             continue
-        found.append([tuple(map(int, one.split(","))) for one in ours])
+        found.append(groups)
     return found
 
 
@@ -218,7 +232,7 @@ def test_all_devices_run_one_sequence_of_nested_collectives():
     for j in range(len(degrees) - 1):  # the next tokens are on their way before these results are sent back
         order += [("send", j + 1), ("return", j)]
     order.append(("return", len(degrees) - 1))
-    written = [len(groups[0]) for groups in groups_in(program.as_text())]
+    written = degrees_in(program.as_text())
     assert written == 2 * [degrees[j] for _, j in order]
 
     compiled = program.compile().as_text()
@@ -228,7 +242,7 @@ def test_all_devices_run_one_sequence_of_nested_collectives():
     for groups in executed:
         assert sorted(device for group in groups for device in group) == list(range(DEVICES))
         for group in groups:  # consecutive devices from a multiple of their number: nested or disjoint
-            assert group == tuple(range(group[0], group[0] + len(group))) and group[0] % len(group) == 0
+            assert group == list(range(group[0], group[0] + len(group))) and group[0] % len(group) == 0
 
 
 def test_plans_of_one_shape_are_one_program():

@@ -1,7 +1,7 @@
 """One prompt, decoded token by token with a KV cache of fixed size: prefill and loop are one compiled program.
 
-This is the plain way to generate, used by `python -m models.generate` and by parity tests. Many prompts at once are
-the business of a rollout engine.
+This is the plain way to generate: nothing of the engine is in it, which is therefore tested against it, as
+transformers is.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import numpy as np
 from jaxtyping import Array
 
 import models
+from models.decoder import Decoder, DecoderLayer
+from models.inputs import ModelInput
+from models.processing.vision_input import pad
 from sharding.kernels.attention import Mask, attention
 from sharding.walk import Walk
-
-from .decoder import Decoder, DecoderLayer
-from .inputs import ModelInput
-from .processing.vision_input import pad
 
 LEAST_TOKENS = 32  # sizes are rounded up to powers of two from here on, so that few shapes are compiled
 LEAST_PATCHES = 64

@@ -1,0 +1,203 @@
+"""Generates text from a local checkpoint: `python -m models.generate --model DIR --prompt TEXT [--image FILE ...]`.
+
+The text appears as it is generated. Sampling is what the checkpoint's generation_config.json says, greedy where it
+says nothing; flags win. `<image>` and `<video>` in the prompt mark where the files belong; without marks they stand
+before the text, images first. The checkpoint's chat template is applied if it has one (`--raw`: not). With `--json`,
+one line at the end: prompt_ids, output_ids, logprobs (one an output id), text. Wrong input is one line on stderr and
+exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from models.processing import Processor
+
+MAX_TOKENS = 128  # where neither the flag nor the model's positions say otherwise
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def _number(
+    kind: Callable[[str], Any], low: float | int, high: float | int = float("inf"), *, above: bool = False
+) -> Callable[[str], Any]:
+    """An argparse type: a number from `low` (`above`: not `low` itself) to `high`."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not (low < value if above else low <= value) or not value <= high or value == float("inf"):
+            whole = " whole" if kind is int else ""
+            bounds = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < 1e30 else "")
+            raise argparse.ArgumentTypeError(f"must be a{whole} number {bounds}, not {text}")
+        return value
+
+    return parse
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m models.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face checkpoint folder")
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message, before the prompt")
+    parser.add_argument("--raw", action="store_true", help="don't apply the chat template")
+    parser.add_argument("--image", nargs="+", action="extend", default=[], metavar="FILE")
+    parser.add_argument("--video", nargs="+", action="extend", default=[], metavar="FILE")
+    positive, largest = _number(int, 1), 2**31 - 1
+    media = parser.add_argument_group("images and videos (default: as the checkpoint says)")
+    media.add_argument("--min-pixels", type=positive, metavar="N", help="of an image or a frame; smaller ones grow")
+    media.add_argument("--max-pixels", type=positive, metavar="N", help="of an image or a frame; larger ones shrink")
+    media.add_argument("--fps", type=_number(float, 0, above=True), metavar="X", help="frames read a second of video")
+    media.add_argument("--max-frames", type=_number(int, 2), metavar="N", help="frames read of a video, at most")
+    sampling = parser.add_argument_group("sampling (default: as generation_config.json says)")
+    sampling.add_argument("--max-tokens", type=positive, metavar="N", help=f"at most so many (default {MAX_TOKENS})")
+    sampling.add_argument("--temperature", type=_number(float, 0), metavar="X", help="0 is greedy")
+    sampling.add_argument("--top-p", type=_number(float, 0, 1, above=True), metavar="X", help="1 is off")
+    sampling.add_argument("--top-k", type=_number(int, 0, largest), metavar="N", help="0 is off")
+    sampling.add_argument("--seed", type=int, default=0, help="the same seed draws the same tokens (default 0)")
+    sampling.add_argument("--stop", nargs="+", action="extend", default=[], metavar="TEXT",
+                          help="ends before the first of these strings")  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of weights and compute"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON line at the end instead of the text")
+    options = parser.parse_args(arguments)
+    if not options.prompt and not options.image and not options.video:
+        parser.error("--prompt is empty: there is nothing to answer")
+    if "" in options.stop:
+        parser.error("--stop has an empty string, which would end every answer before it begins")
+    if options.raw and options.system:
+        parser.error("--system needs the chat template, which --raw leaves out")
+    return options
+
+
+def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The marked text and its media in the order of the marks; marks are put in front where the text has none.
+
+    Raises ValueError where marks and files differ in number.
+    """
+    from models.processing.processor import MARK, MARKS
+
+    marks = [MARKS[mark] for mark in MARK.findall(text)]
+    if not marks:
+        text = "<image>" * len(images) + "<video>" * len(videos) + text
+        return text, [("image", path) for path in images] + [("video", path) for path in videos]
+    for kind, files in (("image", images), ("video", videos)):
+        if marks.count(kind) != len(files):
+            raise ValueError(f"the prompt marks {marks.count(kind)} {kind}(s), but {len(files)} were given")
+    files = {"image": iter(images), "video": iter(videos)}
+    return text, [(kind, next(files[kind])) for kind in marks]
+
+
+def run(options: argparse.Namespace) -> None:
+    # processing first: a wrong file name is reported before any weight is read
+    from models.processing import Processor
+
+    from .generation_defaults import how_to_sample
+
+    processor = _with_bounds(Processor.load(options.model), options)
+    text, media = arrange(options.prompt, options.image, options.video)
+    if options.raw:
+        prompt = processor.prepare(text, media)
+    else:
+        prompt = processor.prepare_chat(text, media, system=options.system)
+    how = how_to_sample(pathlib.Path(options.model), options.temperature, options.top_p, options.top_k)
+    max_tokens = _max_tokens(options, len(prompt))
+    if how.ignored:
+        print(f"note: {how.ignored}", file=sys.stderr)
+
+    import models
+
+    from .engine import SamplingParams
+    from .single import generate_once
+    from .text_stream import TextStream
+
+    answer = TextStream(processor.decode, options.stop)
+    logprobs: list[float] = []
+
+    def show(text: str) -> None:
+        if not options.json:
+            print(text, end="", flush=True)
+
+    def take(chunk: Any) -> bool:
+        logprobs.extend(chunk.logprobs)
+        show(answer.add(chunk.token_ids))
+        return answer.stopped
+
+    sampling = SamplingParams(max_tokens, how.temperature, how.top_p, how.top_k, stop_ids=processor.eos_ids)
+    dtype = None if options.dtype == "auto" else options.dtype
+    response = generate_once(models.load(options.model, dtype), prompt, sampling, seed=options.seed, on_chunk=take)
+    asyncio.run(response)
+    show(answer.finish() + "\n")
+    if options.json:
+        ids = answer.token_ids
+        fields = {"prompt_ids": prompt.token_ids_T.tolist(), "output_ids": ids, "logprobs": logprobs[: len(ids)]}
+        print(json.dumps(fields | {"text": answer.text}), flush=True)
+
+
+def _with_bounds(processor: Processor, options: argparse.Namespace) -> Processor:
+    """The processor with the pixel and frame bounds of the flags."""
+    processor = processor.configured(min_pixels=options.min_pixels or 0, max_pixels=options.max_pixels or 0)
+    frames = processor.frames
+    if options.fps is not None:
+        frames = dataclasses.replace(frames, num_frames=0, fps=options.fps)
+    if options.max_frames is not None:
+        most = options.max_frames
+        frames = dataclasses.replace(
+            frames,
+            num_frames=min(frames.num_frames, most),
+            min_frames=min(frames.min_frames, most),
+            max_frames=most,
+        )
+    return dataclasses.replace(processor, frames=frames)
+
+
+def _max_tokens(options: argparse.Namespace, prompt_tokens: int) -> int:
+    """How many tokens may be generated. Raises ValueError where prompt and answer leave the model's positions."""
+    from models import hf, registry
+
+    file = pathlib.Path(options.model) / "config.json"
+    positions = registry.read_config(hf.read_json(file)).text.max_position_embeddings
+    if not prompt_tokens:
+        raise ValueError("the prompt has no tokens: there is nothing to answer")
+    room = positions - prompt_tokens
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {prompt_tokens} tokens, the model {positions} positions (max_position_embeddings): "
+            "nothing can be generated; shorten the prompt, or lower --max-pixels or --max-frames"
+        )
+    if options.max_tokens is not None and options.max_tokens > room:
+        raise ValueError(
+            f"{prompt_tokens} prompt tokens and --max-tokens {options.max_tokens} exceed the model's {positions} "
+            f"positions (max_position_embeddings); at most --max-tokens {room} fit"
+        )
+    return options.max_tokens or min(MAX_TOKENS, room)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        run(options)
+    except (ValueError, OSError, RuntimeError) as error:  # checkpoints, media, prompts; RuntimeErrors are the engine's
+        from .engine import EngineError
+
+        if isinstance(error, RuntimeError) and not isinstance(error, EngineError):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,73 @@
+"""The weights of an embedded engine: each layer's are arrays of their own, not slices of a stack.
+
+A decode step reads every weight once. Out of a stack, a layer's weights are copied first: sliced, written and read
+again, which is three times the memory traffic, and memory traffic is what decoding takes its time for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import models
+from models.decoder import Decoder, DecoderLayer
+
+from .engine import EngineError
+
+Params = dict[str, Any]  # as of `models.split`, but `layers` is a list with the weights of one layer each
+
+
+def split_layers(params: Mapping[str, Any], dtype: Any, stacked: Mapping[str, Any], whole: Params) -> Params:
+    """A copy of `params` (as of `models.split`) by layers, complete when this returns; it shares no buffer with them.
+
+    `dtype` casts the weights (None: as they are). `stacked` are the shardings of the weights as they come in, `whole`
+    (by layers) those of the copy. One weight at a time is on the devices twice. Raises EngineError, which names the
+    tensor, for NaN and infinity.
+    """
+
+    def copied(path: Any, x: Any, sharding: Any) -> Any:
+        # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
+        layers = x.shape[0] if path[0].key == "layers" else None
+        copy, finite = _copied(jax.device_put(x, sharding), dtype or x.dtype, layers)
+        if not finite:  # this waits for the copy, too
+            name = jax.tree_util.keystr(path)
+            raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
+        return copy
+
+    copy = jax.tree_util.tree_map_with_path(copied, dict(params), dict(stacked))
+    by_weight, structure = jax.tree.flatten(copy["layers"], is_leaf=lambda x: isinstance(x, tuple))
+    copy["layers"] = [structure.unflatten(layer) for layer in zip(*by_weight, strict=True)]
+    return jax.device_put(copy, whole)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _copied(x: jax.Array, dtype: Any, layers: int | None) -> tuple[Any, jax.Array]:
+    """A copy, a tuple of one a layer where there are layers, and whether all of it is finite."""
+    if layers is None:
+        copy = jnp.array(x, dtype=dtype, copy=True)
+    else:
+        copy = tuple(jnp.array(x[i], dtype=dtype, copy=True) for i in range(layers))
+    return copy, jnp.stack([jnp.isfinite(each).all() for each in jax.tree.leaves(copy)]).all()
+
+
+def stacked_layers(params: Params) -> dict[str, Any]:
+    """The weights as of `models.split`; those of layers are copied into new stacks."""
+    return {**params, "layers": jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])}
+
+
+def model_by_layers(graphdef: Any, params: Params) -> tuple[Decoder, list[DecoderLayer]]:
+    """(the model, its layers). The model's own `layers` is the first of them: what is stacked elsewhere is not here."""
+    parts: list[Decoder] = [models.merge(graphdef, {**params, "layers": layer}) for layer in params["layers"]]
+    return parts[0], [part.layers for part in parts]
+
+
+def abstract_by_layer(model: Decoder) -> Decoder:
+    """The abstract model of one layer that is no stack: its shapes are those of `model_by_layers`."""
+    graphdef, params = models.split(model)
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params["layers"])
+    return nnx.merge(graphdef, {**params, "layers": first})

@@ -1,0 +1,77 @@
+"""A model from a checkpoint folder: what `model.path` reads, what an export keeps, and which paths are refused."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from packing_cases import MODEL
+
+import models
+from fluxjax.build import build_model
+from fluxjax.config import Config, ConfigError
+from models.processing import tiny
+from models.processing.settings import PatchLayout
+
+GENERATION = {"do_sample": True, "eos_token_id": [0, 2], "temperature": 0.6, "top_p": 0.95, "transformers_version": "4"}
+
+
+@pytest.fixture
+def folder(tmp_path) -> pathlib.Path:
+    models.save(models.create(MODEL, seed=4), tmp_path / "checkpoint")
+    tiny.build(["ab ?"], layout=PatchLayout.of(MODEL.vision)).save(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint/generation_config.json").write_text(json.dumps(GENERATION))
+    return tmp_path / "checkpoint"
+
+
+def config_of(path: object) -> Config:
+    config = Config()
+    config.model.path, config.data.max_pixels, config.data.video_frames = str(path), 32 * 32, 6
+    return config
+
+
+def test_an_export_of_a_checkpoint_is_the_checkpoint(folder, tmp_path) -> None:
+    """Exported as the trainer exports at the end of a run: bounds of the run are kept, and every field of the files."""
+    model, processor = build_model(config_of(folder), {})
+    assert (processor.image.max_pixels, processor.frames.num_frames, processor.eos_ids) == (32 * 32, 6, (0, 2))
+    models.save(model, tmp_path / "export")
+    processor.save(tmp_path / "export")
+    assert json.loads((tmp_path / "export/generation_config.json").read_text()) == GENERATION
+    again, _ = build_model(config_of(tmp_path / "export"), {})
+    assert again.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, models.split(again)[1], models.split(models.create(MODEL, seed=4))[1])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "Qwen/Qwen2.5-VL-3B-Instruct",
+            "Qwen/Qwen2.5-VL-3B-Instruct: no such folder, .* hf download Qwen/Qwen2.5-VL-3B",
+        ),
+        ("/gone", "/gone: no such folder$"),
+        (pathlib.Path(__file__).parent, "is not a Hugging Face checkpoint folder"),
+    ],
+)
+def test_a_path_that_is_no_checkpoint_is_refused(path, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.path: .*{message}"):
+        build_model(config_of(path), {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\) in config\.json"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attn_factor": 0.5}}, r"rope_scaling: attn_factor=0\.5"),
+        ({"vision_config": {"spatial_merge_size": 3}}, "spatial_merge_size=3 is not supported; supported is 2"),
+    ],
+)
+def test_what_is_not_supported_is_one_line(folder, changes, message: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in changes.items():
+        config[name] = {**config[name], **value} if name == "vision_config" else value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"^model\.path: .*checkpoint/config\.json: {message}") as error:
+        build_model(config_of(folder), {})
+    assert "\n" not in str(error.value)
