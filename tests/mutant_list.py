@@ -252,6 +252,12 @@ MUTANTS = [
         "if entry.need == size}",
         "if entry.need != size}",
     ),
+    Mutant(
+        "a stop waits for groups that may never come",
+        ROUNDS,
+        "if not self._in_round(coordinator) or self._given_up(coordinator):",
+        "if not self._in_round(coordinator):",
+    ),
     Mutant("a lost prompt goes where it was lost", ROUNDS, "avoid=entry.engine))]", "avoid=-1))]"),
     Mutant(
         "given up one attempt early", ROUNDS, "if entry.failures < coordinator", "if entry.failures + 1 < coordinator"

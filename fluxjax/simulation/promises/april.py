@@ -64,7 +64,7 @@ class AprilPromises(RoundPromises):
     def waits(self) -> None:
         super().waits()
         books = self.books
-        if not self.open or books.awaiting.keys() - {Accumulate}:
+        if not self.open or self.given_up or books.awaiting.keys() - {Accumulate}:
             return
         idle = books.count(Stage.DEFERRED, Stage.WAITING)
         self.expect(not idle, f"{idle} prompts wait for nothing")

@@ -19,9 +19,11 @@ from ...coordinator.messages import (
     PublishWeights,
     Request,
     SetParallelism,
+    Skip,
     Train,
     Trained,
 )
+from ...coordinator.rounds import NO_VARIANCE
 from ...policies import make_parallelism
 from .base import Promises
 from .books import Seen
@@ -41,6 +43,7 @@ class RoundPromises(Promises):
         self.stream = config.stream_trainer if config.stream_trainer.enabled else None
         self.looked = 0.0  # progress of the round when it was last asked whether engines can be lent
         self.lends = 0  # in this round
+        self.dropped = 0  # groups of equal rewards, since the last step
 
     def begins(self) -> None:
         """For subclasses: the round opens with the books as they are."""
@@ -48,9 +51,17 @@ class RoundPromises(Promises):
     def in_round(self, instruction: DrawPrompts | Generate) -> None:
         """For subclasses: what is drawn or generated in a round, lost prompts aside."""
 
+    @property
+    def given_up(self) -> bool:
+        """A stop ends the round as it is where groups were dropped: others for them may be long in coming."""
+        short = self.books.count(Stage.SCORED, Stage.TRAINING) < self.needed
+        return bool(self.books.stop and self.dropped and short)
+
     def heard(self, event: Event) -> None:
-        if isinstance(event, Trained) and self.planner is not None:
-            self.planner.next(int(event.metrics.get("rollout/preemptions", 0)))
+        if isinstance(event, Trained):
+            self.dropped = 0
+            if self.planner is not None:
+                self.planner.next(int(event.metrics.get("rollout/preemptions", 0)))
 
     def said(self, instruction: Instruction) -> None:
         books = self.books
@@ -59,6 +70,7 @@ class RoundPromises(Promises):
         ):
             if not self.open:
                 self._opens()
+            self.expect(not self.given_up, "something begins although the run was stopped")
             self.expect(
                 not books.awaiting.keys() - {Accumulate, Lend}, "something begins while another job is under way"
             )
@@ -73,6 +85,8 @@ class RoundPromises(Promises):
                 self.open = False  # without a `Train` before it: nothing was left to train on
                 self.expect(version == books.version, f"version {version} is published")
                 self.expect(not engines or set(engines) == books.lent, f"only engines {engines} get the new weights")
+            case Skip(_, reason):
+                self.dropped += reason == NO_VARIANCE
             case SetParallelism(degree):
                 self.degree = degree
             case Lend():
@@ -103,6 +117,10 @@ class RoundPromises(Promises):
         self.expect(
             min(books.served) == books.version, f"engines serve {books.served}, the trainer has {books.version}"
         )
+        if self.given_up:
+            running = 0 if books.awaiting or books.count(Stage.STOPPING) else books.count(Stage.RUNNING)
+            self.expect(not running, f"{running} prompts still run although the run was stopped")
+            return
         if not self.open and books.count(Stage.STOPPING):
             return  # what the last round left behind is waited for
         if not self.open and books.count(Stage.RUNNING, Stage.COMPLETE):  # a round that needs nothing new
@@ -188,7 +206,8 @@ class SynchronousPromises(RoundPromises):
 
     def said(self, instruction: Instruction) -> None:
         if isinstance(instruction, Park):
-            self.expect(instruction.keep and self.stream is not None, f"draw {instruction.prompt.draw} is parked")
+            allowed = instruction.keep and (self.stream is not None or self.given_up)
+            self.expect(allowed, f"draw {instruction.prompt.draw} is parked")
         if isinstance(instruction, Train):
             left = len(self.books.prompts) - len(instruction.groups) - self.books.count(Stage.TRAINING)
             self.expect(not left, f"{left} prompts of the round are left out")

@@ -102,7 +102,7 @@ class TailBatchingPromises(RoundPromises):
     def waits(self) -> None:
         super().waits()
         books = self.books
-        if not self.open or books.awaiting:
+        if not self.open or self.given_up or books.awaiting:
             return
         if self._won() < self.needed:
             wait = books.exhausted and not books.count(Stage.DEFERRED)
