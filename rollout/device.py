@@ -93,8 +93,8 @@ class DeviceState:
         for name in sorted(old.keys() | new.keys()):
             if name not in new or name not in old:
                 raise EngineError(f"weight {name} is {'missing' if name in old else 'none of those that are served'}")
-            shape, dtype = (getattr(new[name], which, None) for which in ("shape", "dtype"))
-            if shape != old[name].shape:
+            shape, dtype = getattr(new[name], "shape", None), getattr(new[name], "dtype", None)
+            if shape != old[name].shape or dtype is None:  # None: no array at all
                 raise EngineError(f"weight {name} has shape {shape}, the engine serves {old[name].shape}")
             if dtype != old[name].dtype and not (self._dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
                 raise EngineError(f"weight {name} has dtype {dtype}, the engine serves {old[name].dtype}")
