@@ -129,11 +129,12 @@ class NoRoom(Walk):
     prefill: int = 1000
     round: int = 1000
 
-    def scan(self, layers, carry, step, xs=None):
-        length, most = (carry.shape[1], self.prefill) if xs is None else (xs[0][0].shape[2], self.round)
+    def each(self, layers, carry, step, xs):
+        xs = list(xs)  # of a prefill: None; of a round: what a layer has cached, [slots, KV heads, entries, head size]
+        length, most = (carry.shape[1], self.prefill) if xs[0] is None else (xs[0][0][0].shape[2], self.round)
         if length >= most:
             raise MemoryError(f"no room for {length} entries")
-        return super().scan(layers, carry, step, xs)
+        return super().each(layers, carry, step, xs)
 
 
 @pytest.mark.parametrize(
