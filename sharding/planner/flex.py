@@ -3,7 +3,8 @@
 Objective, lexicographic: tokens of a device within the memory limit and the largest compute load within
 `Limits.tolerance` of the smallest possible (where not both can be had, memory counts ten times), then traffic. If a
 placement without any sharding reaches the first, it is the plan. Else sequences descend the tree of groups (`descend`),
-pairs of groups exchange what they have (`exchange`), and FlexRL's own placement (`flexrl`) is taken where it is better.
+pairs of groups exchange what they have (`exchange`); beside that, the best ways to place one sequence after the other are
+searched (`beam`), and what then exceeds a limit by a little is mended (`repair`). The best of all these is the plan.
 """
 
 from __future__ import annotations
@@ -16,16 +17,23 @@ import numpy as np
 
 from ..plan import PlanError, ShardPlan
 from .baselines import longest_first
+from .beam import beam
 from .blocks import blocks
 from .descend import Descent
 from .exchange import Exchange
-from .flexrl import place
 from .limits import Limits, Problem, problem
+from .repair import repair
 
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them where there are few or many devices
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried when a cost model can tell which is best
 SPARE = 0.03  # of the memory limit, for the devices within a block to even out
 MANY = 64  # devices from which on there is time for one start only
+EVENS = (0.001, 0.1, 0.4, 1.0, 0.05, 0.2)  # what unevenness counts in a beam: none is best everywhere
+WIDTH = 16  # ways that a beam keeps
+BLOCK = 64  # devices that are searched together
+CELLS = 5120  # ways times devices of all beams: less of both where there are many devices
+AIM = 0.999  # of the limits, for beams: a little is exceeded at the end
+REPAIRED = 128  # devices up to which placements are mended
 MEMORY = 10.0  # what exceeding the memory limit counts, against compute
 EPS = 1e-9
 
@@ -104,7 +112,58 @@ def _sharded(made: Problem) -> Placement:
     starts = [_descent(made, degree) for degree in sorted(tops)]
     for degrees, firsts in starts:
         _exchange(made, degrees, firsts)
-    return min([*starts, place(made)], key=lambda placement: _score(made, placement))
+    return _repaired(made, [*starts, *_beams(made)])
+
+
+def _beams(made: Problem) -> list[Placement]:
+    """A placement for each entry of `EVENS`. Devices are searched in blocks of about `BLOCK`, side by side."""
+    top = _top(made)
+    units = made.num_devices // top
+    per = max(k for k in range(1, units + 1) if units % k == 0 and (k == 1 or k * top <= BLOCK))
+    size, count = per * top, units // per
+    own = np.array(_blocks(made, size))
+    amounts = np.array([made.work_I, made.lengths_I])
+    fullest = np.array([np.bincount(own, row, count).max() for row in amounts]) / size
+    limits = np.maximum(AIM * np.array([made.compute_limit or 1.0, made.memory_limit]), fullest)
+    members = [np.flatnonzero(own == block) for block in range(count)]
+    padded = np.zeros((2, count, max(map(len, members))))
+    for block, indices in enumerate(members):
+        padded[:, block, : len(indices)] = amounts[:, indices] / limits[:, None]
+    evens = EVENS[: max(2, min(len(EVENS), CELLS // (4 * made.num_devices)))]
+    width = max(2, min(WIDTH, CELLS // (made.num_devices * len(evens))))
+    work, tokens = np.tile(padded, (1, len(evens), 1))
+    weights = _weights(made)[: top.bit_length()]
+    degree, first = beam(work, tokens, np.repeat(evens, count), np.zeros((len(work), 2, size)), weights, width)
+    made_of: list[Placement] = []
+    for start in range(0, len(work), count):
+        degrees, firsts = np.zeros((2, len(own)), int)
+        for block, indices in enumerate(members):
+            degrees[indices] = degree[start + block, : len(indices)]
+            firsts[indices] = block * size + first[start + block, : len(indices)]
+        made_of.append((degrees.tolist(), firsts.tolist()))
+    return made_of
+
+
+def _top(made: Problem) -> int:
+    """The highest degree that a beam looks at: that of a host, or what the longest sequence needs."""
+    need = max(float(made.work_I.max()) / (made.compute_limit or 1.0), float(made.lengths_I.max()) / made.memory_limit)
+    degree = min(1 << (made.limits.tau.bit_length() - 1), made.max_degree)
+    while degree < made.max_degree and degree < need:
+        degree *= 2
+    return degree
+
+
+def _repaired(made: Problem, starts: list[Placement]) -> Placement:
+    """The best of them; those that exceed a limit by a little are mended first where they would be better then."""
+    scored = sorted(((_score(made, placement), placement) for placement in starts), key=lambda pair: pair[0])
+    if made.num_devices > REPAIRED:
+        return scored[0][1]
+    wanting = [start for start in scored if start[0][0] and (scored[0][0][0] or start[0][1] < scored[0][0][1])]
+    amounts = np.array([made.work_I / (made.compute_limit or 1.0), made.lengths_I / made.memory_limit])
+    for _, placement in wanting[:2]:
+        mended = repair(amounts, _weights(made), placement, made.num_devices, lambda found: _score(made, found))
+        scored.append((_score(made, mended), mended))
+    return min(scored, key=lambda pair: pair[0])[1]
 
 
 def _descent(made: Problem, degree: int) -> Placement:
