@@ -82,8 +82,8 @@ def _groups(loads_KBRD: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _best(score_KC: np.ndarray, keep: int) -> np.ndarray:
-    """The candidates with the lowest scores, `[blocks, at most keep]`, lowest first. Of equal scores, which are those of
-    devices in another order, one is enough."""
+    """The candidates with the lowest scores, `[blocks, at most keep]`, lowest first. Of equal scores, those of devices
+    in another order, one is enough."""
     if keep == 1:
         return score_KC.argmin(1)[:, None]
     order_KC = np.argsort(score_KC, axis=1, kind="stable")

@@ -3,8 +3,8 @@
 Objective, lexicographic: tokens of a device within the memory limit and the largest compute load within
 `Limits.tolerance` of the smallest possible (where not both can be had, memory counts ten times), then traffic. If a
 placement without any sharding reaches the first, it is the plan. Else sequences descend the tree of groups (`descend`),
-pairs of groups exchange what they have (`exchange`); beside that, the best ways to place one sequence after the other are
-searched (`beam`), and what then exceeds a limit by a little is mended (`repair`). The best of all these is the plan.
+pairs of groups exchange what they have (`exchange`). Beside that, the best ways to place one sequence after the other
+are searched (`beam`), and what then exceeds a limit by a little is mended (`repair`). The best of all these is the plan.
 """
 
 from __future__ import annotations
@@ -28,11 +28,21 @@ TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them wh
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried when a cost model can tell which is best
 SPARE = 0.03  # of the memory limit, for the devices within a block to even out
 MANY = 64  # devices from which on there is time for one start only
-EVENS = (0.001, 0.1, 0.4, 1.0, 0.05, 0.2)  # what unevenness counts in a beam: none is best everywhere
-WIDTH = 16  # ways that a beam keeps
+# What unevenness counts in a beam, and how much of the limits it aims at, as a little is exceeded at the end. No
+# pair is best everywhere.
+STARTS = (
+    (0.001, 0.997),
+    (0.1, 0.997),
+    (0.4, 0.997),
+    (1.0, 0.997),
+    (0.05, 0.997),
+    (0.2, 0.997),
+    (1.0, 0.999),
+    (0.4, 0.999),
+)
+WIDTH = 64  # ways that a beam keeps
 BLOCK = 64  # devices that are searched together
-CELLS = 5120  # ways times devices of all beams: less of both where there are many devices
-AIM = 0.999  # of the limits, for beams: a little is exceeded at the end
+CELLS = 10240  # ways times devices of all beams: less of both where there are many devices
 REPAIRED = 128  # devices up to which placements are mended
 MEMORY = 10.0  # what exceeding the memory limit counts, against compute
 EPS = 1e-9
@@ -57,19 +67,21 @@ def flex_ulysses(
     limits = limits or Limits()
     if cost is None:
         return _plan(problem(lengths, num_devices, limits, work))
+    tolerances = TOLERANCES if num_devices <= REPAIRED else TOLERANCES[2::2]
     plans = [
-        _plan(problem(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work, cost))
-        for tolerance in sorted({limits.tolerance, *TOLERANCES})
+        _plan(problem(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work, cost), quick=True)
+        for tolerance in sorted({limits.tolerance, *tolerances})
     ]
     seconds = [float(cost.step_seconds(plan)) for plan in plans]
     return plans[seconds.index(min(seconds))]
 
 
-def _plan(made: Problem) -> ShardPlan:
+def _plan(made: Problem, *, quick: bool = False) -> ShardPlan:
+    """`quick` searches less: for one plan of many."""
     if not len(made.lengths_I):
         return made.plan([], [])
     try:
-        degrees, firsts = _unsharded(made) or _sharded(made)
+        degrees, firsts = _unsharded(made) or _sharded(made, quick)
         return made.plan(degrees, firsts)
     except PlanError:
         if made.max_degree == 1 or not made.limits.tokens_per_device:
@@ -102,21 +114,26 @@ def _blocks(made: Problem, degree: int) -> list[int]:
     return blocks(work, tokens, made.num_devices // degree, spare=(float(spare[0]), float(spare[1])))
 
 
-def _sharded(made: Problem) -> Placement:
+def _sharded(made: Problem, quick: bool) -> Placement:
     if made.max_degree == 1:
         own = _blocks(made, 1)
         return [1] * len(own), own
+    if quick and made.num_devices > REPAIRED:
+        return min(_beams(made, CELLS // 2), key=lambda placement: _score(made, placement))
     # Blocks may be of the highest degree or, as groups beyond a host are dear, of a host: neither is always better.
     host = min(1 << (made.limits.tau.bit_length() - 1), made.max_degree)
     tops = {made.max_degree} if made.num_devices >= MANY else {made.max_degree, host}
     starts = [_descent(made, degree) for degree in sorted(tops)]
     for degrees, firsts in starts:
         _exchange(made, degrees, firsts)
-    return _repaired(made, [*starts, *_beams(made)])
+    if quick:
+        return min([*starts, *_beams(made, CELLS // 16)], key=lambda placement: _score(made, placement))
+    return _repaired(made, [*starts, *_beams(made, CELLS)])
 
 
-def _beams(made: Problem) -> list[Placement]:
-    """A placement for each entry of `EVENS`. Devices are searched in blocks of about `BLOCK`, side by side."""
+def _beams(made: Problem, cells: int) -> list[Placement]:
+    """A placement for each of the first entries of `STARTS`. Devices are searched in blocks of at most `BLOCK`, or one
+    group, side by side. `cells` bounds the ways times the devices of all of them."""
     top = _top(made)
     units = made.num_devices // top
     per = max(k for k in range(1, units + 1) if units % k == 0 and (k == 1 or k * top <= BLOCK))
@@ -124,16 +141,19 @@ def _beams(made: Problem) -> list[Placement]:
     own = np.array(_blocks(made, size))
     amounts = np.array([made.work_I, made.lengths_I])
     fullest = np.array([np.bincount(own, row, count).max() for row in amounts]) / size
-    limits = np.maximum(AIM * np.array([made.compute_limit or 1.0, made.memory_limit]), fullest)
     members = [np.flatnonzero(own == block) for block in range(count)]
     padded = np.zeros((2, count, max(map(len, members))))
     for block, indices in enumerate(members):
-        padded[:, block, : len(indices)] = amounts[:, indices] / limits[:, None]
-    evens = EVENS[: max(2, min(len(EVENS), CELLS // (4 * made.num_devices)))]
-    width = max(2, min(WIDTH, CELLS // (made.num_devices * len(evens))))
-    work, tokens = np.tile(padded, (1, len(evens), 1))
+        padded[:, block, : len(indices)] = amounts[:, indices]
+    starts = STARTS[: max(2, cells // (4 * made.num_devices))]
+    width = max(2, min(WIDTH, cells // (made.num_devices * len(starts))))
+    limits = np.array([made.compute_limit or 1.0, made.memory_limit])
+    limits_SR = np.maximum([limits * aim for _, aim in starts], fullest)
+    work, tokens = np.concatenate([padded / aimed[:, None, None] for aimed in limits_SR], 1)
     weights = _weights(made)[: top.bit_length()]
-    degree, first = beam(work, tokens, np.repeat(evens, count), np.zeros((len(work), 2, size)), weights, width)
+    degree, first = beam(
+        work, tokens, np.repeat([even for even, _ in starts], count), np.zeros((len(work), 2, size)), weights, width
+    )
     made_of: list[Placement] = []
     for start in range(0, len(work), count):
         degrees, firsts = np.zeros((2, len(own)), int)
@@ -154,13 +174,13 @@ def _top(made: Problem) -> int:
 
 
 def _repaired(made: Problem, starts: list[Placement]) -> Placement:
-    """The best of them; those that exceed a limit by a little are mended first where they would be better then."""
+    """The best of them, polished, or one that exceeds a limit by a little and is better once that is mended."""
     scored = sorted(((_score(made, placement), placement) for placement in starts), key=lambda pair: pair[0])
     if made.num_devices > REPAIRED:
         return scored[0][1]
     wanting = [start for start in scored if start[0][0] and (scored[0][0][0] or start[0][1] < scored[0][0][1])]
     amounts = np.array([made.work_I / (made.compute_limit or 1.0), made.lengths_I / made.memory_limit])
-    for _, placement in wanting[:2]:
+    for _, placement in [scored[0], *(start for start in wanting[:2] if start is not scored[0])]:
         mended = repair(amounts, _weights(made), placement, made.num_devices, lambda found: _score(made, found))
         scored.append((_score(made, mended), mended))
     return min(scored, key=lambda pair: pair[0])[1]

@@ -9,6 +9,7 @@ import numpy as np
 from .beam import beam
 
 ROUNDS = 16  # of `len(EVENS)` tries each, side by side
+POLISHED = 6  # rounds that are made even if no limit is exceeded, for less traffic
 EVENS = (0.001, 0.1, 0.4, 1.0) * 2
 FREED = 10  # sequences placed anew in a try
 WIDTH = 8
@@ -24,7 +25,7 @@ def repair(
     num_devices: int,
     score_of: Callable[[Placement], Score],
 ) -> Placement:
-    """A placement that is no worse by `score_of`. Ends when no limit is exceeded, or after `ROUNDS`.
+    """A placement that is no worse by `score_of`. Ends early when no limit is exceeded.
 
     `amounts`, `[2, sequences]`: work and tokens in units of what one device may take. Sequences on devices that exceed
     a limit, and those that cause traffic, are the likelier to be taken out. The same arguments give the same placement.
@@ -32,8 +33,8 @@ def repair(
     rng = np.random.default_rng(0)
     degrees, firsts = (np.array(row) for row in placement)
     score, device = score_of(placement), np.arange(num_devices)
-    for _ in range(ROUNDS):
-        if not score[0]:
+    for turn in range(ROUNDS):
+        if not score[0] and turn >= POLISHED:
             break
         share = ((firsts[:, None] <= device) & (device < (firsts + degrees)[:, None])) / degrees[:, None]
         loads = amounts @ share
