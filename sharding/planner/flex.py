@@ -4,7 +4,7 @@ Objective, lexicographic: tokens of a device within the memory limit and the lar
 `Limits.tolerance` of the smallest possible (where not both can be had, memory counts ten times), then traffic. If a
 placement without any sharding reaches the first, it is the plan. Else sequences descend the tree of groups (`descend`),
 pairs of groups exchange what they have (`exchange`). Beside that, the best ways to place one sequence after the other
-are searched (`beam`), and what then exceeds a limit by a little is mended (`repair`). The best of all these is the plan.
+are searched (`beam`), and what then exceeds a limit by a little is mended (`repair`). The best of all is the plan.
 """
 
 from __future__ import annotations
