@@ -6,13 +6,15 @@
 
 Every run is `python -m fluxjax.train` with a seed and a policy; nothing else differs but an importance correction where
 data may be old. Runs that are complete in `--out` are not made again. Prints one JSON line: the final accuracy of each
-run, means and standard deviations, differences to `synchronous` in points.
+run, means and standard deviations, and in pairs of equal seeds the differences to `synchronous` in points: their mean
+and its 95 % interval (Student's t).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 import statistics
 import subprocess
@@ -22,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
+import scipy.stats
 from common import ROOT
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -104,13 +107,23 @@ def _compared(runs: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
             }
             for source, values in by_source.items()
         }
-        if plain := finals.get("synchronous"):
+        if policy != "synchronous" and (plain := finals.get("synchronous")):
             for source, values in by_source.items():
-                points = 100 * (statistics.mean(values) - statistics.mean(plain[source]))
-                result[policy][source]["points_above_synchronous"] = round(points, 2)
+                result[policy][source]["paired_points"] = paired_points(values, plain[source])
         totals = [summary["seconds"]["total"] for summary in runs[policy].values()]
         result[policy]["seconds"] = [round(total, 1) for total in totals]
     return result
+
+
+def paired_points(values: Sequence[float], reference: Sequence[float]) -> dict[str, Any]:
+    """Compares accuracies of the same seeds, in points of 100: the mean of the differences and, for two seeds or more,
+    its 95 % interval (Student's t). Raises ValueError for sequences of different lengths."""
+    points = [100 * (value - other) for value, other in zip(values, reference, strict=True)]
+    mean = statistics.mean(points)
+    if len(points) < 2:
+        return {"mean": round(mean, 2)}
+    half = float(scipy.stats.t.ppf(0.975, len(points) - 1)) * statistics.stdev(points) / math.sqrt(len(points))
+    return {"mean": round(mean, 2), "interval_95": [round(mean - half, 2), round(mean + half, 2)]}
 
 
 def draw(out: pathlib.Path, policies: Sequence[str], seeds: Sequence[int], picture: pathlib.Path) -> None:

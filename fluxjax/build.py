@@ -11,7 +11,7 @@ import models
 from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
 from models.processing import Processor
-from models.processing.settings import PatchLayout
+from models.processing.settings import DecodeLimits, PatchLayout
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.engine import SamplingParams
@@ -27,13 +27,17 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
     Raises `ConfigError` when `model.path` is no checkpoint folder.
     """
     data = config.data
+    limits = DecodeLimits(pixels=data.max_decoded_pixels, frames=data.max_decoded_frames)
     if config.model.path:
         path = pathlib.Path(config.model.path)
         if not (path / "config.json").is_file():
             raise ConfigError(f"model.path: {path} is not a Hugging Face checkpoint folder (it has no config.json)")
         try:
             processor = Processor.load(path).configured(
-                min_pixels=data.min_pixels, max_pixels=data.max_pixels, num_frames=data.video_frames
+                min_pixels=data.min_pixels,
+                max_pixels=data.max_pixels,
+                num_frames=data.video_frames,
+                limits=limits,
             )
             model = models.load(path, dtype=jnp.float32)
         except (ValueError, OSError) as error:
@@ -48,7 +52,7 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
         layout=PatchLayout.of(vision) if vision else None,
         num_frames=data.video_frames or 4,
         **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
-    )
+    ).configured(limits=limits)
     return models.create(tiny_model(config.model, processor, vision), config.seed), processor
 
 

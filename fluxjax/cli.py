@@ -21,6 +21,7 @@ from ml_collections import config_flags
 
 from . import config as config_module
 from .config import Config, ConfigError
+from .unread import unread
 
 DEFAULT_CONFIG = "configs/vlm.py"
 C = TypeVar("C", bound=Config)
@@ -60,6 +61,9 @@ def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CON
     for field, value in overrides:
         config = _override(config, field, value)
     config.validate()
+    given = {field for field, _ in overrides}
+    if idle := [one.complaint for one in unread(config) if one.field in given]:
+        raise ConfigError(f"--config.{idle[0]}")
     return config
 
 

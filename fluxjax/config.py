@@ -123,6 +123,9 @@ class DataConfig:
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     min_pixels: int = 0  # 0: as the checkpoint's preprocessor_config.json says
     max_pixels: int = 0
+    # Larger files are skipped, so that none takes all memory: a small one can hold a huge picture.
+    max_decoded_pixels: int = 2**26  # of an image or a video frame, before resizing
+    max_decoded_frames: int = 2**20  # of a video
     video_frames: int = 4  # frames sampled from a video
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
 
@@ -169,7 +172,7 @@ class OptimConfig:
     beta2: float = 0.99
     eps: float = 1e-8
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 1.0  # gradients are clipped to this global norm; 0: they are not
 
 
 @dataclasses.dataclass(slots=True)
@@ -282,6 +285,11 @@ class Config:
                 raise ConfigError(f"data.sources.{name}.weight is {source.weight}; it must be greater than 0")
         if self.algorithm.name is Algorithm.SFT:
             raise ConfigError("algorithm.name is sft; it serves the warm start (warm_start.steps), RL needs grpo")
+        if not self.rollout.temperature > 0:
+            raise ConfigError(
+                f"rollout.temperature is {self.rollout.temperature}; it must be greater than 0: greedy responses to a "
+                "prompt are all the same and teach nothing (evaluations are greedy whatever it is)"
+            )
         if not 0 < self.rollout.top_p <= 1:
             raise ConfigError(f"rollout.top_p is {self.rollout.top_p}; it must be in (0, 1], 1 is off")
         if self.rollout.group_size < 2 and self.algorithm.name is Algorithm.GRPO:
@@ -315,13 +323,6 @@ class Config:
                 f"sharding.live_layers is {self.sharding.live_layers}; it must be at least 2, one layer to compute and "
                 "one to fetch"
             )
-        for name in _ODC_ONLY:
-            default = getattr(ShardingConfig(), name)
-            if strategy is not Strategy.ODC and getattr(self.sharding, name) != default:
-                raise ConfigError(
-                    f"sharding.{name} needs sharding.strategy odc, not {strategy.value}; set the one or leave the "
-                    f"other at {getattr(default, 'value', default)}"
-                )
 
     def _validate_tiny_model(self) -> None:
         model = self.model
@@ -355,7 +356,6 @@ class Config:
             )
 
 
-_ODC_ONLY = ("balance", "hybrid", "deterministic", "live_layers")  # fields of sharding that nothing else reads
 _POSITIVE = [
     "model.intermediate_size",
     "model.vision_hidden_size",
@@ -375,7 +375,6 @@ _POSITIVE = [
     "rollout.slots",
     "optim.lr",
     "optim.eps",
-    "optim.max_grad_norm",
     "warm_start.lr",
     "warm_start.batch_size",
     "packing.rows_per_device",
@@ -387,6 +386,8 @@ _POSITIVE = [
     "evaluation.samples",
     "evaluation.samples_during",
     "data.video_frames",
+    "data.max_decoded_pixels",
+    "data.max_decoded_frames",
     "model.num_layers",
     "model.num_heads",
     "model.num_kv_heads",
@@ -396,7 +397,6 @@ _POSITIVE = [
 ]
 _NOT_NEGATIVE = [
     "seed",
-    "rollout.temperature",
     "rollout.top_k",
     "algorithm.clip_low",
     "algorithm.clip_high",
@@ -404,6 +404,7 @@ _NOT_NEGATIVE = [
     "algorithm.entropy_coefficient",
     "optim.warmup_steps",
     "optim.weight_decay",
+    "optim.max_grad_norm",
     "warm_start.steps",
     "checkpoint.every",
     "evaluation.every",

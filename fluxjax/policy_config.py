@@ -40,6 +40,7 @@ class Order(enum.Enum):
 class PolicyConfig:
     name: Policy = Policy.SYNCHRONOUS
     dynamic_sampling: bool = False  # groups of equal rewards are not trained on; others are drawn for them (DAPO)
+    max_num_gen_batches: int = 10  # of prompts_per_step, that dynamic_sampling generates for a step; 0: no bound (verl)
     engines: int = 1  # embedded engines, each on a device of its own where there are so many
 
 
@@ -170,12 +171,22 @@ def check(config: Any) -> str:
             f"adaptive_async.ratio is {adaptive.ratio}; it must be between min_ratio ({adaptive.min_ratio}) and "
             f"max_ratio ({adaptive.max_ratio})"
         )
+    for name in ("kp", "ki", "kd"):
+        if getattr(adaptive, name) < 0:
+            return (
+                f"adaptive_async.{name} is {getattr(adaptive, name)}; it must not be negative, or the ratio moves away "
+                "from the target"
+            )
     for name in ("kl_normalizer", "variance_normalizer", "sync_interval"):
         if not getattr(adaptive, name) > 0:
             return f"adaptive_async.{name} is {getattr(adaptive, name)}; it must be greater than 0"
     for section in ("april", "adaptive_async"):
         if getattr(config, section).max_staleness < 0:
             return f"{section}.max_staleness is {getattr(config, section).max_staleness}; it must not be negative"
+    if config.policy.max_num_gen_batches < 0:
+        return (
+            f"policy.max_num_gen_batches is {config.policy.max_num_gen_batches}; it must not be negative, 0 is no bound"
+        )
     if config.policy.engines < 1:
         return f"policy.engines is {config.policy.engines}; it must be at least 1"
     return _check_parallelism(config) or _check_stream(config) or _check_importance(config.algorithm.importance)

@@ -287,4 +287,6 @@ def _controller(arguments: Sequence[str], text: str, field: str) -> Controller:
     if not low <= start <= high:
         raise _error(text, field, f"pid needs low <= start <= high, not {low:g}, {start:g}, {high:g}")
     gains = _GAINS | {name: numbers[name] for name in _GAINS if name in numbers}
+    if min(gains.values()) < 0 or not any(gains.values()):
+        raise _error(text, field, f"pid needs {', '.join(_GAINS)} of at least 0, and not all of them 0")
     return Controller(metric, numbers["target"], Pid(start, low, high, **gains))

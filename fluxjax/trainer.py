@@ -48,6 +48,7 @@ from .runtime import Runtime
 from .stages import HeldOutEvaluator, PolicyTrainer
 from .timeline import Timeline
 from .types import PreparedPrompt, Prompt
+from .unread import remarks
 from .warm_start import warm_start
 
 log = logging.getLogger(__name__)
@@ -248,7 +249,8 @@ class FluxTrainer:
         )
         self.call(lambda callback: callback.on_fit_start(self))
         with self.display, contextlib.closing(self.metrics):
-            self.display.note(opening(self, resumed))
+            for line in (opening(self, resumed), *remarks(config)):
+                self.display.note(line)
             if resumed is None:
                 await self._warm_start()
             await self.pool.set_parallelism(config.parallelism.degree)  # where the coordinator begins

@@ -32,17 +32,25 @@ class NewTokens:
     logprobs_BR: np.ndarray
     count_B: np.ndarray  # how many of each row count
 
-    def check_finite(self, version: int) -> None:
-        """Broken weights must stop the engine, not fill it with arbitrary tokens."""
+    @property
+    def finite_B(self) -> np.ndarray:
+        """Which slots have finite log-probs throughout. The others were given arbitrary tokens."""
         counted_BR = np.arange(self.tokens_BR.shape[1]) < self.count_B[:, None]
-        wrong = int((~np.isfinite(self.logprobs_BR[counted_BR])).sum())
-        if wrong:
-            raise EngineError(f"{wrong} sampled tokens have a log-prob that is not finite under weights {version}")
+        return (np.isfinite(self.logprobs_BR) | ~counted_BR).all(axis=1)
+
+    def only(self, rows_B: np.ndarray) -> NewTokens:
+        return NewTokens(self.slots_B[rows_B], self.tokens_BR[rows_B], self.logprobs_BR[rows_B], self.count_B[rows_B])
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _copied(x: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.array(x, dtype=dtype, copy=True)
+def _copied(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """A copy, and whether all of it is finite."""
+    copy = jnp.array(x, dtype=dtype, copy=True)
+    return copy, jnp.isfinite(copy).all()
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _ids(sampling: SlotSampling) -> tuple[int, int]:
@@ -81,25 +89,33 @@ class DeviceState:
         self._settle(layout)
 
     def update(self, params: Mapping[str, Any]) -> None:
-        """Replaces the weights by a copy. Raises EngineError where structure or shapes differ from the old ones."""
-        old, new = (
-            {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-            for tree in (self.params, params)
-        )
+        """Replaces the weights by a copy. Raises EngineError, which names the tensor, where names, shapes or dtypes
+        differ from the old ones or a value is not finite; the old ones then stay."""
+        old, new = _by_name(self.params), _by_name(params)
         for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
-                raise EngineError(f"weight {name} has shape {new.get(name)}, the engine serves {old.get(name)}")
+            if name not in new or name not in old:
+                raise EngineError(f"weight {name} is {'missing' if name in old else 'none of those that are served'}")
+            shape, dtype = getattr(new[name], "shape", None), getattr(new[name], "dtype", None)
+            if shape != old[name].shape:
+                raise EngineError(f"weight {name} has shape {shape}, the engine serves {old[name].shape}")
+            if dtype != old[name].dtype and not (self._dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
+                raise EngineError(f"weight {name} has dtype {dtype}, the engine serves {old[name].dtype}")
         self.params = self._copy(params)
 
     def _copy(self, params: Mapping[str, Any]) -> Any:
-        """A copy on these devices that shares no buffer with `params`, complete when this returns.
+        """A copy on these devices that shares no buffer with `params`, complete when this returns. Raises EngineError,
+        which names the tensor, for NaN and infinity.
 
         `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
         """
-        placed = zip(jax.tree.leaves(dict(params)), jax.tree.leaves(self._weights), strict=True)
-        local = (jax.device_put(x, sharding) for x, sharding in placed)
-        leaves = [jax.block_until_ready(_copied(x, self._dtype or x.dtype)) for x in local]
-        return jax.tree.unflatten(jax.tree.structure(dict(params)), leaves)
+        named, leaves = _by_name(params), []
+        for name, sharding in _by_name(self._weights).items():
+            local = jax.device_put(named[name], sharding)
+            copy, finite = _copied(local, self._dtype or local.dtype)
+            if not finite:  # this waits for the copy, too
+                raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
+            leaves.append(copy)
+        return jax.tree.unflatten(jax.tree.structure(self._weights), leaves)
 
     def start(self, plan: StartPlan) -> list[NewTokens]:
         """Prefills prompts into slots and draws the first token of each sample."""

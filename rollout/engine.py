@@ -1,4 +1,4 @@
-"""The protocol every rollout engine speaks: the embedded JAX engine, SGLang servers, the simulator.
+"""The protocol of rollout engines. The embedded engine, `rollout.jax_engine`, speaks it; so will SGLang servers.
 
 A response always comes back with exactly the token ids that were sampled, the log-probability of each
 under the distribution it was sampled from, and the weight version that produced each.

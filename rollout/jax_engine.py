@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from models.decoder import Decoder
 from sharding.walk import Walk
 
 from . import turns
-from .device import DeviceState
+from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, GenerateRequest
 from .scheduler import Delivery, Job, Scheduler
 from .stream import Mailbox, TokenStream
@@ -58,7 +59,6 @@ class JaxEngine:
             raise EngineError(f"all of these must be positive: {sizes}")
         config = model.config
         vision = config.vision if isinstance(config, Qwen25VLConfig) else None
-        self._reads_pixels = vision is not None
         self._limits = turns.Limits(
             slots=slots,
             max_sequence_tokens=max_sequence_tokens,
@@ -74,7 +74,7 @@ class JaxEngine:
             Layout.of(devices),
             compute_dtype,
         )
-        self._scheduler = Scheduler(slots, max_sequence_tokens, config.text.vocab_size)
+        self._scheduler = Scheduler(slots, max_sequence_tokens, config.text.vocab_size, vision)
         self._version = version
         self._tokens_prefilled = self._decode_steps = 0
         self._paused = self._asleep = self._closed = False
@@ -88,10 +88,9 @@ class JaxEngine:
     def generate(self, request: GenerateRequest) -> TokenStream:
         """Queues the request at once (not at the first `await`) and returns the stream of its chunks.
 
-        Raises EngineError for a request that can't be served. Closing, cancelling or dropping the stream aborts.
+        Raises EngineError for a request that can't be served (`rollout.requests`), which then leaves no trace.
+        Closing, cancelling or dropping the stream aborts.
         """
-        if request.prompt.vision is not None and not self._reads_pixels:
-            raise EngineError(f"request {request.rid!r} has images or videos, but the model is text-only")
         self._attach()
         mailbox = Mailbox()
         job, deliveries = self._scheduler.submit(request, mailbox)
@@ -116,7 +115,8 @@ class JaxEngine:
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         """Copies `params` (the caller may donate its buffers afterwards); serves them from the next token on.
 
-        Raises EngineError where names or shapes differ; the old weights then stay.
+        Raises EngineError, which names the tensor, where names, shapes or dtypes differ and where a value is not
+        finite; the old weights then stay.
         """
         async with self._between_turns():
             await self._in_thread(self._device.update, params)
@@ -159,8 +159,12 @@ class JaxEngine:
         self._kick()
 
     async def close(self) -> None:
-        """Waits for the turn in flight; streams that are still open fail with EngineError."""
-        async with self._between_turns():
+        """Waits for the turn in flight; streams that are still open fail with EngineError. It may be called again, also
+        while an earlier call waits."""
+        if self._closed:
+            return
+        self._attach()
+        async with self._turn:
             self._closed = True
             self._fail("the engine was closed")
         self._thread.shutdown(wait=False)
@@ -196,8 +200,7 @@ class JaxEngine:
 
     def _attach(self) -> None:
         """Binds to the running event loop. What an earlier loop left behind when it closed is dropped."""
-        if self._closed:
-            raise EngineError("the engine is closed")
+        self._refuse_if_closed()
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
@@ -219,14 +222,19 @@ class JaxEngine:
         """No turn is in flight inside; what was aborted in the meantime ends on the way out."""
         self._attach()
         async with self._turn:
+            self._refuse_if_closed()  # in the meantime
             try:
                 yield
             finally:
                 self._deliver(self._scheduler.reap())
 
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+
     async def _run(self) -> None:
         while self._ready():
-            async with self._between_turns():
+            async with self._turn:
                 if not self._ready():
                     break
                 try:
@@ -235,11 +243,29 @@ class JaxEngine:
                     self._fail("the event loop is shutting down")
                     raise
                 except Exception as error:
-                    self._fail(f"{type(error).__name__}: {error}", error)
+                    self._fail(_described(error), error)
+                self._deliver(self._scheduler.reap())
 
     async def _one_turn(self) -> None:
+        """Serves what is running, and finds out whose fault it is if that fails."""
+        self._scheduler.admit()
+        try:
+            results = await self._results()
+        except Exception as error:
+            jobs = self._scheduler.at_turn()
+            if not jobs:
+                raise
+            self._blame(jobs, _described(error), error)
+            return
+        broken = [job for new in results for job in self._scheduler.holders(new.slots_B[~new.finite_B])]
+        for new in (each.only(each.finite_B) for each in results):
+            chunks = self._scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version)
+            self._deliver(chunks)
+        if broken:
+            self._blame(broken, f"a sampled token has a log-prob that is not finite under weights {self._version}")
+
+    async def _results(self) -> list[NewTokens]:
         scheduler = self._scheduler
-        scheduler.admit()
         if scheduler.to_start():
             plan = turns.plan_starts(scheduler, self._limits)
             results = await self._in_thread(self._device.start, plan)
@@ -247,10 +273,7 @@ class JaxEngine:
         else:
             results = await self._in_thread(self._device.decode, turns.plan_round(scheduler, self._limits))
             self._decode_steps += max(int(new.count_B.max()) for new in results)
-        for new in results:
-            new.check_finite(self._version)
-        for new in results:
-            self._deliver(scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version))
+        return results
 
     async def _in_thread(self, function: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -262,10 +285,25 @@ class JaxEngine:
             if not job.open:
                 job.sink.close()
 
+    def _blame(self, jobs: list[Job], reason: str, cause: Exception | None = None) -> None:
+        """A turn failed for these jobs. The cache may be lost with it, or hold what is not finite: what is masked there
+        must be finite, too, so that even the next sample in such a slot would suffer."""
+        self._device.cache = None
+        self._lose(self._scheduler.blame(jobs), reason, cause)
+
     def _fail(self, reason: str, cause: Exception | None = None) -> None:
         """Fails every open stream. The engine starts afresh with the next request; the cache may be lost."""
         self._device.cache = None
-        for job in self._scheduler.clear():
+        self._lose(self._scheduler.clear(), reason, cause)
+
+    def _lose(self, jobs: Sequence[Job], reason: str, cause: Exception | None) -> None:
+        if cause is not None:
+            traceback.clear_frames(cause.__traceback__)  # whoever keeps the error would keep the turn's arrays, too
+        for job in jobs:
             error = EngineError(f"request {job.request.rid!r} was lost: {reason}")
             error.__cause__ = cause
             job.sink.close(error)
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

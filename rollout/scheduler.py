@@ -3,17 +3,24 @@
 Samples wait in the order of submission and take the lowest free slots in that order, so that equal submissions
 give equal batches. A slot whose sample has nothing in the cache (new, or the weights changed) is to be *started*
 from prefilled rows; all others are decoded.
+
+A turn that failed is done again. If it served one request, that one is lost; if it served several, these are
+*suspects*: each has its turns to itself until it gets through a round, so that only those are lost that fail alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from models.config import VisionConfig
+
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
+from .requests import Served, checked
 from .slots import SlotTable
 
 
@@ -41,6 +48,7 @@ class Job:
     sink: Any = None
     samples: list[Sample] = dataclasses.field(default_factory=list)
     rows: Any = None
+    suspect: bool = False  # a turn that it shared with others failed
 
     @property
     def open(self) -> bool:
@@ -56,8 +64,10 @@ Delivery = tuple[Job, TokenChunk]
 class Scheduler:
     """Requests, samples and slots. Methods that end or advance samples return the chunks to deliver."""
 
-    def __init__(self, slots: int, max_sequence_tokens: int, vocabulary: int) -> None:
-        self.max_sequence_tokens, self.vocabulary = max_sequence_tokens, vocabulary
+    def __init__(
+        self, slots: int, max_sequence_tokens: int, vocabulary: int, vision: VisionConfig | None = None
+    ) -> None:
+        self.served = Served(max_sequence_tokens, vocabulary, vision)
         self.table = SlotTable(slots, max_sequence_tokens)
         self.jobs: dict[str, Job] = {}
         self.occupant: list[Sample | None] = [None] * slots
@@ -70,9 +80,11 @@ class Scheduler:
         return sum(sample is not None for sample in self.occupant)
 
     def submit(self, request: GenerateRequest, sink: Any = None) -> tuple[Job, list[Delivery]]:
-        """Queues a request. Raises EngineError for one that can never be served; chunks are of samples whose
-        prefix is already a whole response."""
-        self._check(request)
+        """Queues a request. Raises EngineError for one that can never be served, which then leaves no trace; chunks
+        are of samples whose prefix is already a whole response."""
+        request = checked(request, self.served)
+        if request.rid in self.jobs:
+            raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
         job = self.jobs[request.rid] = Job(request, sink)
         job.samples = [Sample(job, index) for index in range(request.n)]
         done: list[Delivery] = []
@@ -85,37 +97,6 @@ class Scheduler:
             else:
                 self.waiting.append(sample)
         return job, done
-
-    def _check(self, request: GenerateRequest) -> None:
-        sampling, prompt = request.sampling, len(request.prompt)
-
-        def refuse(reason: str) -> EngineError:
-            return EngineError(f"request {request.rid!r}: {reason}")
-
-        if request.rid in self.jobs:
-            raise refuse("a request of this id is already in flight")
-        if request.n < 1 or prompt < 1 or sampling.max_new_tokens < 1:
-            raise refuse(
-                f"needs a prompt, a sample and a token to generate, got {prompt} prompt tokens, n={request.n}, "
-                f"max_new_tokens={sampling.max_new_tokens}"
-            )
-        if prompt + sampling.max_new_tokens > self.max_sequence_tokens:
-            raise refuse(
-                f"{prompt} prompt tokens + max_new_tokens={sampling.max_new_tokens} = "
-                f"{prompt + sampling.max_new_tokens} exceed rollout.max_sequence_tokens={self.max_sequence_tokens}"
-            )
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            raise refuse(
-                "temperature must be >= 0, top_p in (0, 1] and top_k >= 0, got "
-                f"{sampling.temperature}, {sampling.top_p}, {sampling.top_k}"
-            )
-        if len({id for id in sampling.forbidden_ids if 0 <= id < self.vocabulary}) >= self.vocabulary:
-            raise refuse("every token of the vocabulary is forbidden")
-        if request.prefix_ids and len(request.prefix_ids) != request.n:
-            raise refuse(f"{len(request.prefix_ids)} prefixes for n={request.n} samples")
-        for ids in (request.prompt.token_ids_T, *map(np.asarray, request.prefix_ids)):
-            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary:
-                raise refuse(f"token ids {ids.min()} .. {ids.max()} leave the vocabulary of {self.vocabulary}")
 
     def admit(self) -> None:
         """Gives free slots to waiting samples."""
@@ -135,15 +116,45 @@ class Scheduler:
 
     def to_start(self) -> dict[Job, list[Sample]]:
         """Samples that hold a slot and have nothing in its cache, by job, in the order of their slots."""
+        alone = self._alone()
         jobs: dict[Job, list[Sample]] = {}
         for sample, cached in zip(self.occupant, self.cached_N, strict=True):
-            if sample is not None and not cached:
+            if sample is not None and not cached and alone in (None, sample.job):
                 jobs.setdefault(sample.job, []).append(sample)
         return jobs
 
     def to_decode(self) -> np.ndarray:
         """Slots with a sample in the cache, ascending."""
-        return np.flatnonzero(self.cached_N).astype(np.int32)
+        slots_B = np.flatnonzero(self.cached_N)
+        if (alone := self._alone()) is not None:
+            slots_B = np.intersect1d(slots_B, [sample.slot for sample in alone.samples])
+        return slots_B.astype(np.int32)
+
+    def _alone(self) -> Job | None:
+        """The first suspect in a slot: the next turn serves nobody else."""
+        return next((sample.job for sample in self.occupant if sample is not None and sample.job.suspect), None)
+
+    def at_turn(self) -> list[Job]:
+        """The jobs that the next turn serves, or the one in flight: those to start if there are any."""
+        return list(self.to_start()) or self.holders(self.to_decode())
+
+    def holders(self, slots_B: np.ndarray) -> list[Job]:
+        """The jobs whose samples run in some slots."""
+        samples = (self.occupant[slot] for slot in slots_B.tolist())
+        return list(dict.fromkeys(sample.job for sample in samples if sample is not None))
+
+    def blame(self, jobs: list[Job]) -> list[Job]:
+        """A turn failed for these jobs: returns the one that is lost, if there was only one; several are suspects.
+
+        What the cache holds can't be relied on after that: all running samples are to be started again.
+        """
+        self.invalidate()
+        if len(jobs) == 1:
+            self._drop(jobs)
+            return jobs
+        for job in jobs:
+            job.suspect = True
+        return []
 
     def response(self, sample: Sample) -> np.ndarray:
         """What a sample has so far, its prefix included."""
@@ -156,6 +167,7 @@ class Scheduler:
     ) -> list[Delivery]:
         """Takes in the first `count_B` new tokens of each slot; ends what is complete and what was aborted."""
         stop_B, full_B = self.table.extend(slots_B, tokens_BR, count_B)
+        decoded = bool(self.cached_N[slots_B].all())
         self.cached_N[slots_B] = True
         self.tokens_generated += int(count_B.sum())
         deliveries: list[Delivery] = []
@@ -170,6 +182,7 @@ class Scheduler:
             if finish is None and sample.aborted:
                 finish = FinishReason.ABORT
             job, index = sample.job, sample.index
+            job.suspect = job.suspect and not decoded
             chunk = TokenChunk(
                 job.request.rid, index, tuple(tokens[:count]), tuple(logprobs[:count]), (version,) * count, finish
             )
@@ -180,16 +193,19 @@ class Scheduler:
 
     def _end(self, sample: Sample, finish: FinishReason) -> Delivery:
         """Frees the slot; returns the chunk for an end without new tokens."""
-        if sample.slot >= 0:
-            self.occupant[sample.slot] = None
-            self.cached_N[sample.slot] = False
-            sample.slot = -1
-        sample.ended = True
+        self._free(sample)
         job = sample.job
         if not job.open:
             del self.jobs[job.request.rid]
             job.rows = None
         return job, TokenChunk(job.request.rid, sample.index, (), (), (), finish)
+
+    def _free(self, sample: Sample) -> None:
+        if sample.slot >= 0:
+            self.occupant[sample.slot] = None
+            self.cached_N[sample.slot] = False
+            sample.slot = -1
+        sample.ended = True
 
     def mark_aborted(self, id: str) -> None:
         """Marks a request (`rid`) or one sample (`rid/i`); unknown ids are ignored. `reap` ends what is marked."""
@@ -219,12 +235,14 @@ class Scheduler:
     def clear(self) -> list[Job]:
         """Drops everything; returns the jobs that were open."""
         jobs = list(self.jobs.values())
-        self.jobs.clear()
-        self.waiting.clear()
-        self.occupant = [None] * len(self.occupant)
-        self.cached_N[:] = False
+        self._drop(jobs)
+        return jobs
+
+    def _drop(self, jobs: Iterable[Job]) -> None:
+        """Forgets jobs, without chunks."""
         for job in jobs:
+            del self.jobs[job.request.rid]
             job.rows = None
             for sample in job.samples:
-                sample.slot, sample.ended = -1, True
-        return jobs
+                self._free(sample)
+        self.waiting = deque(sample for sample in self.waiting if not sample.ended)

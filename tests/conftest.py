@@ -35,11 +35,14 @@ PURE = ("coordinator", "simulation")
 parts = sorted(p.stem for p in (ROOT / "fluxjax").iterdir() if p.stem not in PURE and not p.stem.startswith("_"))
 install_import_hook(["sharding", "models", "rollout", *(f"fluxjax.{part}" for part in parts)], "beartype.beartype")
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from fluxjax.compile_cache import share_between_devices  # noqa: E402
 
+hypothesis.settings.register_profile("fluxjax", deadline=None)  # no test depends on how fast the machine is
+hypothesis.settings.load_profile("fluxjax")
 share_between_devices()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

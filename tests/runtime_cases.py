@@ -21,7 +21,7 @@ from fluxjax.types import Group, PreparedPrompt, Prompt, Response, Reward
 from models.inputs import ModelInput
 from rollout.engine import GenerateRequest, SamplingParams
 
-SECONDS = 20.0  # nothing here takes more than a fraction of one; only a hang comes this far
+SECONDS = 300.0  # nothing here takes more than a fraction of one; only a hang comes this far
 
 
 class Boom(Exception):

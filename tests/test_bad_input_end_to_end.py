@@ -166,6 +166,14 @@ def test_no_usable_record(capsys, tmp_path):
     assert "no such file" in line
 
 
+def test_a_hub_id_as_the_model(capsys, data, tmp_path):
+    settings = [f"--config.{name.replace('__', '.')}={value}" for name, value in data.items()]
+    folders = [f"--config.run_dir={tmp_path / 'run'}", "--config.model.path=org/name"]
+    assert main(load([f"--config={TEXT}", *settings, *folders])) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: model.path: org/name")
+
+
 # --- run folders --------------------------------------------------------------------------------
 
 

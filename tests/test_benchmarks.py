@@ -1,5 +1,6 @@
 """The benchmark runs and prints what it promises. How fast anything is, is never asserted."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -120,8 +121,20 @@ def test_the_plan_benchmark_takes_other_mixes(tmp_path):
     lengths = [900, 30, 20, 200, 150, 80, 60, 40]
     mixes.write_text(json.dumps([{"name": "own", "devices": 4, "sequences": [{"length": n} for n in lengths]}]))
     command = [sys.executable, str(ROOT / "benchmarks" / "flex_ulysses_plan.py"), "--mixes", str(mixes), "--repeats=1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["seconds_4096_on_1024"] > 0 and answer["seconds_4096_on_1024_by_cost"] > 0
     assert 1.0 <= answer["worst_balance"] < 1.03 and answer["worst_memory"] <= 1.1
+
+
+def test_closing_figures_are_of_pairs(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    paired_points = importlib.import_module("policies_learning").paired_points
+    # differences of 1, 2 and 3 points: standard error 1 / sqrt(3), and 4.303 standard errors of two degrees of freedom
+    compared = paired_points([0.51, 0.92, 0.23], [0.50, 0.90, 0.20])
+    assert compared["mean"] == 2.0
+    assert compared["interval_95"] == pytest.approx([2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5], abs=0.01)
+    assert paired_points([0.5], [0.4]) == {"mean": 10.0}  # a single pair has no interval
+    with pytest.raises(ValueError):
+        paired_points([0.5, 0.4], [0.5])

@@ -190,9 +190,11 @@ def test_metrics_against_numpy():
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_a_step_is_clipped_adamw():
-    """The update of one step against the formula of Adam's first step: `lr * g / (|g| + eps) + lr * decay * w`."""
-    config = config_for(lr=0.1, eps=0.01, weight_decay=0.3, max_grad_norm=0.5)
+@pytest.mark.parametrize("most", [0.5, 0.0])
+def test_a_step_is_clipped_adamw(most):
+    """The update of one step against the formula of Adam's first step: `lr * g / (|g| + eps) + lr * decay * w`. A
+    largest norm of 0 clips nothing."""
+    config = config_for(lr=0.1, eps=0.01, weight_decay=0.3, max_grad_norm=most)
     learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(1))
     before = jax.tree.map(np.asarray, learner.params)
     _, grads = gradients(learner, batches_for("text", config))
@@ -201,7 +203,7 @@ def test_a_step_is_clipped_adamw():
     learner.step(batches_for("text", config))
 
     def expected(weight, grad):
-        grad = grad * (0.5 / norm)
+        grad = grad * (most / norm if most else 1.0)
         return weight - 0.1 * (grad / (np.abs(grad) + 0.01) + 0.3 * weight)
 
     assert_close(learner.params, jax.tree.map(expected, before, grads), 1e-5)

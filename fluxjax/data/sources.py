@@ -67,11 +67,21 @@ class JsonlSource:
             yield prompt.answer
 
 
+def _how_to_download(path: pathlib.Path) -> str:
+    """A hint where `path` looks like a Hub id, ORGANISATION/NAME."""
+    if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".jsonl", ".ndjson", ".parquet"):
+        return ""
+    return (
+        "; data sets are not downloaded by themselves, if this is a Hub id: "
+        f"hf download {path} --repo-type dataset --local-dir {path.name}, then give that folder"
+    )
+
+
 def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None) -> Source:
     """A `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards. Raises `DataError`."""
     path = pathlib.Path(path).expanduser()
     if not path.exists():
-        raise DataError(f"data.sources.{name}: {path} does not exist")
+        raise DataError(f"data.sources.{name}: {path} does not exist{_how_to_download(path)}")
     if path.is_dir() or path.suffix == ".parquet":
         from .parquet import ParquetSource  # pyarrow takes a third of a second to import
 

@@ -14,6 +14,7 @@ def scenario(seed: int) -> Config:
     sim, faults, policies = config.simulation, config.simulation.faults, list(Policy)
     config.policy.name = policies[seed % len(policies)]
     config.policy.dynamic_sampling = dice.random() < 0.25
+    config.policy.max_num_gen_batches = 0  # a step of a single prompt may well need more than ten
     config.steps = dice.randint(1, 8)
     config.rollout.prompts_per_step = dice.randint(1, 5)
     config.rollout.group_size = dice.randint(2, 4)

@@ -2,58 +2,71 @@
 
 from __future__ import annotations
 
-import io
 import math
-import os
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from .containers import check_size
 from .errors import MediaError
-from .settings import PixelSettings
-
-Source = str | bytes  # a local path, or an encoded file's content
+from .jpeg import has_hole
+from .settings import DecodeLimits, PixelSettings
+from .sources import OpenFile, Source, opened, source_name
 
 MAX_ASPECT = 200  # beyond it the published processors refuse
+# Pillow's names of the formats in which pictures are published. Missing are those that run another program (EPS runs
+# Ghostscript), that only some system's Pillow can read, and that hold files of a size they don't declare (ICO).
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+BAND_PIXELS = 1 << 20  # converted at once
 
 
-def source_name(source: Source) -> str:
-    return source if isinstance(source, str) else f"<{len(source)} bytes>"
-
-
-def check_source(source: Source) -> str:
-    """The name of a source for messages. Raises MediaError where there is nothing to decode."""
-    name = source_name(source)
-    if isinstance(source, bytes):
-        if not source:
-            raise MediaError(name, "the data is empty")
-    elif not os.path.isfile(source):
-        raise MediaError(name, "is not a file" if os.path.exists(source) else "no such file")
-    elif os.path.getsize(source) == 0:
-        raise MediaError(name, "the file is empty")
-    return name
-
-
-def load_image(source: Source) -> Image.Image:
-    """The upright RGB image in a file; of an animation, the first frame. Raises MediaError.
+def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.Image:  # noqa: B008 (frozen)
+    """The upright RGB image in a file; of an animation, the first frame. Raises MediaError, also for one of more
+    pixels than `limits` or Pillow's own bound (`PIL.Image.MAX_IMAGE_PIXELS`) allow.
 
     As in transformers, the EXIF orientation is applied and transparency is laid over white.
     """
-    name = check_source(source)
-    try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
-            file.load()
-            ImageOps.exif_transpose(file, in_place=True)
-            return _to_rgb(file)
-    except Image.UnidentifiedImageError:
-        raise MediaError(name, "not an image in a known format") from None
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow's decoders raise whatever their format suggests
-        raise MediaError(name, f"cannot be decoded as an image: {error}") from error
+    name = source_name(source)
+    with opened(source) as content:
+        try:
+            with Image.open(content, formats=FORMATS) as file:
+                check_size(*file.size, name, limits)
+                file.load()
+                if file.format in ("JPEG", "MPO"):
+                    _refuse_holes(content, name, limits)
+                ImageOps.exif_transpose(file, in_place=True)
+                return _to_rgb(file)
+        except Image.UnidentifiedImageError:
+            raise MediaError(name, f"not an image in a known format ({', '.join(FORMATS)})") from None
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # a warning made an error
+            raise MediaError(name, f"too many pixels: {error} (PIL.Image.MAX_IMAGE_PIXELS)") from None
+        except (MediaError, MemoryError):
+            raise
+        except Exception as error:  # Pillow's decoders raise whatever their format suggests
+            raise MediaError(name, f"cannot be decoded as an image: {error}") from error
+
+
+def _refuse_holes(content: OpenFile, name: str, limits: DecodeLimits) -> None:
+    content.seek(0)
+    if has_hole(content.read(), limits):
+        raise MediaError(name, "is damaged: zeros stand where its picture should be")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB, converted band by band: what lies between two modes takes four times the memory of either."""
+    if image.mode in ("I", "F"):
+        raise ValueError(f"{image.mode}-mode pixels (32 bits) have no defined white")
+    if image.mode == "RGB" and image.info.get("transparency") is None:
+        return image
+    result = Image.new("RGB", image.size)
+    rows = max(1, BAND_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        band = image.crop((0, top, image.width, min(top + rows, image.height)))
+        result.paste(_band_to_rgb(band), (0, top))
+    return result
+
+
+def _band_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         # plain conversion would clip everything above 255 to white; the high byte is the 8-bit grey value
         values = np.asarray(image)
@@ -61,13 +74,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         if (transparent := image.info.get("transparency")) is not None:
             grey[values == transparent] = 255
         return Image.fromarray(grey).convert("RGB")
-    if image.mode in ("I", "F"):
-        raise ValueError(f"{image.mode}-mode pixels (32 bits) have no defined white")
     if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image).convert("RGB")
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return image.convert("RGB")
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:

@@ -18,11 +18,12 @@ from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
 from . import chat
 from .errors import PromptError
-from .images import Source, load_image, resized, source_name, target_size
+from .images import load_image, resized, target_size
 from .patches import normalise, patchify
 from .settings import (
     BICUBIC,
     VIDEO_PIXELS,
+    DecodeLimits,
     FrameSettings,
     PatchLayout,
     PixelSettings,
@@ -33,6 +34,7 @@ from .settings import (
     read_pixels,
     write_configs,
 )
+from .sources import Source, source_name
 from .videos import load_video
 from .vision_input import Grid, pack_patches
 
@@ -63,6 +65,7 @@ class Processor:
     image: PixelSettings = dataclasses.field(default_factory=PixelSettings)
     video: PixelSettings = VIDEO_PIXELS
     frames: FrameSettings = dataclasses.field(default_factory=FrameSettings)
+    limits: DecodeLimits = dataclasses.field(default_factory=DecodeLimits)
     eos_ids: tuple[int, ...] = ()
     chat_template: str = ""
     tokenizer_config: str = "{}"  # tokenizer_config.json, as it was read
@@ -114,8 +117,10 @@ class Processor:
         if self.vision:
             write_configs(folder, self.layout, self.image, self.video, self.frames)
 
-    def configured(self, *, min_pixels: int = 0, max_pixels: int = 0, num_frames: int = 0) -> Processor:
-        """A processor with other bounds for images and videos; 0 keeps what the checkpoint says.
+    def configured(
+        self, *, min_pixels: int = 0, max_pixels: int = 0, num_frames: int = 0, limits: DecodeLimits | None = None
+    ) -> Processor:
+        """A processor with other bounds for images and videos; 0 keeps what the checkpoint says, None the limits.
 
         Where one given bound crosses the checkpoint's other one, the given one counts. Raises ValueError where two
         given ones contradict each other.
@@ -129,7 +134,9 @@ class Processor:
             return dataclasses.replace(pixels, min_pixels=low, max_pixels=high)
 
         frames = dataclasses.replace(self.frames, num_frames=num_frames) if num_frames else self.frames
-        return dataclasses.replace(self, image=bounded(self.image), video=bounded(self.video), frames=frames)
+        return dataclasses.replace(
+            self, image=bounded(self.image), video=bounded(self.video), frames=frames, limits=limits or self.limits
+        )
 
     @property
     def media_token_ids(self) -> tuple[int, ...]:
@@ -191,12 +198,12 @@ class Processor:
 
     def _load(self, kind: str, source: Source) -> _Medium:
         if kind == "image":
-            picture = load_image(source)
+            picture = load_image(source, self.limits)
             name = source_name(source)
             height, width = target_size(name, picture.width, picture.height, self.layout.factor, self.image)
             patches, grid = patchify(resized(picture, height, width, self.image.resample)[None], self.layout)
             return _Medium(normalise(patches, self.image, fused=False), grid, 0.0)
-        video = load_video(source, self.layout, self.video, self.frames)
+        video = load_video(source, self.layout, self.video, self.frames, self.limits)
         patches, grid = patchify(video.frames, self.layout)
         seconds = video.seconds_per_grid(self.layout.temporal_patch_size)
         return _Medium(normalise(patches, self.video, fused=True), grid, seconds)

@@ -15,6 +15,7 @@ import numpy as np
 
 BAND = 16  # output positions computed by one dense product
 SMALL_PRODUCT = 2**18  # multiplications; larger products wake BLAS threads, which cost more than they save here
+STRIP_PIXELS = 2**22  # of a frame turned into floats at once; they take four times the memory of bytes
 
 
 def _cubic(x: np.ndarray) -> np.ndarray:
@@ -79,7 +80,8 @@ def resize_frame(frame: np.ndarray, height: int, width: int) -> np.ndarray:
     """A frame `[h, w, 3]` (uint8) resized to `[height, width, 3]` (uint8)."""
     if frame.shape[:2] == (height, width):
         return frame
-    planes = np.ascontiguousarray(frame.transpose(2, 0, 1), np.float32)
-    planes = _along_last(planes, width)
+    step = max(1, STRIP_PIXELS // frame.shape[1])
+    strips = (frame[top : top + step].transpose(2, 0, 1) for top in range(0, len(frame), step))
+    planes = np.concatenate([_along_last(np.ascontiguousarray(strip, np.float32), width) for strip in strips], axis=1)
     planes = _along_last(np.ascontiguousarray(planes.transpose(0, 2, 1)), height)
     return planes.transpose(2, 1, 0).astype(np.uint8)

@@ -70,6 +70,14 @@ class FrameSettings:
     max_video_tokens: int = 0  # > 0: 90 % of so many tokens bound the pixels of a whole video
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeLimits:
+    """What a file may hold at most to be decoded: a small one can hold a huge picture."""
+
+    pixels: int = 2**26  # of an image or a video frame before resizing: 8192 x 8192
+    frames: int = 2**20  # of a video: 9.7 hours at 30 a second
+
+
 VIDEO_PIXELS = PixelSettings(min_pixels=128 * 28 * 28, max_pixels=28 * 28 * 768)
 
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
-import io
 import itertools
 import os
+from collections.abc import Iterator
 
 import av
 import numpy as np
 from av.container import InputContainer
-from av.error import FFmpegError
+from av.error import ArgumentError, FFmpegError
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
+from .containers import check_size, open_container, reason_of
+from .endings import Ending
 from .errors import MediaError
-from .images import Source, check_source, target_size
+from .images import target_size
 from .resize import resize_frame
-from .settings import FrameSettings, PatchLayout, PixelSettings
+from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
+from .sources import OpenFile, Source, opened, source_name
 
 MAX_PASSES = 4
 SMALL_VIDEO = 640 * 360 * 120  # pixels in all; below it, starting threads costs more than they save
@@ -65,106 +68,128 @@ class Video:
 
 @dataclasses.dataclass
 class _Pass:
-    """What one pass over the file found; `pixels` is None if it only counted."""
+    """What one pass over the file found; `pixels` is None where no frame was asked for."""
 
     pixels: np.ndarray | None
     count: int
     seconds: float | None
 
 
-def load_video(source: Source, layout: PatchLayout, pixels: PixelSettings, frames: FrameSettings) -> Video:
-    """Decodes, samples and resizes. Raises MediaError for anything that keeps the result from being right."""
-    name = check_source(source)
-    total, seconds, decoded = 0, None, False
-    for _ in range(MAX_PASSES):
-        with _open(source, name) as container:
-            stream = container.streams.video[0]
-            if not decoded:  # first the header's word
-                total, seconds = stream.frames, _rated(stream.frames, stream)
-            try:
-                indices = sample_indices(total, seconds, frames, layout.temporal_patch_size)
-            except ValueError as error:
-                if decoded:
-                    raise MediaError(name, str(error)) from None
-                indices = np.zeros(0, np.int64)  # this pass only counts
-            found = _decode(container, stream, name, indices, total, layout, pixels, frames)
-        if found.count == 0:
-            raise MediaError(name, "no frame can be decoded")
-        if found.pixels is not None and found.count == total:
-            if found.seconds is None and total > layout.temporal_patch_size:
-                raise MediaError(name, "has neither timestamps nor a frame rate")
-            if not frames.fps or np.array_equal(
-                indices, sample_indices(total, found.seconds, frames, layout.temporal_patch_size)
-            ):
-                return Video(found.pixels, found.seconds or 1.0, indices)
-        total, seconds, decoded = found.count, found.seconds, True
-    raise MediaError(name, f"gives another number of frames each time it is decoded (last: {total})")
+def load_video(
+    source: Source,
+    layout: PatchLayout,
+    pixels: PixelSettings,
+    frames: FrameSettings,
+    limits: DecodeLimits = DecodeLimits(),  # noqa: B008 (frozen)
+) -> Video:
+    """Decodes, samples and resizes. Raises MediaError for anything that keeps the result from being right, as a file
+    that was cut off, and for what exceeds `limits`."""
+    with opened(source) as file:
+        return _Reader(file, source_name(source), layout, pixels, frames, limits).video()
 
 
-def _open(source: Source, name: str) -> InputContainer:
-    try:
-        # "file:" keeps a colon in a path from being read as a protocol; the whitelist keeps playlists off the net
-        if isinstance(source, bytes):
-            container = av.open(io.BytesIO(source), "r")
-        else:
-            container = av.open(
-                f"file:{os.path.abspath(source)}", "r", container_options={"protocol_whitelist": "file"}
-            )
-    except (FFmpegError, OSError, ValueError) as error:
-        raise MediaError(name, f"cannot be opened as a video: {_reason(error)}") from error
-    assert isinstance(container, InputContainer)
-    if not container.streams.video:
-        container.close()
-        raise MediaError(name, "has no video stream")
-    return container
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads one video from an open file."""
 
+    file: OpenFile
+    name: str  # for messages
+    layout: PatchLayout
+    settings: PixelSettings
+    frames: FrameSettings
+    limits: DecodeLimits
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+    def video(self) -> Video:
+        total, seconds, decoded = 0, None, False
+        for _ in range(MAX_PASSES):
+            container, stream = open_container(self.file, self.name, self.limits)
+            with container:
+                if not decoded and stream.frames <= self.limits.frames:  # first the header's word
+                    total, seconds = stream.frames, _rated(stream.frames, stream)
+                try:
+                    indices = self._sample(total, seconds)
+                except ValueError as error:
+                    if decoded:
+                        raise MediaError(self.name, str(error)) from None
+                    indices = np.zeros(0, np.int64)  # this pass only counts
+                found = self._decode(container, stream, indices, total)
+            if found.count == 0:
+                raise MediaError(self.name, "no frame can be decoded")
+            if found.pixels is not None and found.count == total:
+                if found.seconds is None and total > self.layout.temporal_patch_size:
+                    raise MediaError(self.name, "has neither timestamps nor a frame rate")
+                if not self.frames.fps or np.array_equal(indices, self._sample(total, found.seconds)):
+                    return Video(found.pixels, found.seconds or 1.0, indices)
+            total, seconds, decoded = found.count, found.seconds, True
+        raise MediaError(self.name, f"gives another number of frames each time it is decoded (last: {total})")
+
+    def _sample(self, total: int, seconds: float | None) -> np.ndarray:
+        return sample_indices(total, seconds, self.frames, self.layout.temporal_patch_size)
+
+    def _decode(self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int) -> _Pass:
+        """One pass: the frames at `indices`, resized, and the number of frames and their time span as decoded."""
+        slots = {int(index): slot for slot, index in enumerate(indices)}
+        pixels: np.ndarray | None = None
+        times: list[int | None] = []  # of every frame, as the next two
+        durations: list[int] = []
+        damaged: list[int] = []
+        base: fractions.Fraction | None = None
+        small = stream.width * stream.height * total < SMALL_VIDEO
+        stream.codec_context.thread_count = 1 if small else min(MAX_THREADS, os.cpu_count() or 1)
+        stream.thread_type = "SLICE" if small else "AUTO"
+        reformatter = VideoReformatter()
+        ending = Ending(container, stream)
+        try:
+            for frame in self._every_frame(container, stream, ending):
+                index = len(times)
+                if frame.is_corrupt:
+                    damaged.append(index)
+                if (slot := slots.get(index)) is not None:
+                    if frame.is_corrupt:
+                        raise MediaError(self.name, f"frame {index} is damaged")
+                    rgb = reformatter.reformat(frame, format="rgb24", threads=1 if small else 0)
+                    image = _upright(rgb, frame.rotation)
+                    if pixels is None:
+                        pixels = np.empty((len(indices), *self._size(image, len(indices)), 3), np.uint8)
+                    pixels[slot] = resize_frame(image, pixels.shape[1], pixels.shape[2])
+                times.append(frame.pts)
+                durations.append(frame.duration or 0)
+                base = frame.time_base
+        except (FFmpegError, OSError) as error:
+            reason = f"decoding fails after {len(times)} frames: {reason_of(error)}"
+            if isinstance(error, ArgumentError):  # what decoders answer to a frame far beyond the bound
+                reason += ", as for a frame of more than data.max_decoded_pixels"
+            raise MediaError(self.name, reason) from error
+        if reason := ending.cut_off(self.file, times, damaged):
+            raise MediaError(self.name, f"is cut off: {reason}")
+        return _Pass(pixels, len(times), _span(times, durations, base, _rated(len(times), stream)))
+
+    def _every_frame(self, container: InputContainer, stream: VideoStream, ending: Ending) -> Iterator[av.VideoFrame]:
+        """The decoded frames in order; `ending` is shown every packet."""
+        count = 0
+        for packet in container.demux():
+            ending.saw(packet)
+            for frame in packet.decode() if packet.stream_index == stream.index else ():
+                assert isinstance(frame, av.VideoFrame)
+                count += 1
+                if count > self.limits.frames:
+                    raise MediaError(
+                        self.name,
+                        f"too many frames: more than {self.limits.frames} are not decoded (data.max_decoded_frames)",
+                    )
+                check_size(frame.width, frame.height, self.name, self.limits)  # which may change on the way
+                yield frame
+
+    def _size(self, image: np.ndarray, count: int) -> tuple[int, int]:
+        """The (height, width) that all `count` sampled frames are resized to."""
+        limited = _bounded(self.settings, self.frames, count, self.layout)
+        return target_size(self.name, image.shape[1], image.shape[0], self.layout.factor, limited)
 
 
 def _rated(count: int, stream: VideoStream) -> float | None:
     """Duration of `count` frames at the header's frame rate."""
     rate = stream.average_rate or stream.guessed_rate
     return float(count / rate) if rate else None
-
-
-def _decode(
-    container: InputContainer,
-    stream: VideoStream,
-    name: str,
-    indices: np.ndarray,
-    total: int,
-    layout: PatchLayout,
-    settings: PixelSettings,
-    frames: FrameSettings,
-) -> _Pass:
-    """One pass: the frames at `indices`, resized, and the number of frames and their time span as decoded."""
-    slots = {int(index): slot for slot, index in enumerate(indices)}
-    pixels: np.ndarray | None = None
-    count, times, durations, base = 0, [], [], None
-    small = stream.width * stream.height * total < SMALL_VIDEO
-    stream.codec_context.thread_count = 1 if small else min(MAX_THREADS, os.cpu_count() or 1)
-    stream.thread_type = "SLICE" if small else "AUTO"
-    reformatter = VideoReformatter()
-    try:
-        for frame in container.decode(stream):
-            if (slot := slots.get(count)) is not None:
-                if frame.is_corrupt:
-                    raise MediaError(name, f"frame {count} is damaged")
-                image = _upright(reformatter.reformat(frame, format="rgb24", threads=1 if small else 0), frame.rotation)
-                if pixels is None:
-                    limited = _bounded(settings, frames, len(indices), layout)
-                    height, width = target_size(name, image.shape[1], image.shape[0], layout.factor, limited)
-                    pixels = np.empty((len(indices), height, width, 3), np.uint8)
-                pixels[slot] = resize_frame(image, pixels.shape[1], pixels.shape[2])
-            times.append(frame.pts)
-            durations.append(frame.duration or 0)
-            base = frame.time_base
-            count += 1
-    except (FFmpegError, OSError) as error:
-        raise MediaError(name, f"decoding fails after {count} frames: {_reason(error)}") from error
-    return _Pass(pixels, count, _span(times, durations, base, _rated(count, stream)))
 
 
 def _upright(frame: av.VideoFrame, rotation: int) -> np.ndarray:

@@ -98,6 +98,15 @@ def test_an_empty_file_is_an_error(write, content):
         open_source(write(content), "s")
 
 
+def test_a_hub_id_is_answered_with_how_to_download_it():
+    with pytest.raises(DataError) as caught:
+        open_source("openai/gsm8k", "s")
+    assert "data.sources.s: openai/gsm8k does not exist" in str(caught.value)
+    assert "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k" in str(caught.value)
+    with pytest.raises(DataError, match=r"mine/train.jsonl does not exist$"):
+        open_source("mine/train.jsonl", "s")
+
+
 def test_paths_that_cannot_be_opened(tmp_path):
     with pytest.raises(DataError, match=r"data\.sources\.s: .*nowhere.jsonl does not exist"):
         open_source(tmp_path / "nowhere.jsonl", "s")

@@ -219,6 +219,31 @@ def test_a_parquet_source_with_embedded_pictures(folders, tmp_path):
     preparer.close()
 
 
+def test_cells_that_mean_harm_are_skipped_by_name(tmp_path):
+    """A session description binds ports where it is opened; a picture of one colour is small and may be huge."""
+    session = b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 38006 RTP/AVP 26\n"
+    large = io.BytesIO()
+    Image.new("1", (9000, 9000)).save(large, "PNG")
+    table = pa.table(
+        {
+            "problem": ["<video>Digits?", "<video>Digits?", "<image>Digits?"],
+            "videos": [[session], [large.getvalue()], []],
+            "images": [[], [], [large.getvalue()]],
+            "answer": ["1", "2", "3"],
+        }
+    )
+    pq.write_table(table, tmp_path / "x.parquet")
+    preparer = build({"x": tmp_path / "x.parquet"})
+    ((prepared, skipped),) = draw_all(preparer, [3])
+    assert not prepared
+    assert sorted((prompt.id, reason) for prompt, reason in skipped) == [
+        ("x:0", "cannot be opened as a video"),
+        ("x:1", "cannot be opened as a video"),
+        ("x:2", "too many pixels"),
+    ]
+    preparer.close()
+
+
 def test_data_of_which_nothing_can_be_used_ends_in_an_error_not_in_an_endless_search(tmp_path):
     path = tmp_path / "gone.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x", "answer": "y", "image": f"{i}.png"}) + "\n" for i in range(5)))
@@ -275,7 +300,7 @@ def test_the_chat_template_is_used_when_the_configuration_says_so():
 
 def test_preparation_runs_in_several_threads_and_off_the_callers(folders):
     preparer = build({"digits": folders["digits"] / "train.jsonl"})
-    barrier, names = threading.Barrier(2, timeout=30), set()
+    barrier, names = threading.Barrier(2, timeout=300), set()
 
     class Watched:
         def prepare(self, text, media):

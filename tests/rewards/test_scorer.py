@@ -5,7 +5,6 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from fluxjax.types import Prompt, Response, Reward
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+HANG = 300.0  # seconds after which a test is taken for hung
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +24,7 @@ def users_module(monkeypatch):
     import user_rewards
 
     user_rewards.released.clear()
+    user_rewards.begun.clear()
     yield user_rewards
     user_rewards.released.set()
 
@@ -91,13 +92,12 @@ def test_a_rule_that_hangs_is_a_scored_zero_and_leaves_its_place(rule, users_mod
 
     async def score_three():
         try:
-            return await asyncio.gather(*(subject.score_text(PROMPT, "12") for _ in range(3)))
+            three = asyncio.gather(*(subject.score_text(PROMPT, "12") for _ in range(3)))
+            return await asyncio.wait_for(three, HANG)
         finally:
             users_module.released.set()  # asyncio.run waits for coroutines that refuse to be cancelled
 
-    began = time.monotonic()
     assert asyncio.run(score_three()) == [Reward(0.0, False, "timed out after 0.2 s")] * 3
-    assert time.monotonic() - began < 30
 
 
 def test_a_hanging_rule_does_not_hold_up_the_end_of_the_process():
@@ -111,17 +111,18 @@ def test_a_hanging_rule_does_not_hold_up_the_end_of_the_process():
         print(asyncio.run(subject.score_text(Prompt("1", "s", "?", "1"), "1")).reason)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=HANG, check=True
     )
     assert done.stdout == "timed out after 0.2 s\n"
 
 
 def test_a_cancelled_score_is_cancelled(users_module):
-    subject = scorer("user_rewards:hangs", timeout=60.0)
+    subject = scorer("user_rewards:hangs", timeout=HANG)
 
     async def cancel():
         task = asyncio.create_task(subject.score_text(PROMPT, ""))
-        await asyncio.sleep(0.05)
+        while not users_module.begun.is_set():
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -6,6 +6,7 @@ import threading
 from fluxjax.types import Reward
 
 released = threading.Event()
+begun = threading.Event()  # a rule hangs by now
 NOT_A_FUNCTION = 3
 
 
@@ -43,6 +44,7 @@ def nonsense(prompt, text):
 
 
 def hangs(prompt, text):
+    begun.set()
     released.wait()
     return 1.0
 

@@ -25,6 +25,7 @@ VOCAB = 40
 IMAGE, VIDEO, START, END = 36, 37, 38, 39
 LONGEST = 64
 TOLERANCE = 1e-5  # absolute, float32 log-probs
+HANG = 300  # seconds after which a test is taken for hung; nothing here takes more than a few, compilation included
 
 
 def _text(**changes: Any) -> TextConfig:
@@ -140,7 +141,7 @@ async def serve(serving: JaxEngine, requests: Sequence[GenerateRequest]) -> list
 
 
 def run(serving: JaxEngine, *requests: GenerateRequest) -> list[list[Answer]]:
-    return asyncio.run(asyncio.wait_for(serve(serving, requests), 120))
+    return asyncio.run(asyncio.wait_for(serve(serving, requests), HANG))
 
 
 def _packed(prompt: ModelInput, response: Sequence[int]) -> PackedTokens:

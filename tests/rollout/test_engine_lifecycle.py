@@ -5,10 +5,10 @@
 12. A consumer that closes, is cancelled, or drops its stream (even unread) leaves no slot and no queue entry behind.
 13. `update_weights` copies: the caller may delete its buffers. Running samples go on, later tokens carry the new
     version, and every token's log-prob is that of the full forward pass under its version's weights alone.
-14. Weights of other names or shapes are refused and change nothing.
+14. Weights of other names, shapes or dtypes are refused and change nothing.
 15. Paused, nothing is generated, requests queue up, and aborts still work.
 16. Asleep, the cache is gone and requests wait; sleep is refused while samples run.
-17. A failure on the device fails all open streams, loudly, and the engine serves the next request.
+17. An engine outlives its event loop. (What fails in an engine, and whom it costs: `test_failures.py`.)
 18. Few shapes are compiled, and they don't depend on what the engine did before.
 """
 
@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 from rollout_cases import (
+    HANG,
     TEXT,
     VL,
     assert_logprobs,
@@ -40,30 +41,36 @@ from rollout.engine import EngineError, FinishReason
 PROMPT = text_prompt(7)
 
 
-def within_a_minute(function):
+def without_a_hang(function):
     """Runs an async test on a loop of its own; a hang fails it."""
 
     def test():
-        asyncio.run(asyncio.wait_for(function(), 60))
+        asyncio.run(asyncio.wait_for(function(), HANG))
 
     test.__name__, test.__doc__ = function.__name__, function.__doc__
     return test
 
 
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 async def settled(serving):
-    """A dropped stream is noticed on the loop; give it a few turns."""
-    for _ in range(200):
-        if (serving.stats().running, serving.stats().waiting) == (0, 0):
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"slots or queue entries leak: {serving.stats()}")
+    """A dropped stream is noticed on the loop, later; a leak hangs here."""
+    await until(lambda: (serving.stats().running, serving.stats().waiting) == (0, 0))
+
+
+async def at_rest(serving):
+    """The engine's loop has come to its end, and would not have if there was anything that it may do."""
+    await asyncio.wait([serving._task])
 
 
 def params_of(model):
     return models.split(model)[1]
 
 
-@within_a_minute
+@without_a_hang
 async def test_11_abort_keeps_what_was_generated():
     model, serving = build(TEXT), engine(build(TEXT))
     (whole,) = await serve(serving, [request("whole", PROMPT, n=4, max_new_tokens=50)])
@@ -91,7 +98,7 @@ async def collect_after(first, stream, n):
     return await collect(chunks(), n)
 
 
-@within_a_minute
+@without_a_hang
 async def test_11_abort_one_sample_and_unknown_ids():
     serving = engine(build(TEXT), slots=4)
     stream = serving.generate(request("r", PROMPT, n=6, max_new_tokens=30))
@@ -119,7 +126,7 @@ def test_12_an_abandoned_stream_leaks_nothing(how):
             assert [chunk async for chunk in stream] == []
         elif how == "cancel":
             task = asyncio.create_task(collect(serving.generate(ask), 9))
-            await asyncio.sleep(0.05)
+            await until(lambda: serving.stats().tokens_generated)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -138,7 +145,7 @@ def test_12_an_abandoned_stream_leaks_nothing(how):
         (answers,) = await serve(serving, [request("r", PROMPT, n=4, max_new_tokens=5)])  # the same id again
         assert all(len(answer.ids) == 5 for answer in answers)
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), HANG))
 
 
 @pytest.mark.parametrize("config", [TEXT, VL], ids=["text", "vision"])
@@ -157,7 +164,7 @@ def test_13_new_weights_in_the_middle_of_responses(config):
         assert serving.stats().version == 6
         return await collect_after(first, stream, 6)
 
-    answers = asyncio.run(asyncio.wait_for(scenario(), 60))
+    answers = asyncio.run(asyncio.wait_for(scenario(), HANG))
     mixed = 0
     for answer in answers:
         assert len(answer.ids) == 24
@@ -170,7 +177,7 @@ def test_13_new_weights_in_the_middle_of_responses(config):
     assert mixed == 4 and sum(set(answer.versions) == {6} for answer in answers) == 2
 
 
-@within_a_minute
+@without_a_hang
 async def test_13_a_paused_update_is_exact_and_greedy_follows_it():
     old, new = build(TEXT), build(TEXT, seed=1)
     serving = engine(old)
@@ -187,7 +194,7 @@ async def test_13_a_paused_update_is_exact_and_greedy_follows_it():
     assert answer.ids == tuple(np.where(np.array(answer.versions) == 0, *logits))
 
 
-@within_a_minute
+@without_a_hang
 async def test_13_numpy_weights_are_copied_too():
     new = build(TEXT, seed=1)
     buffers = jax.tree.map(np.array, params_of(new))
@@ -198,7 +205,7 @@ async def test_13_numpy_weights_are_copied_too():
     assert_logprobs(new, PROMPT, answer)
 
 
-@within_a_minute
+@without_a_hang
 async def test_13_sharded_weights_arrive_whole():
     new = build(TEXT, seed=1)
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
@@ -214,22 +221,34 @@ async def test_13_sharded_weights_arrive_whole():
     assert_logprobs(new, PROMPT, answer)
 
 
-@within_a_minute
+@without_a_hang
 async def test_14_weights_of_another_shape_are_refused():
     serving = engine(build(TEXT))
     wrong = jax.tree.map(lambda x: x, params_of(build(TEXT)))
     wrong["norm"]["scale"] = np.zeros(31, np.float32)
     with pytest.raises(EngineError, match=r"norm.*scale.*\(31,\).*\(32,\)"):
         await serving.update_weights(1, wrong)
-    del wrong["norm"]["scale"]
-    with pytest.raises(EngineError, match=r"norm.*scale.*None"):
+    wrong["norm"]["scale"] = np.zeros(32, jax.numpy.bfloat16)
+    with pytest.raises(EngineError, match=r"norm.*scale.*dtype bfloat16.*float32"):
+        await serving.update_weights(1, wrong)
+    wrong["norm"]["scale"] = "none"
+    with pytest.raises(EngineError, match=r"norm.*scale.*shape None"):
+        await serving.update_weights(1, wrong)
+    scale = wrong["norm"].pop("scale")
+    with pytest.raises(EngineError, match=r"norm.*scale.* is missing"):
+        await serving.update_weights(1, wrong)
+    wrong["norm"]["scales"] = scale
+    with pytest.raises(EngineError, match=r"norm.*scale.* is missing"):
+        await serving.update_weights(1, wrong)
+    wrong["norm"]["scale"] = np.zeros(32, np.float32)
+    with pytest.raises(EngineError, match=r"norm.*scales.* is none of those"):
         await serving.update_weights(1, wrong)
     assert serving.stats().version == 0
     ((answer,),) = await serve(serving, [request("r", PROMPT, max_new_tokens=4)])
     assert_logprobs(build(TEXT), PROMPT, answer)
 
 
-@within_a_minute
+@without_a_hang
 async def test_15_pause():
     serving = engine(build(TEXT), slots=4)
     stream = serving.generate(request("r", PROMPT, n=4, max_new_tokens=40))
@@ -238,7 +257,7 @@ async def test_15_pause():
     before = serving.stats()
     assert before.running == 4
     late = serving.generate(request("late", PROMPT, n=2, max_new_tokens=4))
-    await asyncio.sleep(0.1)
+    await at_rest(serving)
     assert serving.stats().tokens_generated == before.tokens_generated
     assert serving.stats().waiting == 2
     await serving.abort("r/0")
@@ -250,7 +269,7 @@ async def test_15_pause():
     assert 0 < len(answers[0].ids) < 40
 
 
-@within_a_minute
+@without_a_hang
 async def test_16_sleep_and_wake():
     serving = engine(build(TEXT))
     stream = serving.generate(request("r", PROMPT, max_new_tokens=40))
@@ -262,52 +281,10 @@ async def test_16_sleep_and_wake():
     await serving.sleep()
     assert serving._device.cache is None
     late = serving.generate(request("r", PROMPT, max_new_tokens=40))
-    await asyncio.sleep(0.05)
+    await at_rest(serving)
     assert serving.stats().waiting == 1 and serving._device.cache is None
     await serving.wake()
     assert (await collect(late, 1))[0].ids == whole.ids
-
-
-@within_a_minute
-async def test_17_broken_weights_fail_the_streams_and_not_the_engine():
-    good = params_of(build(TEXT))
-    serving = engine(build(TEXT), slots=4)
-    streams = [serving.generate(request(f"r{i}", PROMPT, n=2, max_new_tokens=50)) for i in range(3)]
-    await anext(streams[0])
-    await serving.update_weights(1, jax.tree.map(lambda x: x * np.float32(np.nan), good))
-    for stream, rid in zip(streams, ("r0", "r1", "r2"), strict=True):
-        with pytest.raises(EngineError, match=f"'{rid}' was lost.*not finite under weights 1"):
-            await collect(stream, 2)
-    assert (serving.stats().running, serving.stats().waiting) == (0, 0)
-    await serving.update_weights(2, good)
-    ((answer,),) = await serve(serving, [request("r0", PROMPT, max_new_tokens=6)])
-    assert_logprobs(build(TEXT), PROMPT, answer)
-
-
-@within_a_minute
-async def test_17_a_device_error_fails_the_streams():
-    serving = engine(build(TEXT))
-    stream = serving.generate(request("r", PROMPT, n=2, max_new_tokens=50))
-    await anext(stream)
-    jax.tree.map(lambda x: x.delete(), serving._device.params)
-    with pytest.raises(EngineError, match="'r' was lost") as caught:
-        await collect(stream, 2)
-    assert isinstance(caught.value.__cause__, Exception)
-    with pytest.raises(EngineError, match="'again' was lost"):
-        await collect(serving.generate(request("again", PROMPT, max_new_tokens=5)), 1)
-
-
-@within_a_minute
-async def test_17_close_fails_open_streams():
-    serving = engine(build(TEXT))
-    stream = serving.generate(request("r", PROMPT, max_new_tokens=50))
-    await anext(stream)
-    await serving.close()
-    with pytest.raises(EngineError, match="closed"):
-        await collect(stream, 1)
-    with pytest.raises(EngineError, match="closed"):
-        serving.generate(request("r", PROMPT, max_new_tokens=5))
-    assert serving.stats().running == 0
 
 
 def test_17_an_engine_outlives_its_event_loop():

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from rollout_cases import (
+    HANG,
     IMAGE,
     TEXT,
     TOLERANCE,
@@ -137,4 +138,4 @@ def test_21_refuses_while_samples_run_or_wait():
         assert serving.devices == tuple(DEVICES[:2])
         await serving.close()
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), HANG))

@@ -194,7 +194,7 @@ def stopped(links: Links) -> None:
     if PROCESS == 1:
         say("waiting")
         time.sleep(600)
-    raise LinkError(all_waits(links, 1, "process 1 (", "is lost", "not answered for 3 s"))
+    raise LinkError(all_waits(links, 1, "process 1 (", "is lost", "not answered for 10 s"))
 
 
 def failing(links: Links) -> None:
@@ -248,7 +248,7 @@ def main() -> None:
     start = jax.distributed.initialize if SCENARIO == "bare0" else initialize
     start(f"127.0.0.1:{PORT}", PROCESSES, PROCESS)
     short = SCENARIO in ("stopped", "collective", "closing")
-    links = Links(timeout=3.0 if short else 60.0, grace=3.0 if SCENARIO == "collective" else 20.0)
+    links = Links(timeout=10.0 if short else 60.0, grace=3.0 if SCENARIO == "collective" else 20.0)
     try:
         SCENARIOS[SCENARIO](links)
     except Exception as error:

@@ -19,7 +19,7 @@ import pytest
 from sharding.links import LinkError, Links
 
 WORKER = pathlib.Path(__file__).with_name("links_worker.py")
-LIMIT = 90.0  # seconds, for what takes 3 on a quiet machine
+LIMIT = 300.0  # seconds after which a team is taken for hung
 
 
 class Team:
@@ -130,13 +130,13 @@ def test_a_stopped_process(tmp_path: pathlib.Path) -> None:
         run.signal(1, signal.SIGSTOP)
         assert run.codes([0]) == [7] and run.words(0) == ["waiting", "told"], run.report()
         [line] = run.errors(0)
-        assert f"process 1 ({socket.gethostname()}) is lost: it has not answered for 3 s. All processes" in line
+        assert f"process 1 ({socket.gethostname()}) is lost: it has not answered for 10 s. All processes" in line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "why"),
-    [(signal.SIGSTOP, 1, "it has not answered for 3 s"), (signal.SIGKILL, 7, "its connection closed")],
+    [(signal.SIGSTOP, 1, "it has not answered for 10 s"), (signal.SIGKILL, 7, "its connection closed")],
 )
 def test_a_process_inside_a_collective(tmp_path: pathlib.Path, number: int, code: int, why: str) -> None:
     """Nothing wakes it where the other is stopped: it is ended. Where that is killed, gloo raises, and the cause is

@@ -1,0 +1,72 @@
+"""Groups that dynamic sampling dropped: how many since the last step, of which source and with which reward.
+
+Where all responses of every group have the same reward, because the verifier is broken, or the prompts are far too
+easy or too hard, dynamic sampling would draw prompts for ever. `complaint` says when that is so.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..types import Group
+
+if TYPE_CHECKING:
+    from .machine import Settings
+
+_NAMED = 3  # rewards of a source that a complaint names, the most frequent ones
+
+
+class Dropped:
+    """A part of the ledger."""
+
+    def __init__(self) -> None:
+        self.groups: collections.Counter[tuple[str, float]] = collections.Counter()  # of this step, by source, reward
+        self.in_a_row = 0  # since the last group whose rewards differ
+
+    @property
+    def count(self) -> int:
+        """Groups dropped since the last step."""
+        return self.groups.total()
+
+    def add(self, group: Group) -> None:
+        self.groups[group.prompt.source, group.samples[0].reward.value] += 1
+        self.in_a_row += 1
+
+    def complaint(self, step: int, kept: int, settings: Settings) -> str:
+        """Why `step` will not be complete, while it has `kept` groups to train on; empty while it may be.
+
+        verl's bound: all of the step's groups, kept and dropped, come from so many batches of `prompts_per_step`.
+        """
+        most, size = settings.max_num_gen_batches, settings.prompts_per_step
+        too_many = most and self.count > (most - 1) * size and kept < size
+        if not too_many and self.in_a_row < settings.max_skipped_in_a_row:
+            return ""
+        bound = f"policy.max_num_gen_batches is {most}" if too_many else f"{self.in_a_row} of them in a row"
+        return (
+            f"dynamic sampling dropped {self.count} groups of equal rewards for step {step}, which needs {size} others "
+            f"({bound}): {self._told(settings.rewards)}; mend that reward, take prompts of another difficulty"
+            + (", raise the bound (0: none)" if too_many else "")
+            + " or switch policy.dynamic_sampling off"
+        )
+
+    def _told(self, rewards: Mapping[str, str]) -> str:
+        """Each source with its rewards, the most frequent first."""
+        sources: dict[str, list[str]] = {}
+        for (source, value), count in self.groups.most_common():
+            sources.setdefault(source, []).append(f"{value:g} ({count})")
+        parts = []
+        for source, values in sources.items():
+            rule = f", reward {rewards[source]}," if source in rewards else ""
+            more = ", ..." if len(values) > _NAMED else ""
+            parts.append(f"source {source!r}{rule} has {', '.join(values[:_NAMED])}{more}")
+        return "; ".join(parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = [[source, value, count] for (source, value), count in self.groups.items()]
+        return {"groups": groups, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.groups = collections.Counter({(source, value): count for source, value, count in state["groups"]})
+        self.in_a_row = state["in_a_row"]

@@ -1,0 +1,74 @@
+"""Telling that a video file was cut off: FFmpeg decodes what is there, shorter, and reports no error.
+
+What gives a cut away differs between formats. An incomplete last packet, or the damaged frames that come of it, are
+seen in all of them. Matroska files say how long they are; transport streams consist of packets of one size. A file
+that was cut between two packets, in a format that doesn't say its length (transport and program streams, bare
+streams, AVI, whose headers are often wrong), can't be told from a whole one.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from av.container import InputContainer
+from av.packet import Packet
+from av.video.stream import VideoStream
+
+from .sources import OpenFile
+
+TOLERANCE = 0.01  # of the declared length
+REORDERED = 16  # frames that a decoder may hold back, at most (H.264, HEVC): a damaged one is so far from the end
+TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and what each of them begins with
+
+
+class Ending:
+    """What one pass over a container tells about its end."""
+
+    def __init__(self, container: InputContainer, stream: VideoStream) -> None:
+        self._stream = stream.index
+        self._matroska = "matroska" in container.format.name
+        self._transport = container.format.name == "mpegts"
+        self._declared = (container.duration or 0) / 1e6  # seconds
+        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # of a tick
+        self._reached = 0.0  # seconds: where the last packet of any stream ends, sound and subtitles included
+        self._incomplete = False
+
+    def saw(self, packet: Packet) -> None:
+        """Takes note of a packet of any stream, in the file's order."""
+        if packet.size == 0:  # flushes a decoder
+            return
+        if packet.stream_index == self._stream:
+            self._incomplete = packet.is_corrupt
+        time = packet.dts if packet.pts is None else packet.pts
+        if time is not None:
+            end = (time + (packet.duration or 0)) * self._seconds[packet.stream_index]
+            self._reached = max(self._reached, end)
+
+    def cut_off(self, file: OpenFile, times: list[int | None], damaged: list[int]) -> str:
+        """Why the file must have been cut off, or "". `times` are those of all frames in ticks, `damaged` the indices
+        of the damaged frames."""
+        if self._incomplete:
+            return "the last packet is incomplete"
+        if damaged and len(times) - damaged[-1] <= REORDERED:
+            return f"frame {damaged[-1]} of {len(times)} is damaged"
+        if self._matroska and self._declared - self._reached > self._slack(times):
+            return f"{self._reached:.2f} of {self._declared:.2f} seconds are there"
+        if self._transport and _ends_within_packet(file):
+            return f"it ends within a packet of {TS_PACKET} bytes"
+        return ""
+
+    def _slack(self, times: list[int | None]) -> float:
+        """Seconds by which the last packet may miss the declared end: its own duration may be unknown, and may be as
+        long as the longest between two frames."""
+        known = sorted(time for time in times if time is not None)
+        longest = max((b - a for a, b in itertools.pairwise(known)), default=0)
+        return max(2 * longest * self._seconds[self._stream], TOLERANCE * self._declared)
+
+
+def _ends_within_packet(file: OpenFile) -> bool:
+    """What follows the last whole packet begins like a packet; foreign bytes behind a recording don't count."""
+    size = file.seek(0, 2)
+    file.seek(0)
+    begin = file.read(1)
+    file.seek(size - size % TS_PACKET)
+    return begin == TS_SYNC == file.read(1)

@@ -1,0 +1,206 @@
+"""A request is checked whole before it is entered into the books, so that a refused one leaves no trace.
+
+`checked` gives it back in plain types (Python's numbers, tuples, int32 and float32 arrays): what comes behind it needs
+no checks of its own, and a caller who changes a list afterwards changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import VisionConfig
+from models.inputs import ModelInput, VisionInput
+
+from .engine import EngineError, GenerateRequest, SamplingParams
+
+LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
+MOST_SAMPLES = 65536  # of one request
+# Below this, logits divided by the temperature come near to the score of forbidden tokens, or leave float32.
+LEAST_TEMPERATURE = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What an engine can serve. `vision` is None for a text-only model."""
+
+    max_sequence_tokens: int
+    vocabulary: int
+    vision: VisionConfig | None = None
+
+
+def checked(request: Any, served: Served) -> GenerateRequest:
+    """The request in plain types. Raises EngineError, a line that names the field, for one that can't be served."""
+    if not isinstance(request, GenerateRequest):
+        raise EngineError(f"a GenerateRequest is wanted, not {_shown(request)}")
+    if not isinstance(request.rid, str):
+        raise EngineError(f"the rid of a request must be a string, not {_shown(request.rid)}")
+    try:
+        return _checked(request, served)
+    except ValueError as error:
+        raise EngineError(f"request {request.rid!r}: {error}") from None
+
+
+def _checked(request: GenerateRequest, served: Served) -> GenerateRequest:
+    sampling = _sampling(request.sampling, served.vocabulary)
+    prompt = _prompt(request.prompt, served, sampling.max_new_tokens)
+    n = _integer("n", request.n, 1, MOST_SAMPLES)
+    total = len(prompt) + sampling.max_new_tokens
+    if total > served.max_sequence_tokens:
+        raise ValueError(
+            f"{len(prompt)} prompt tokens + max_new_tokens={sampling.max_new_tokens} = {total} exceed "
+            f"rollout.max_sequence_tokens={served.max_sequence_tokens}"
+        )
+    if not isinstance(request.prefix_ids, tuple | list):
+        raise ValueError(f"prefix_ids must be a tuple of tuples, not {_shown(request.prefix_ids)}")
+    if request.prefix_ids and len(request.prefix_ids) != n:
+        raise ValueError(f"{len(request.prefix_ids)} prefixes for n={n} samples")
+    prefixes = tuple(_ids(f"prefix_ids[{i}]", ids) for i, ids in enumerate(request.prefix_ids))
+    for i, prefix in enumerate(prefixes):
+        if prefix:
+            _in_vocabulary(f"prefix_ids[{i}]", min(prefix), max(prefix), served.vocabulary)
+    return GenerateRequest(request.rid, prompt, sampling, n, _integer("seed", request.seed, None, None), prefixes)
+
+
+def _sampling(sampling: Any, vocabulary: int) -> SamplingParams:
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling must be SamplingParams, not {_shown(sampling)}")
+    temperature, top_p = (_number(name, getattr(sampling, name)) for name in ("temperature", "top_p"))
+    if temperature and not LEAST_TEMPERATURE <= temperature <= float(np.finfo(np.float32).max):
+        raise ValueError(f"temperature={temperature} must be 0 (greedy) or a float32 of at least {LEAST_TEMPERATURE}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must be in (0, 1]")
+    # Ids outside the vocabulary can't be sampled; without them a list is never longer than the vocabulary.
+    stop, forbidden = (
+        tuple(sorted({id for id in _ids(name, getattr(sampling, name)) if 0 <= id < vocabulary}))
+        for name in ("stop_ids", "forbidden_ids")
+    )
+    if len(forbidden) == vocabulary:
+        raise ValueError("forbidden_ids has every token of the vocabulary")
+    return SamplingParams(
+        max_new_tokens=_integer("max_new_tokens", sampling.max_new_tokens, 1),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=_integer("top_k", sampling.top_k, 0),
+        stop_ids=stop,
+        forbidden_ids=forbidden,
+    )
+
+
+def _prompt(prompt: Any, served: Served, max_new_tokens: int) -> ModelInput:
+    if not isinstance(prompt, ModelInput):
+        raise ValueError(f"prompt must be a ModelInput, not {_shown(prompt)}")
+    tokens_T = _integers("prompt.token_ids_T", prompt.token_ids_T, (None,))
+    T = len(tokens_T)
+    if not T:
+        raise ValueError("the prompt has no tokens")
+    _in_vocabulary("prompt.token_ids_T", int(tokens_T.min()), int(tokens_T.max()), served.vocabulary)
+    vision, features = None, 0
+    if prompt.vision is not None:
+        if served.vision is None:
+            raise ValueError("the prompt has images or videos, but the model is text-only")
+        vision = _vision(prompt.vision, served.vision)
+        features = vision.num_patches // served.vision.merge_unit
+    return ModelInput(
+        tokens_T,
+        _integers("prompt.positions_3T", prompt.positions_3T, (3, T)),
+        _integers("prompt.feature_index_T", prompt.feature_index_T, (T,), -1, features - 1),
+        _integer("prompt.next_position", prompt.next_position, LEAST, MOST - max_new_tokens),
+        vision,
+    )
+
+
+def _vision(vision: Any, config: VisionConfig) -> VisionInput:
+    if not isinstance(vision, VisionInput):
+        raise ValueError(f"prompt.vision must be a VisionInput, not {_shown(vision)}")
+    if vision.route is not None:
+        raise ValueError("prompt.vision has a route between devices; an engine takes prompts as they were prepared")
+    patches_PX = _array("prompt.vision.patches_PX", vision.patches_PX, (None, config.patch_values), jnp.floating)
+    P = len(patches_PX)
+    if not P or P % config.merge_unit:
+        raise ValueError(f"prompt.vision has {P} patches; {config.merge_unit} of them make a feature")
+    patches_PX = patches_PX.astype(np.float32, copy=False)
+    if not np.isfinite(patches_PX).all():
+        raise ValueError("prompt.vision.patches_PX has NaN or infinity among its pixels")
+    frames_P = _integers("prompt.vision.frame_segments_P", vision.frame_segments_P, (P,), 0, P)
+    bound = _integer("prompt.vision.frame_bound", vision.frame_bound, 0)
+    longest = int(np.bincount(frames_P)[1:].max(initial=0))
+    if 0 < bound < longest:
+        raise ValueError(f"prompt.vision.frame_bound={bound}, but a frame pair has {longest} patches")
+    return VisionInput(
+        patches_PX,
+        _integers("prompt.vision.positions_P2", vision.positions_P2, (P, 2)),
+        frames_P,
+        _integers("prompt.vision.window_segments_P", vision.window_segments_P, (P,), 0, P),
+        bound,
+    )
+
+
+def _is_integer(kind: type) -> bool:
+    return issubclass(kind, int | np.integer) and not issubclass(kind, bool)
+
+
+def _integer(name: str, value: Any, least: int | None = LEAST, most: int | None = MOST) -> int:
+    if not _is_integer(type(value)):
+        raise ValueError(f"{name}={_shown(value)} must be an integer")
+    if (least is not None and value < least) or (most is not None and value > most):
+        raise ValueError(f"{name}={_shown(value)} must be in {least} .. {most}")
+    return int(value)
+
+
+def _number(name: str, value: Any) -> float:
+    if not (_is_integer(type(value)) or isinstance(value, float | np.floating)):
+        raise ValueError(f"{name}={_shown(value)} must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number} must be finite")
+    return number
+
+
+def _ids(name: str, ids: Any) -> tuple[int, ...]:
+    """Token ids. Prefixes are long and this runs on the event loop, so types are looked at by a set of them."""
+    flat = isinstance(ids, tuple | list) or (isinstance(ids, np.ndarray) and ids.ndim == 1)
+    if not flat or not all(map(_is_integer, set(map(type, ids)))):
+        raise ValueError(f"{name}={_shown(ids)} must be a tuple of integers")
+    plain = tuple(map(int, ids))
+    if plain and not LEAST <= min(plain) <= max(plain) <= MOST:
+        raise ValueError(f"{name}={_shown(ids)} must be in {LEAST} .. {MOST}")
+    return plain
+
+
+def _in_vocabulary(name: str, least: int, most: int, vocabulary: int) -> None:
+    if not 0 <= least <= most < vocabulary:
+        raise ValueError(f"token ids {least} .. {most} of {name} leave the vocabulary of {vocabulary}")
+
+
+def _array(name: str, value: Any, shape: tuple[int | None, ...], kind: Any) -> np.ndarray:
+    if not isinstance(value, np.ndarray | jax.Array) or not jnp.issubdtype(value.dtype, kind):
+        raise ValueError(f"{name} must be an array of {kind.__name__} numbers, not {_shown(value)}")
+    wanted = tuple(have if want is None else want for want, have in zip(shape, value.shape, strict=False))
+    if value.shape != wanted or len(shape) != value.ndim:
+        raise ValueError(f"{name} has the shape {value.shape}; it must be {shape}".replace("None", "any"))
+    return np.asarray(value)
+
+
+def _integers(name: str, value: Any, shape: tuple[int | None, ...], least: int = LEAST, most: int = MOST) -> np.ndarray:
+    array = _array(name, value, shape, jnp.integer)
+    if array.size and not least <= int(array.min()) <= int(array.max()) <= most:
+        raise ValueError(f"{name} has values of {array.min()} .. {array.max()}; they must be in {least} .. {most}")
+    return array.astype(np.int32, copy=False)
+
+
+def _shown(value: Any) -> str:
+    """A short line, whatever the value: a number of 5,000 digits has no `repr`, that of an array has several lines."""
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except Exception:
+        return f"a {type(value).__name__}"

@@ -1,0 +1,243 @@
+"""Dynamic sampling ends: by its bounds where nothing can be learnt, and at once when somebody wants it to."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import coordinator_cases
+import policy_cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_cases import PolicyWorld
+from test_policies import POLICIES
+
+from fluxjax.coordinator import CoordinatorError, Settings, Stage
+from fluxjax.coordinator.dropped import Dropped
+from fluxjax.coordinator.ledger import Ledger
+from fluxjax.coordinator.messages import (
+    Accumulate,
+    DrawPrompts,
+    Event,
+    Finish,
+    SaveCheckpoint,
+    Skip,
+    StopRequested,
+    Train,
+)
+from fluxjax.coordinator.rounds import NO_VARIANCE
+from fluxjax.types import Group, Reward, Sample
+
+every_policy = pytest.mark.parametrize("name", POLICIES)
+
+
+@pytest.fixture
+def broken(monkeypatch) -> None:
+    """Every response of every prompt has the same reward."""
+    monkeypatch.setattr(policy_cases, "reward", lambda rid: Reward(0.0, correct=False))
+
+
+def world_of(name: str, seed: int, **options) -> PolicyWorld:
+    make, _ = POLICIES[name]
+    return PolicyWorld(make(dynamic_sampling=True), seed, engines=2, group_size=2, **options)
+
+
+def dropped(world: PolicyWorld) -> int:
+    """Groups that were dropped since the last step when the last checkpoint was saved, as the instructions tell."""
+    count, last = 0, max((at for at, i in enumerate(world.said) if isinstance(i, SaveCheckpoint)), default=None)
+    for instruction in world.said[:last]:
+        count = 0 if isinstance(instruction, Train) else count + isinstance(instruction, Skip)
+    return count
+
+
+def stop_after(world: PolicyWorld, events: int) -> list[int]:
+    """The run is asked to stop after so many events. Answers how much was said by then, once that has happened."""
+    inner, heard, said = world.hear, 0, []
+
+    def hear(event: Event) -> None:
+        nonlocal heard
+        heard += 1
+        inner(event)
+        if heard == events:
+            inner(StopRequested("enough"))
+            said.append(len(world.said))
+
+    world.hear = hear
+    return said
+
+
+@every_policy
+@pytest.mark.usefixtures("broken")
+class TestNothingToLearn:
+    @pytest.mark.parametrize(("batches", "size"), [(1, 3), (4, 2), (10, 4)])
+    def test_the_bound_on_batches_ends_the_run(self, name: str, batches: int, size: int) -> None:
+        """As soon as so many batches can't hold a step's worth of groups; with a checkpoint, and in one line."""
+        world = world_of(name, 1, prompts_per_step=size, max_num_gen_batches=batches, rewards={"scripted": "my:rule"})
+        with pytest.raises(CoordinatorError) as caught:
+            world.go()
+        line = str(caught.value)
+        assert f"dropped {(batches - 1) * size + 1} groups" in line and "\n" not in line
+        assert f"source 'scripted', reward my:rule, has 0 ({(batches - 1) * size + 1})" in line
+        assert "step 1," in line and f"policy.max_num_gen_batches is {batches}" in line
+        assert [type(i) for i in world.said if isinstance(i, SaveCheckpoint | Train)] == [SaveCheckpoint]
+
+    def test_skips_in_a_row_count_them_too(self, name: str) -> None:
+        world = world_of(name, 1, max_skipped_in_a_row=25)
+        with pytest.raises(CoordinatorError, match=r"dropped 25 groups .* \(25 of them in a row\)"):
+            world.go()
+
+    @settings(deadline=None, max_examples=10)
+    @given(seed=st.integers(0, 10**6), after=st.integers(1, 150))
+    def test_a_stop_stops(self, name: str, seed: int, after: int) -> None:
+        """Nothing more is drawn; a resumed run counts on from where this one was."""
+        bound = {"prompts_per_step": 3, "max_num_gen_batches": 30}
+        world = world_of(name, seed, **bound)
+        said = stop_after(world, after)
+        world.go()
+        assert world.all(Finish) == [Finish(0, "enough", complete=False)]
+        assert not [i for i in world.said[said[0] :] if isinstance(i, DrawPrompts)]
+        ((state, next_draw),) = world.states
+        state = json.loads(json.dumps(state))
+        before = sum(count for _, _, count in state["ledger"]["dropped"]["groups"])
+        assert before == dropped(world) == state["ledger"]["dropped"]["in_a_row"]
+        resumed = world_of(name, seed + 1, state=state, next_draw=next_draw, **bound)
+        with pytest.raises(CoordinatorError, match=r"dropped 88 groups"):
+            resumed.go()
+        assert before + dropped(resumed) in range(88, 88 + 12), "those under way end before the run does"
+
+
+@every_policy
+class TestSomethingToLearn:
+    @settings(deadline=None, max_examples=4)
+    @given(seed=st.integers(0, 10**6))
+    def test_bounds_are_of_a_step_and_of_a_row(self, name: str, seed: int) -> None:
+        """A group in four is dropped at least: many in the whole run, few in a step, fewer in a row."""
+        world = world_of(name, seed, steps=60, max_num_gen_batches=9, max_skipped_in_a_row=26).go()
+        assert len(world.all(Train)) == 60 and len(world.all(Skip)) > 40
+
+    @settings(deadline=None, max_examples=15)
+    @given(seed=st.integers(0, 10**6), after=st.integers(1, 120))
+    def test_stop_and_resume(self, name: str, seed: int, after: int) -> None:
+        """After a stop nothing is drawn in the place of what is dropped, and at most the step under way is trained. A
+        resumed run has whole steps, without a group too many or too few."""
+        options = {"steps": 8, "prompts_per_step": 4}
+        world = world_of(name, seed, **options)
+        said = stop_after(world, after)
+        world.go()
+        late = world.said[said[0] :] if said else []
+        assert not [i for i in late if isinstance(i, DrawPrompts)]
+        assert len([i for i in late if isinstance(i, Train)]) <= 1
+        if world.coordinator.finished == Finish(8, "all 8 steps are done"):
+            return
+        state, next_draw = world.states[-1]
+        assert sum(count for _, _, count in state["ledger"]["dropped"]["groups"]) == dropped(world)
+        resumed = world_of(name, seed + 1, state=json.loads(json.dumps(state)), next_draw=next_draw, **options).go()
+        done = [group.prompt.draw for step in world.all(Train) for group in world.steps[step.step]]
+        steps = {step: world.steps[step] for step in range(1, state["step"] + 1)} | resumed.steps
+        assert sorted(steps) == list(range(1, 9)) and all(len(groups) == 4 for groups in steps.values())
+        assert not set(done) & set(resumed.trained)
+        skipped = [s.draw for s in resumed.coordinator.ledger.skipped]
+        everything = [*done, *resumed.trained, *skipped, *resumed.coordinator.ledger.entries]
+        assert sorted(everything) == list(range(resumed.next_draw))
+
+
+def test_a_stopped_step_is_resumed_as_if_there_had_been_no_stop() -> None:
+    """Synchronous: the same groups make each step, wherever the run was stopped."""
+    whole = [[g.prompt.draw for g in groups] for groups in world_of("synchronous", 1, steps=4).go().steps.values()]
+    stopped_in_a_step = 0
+    for after in range(1, 60):
+        world = world_of("synchronous", after, steps=4)
+        stop_after(world, after)
+        world.go()
+        state, next_draw = world.states[-1]
+        stopped_in_a_step += bool(state["ledger"]["entries"])
+        steps = world.steps
+        if state["step"] < 4:
+            resumed = world_of("synchronous", after + 1, steps=4, state=state, next_draw=next_draw).go()
+            steps = {step: steps[step] for step in range(1, state["step"] + 1)} | resumed.steps
+        assert [[g.prompt.draw for g in groups] for groups in steps.values()] == whole
+    assert stopped_in_a_step > 10
+
+
+def _in_a_streamed_step(seed: int) -> PolicyWorld | None:
+    """Gradients of some groups are computed, other groups were dropped, and the step is far from complete."""
+    world = world_of("synchronous_stream", seed, prompts_per_step=6)
+    world.start()
+    while not (world.all(Accumulate) and dropped(world)):
+        if world.all(Train):
+            return None
+        world.step()
+    return world if len(world.trained) < 5 else None
+
+
+def test_gradients_computed_early_are_given_up_by_a_stop() -> None:
+    """Their groups are saved as scored: the resumed run computes them again, once."""
+    world = next(filter(None, (_in_a_streamed_step(seed) for seed in range(200))))
+    early = [group.prompt.draw for order in world.all(Accumulate) for group in order.groups]
+    world.hear(StopRequested("enough"))
+    while not world.coordinator.finished:
+        world.step()
+    assert not world.all(Train)
+    state, next_draw = world.states[-1]
+    saved = {entry["draw"]: entry["stage"] for entry in state["ledger"]["entries"]}
+    assert all(saved[draw] == "scored" for draw in early)
+    resumed = world_of("synchronous_stream", 1, prompts_per_step=6, state=state, next_draw=next_draw, steps=1).go()
+    assert set(early) <= set(resumed.trained) and len(resumed.trained) == 6
+
+
+def test_sources_and_their_rewards_are_told_apart(monkeypatch) -> None:
+    """The most frequent come first, and a source with many different rewards has not all of them told."""
+    plain = policy_cases.prompt
+    monkeypatch.setattr(
+        policy_cases, "prompt", lambda draw: policy_cases.dataclasses.replace(plain(draw), source="ab"[draw % 3 == 0])
+    )
+    monkeypatch.setattr(policy_cases, "reward", lambda rid: Reward(float(int(rid[:8]) % 4 == 1), correct=False))
+    with pytest.raises(CoordinatorError) as caught:
+        world_of("synchronous", 1, max_num_gen_batches=9).go()
+    found = re.search(r"source 'a' has 0 \((\d+)\), 1 \((\d+)\)", str(caught.value))
+    assert found and int(found[1]) > int(found[2]) > 1
+    assert "source 'b' has 0" in str(caught.value)
+
+
+def test_checkpoints_of_earlier_releases_have_no_such_count() -> None:
+    state = Ledger().state_dict()
+    assert state.pop("dropped") == {"groups": [], "in_a_row": 0}
+    ledger = Ledger()
+    ledger.load_state_dict(state, {})
+    assert ledger.dropped.count == ledger.dropped.in_a_row == 0
+
+
+def test_a_trained_step_begins_the_count_anew() -> None:
+    world = world_of("synchronous", 3, prompts_per_step=4)
+    world.start()
+    before = 0
+    while not world.all(Train):
+        before = world.coordinator.ledger.dropped.count
+        world.step()
+    assert before == len(world.all(Skip)) > 0
+    assert all(i.reason == NO_VARIANCE for i in world.all(Skip))
+    assert world.coordinator.ledger.dropped.count == 0
+
+
+def test_a_step_that_has_its_groups_is_not_given_up() -> None:
+    """However many were dropped for it: neither by the bound, nor by a stop."""
+    some, options = Dropped(), Settings(1, 2, 2, max_num_gen_batches=2)
+    sample = Sample(coordinator_cases.response(0, 0), Reward(0.0, correct=False))
+    for draw in range(5):
+        some.add(Group(policy_cases.prompt(draw), (sample,)))
+    assert some.complaint(1, 1, options) and not some.complaint(1, 2, options)
+
+    for world in (world_of("tail_batching", seed) for seed in range(300)):
+        world.start()
+        ledger = world.coordinator.ledger
+        while not world.all(Train) and not (ledger.count(Stage.SCORED) >= 3 and ledger.dropped.count):
+            world.step()
+        if not world.all(Train):
+            break
+    else:
+        raise AssertionError("no such moment")
+    world.hear(StopRequested("enough"))
+    while not world.coordinator.finished:
+        world.step()
+    assert len(world.all(Train)) == 1

@@ -1,0 +1,332 @@
+"""Media files that mean harm: nothing but the file is opened, no external program runs, and memory stays bounded."""
+
+import fractions
+import io
+import os
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import zlib
+
+import av
+import numpy as np
+import pytest
+from av.stream import Disposition
+from media_files import decoded, moving_frames, write_video
+from PIL import Image
+
+from fluxjax.config import Config, DataConfig
+from models.processing import tiny
+from models.processing.errors import MediaError
+from models.processing.images import load_image
+from models.processing.resize import resize_frame
+from models.processing.settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
+from models.processing.videos import load_video
+
+LAYOUT = PatchLayout(patch_size=8, window_size=32)
+PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)
+FRAMES = FrameSettings(num_frames=4)
+SESSION = (  # of two streams; a player binds their ports and waits
+    b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 38004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
+)
+
+
+def load(source, **limits):
+    return load_video(source, LAYOUT, PIXELS, FRAMES, DecodeLimits(**limits))
+
+
+def as_given(kind, path):
+    return str(path) if kind == "path" else path.read_bytes()
+
+
+GIVEN = pytest.mark.parametrize("given", ["path", "bytes"])
+
+
+def open_sockets():
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:  # closed meanwhile
+            continue
+    return sum(link.startswith("socket:") for link in links)
+
+
+@GIVEN
+def test_a_session_description_opens_no_socket(tmp_path, given):
+    (tmp_path / "a.sdp").write_bytes(SESSION)
+    source, failures = as_given(given, tmp_path / "a.sdp"), []
+
+    def attempt():
+        try:
+            load(source)
+        except MediaError as error:
+            failures.append(error)
+
+    before, most = open_sockets(), 0
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        most = max(most, open_sockets())
+        assert most <= before, "the description's ports are bound"
+    assert "it has none of the formats" in str(failures[0])
+
+
+SCRIPTS = {
+    "playlist.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\nvictim.ts\n#EXT-X-ENDLIST\n",
+    "script.ffconcat": "ffconcat version 1.0\nfile victim.ts\n",
+    "manifest.mpd": '<?xml version="1.0"?>\n<MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" '
+    'mediaPresentationDuration="PT2S" profiles="urn:mpeg:dash:profile:isoff-main:2011"><Period><AdaptationSet '
+    'mimeType="video/mp2t"><Representation id="0" bandwidth="9"><BaseURL>victim.ts</BaseURL></Representation>'
+    "</AdaptationSet></Period></MPD>\n",
+    "subtitles.idx": "# VobSub index file, v7 (do not modify this line!)\nid: en, index: 0\n",
+}
+
+
+@GIVEN
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_files_that_name_other_files_are_refused(tmp_path, monkeypatch, given, name):
+    write_video(tmp_path / "victim.ts", moving_frames(8, 32, 48))
+    (tmp_path / name).write_text(SCRIPTS[name])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MediaError, match="cannot be opened as a video"):
+        load(as_given(given, tmp_path / name))
+
+
+def test_a_pattern_in_a_name_is_no_sequence_of_pictures(tmp_path):
+    for index in range(8):
+        Image.fromarray(moving_frames(8, 32, 48)[index]).save(tmp_path / f"a{index}.png")
+    (tmp_path / "a0.png").rename(tmp_path / "a%d.png")
+    with pytest.raises(MediaError, match="none of the formats"):
+        load(str(tmp_path / "a%d.png"))
+
+
+@GIVEN
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "AVIF"])
+def test_a_picture_is_no_video(tmp_path, given, kind):
+    Image.fromarray(moving_frames(1, 32, 48)[0]).save(tmp_path / "a", kind)
+    with pytest.raises(MediaError, match=r"none of the formats|is a picture"):
+        load(as_given(given, tmp_path / "a"))
+
+
+@GIVEN
+def test_an_animated_gif_is_a_video(tmp_path, given):
+    frames = [Image.fromarray(pixels).quantize(64) for pixels in moving_frames(8, 32, 48)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=250)
+    video = load(as_given(given, tmp_path / "a.gif"))
+    assert video.seconds == pytest.approx(2.0) and video.indices.tolist() == [0, 2, 4, 6]
+    np.testing.assert_array_equal(
+        load_video(str(tmp_path / "a.gif"), LAYOUT, PixelSettings(32 * 48, 32 * 48), FRAMES).frames,
+        decoded(tmp_path / "a.gif")[::2],
+    )
+
+
+def write_music(path, cover=None):
+    with av.open(str(path), "w", format="mp4") as output:
+        sound = output.add_stream("aac", rate=8000)
+        if cover:
+            picture = output.add_stream("mjpeg")
+            picture.width, picture.height, picture.pix_fmt = 48, 32, "yuvj420p"
+            picture.disposition = Disposition.attached_pic
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), format="fltp", layout="mono")
+        frame.rate = 8000
+        output.mux(sound.encode(frame))
+        output.mux(sound.encode())
+        if cover:
+            packet = av.Packet(cover)
+            packet.stream, packet.pts, packet.dts, packet.is_keyframe = picture, 0, 0, True
+            output.mux(packet)
+
+
+@GIVEN
+def test_music_is_no_video_even_with_a_cover(tmp_path, given):
+    cover = io.BytesIO()
+    Image.fromarray(moving_frames(1, 32, 48)[0]).save(cover, "JPEG")
+    write_music(tmp_path / "plain.m4a")
+    write_music(tmp_path / "cover.m4a", cover.getvalue())
+    with av.open(str(tmp_path / "cover.m4a")) as container:
+        assert len(container.streams.video) == 1
+    for name in ("plain.m4a", "cover.m4a"):
+        with pytest.raises(MediaError, match="has no video stream"):
+            load(as_given(given, tmp_path / name))
+
+
+def test_postscript_never_reaches_an_interpreter(tmp_path, monkeypatch):
+    """Pillow runs whatever is called `gs`: here a script that leaves a trace."""
+    (tmp_path / "bin").mkdir()
+    ghost = tmp_path / "bin" / "gs"
+    ghost.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\necho 10.0\n")
+    ghost.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # not looked for yet
+    content = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    (tmp_path / "a.eps").write_bytes(content)
+    for source in (content, str(tmp_path / "a.eps")):
+        with pytest.raises(MediaError, match="not an image in a known format"):
+            load_image(source)
+    assert not (tmp_path / "ran").exists()
+
+
+# --- size ---------------------------------------------------------------------------------------
+
+
+def palette_png(side, alpha=128):
+    """A PNG of `side` x `side` pixels, all of one colour that is half transparent: some kilobytes."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    compressor, row = zlib.compressobj(9), bytes(1 + -(-side // 8))
+    pixels = b"".join(compressor.compress(row) for _ in range(side)) + compressor.flush()
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 3, 0, 0, 0))
+    palette = chunk(b"PLTE", bytes([255, 0, 0, 0, 255, 0])) + chunk(b"tRNS", bytes([alpha, 255]))
+    return b"\x89PNG\r\n\x1a\n" + header + palette + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def peak_of(tmp_path, statement, data=b""):
+    """What a fresh process prints, and by how many MiB its largest size grows over `statement`."""
+    (tmp_path / "data").write_bytes(data)
+    program = f"""
+        import pathlib, resource, sys
+        import numpy as np
+        from models.processing.errors import MediaError
+        from models.processing.images import load_image
+        from models.processing.resize import resize_frame
+        from models.processing.settings import VIDEO_PIXELS, FrameSettings, PatchLayout
+        from models.processing.videos import load_video
+        data = pathlib.Path(sys.argv[1]).read_bytes()
+        frame = np.full((6000, 6000, 3), 7, np.uint8) if not data else None
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            {statement}
+        except MediaError as error:
+            print(error, end=" ")
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "data")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    text, _, grown = result.stdout.strip().rpartition(" ")
+    return text, float(grown)
+
+
+def test_a_transparent_palette_takes_little_more_memory_than_its_pixels(tmp_path):
+    data = palette_png(8000)  # 64 Mpx: a byte each, and four as RGB, are 305 MiB; it took 1,070
+    assert len(data) < 20_000
+    text, grown = peak_of(tmp_path, "load_image(data)", data)
+    assert text == "" and grown < 500
+
+
+def test_frames_are_resized_in_strips(tmp_path):
+    """36 Mpx as floats at once are 412 MiB."""
+    _, grown = peak_of(tmp_path, "resize_frame(frame, 56, 56)")
+    assert grown < 200
+
+
+@pytest.mark.parametrize("side", [9000, 12000, 20000])
+def test_larger_pictures_are_refused_before_they_are_decoded(tmp_path, side):
+    """By our bound, by ours where Pillow warns, and where Pillow refuses."""
+    text, grown = peak_of(tmp_path, "load_image(data)", palette_png(side))
+    assert "too many pixels: " in text and ("data.max_decoded_pixels" if side < 15000 else "MAX_IMAGE_PIXELS") in text
+    assert grown < 100
+
+
+def test_pillows_warning_made_an_error_is_a_skip_as_well(monkeypatch):
+    """Warnings are errors in this process, as they may be in a user's."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(MediaError, match=r"too many pixels: .*MAX_IMAGE_PIXELS"):
+        load_image(palette_png(40))  # up to twice the bound it warns
+    with pytest.raises(MediaError, match=r"too many pixels: .*MAX_IMAGE_PIXELS"):
+        load_image(palette_png(50))
+
+
+def test_the_bound_is_the_last_size_that_is_decoded(tmp_path):
+    data = palette_png(64)
+    assert load_image(data, DecodeLimits(pixels=64 * 64)).size == (64, 64)
+    with pytest.raises(MediaError, match=r"64 x 64, at most 4095 are decoded \(data.max_decoded_pixels\)"):
+        load_image(data, DecodeLimits(pixels=64 * 64 - 1))
+    path = write_video(tmp_path / "a.mp4", moving_frames(8, 64, 96))
+    assert load(str(path), pixels=64 * 96).frames.shape == (4, 64, 96, 3)
+    with pytest.raises(MediaError, match=r"a\.mp4: too many pixels: 96 x 64, at most 6143"):
+        load(str(path), pixels=64 * 96 - 1)
+
+
+@pytest.mark.parametrize("declared", [64, 12000])
+def test_a_huge_frame_of_a_video_is_not_decoded(tmp_path, declared):
+    """71 kB of a MOV file with PNG frames, as screen recorders write it, took 6 GB, some of it while it was opened."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mov") as output:
+        stream = output.add_stream("png", rate=2)
+        stream.width = stream.height = declared
+        stream.pix_fmt = "rgb24"
+        for index in range(4):
+            packet = av.Packet(palette_png(12000))
+            packet.stream, packet.pts, packet.dts, packet.is_keyframe = stream, index, index, True
+            packet.time_base = fractions.Fraction(1, 2)
+            output.mux(packet)
+    text, grown = peak_of(tmp_path, "load_video(data, PatchLayout(), VIDEO_PIXELS, FrameSettings())", file.getvalue())
+    assert "data.max_decoded_pixels" in text and grown < 200
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "reason"),
+    [(96, 112, "too many pixels: 112 x 96"), (128, 192, r"decoding fails after \d+ frames")],
+)
+def test_frames_that_grow_on_the_way_are_refused(tmp_path, height, width, reason):
+    """Two bare streams in a row: the first frames are within the bound. Far beyond it, none is even decoded."""
+    small = write_video(tmp_path / "a.h264", moving_frames(8, 32, 48), format="h264")
+    large = write_video(tmp_path / "b.h264", moving_frames(8, height, width), format="h264")
+    with pytest.raises(MediaError, match=reason):
+        load(small.read_bytes() + large.read_bytes(), pixels=64 * 96)
+
+
+def test_more_frames_than_the_bound(tmp_path):
+    path = write_video(tmp_path / "a.mkv", moving_frames(12, 32, 48), fps=12)
+    assert len(load(str(path), frames=12).frames) == 4
+    with pytest.raises(MediaError, match=r"too many frames: more than 11 are not decoded \(data.max_decoded_frames\)"):
+        load(str(path), frames=11)
+
+
+def test_an_absurd_frame_count_of_a_header_is_not_believed(tmp_path):
+    """4,294,967,295 frames; the list of all of them would take 34 GB."""
+    path = write_video(tmp_path / "a.avi", moving_frames(12, 32, 48), fps=12, codec="mpeg4")
+    data = bytearray(path.read_bytes())
+    header = data.index(b"strh") + 8
+    data[header + 32 : header + 36] = struct.pack("<I", 2**32 - 1)
+    every = load_video(bytes(data), LAYOUT, PIXELS, FrameSettings(fps=0))
+    assert every.indices.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("mode", ["P", "RGBA", "LA", "I;16", "CMYK", "L", "1", "RGB keyed"])
+def test_bands_are_converted_as_the_whole(monkeypatch, mode):
+    """Transformers converts the whole picture (`test_images.py`); here many bands stand against one."""
+    base = Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 23, 4), dtype=np.uint8), "RGBA")
+    file, options = io.BytesIO(), {}
+    if mode == "P":
+        image, options = base.convert("RGB").quantize(16), {"transparency": 3}
+    elif mode == "I;16":
+        image, options = Image.fromarray(np.arange(37 * 23, dtype=np.uint16).reshape(37, 23) * 70), {}
+    elif mode == "RGB keyed":
+        image, options = base.convert("RGB"), {"transparency": base.convert("RGB").getpixel((3, 3))}
+    else:
+        image = base.convert(mode)
+    image.save(file, "TIFF" if mode == "CMYK" else "PNG", **options)
+    whole = np.asarray(load_image(file.getvalue()))
+    monkeypatch.setattr("models.processing.images.BAND_PIXELS", 5 * 23)
+    np.testing.assert_array_equal(np.asarray(load_image(file.getvalue())), whole)
+
+
+def test_strips_are_resized_as_the_whole(monkeypatch):
+    frame = np.random.default_rng(0).integers(0, 256, (41, 53, 3), dtype=np.uint8)
+    whole = resize_frame(frame, 24, 32)
+    monkeypatch.setattr("models.processing.resize.STRIP_PIXELS", 7 * 53)
+    np.testing.assert_array_equal(resize_frame(frame, 24, 32), whole)
+
+
+def test_the_configuration_says_the_same_bounds_and_can_change_them():
+    assert DecodeLimits() == DecodeLimits(DataConfig().max_decoded_pixels, DataConfig().max_decoded_frames)
+    processor = tiny.build(["<image>?"], layout=LAYOUT).configured(limits=DecodeLimits(pixels=100))
+    with pytest.raises(MediaError, match="at most 100 are decoded"):
+        processor.prepare("<image>?", [("image", palette_png(11))])
+    assert Config().data.max_decoded_pixels < Image.MAX_IMAGE_PIXELS  # Pillow's warning comes later

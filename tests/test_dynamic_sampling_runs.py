@@ -1,0 +1,84 @@
+"""Whole runs whose reward is broken: they end by themselves, or when asked, and go on once it is mended."""
+
+import json
+
+import pytest
+from run_cases import checkpoint_steps, flags, letters, summary
+
+from fluxjax.callbacks import Callback
+from fluxjax.cli import load
+from fluxjax.policy_config import Policy
+from fluxjax.trainer import FluxTrainer, main
+
+every_policy = pytest.mark.parametrize("policy", [policy.value for policy in Policy])
+RULE = """
+from fluxjax.rewards.rules import exact
+
+broken, calls, watch = True, 0, lambda calls: None
+
+def score(prompt, text):
+    global calls
+    calls += 1
+    watch(calls)
+    return 0.0 if broken else len(text) + exact(prompt, text).value
+"""
+
+
+@pytest.fixture
+def rule(tmp_path, monkeypatch):
+    """A user's own reward, which gives 0 to everything until it is mended."""
+    (tmp_path / "own_rule.py").write_text(RULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "own_rule", raising=False)
+    import own_rule  # pyright: ignore[reportMissingImports]
+
+    return own_rule
+
+
+def configuration(folder, policy: str, **own: object):
+    settings = {"steps": 8, "warm_start__steps": 0, "checkpoint__every": 0, "evaluation__every": 0}
+    settings |= {"policy__name": policy, "policy__dynamic_sampling": True, "run_dir": folder / "run"}
+    settings |= {"data__sources__reverse__reward": "own_rule:score"} | letters(folder) | own
+    return load(["--config=configs/text.py", *flags(**settings)])
+
+
+@every_policy
+def test_a_broken_reward_ends_the_run_in_one_line(policy, rule, tmp_path, capsys) -> None:
+    assert main(configuration(tmp_path, policy, policy__max_num_gen_batches=3)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: dynamic sampling dropped 9 groups of equal rewards for step 1, which needs 4 others")
+    assert "source 'reverse', reward own_rule:score, has 0 (9)" in line and "policy.max_num_gen_batches" in line
+
+
+class BreaksAfter(Callback):
+    """The reward breaks after the first step, and the run is asked to stop when it gave its 100th 0."""
+
+    def __init__(self, rule) -> None:
+        self.rule = rule
+
+    def on_step(self, trainer, step, groups, metrics) -> None:
+        last = self.rule.calls + 100
+        self.rule.broken = True
+        self.rule.watch = lambda calls: trainer.stop() if calls == last else None
+
+
+@every_policy
+def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path) -> None:
+    """Without any bound. What was dropped is in the checkpoint; once the reward is mended, the same command goes on."""
+    rule.broken = False
+    config = configuration(tmp_path, policy, policy__max_num_gen_batches=0)
+    with FluxTrainer(config) as trainer:
+        trainer.fit(callbacks=[BreaksAfter(rule)])
+        drawn = trainer.coordinator.ledger.drawn
+    steps = trainer.coordinator.step
+    assert 1 <= steps < 8 and not summary(tmp_path / "run")["complete"]
+    assert drawn < 120, "100 responses make 25 groups; many more would have been drawn after the stop"
+    assert checkpoint_steps(tmp_path / "run") == [0, steps]
+    rule.broken = False
+    with FluxTrainer(config) as trainer:
+        trainer.load_checkpoint()
+        dropped = trainer.coordinator.ledger.dropped
+        assert 0 < dropped.count <= dropped.in_a_row < 40
+        assert trainer.fit().summary.complete
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [one["groups/zero_variance"] for one in metrics if "groups/zero_variance" in one] == [0.0] * 8
