@@ -2,52 +2,34 @@
 
 Objective, lexicographic: tokens of a device within the memory limit and the largest compute load within
 `Limits.tolerance` of the smallest possible (where not both can be had, memory counts ten times), then traffic. If a
-placement without any sharding reaches the first, it is the plan. Else sequences descend the tree of groups (`descend`),
-pairs of groups exchange what they have (`exchange`). Beside that, the best ways to place one sequence after the other
-are searched (`beam`), and what then exceeds a limit by a little is mended (`repair`). The best of all is the plan.
+placement without any sharding reaches the first, it is the plan. Else sequences descend the tree of groups (`descend`)
+and pairs of groups exchange what they have (`exchange`): milliseconds, and nearly always good. Only where that plan is
+not good, a search (`search`) follows, and the best of all is the plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..plan import PlanError, ShardPlan
 from .baselines import longest_first
-from .beam import beam
 from .blocks import blocks
 from .descend import Descent
 from .exchange import Exchange
 from .limits import Limits, Problem, problem
-from .repair import repair
+from .placement import Placement, dealt, largest, score, weights
+from .search import search, top_degree
 
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them where there are few or many devices
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried when a cost model can tell which is best
-SPARE = 0.03  # of the memory limit, for the devices within a block to even out
-MANY = 64  # devices from which on there is time for one start only
-# What unevenness counts in a beam, and how much of the limits it aims at, as a little is exceeded at the end. No
-# pair is best everywhere.
-STARTS = (
-    (0.001, 0.997),
-    (0.1, 0.997),
-    (0.4, 0.997),
-    (1.0, 0.997),
-    (0.05, 0.997),
-    (0.2, 0.997),
-    (1.0, 0.999),
-    (0.4, 0.999),
-)
-WIDTH = 64  # ways that a beam keeps
-BLOCK = 64  # devices that are searched together
-CELLS = 10240  # ways times devices of all beams: less of both where there are many devices
-REPAIRED = 128  # devices up to which placements are mended
-MEMORY = 10.0  # what exceeding the memory limit counts, against compute
+MANY = 128  # devices from which on there are fewer exchanges; above it no repair, and fewer tolerances to choose from
+EIGHT, LITTLE = 8, 0.85  # good plans send at most so much of what degree 8 for all would send
+STRETCH = 0.005  # beyond the tolerance, where less traffic would be too much otherwise
 EPS = 1e-9
-
-Placement = tuple[list[int], list[int]]
 
 
 def flex_ulysses(
@@ -67,7 +49,7 @@ def flex_ulysses(
     limits = limits or Limits()
     if cost is None:
         return _plan(problem(lengths, num_devices, limits, work))
-    tolerances = TOLERANCES if num_devices <= REPAIRED else TOLERANCES[2::2]
+    tolerances = TOLERANCES if num_devices <= MANY else TOLERANCES[3::3]
     plans = [
         _plan(problem(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work, cost), quick=True)
         for tolerance in sorted({limits.tolerance, *tolerances})
@@ -97,7 +79,7 @@ def _unsharded(made: Problem) -> Placement | None:
     compute, memory = made.compute_limit * (1 + EPS), made.memory_limit * (1 + EPS)
     if made.work_I.max() > compute or made.lengths_I.max() > memory:
         return None
-    for bins in (lambda: longest_first(made.work_I, made.num_devices), lambda: _blocks(made, 1)):
+    for bins in (lambda: longest_first(made.work_I, made.num_devices), lambda: dealt(made, 1)):
         firsts = bins()
         loads = [np.bincount(firsts, amounts, made.num_devices).max() for amounts in (made.work_I, made.lengths_I)]
         if loads[0] <= compute and loads[1] <= memory:
@@ -105,132 +87,70 @@ def _unsharded(made: Problem) -> Placement | None:
     return None
 
 
-def _blocks(made: Problem, degree: int) -> list[int]:
-    """The block of `degree` devices of each sequence: as even as can be in compute, within the memory limit."""
-    amounts = np.array([made.work_I, made.lengths_I])
-    target = np.array([made.least_compute or 1.0, max(made.least_memory, (1 - SPARE) * made.memory_limit)])
-    spare = np.maximum([made.compute_limit or 1.0, made.memory_limit] / target - 1, 0.002) / [2, 1]
-    work, tokens = (amounts / (target * degree)[:, None]).tolist()
-    return blocks(work, tokens, made.num_devices // degree, spare=(float(spare[0]), float(spare[1])))
-
-
 def _sharded(made: Problem, quick: bool) -> Placement:
+    """The first placement that is good, or else the best of all rungs; of the first rungs only, if `quick`."""
     if made.max_degree == 1:
-        own = _blocks(made, 1)
+        own = dealt(made, 1)
         return [1] * len(own), own
-    if quick and made.num_devices > REPAIRED:
-        return min(_beams(made, CELLS // 2), key=lambda placement: _score(made, placement))
-    # Blocks may be of the highest degree or, as groups beyond a host are dear, of a host: neither is always better.
-    host = min(1 << (made.limits.tau.bit_length() - 1), made.max_degree)
-    tops = {made.max_degree} if made.num_devices >= MANY else {made.max_degree, host}
-    starts = [_descent(made, degree) for degree in sorted(tops)]
-    for degrees, firsts in starts:
-        _exchange(made, degrees, firsts)
-    if quick:
-        return min([*starts, *_beams(made, CELLS // 16)], key=lambda placement: _score(made, placement))
-    return _repaired(made, [*starts, *_beams(made, CELLS)])
+    found: list[Placement] = []
+    for placement in _rungs(made, found, quick):
+        if _good(made, placement):
+            return placement
+        found.append(placement)
+    return min(found, key=lambda placement: score(made, placement))
 
 
-def _beams(made: Problem, cells: int) -> list[Placement]:
-    """A placement for each of the first entries of `STARTS`. Devices are searched in blocks of at most `BLOCK`, or one
-    group, side by side. `cells` bounds the ways times the devices of all of them."""
-    top = _top(made)
-    units = made.num_devices // top
-    per = max(k for k in range(1, units + 1) if units % k == 0 and (k == 1 or k * top <= BLOCK))
-    size, count = per * top, units // per
-    own = np.array(_blocks(made, size))
-    amounts = np.array([made.work_I, made.lengths_I])
-    fullest = np.array([np.bincount(own, row, count).max() for row in amounts]) / size
-    members = [np.flatnonzero(own == block) for block in range(count)]
-    padded = np.zeros((2, count, max(map(len, members))))
-    for block, indices in enumerate(members):
-        padded[:, block, : len(indices)] = amounts[:, indices]
-    starts = STARTS[: max(2, cells // (4 * made.num_devices))]
-    width = max(2, min(WIDTH, cells // (made.num_devices * len(starts))))
-    limits = np.array([made.compute_limit or 1.0, made.memory_limit])
-    limits_SR = np.maximum([limits * aim for _, aim in starts], fullest)
-    work, tokens = np.concatenate([padded / aimed[:, None, None] for aimed in limits_SR], 1)
-    weights = _weights(made)[: top.bit_length()]
-    degree, first = beam(
-        work, tokens, np.repeat([even for even, _ in starts], count), np.zeros((len(work), 2, size)), weights, width
-    )
-    made_of: list[Placement] = []
-    for start in range(0, len(work), count):
-        degrees, firsts = np.zeros((2, len(own)), int)
-        for block, indices in enumerate(members):
-            degrees[indices] = degree[start + block, : len(indices)]
-            firsts[indices] = block * size + first[start + block, : len(indices)]
-        made_of.append((degrees.tolist(), firsts.tolist()))
-    return made_of
+def _rungs(made: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
+    """Placements, quick ones first. Blocks of the highest degree are rarely better than those of a host."""
+    for degree in dict.fromkeys((top_degree(made), made.max_degree)):
+        yield _descent(made, degree)
+    if not quick:
+        aimed = dataclasses.replace(made, compute_limit=_accepted(made))
+        yield from search(aimed, before, lambda placement: _good(made, placement), mend=made.num_devices <= MANY)
 
 
-def _top(made: Problem) -> int:
-    """The highest degree that a beam looks at: that of a host, or what the longest sequence needs."""
-    need = max(float(made.work_I.max()) / (made.compute_limit or 1.0), float(made.lengths_I.max()) / made.memory_limit)
-    degree = min(1 << (made.limits.tau.bit_length() - 1), made.max_degree)
-    while degree < made.max_degree and degree < need:
-        degree *= 2
-    return degree
+def _good(made: Problem, placement: Placement) -> bool:
+    """Whether no search is worth its time: loads are accepted, and the traffic is little or can't be."""
+    compute, memory = largest(made, placement)
+    if compute > _accepted(made) * (1 + EPS) or memory > made.memory_limit * (1 + EPS):
+        return False
+    shares = np.maximum(made.work_I / (_accepted(made) or 1.0), made.lengths_I / made.memory_limit)
+    least = _vectors(made, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # what each needs by itself
+    little = LITTLE * _vectors(made, np.array(EIGHT))
+    return made.max_degree < EIGHT or least > little or _vectors(made, np.array(placement[0])) <= little
 
 
-def _repaired(made: Problem, starts: list[Placement]) -> Placement:
-    """The best of them, polished, or one that exceeds a limit by a little and is better once that is mended."""
-    scored = sorted(((_score(made, placement), placement) for placement in starts), key=lambda pair: pair[0])
-    if made.num_devices > REPAIRED:
-        return scored[0][1]
-    wanting = [start for start in scored if start[0][0] and (scored[0][0][0] or start[0][1] < scored[0][0][1])]
-    amounts = np.array([made.work_I / (made.compute_limit or 1.0), made.lengths_I / made.memory_limit])
-    for _, placement in [scored[0], *(start for start in wanting[:2] if start is not scored[0])]:
-        mended = repair(amounts, _weights(made), placement, made.num_devices, lambda found: _score(made, found))
-        scored.append((_score(made, mended), mended))
-    return min(scored, key=lambda pair: pair[0])[1]
+def _vectors(made: Problem, degrees: np.ndarray) -> float:
+    """Tokens sent at these degrees."""
+    return float((made.lengths_I * (1 - 1 / degrees)).sum())
+
+
+def _accepted(made: Problem) -> float:
+    """The largest compute load of a good placement."""
+    mean = float(made.work_I.sum()) / made.num_devices
+    return max(made.least_compute, (1 + made.limits.tolerance + STRETCH) * mean)
 
 
 def _descent(made: Problem, degree: int) -> Placement:
-    """Every block of `degree` devices by itself."""
-    own, count = _blocks(made, degree), made.num_devices // degree
+    """Every block of `degree` devices by itself, then exchanges between blocks."""
+    own, count = dealt(made, degree), made.num_devices // degree
     amounts = np.array([made.work_I, made.lengths_I])
     # What a block has in all bounds what its devices can reach.
     fullest = np.array([np.bincount(own, row, count).max() for row in amounts]) / degree
     limits = np.array([made.compute_limit or 1.0, made.memory_limit])
     limits = np.maximum(limits, fullest * (1 + made.limits.tolerance / 2, 1))
     work, tokens = (amounts / limits[:, None]).tolist()
-    descent = Descent(work, tokens, _weights(made))
+    descent = Descent(work, tokens, weights(made))
     for block in range(count):
         descent.place(np.flatnonzero(np.equal(own, block)).tolist(), block * degree, degree, 1.0, 1.0)
+    _exchange(made, descent.degrees, descent.firsts)
     return descent.degrees, descent.firsts
 
 
 def _exchange(made: Problem, degrees: list[int], firsts: list[int]) -> None:
     """Improves a placement in place. No load exceeds its limit for that, or what is the largest already."""
-    loads = _largest(made, (degrees, firsts))
+    loads = largest(made, (degrees, firsts))
     work = (made.work_I / max(made.compute_limit, loads[0], 1e-300)).tolist()
     tokens = (made.lengths_I / max(made.memory_limit, loads[1])).tolist()
-    trials = max(TRIALS * (1 + (made.num_devices < 2 * MANY)), made.num_devices // 2)
-    Exchange(work, tokens, _weights(made), degrees, firsts, made.num_devices).run(made.max_degree, trials)
-
-
-def _weights(made: Problem) -> list[float]:
-    return [made.weight(2**k) for k in range(made.max_degree.bit_length())]
-
-
-def _largest(made: Problem, placement: Placement) -> tuple[float, float]:
-    """The largest compute and the most tokens of a device."""
-    degrees, firsts = np.array(placement[0]), np.array(placement[1])
-    edges = np.zeros((2, made.num_devices + 1))
-    for row, amounts in enumerate((made.work_I / degrees, made.lengths_I / degrees)):
-        np.add.at(edges[row], firsts, amounts)
-        np.add.at(edges[row], firsts + degrees, -amounts)
-    compute, memory = np.cumsum(edges, 1).max(1).tolist()
-    return compute, memory
-
-
-def _score(made: Problem, placement: Placement) -> tuple[float, float]:
-    """Smaller is better: what exceeds the limits of memory and compute (relative to them), then traffic."""
-    compute, memory = _largest(made, placement)
-    over = [
-        round(max(load / limit - 1, 0.0), 9) if limit else 0.0
-        for load, limit in ((memory, made.memory_limit), (compute, made.compute_limit))
-    ]
-    weights = np.array(_weights(made))
-    return MEMORY * over[0] + over[1], float((made.lengths_I * weights[np.log2(placement[0]).astype(int)]).sum())
+    trials = max(TRIALS * (1 + (made.num_devices < MANY)), made.num_devices // 2)
+    Exchange(work, tokens, weights(made), degrees, firsts, made.num_devices).run(made.max_degree, trials)
