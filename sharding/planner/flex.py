@@ -22,7 +22,7 @@ from .descend import Descent
 from .exchange import Exchange
 from .limits import Limits, Problem, problem
 from .placement import Placement, dealt, largest, score, weights
-from .search import search, top_degree
+from .search import redealt, search, top_degree
 
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them where there are few or many devices
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried when a cost model can tell which is best
@@ -103,9 +103,10 @@ def _sharded(made: Problem, quick: bool) -> Placement:
 def _rungs(made: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
     """Placements, quick ones first. Blocks of the highest degree are rarely better than those of a host."""
     for degree in dict.fromkeys((top_degree(made), made.max_degree)):
-        yield _descent(made, degree)
+        yield _descent(made, degree, dealt(made, degree))
     if not quick:
         aimed = dataclasses.replace(made, compute_limit=_accepted(made))
+        yield _descent(aimed, made.max_degree, redealt(aimed, made.max_degree))
         yield from search(aimed, before, lambda placement: _good(made, placement), mend=made.num_devices <= MANY)
 
 
@@ -131,9 +132,9 @@ def _accepted(made: Problem) -> float:
     return max(made.least_compute, (1 + made.limits.tolerance + STRETCH) * mean)
 
 
-def _descent(made: Problem, degree: int) -> Placement:
-    """Every block of `degree` devices by itself, then exchanges between blocks."""
-    own, count = dealt(made, degree), made.num_devices // degree
+def _descent(made: Problem, degree: int, own: list[int]) -> Placement:
+    """Every block of `degree` devices by itself, given the block of each sequence, then exchanges between blocks."""
+    count = made.num_devices // degree
     amounts = np.array([made.work_I, made.lengths_I])
     # What a block has in all bounds what its devices can reach.
     fullest = np.array([np.bincount(own, row, count).max() for row in amounts]) / degree

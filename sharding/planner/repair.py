@@ -10,7 +10,8 @@ from .beam import beam
 from .placement import Placement, Score
 
 EVENS = (0.001, 0.1, 0.4, 1.0) * 2  # what unevenness counts in each of the tries of a round, which run side by side
-BLOCKS = 3  # blocks of devices whose sequences a try may move
+BLOCKS = 3  # blocks of devices whose sequences a try may move; two, if they are larger than `LARGE`
+LARGE = 8
 FREED = 12  # sequences that a try places anew
 WIDTH = 16
 
@@ -46,7 +47,7 @@ def repair(
         chance_I *= 1 + 3 * ((share_ID > 0) & (loads.max(0) > 1 + 1e-9)).any(1)
         home_I = firsts // block
         chance_B = np.bincount(home_I, chance_I, num_devices // block) + 1e-9
-        count = min(BLOCKS, len(chance_B))
+        count = min(BLOCKS if block <= LARGE else 2, len(chance_B))
         tries, spans = [], []
         for _ in EVENS:
             span = rng.choice(len(chance_B), count, replace=False, p=chance_B / chance_B.sum())

@@ -8,7 +8,7 @@ import numpy as np
 
 from .beam import beam
 from .limits import Problem
-from .placement import Placement, dealt, score, weights
+from .placement import Placement, Score, dealt, score, weights
 from .repair import repair
 
 # What unevenness counts in a beam, and how much of the limits it aims at, as a little is exceeded at the end. No
@@ -16,7 +16,10 @@ from .repair import repair
 STARTS = ((0.001, 0.997), (0.1, 0.997), (0.4, 0.997), (1.0, 0.997), (1.0, 0.999), (0.4, 0.999))
 WIDTH = 64  # ways that a beam keeps
 BLOCK = 64  # devices that are searched together
-RUNGS = ((1024, 32), (10240, 96))  # ways times devices of all beams, then rounds of repair of the best two
+RUNGS = ((1024, 32), (10240, 64))  # ways times devices of all beams, then rounds of repair of the best two
+ALLOWED = (1.0, 1.005, 1.01, 1.02, 1.03, 1.04, 1.06)  # times the limit of compute
+DEALS = 24  # rounds of repair for each of them
+EPS = 1e-9
 
 
 def search(
@@ -77,3 +80,22 @@ def top_degree(made: Problem) -> int:
     while degree < made.max_degree and degree < need:
         degree *= 2
     return degree
+
+
+def redealt(made: Problem, degree: int) -> list[int]:
+    """The block of `degree` devices of each sequence, by repair with blocks for devices: slower, and better than
+    `dealt`. Where the limit of compute cannot be kept to, ever higher ones are tried."""
+    own = dealt(made, degree)
+    amounts = np.array([made.work_I / (made.compute_limit or 1.0), made.lengths_I / made.memory_limit]) / degree
+    placement: Placement = ([1] * len(own), own)
+    for allowed in ALLOWED:
+        within = amounts / np.array([[allowed], [1.0]])
+        count = made.num_devices // degree
+
+        def excess(one: Placement, within: np.ndarray = within, count: int = count) -> Score:
+            return sum(max(np.bincount(one[1], row, count).max() - 1 - EPS, 0.0) for row in within), 0.0
+
+        placement = repair(within, [0.0], placement, count, excess, lambda one: not excess(one)[0], DEALS)
+        if not excess(placement)[0]:
+            break
+    return placement[1]
