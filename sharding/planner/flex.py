@@ -28,7 +28,6 @@ TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them wh
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried when a cost model can tell which is best
 MANY = 128  # devices from which on there are fewer exchanges; above it no repair, and fewer tolerances to choose from
 EIGHT, LITTLE = 8, 0.85  # good plans send at most so much of what degree 8 for all would send
-STRETCH = 0.005  # beyond the tolerance, where less traffic would be too much otherwise
 EPS = 1e-9
 
 
@@ -49,7 +48,7 @@ def flex_ulysses(
     limits = limits or Limits()
     if cost is None:
         return _plan(problem(lengths, num_devices, limits, work))
-    tolerances = TOLERANCES if num_devices <= MANY else TOLERANCES[3::3]
+    tolerances = TOLERANCES if num_devices <= MANY else TOLERANCES[4::3]
     plans = [
         _plan(problem(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work, cost), quick=True)
         for tolerance in sorted({limits.tolerance, *tolerances})
@@ -63,7 +62,7 @@ def _plan(made: Problem, *, quick: bool = False) -> ShardPlan:
     if not len(made.lengths_I):
         return made.plan([], [])
     try:
-        degrees, firsts = _unsharded(made) or _sharded(made, quick)
+        degrees, firsts = _unsharded(made, quick) or _sharded(made, quick)
         return made.plan(degrees, firsts)
     except PlanError:
         if made.max_degree == 1 or not made.limits.tokens_per_device:
@@ -74,12 +73,13 @@ def _plan(made: Problem, *, quick: bool = False) -> ShardPlan:
     return made.plan([made.max_degree] * len(own), [block * made.max_degree for block in own])
 
 
-def _unsharded(made: Problem) -> Placement | None:
+def _unsharded(made: Problem, quick: bool) -> Placement | None:
     """A placement without traffic that reaches both limits, if one is easily found."""
     compute, memory = made.compute_limit * (1 + EPS), made.memory_limit * (1 + EPS)
     if made.work_I.max() > compute or made.lengths_I.max() > memory:
         return None
-    for bins in (lambda: longest_first(made.work_I, made.num_devices), lambda: dealt(made, 1)):
+    ways = [lambda: longest_first(made.work_I, made.num_devices), lambda: dealt(made, 1)]
+    for bins in ways[: 1 if quick and made.num_devices > MANY else 2]:
         firsts = bins()
         loads = [np.bincount(firsts, amounts, made.num_devices).max() for amounts in (made.work_I, made.lengths_I)]
         if loads[0] <= compute and loads[1] <= memory:
@@ -129,7 +129,7 @@ def _vectors(made: Problem, degrees: np.ndarray) -> float:
 def _accepted(made: Problem) -> float:
     """The largest compute load of a good placement."""
     mean = float(made.work_I.sum()) / made.num_devices
-    return max(made.least_compute, (1 + made.limits.tolerance + STRETCH) * mean)
+    return max(made.least_compute, (1 + made.limits.tolerance) * mean)
 
 
 def _descent(made: Problem, degree: int, own: list[int]) -> Placement:
