@@ -3,8 +3,8 @@
     python tests/sharding/plan_cases.py 300 [--seed N] [--stretch]
 
 Prints a line for every plan that exceeds a bound (balance 1.03, memory 1.10, traffic 0.85 of fixed degree 8) by more
-than an integer program proves it must, and at last a line of JSON: how many plans kept all bounds (`kept`), are exactly at
-what is proven the least (`proven_least`), within the planner's tolerance of that, or beyond (`unexplained`: exit 1).
+than an integer program proves it must, and at last a line of JSON: how many plans kept all bounds (`kept`), are exactly
+at what is proven the least (`proven_least`), within the planner's tolerance of that, or beyond (`unexplained`: exit 1).
 """
 
 import argparse

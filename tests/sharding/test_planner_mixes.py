@@ -48,8 +48,8 @@ def test_one_very_long_sequence_keeps_to_the_bounds() -> None:
 @pytest.mark.parametrize("seed", range(16))
 def test_never_slower_than_the_papers_own_algorithm(seed: int) -> None:
     """The planner never looks at the paper's placement. Its largest load may exceed the smallest possible by its
-    tolerance, so may the simulated step. Not told what things cost, it balances attention alone; linear work, which goes
-    with the tokens, may then be uneven by alpha."""
+    tolerance, so may the simulated step. Not told what things cost, it balances attention alone; linear work, which
+    goes with the tokens, may then be uneven by alpha."""
     case = plan_cases.drawn(SYNTHETIC, seed)
     limits = Limits(max_degree=min(case.cap, 16))
     cost = CostModel.published()
