@@ -64,7 +64,7 @@ def repair(
         padded = np.zeros((2, len(tries), max(map(len, tries))))
         for k, freed in enumerate(tries):
             padded[:, k, : len(freed)] = amounts[:, freed]
-        found = beam(*padded, np.array(EVENS), held, weights, WIDTH)
+        found = beam(padded[0], padded[1], np.array(EVENS), held, weights, WIDTH)
         before = degrees, firsts
         for k, (freed, at) in enumerate(zip(tries, devices, strict=True)):
             changed = before[0].copy(), before[1].copy()
