@@ -90,8 +90,8 @@ def _unsharded(made: Problem, quick: bool) -> Placement | None:
 def _sharded(made: Problem, quick: bool) -> Placement:
     """The first placement that is good, or else the best of all rungs; of the first rungs only, if `quick`."""
     if made.max_degree == 1:
-        own = dealt(made, 1)
-        return [1] * len(own), own
+        ways = (dealt(made, 1), longest_first(made.work_I, made.num_devices), redealt(made, 1))
+        return min((([1] * len(own), own) for own in ways), key=lambda placement: score(made, placement))
     found: list[Placement] = []
     for placement in _rungs(made, found, quick):
         if _good(made, placement):

@@ -27,7 +27,7 @@ def least_balance(lengths: Sequence[int], num_devices: int, cap: int, memory: fl
         constraints=[LinearConstraint(work, ub=0), LinearConstraint(held, ub=1), LinearConstraint(once, 1, 1)],
         integrality=np.append(np.ones(len(columns)), 0),
         bounds=Bounds(np.zeros(size), upper),
-        options={"node_limit": NODES, "time_limit": 20},
+        options={"node_limit": NODES, "time_limit": 200},
     )
     return _bound(result)
 
@@ -59,7 +59,7 @@ def least_traffic(lengths: Sequence[int], num_devices: int, cap: int, balance: f
         constraints=[*(LinearConstraint(row, ub=1 + 1e-9) for row in rows), LinearConstraint(once, 1, 1)],
         integrality=np.ones(len(ways)),
         bounds=Bounds(0, 1),
-        options={"node_limit": NODES, "time_limit": 20},
+        options={"node_limit": NODES, "time_limit": 200},
     )
     return _bound(result) * float(tokens.sum())
 
