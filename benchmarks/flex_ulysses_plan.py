@@ -8,7 +8,9 @@
 Prints one JSON line. For every case and planner: `balance` (largest over mean attention work of a device), `memory`
 (the same of tokens), `traffic` (vectors moved, the sum of length * (p - 1) / p, over that of degree 8 for all) and
 `split_cost` (FlexRL's TotalCost, over the same). `balance_bound`: what no plan under that cap can beat. `plan_ms` is
-the median of `--repeats` on this machine, everything included.
+the median of `--repeats` on this machine, everything included. `seconds_4096_on_1024` is that of 4,096 sequences drawn
+from the cases of the image-heavy mixes (or all, if there are none) for 1,024 devices, and
+`seconds_4096_on_1024_by_cost` the same where plans of several tolerances are compared by the published cost model.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the matrices are small
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
+import numpy as np
 from common import ROOT
 
+from sharding.cost import CostModel
 from sharding.plan import PlanError, ShardPlan
 from sharding.planner import PLANNERS, Limits, balance_bound, flex_ulysses, ulysses
 
@@ -96,8 +100,23 @@ def measure(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> dic
         "worst_traffic_elsewhere": _worst(rows, False),
         "plan_ms": round(statistics.median(row["plan_ms"] for row in rows), 2),
         "plan_ms_256_on_128": round(statistics.median(largest), 2) if largest else None,
+        **_many(cases, options),
         "cases": rows,
     }
+
+
+def _many(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a plan of 4,096 sequences, drawn with replacement, for 1,024 devices."""
+    chosen = [case for case in cases if case.get("name", "").startswith("image_heavy")] or cases
+    pool = [int(sequence["length"]) for case in chosen for sequence in case["sequences"]]
+    lengths = np.random.default_rng(0).choice(pool, 4096).tolist()
+    limits = _limits(options, options.cap, 1024)
+    known = dataclasses.replace(limits, max_degree=min(limits.max_degree, 16))  # the published model has 28 heads
+    seconds = {
+        "seconds_4096_on_1024": _milliseconds(lengths, 1024, limits, options.repeats) / 1e3,
+        "seconds_4096_on_1024_by_cost": _milliseconds(lengths, 1024, known, 1, CostModel.published()) / 1e3,
+    }
+    return {name: round(value, 3) for name, value in seconds.items()}
 
 
 def _limits(options: argparse.Namespace, cap: int, devices: int) -> Limits:
@@ -128,11 +147,11 @@ def _figures(plan: ShardPlan, eight: Sequence[int], limits: Limits) -> dict[str,
     }
 
 
-def _milliseconds(lengths: Sequence[int], devices: int, limits: Limits, repeats: int) -> float:
+def _milliseconds(lengths: Sequence[int], devices: int, limits: Limits, repeats: int, cost: Any = None) -> float:
     seconds = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        flex_ulysses(lengths, devices, limits)
+        flex_ulysses(lengths, devices, limits, cost=cost)
         seconds.append(time.perf_counter() - begin)
     return round(1e3 * statistics.median(seconds), 2)
 

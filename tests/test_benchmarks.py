@@ -141,6 +141,7 @@ def test_the_plan_benchmark_takes_other_mixes(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
+    assert answer["seconds_4096_on_1024"] > 0 and answer["seconds_4096_on_1024_by_cost"] > 0
     assert 1.0 <= answer["worst_balance"] < 1.03 and answer["worst_memory"] <= 1.1
 
 
