@@ -33,8 +33,8 @@ import numpy as np
 from common import ROOT
 
 from sharding.cost import CostModel
-from sharding.plan import PlanError, ShardPlan
 from sharding.planner import PLANNERS, Limits, balance_bound, flex_ulysses, ulysses
+from sharding.planner.plan import PlanError, ShardPlan
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 FIXED = (2, 4, 8)

@@ -23,8 +23,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 import numpy as np
 
 from sharding.cost import CostError, CostModel
-from sharding.plan import PlanError, ShardPlan
 from sharding.planner import Limits, bucketing, flex_ulysses, flexrl, greedy, spread_vision, ulysses
+from sharding.planner.plan import PlanError, ShardPlan
 
 MIXES = pathlib.Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 DEGREES = (2, 4, 8)

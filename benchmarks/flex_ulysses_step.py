@@ -31,10 +31,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 import numpy as np
 from common import ROOT, Pair, WorkerError, spread
 
-from sharding.plan import ShardPlan
 from sharding.planner import Limits, bucketing, flex_ulysses, ulysses
-from sharding.shapes import ShapeBook
-from sharding.spread import lay, size_weight
+from sharding.planner.plan import ShardPlan
+from sharding.spread.buffers import lay, size_weight
+from sharding.spread.shapes import ShapeBook
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 WORKLOADS = {

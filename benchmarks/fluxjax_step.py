@@ -31,16 +31,16 @@ from compile_clock import CompileClock
 
 import models
 from fluxjax.algorithms import ALGORITHMS
-from fluxjax.batching import compose
-from fluxjax.build import build_model
-from fluxjax.cli import load
+from fluxjax.base.types import Group, MediaKind, Prompt, Response, Reward, Sample
+from fluxjax.batch.composer import compose
 from fluxjax.config import Config
+from fluxjax.config.cli import load
 from fluxjax.data import Source, open_sources
 from fluxjax.data.loader import PromptLoader
 from fluxjax.data.prepare import Preparer
-from fluxjax.learner import Learner
-from fluxjax.stages import PolicyTrainer
-from fluxjax.types import Group, MediaKind, Prompt, Response, Reward, Sample
+from fluxjax.learner.learner import Learner
+from fluxjax.learner.policy_trainer import PolicyTrainer
+from fluxjax.run.build import build_model
 from models.config import Qwen25VLConfig
 from models.decoder import parameter_count
 from rollout.engine import GenerateRequest, SamplingParams

@@ -32,8 +32,8 @@ import numpy as np
 from common import Pair, WorkerError, spread
 from odc_simulated import fitted, simulate
 
-from sharding.packing import SCHEDULERS, Schedule, bubble_rate, makespan
 from sharding.planner import Limits
+from sharding.planner.packing import SCHEDULERS, MicrobatchSchedule, bubble_rate, makespan
 
 # Eight layers and wide heads: attention's share of the longest sequence is that of a 1.5B model at 64k tokens.
 MODEL = {
@@ -122,7 +122,7 @@ def _minibatches(count: int) -> list[tuple[int, ...]]:
     return [tuple(lengths.draw(np.random.default_rng(seed), 8).tolist()) for seed in range(count)]
 
 
-def _schedule(scheduler: str, lengths: Sequence[int]) -> Schedule:
+def _schedule(scheduler: str, lengths: Sequence[int]) -> MicrobatchSchedule:
     """By FLOPs of the model above; a microbatch holds as many tokens as the longest sequence (packing ratio 1)."""
     m = MODEL
     heads = m["num_heads"] * m["head_dim"]

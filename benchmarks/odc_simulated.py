@@ -4,7 +4,7 @@
     python benchmarks/odc_simulated.py --sequences=1000 --seed=1    # fewer random sequences a setting, others
     python benchmarks/odc_simulated.py --picture=odc.png            # simulated over published
 
-Prints one JSON line. Nothing here is measured: schedules are those of `sharding.packing`, lengths are drawn from
+Prints one JSON line. Nothing here is measured: schedules are those of `sharding.planner.packing`, lengths are drawn from
 distributions (`lengths.py`) of which one bubble rate each is fitted, compute is a formula, and communication is free.
 Everything but the fitted cells is a prediction; `simulated_errors` counts those only.
 """
@@ -26,9 +26,9 @@ from lengths import KNOWN, Lengths, mean_of
 from odc_published import GOLDEN, GOLDEN_MEASURED, MINIBATCHES, published
 
 from sharding.cost.tables import ModelSizes
-from sharding.packing import Schedule, lb_micro, lb_mini, local_sort, makespan, verl_native
-from sharding.plan import PlanError
 from sharding.planner import Limits
+from sharding.planner.packing import MicrobatchSchedule, lb_micro, lb_mini, local_sort, makespan, verl_native
+from sharding.planner.plan import PlanError
 
 SEQUENCES = 6400  # of each setting
 RUN = 25  # minibatches: what ODC's public example trains for
@@ -68,7 +68,7 @@ def work(model: str, lengths: np.ndarray) -> np.ndarray:
 
 # --- one setting ------------------------------------------------------------------------------------
 
-Packer = Callable[..., Schedule]
+Packer = Callable[..., MicrobatchSchedule]
 METHODS: dict[str, tuple[Packer, str]] = {
     "collective_local_sort": (local_sort, "microbatch"),
     "collective_lb_micro": (lb_micro, "microbatch"),
@@ -96,7 +96,7 @@ def spans(
     random lengths; for verl's scheduler, for each global batch. All methods, and all lengths of one seed, see the same
     shares of the distribution. A microbatch holds `ratio` times the longest sequence."""
     limits = Limits(tokens_per_device=round(ratio * lengths.longest))
-    made: dict[Packer, list[Schedule]] = {}
+    made: dict[Packer, list[MicrobatchSchedule]] = {}
     for packer in {packer for packer, _ in methods.values()}:
         rng, options = np.random.default_rng(seed), {}
         together = minibatch

@@ -25,11 +25,11 @@ from ulysses_worker import batch_of, loss, row_dims, text_model
 
 import models
 from fluxjax.algorithms import sft
-from fluxjax.allocator import keep_freed_memory
-from fluxjax.batching import compose, sft_groups
+from fluxjax.base.allocator import keep_freed_memory
+from fluxjax.base.types import PreparedPrompt, Prompt
+from fluxjax.batch.composer import compose, sft_groups
 from fluxjax.config import Config, Remat, Strategy
-from fluxjax.learner import Learner
-from fluxjax.types import PreparedPrompt, Prompt
+from fluxjax.learner.learner import Learner
 from models.decoder import parameter_count
 from models.forward import logprobs
 from models.inputs import ModelInput
@@ -37,8 +37,8 @@ from sharding.fsdp import Fsdp
 from sharding.links import Links, initialize
 from sharding.mesh import make_mesh
 from sharding.odc import Odc
-from sharding.packing import Schedule
-from sharding.plan import ShardPlan, rounds
+from sharding.planner.packing import MicrobatchSchedule
+from sharding.planner.plan import ShardPlan, rounds
 
 
 class Minibatches:
@@ -47,12 +47,12 @@ class Minibatches:
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
-    def collective(self, schedule: Schedule) -> list[Any]:
+    def collective(self, schedule: MicrobatchSchedule) -> list[Any]:
         """The `m`-th microbatches of all devices are one batch; a device without one has a token of padding."""
         steps = range(int(schedule.counts().max()))
         return [self._batch(schedule, [own[m] if m < len(own) else () for own in schedule.microbatches]) for m in steps]
 
-    def alone(self, schedule: Schedule) -> tuple[list[Any], list[int], list[float]]:
+    def alone(self, schedule: MicrobatchSchedule) -> tuple[list[Any], list[int], list[float]]:
         """(batches, device of each, work of each)."""
         found = [
             (self._batch(schedule, [one]), device, sum(schedule.work[i] for i in one))
@@ -63,7 +63,7 @@ class Minibatches:
         batches, devices, work = zip(*found, strict=True)
         return list(batches), list(devices), list(work)
 
-    def _batch(self, schedule: Schedule, members: Sequence[Sequence[int]]) -> Any:
+    def _batch(self, schedule: MicrobatchSchedule, members: Sequence[Sequence[int]]) -> Any:
         order = [(i, device) for device, own in enumerate(members) for i in own]
         lengths = tuple(schedule.lengths[i] for i, _ in order)
         degrees, firsts = (1,) * len(order), tuple(device for _, device in order)
@@ -216,8 +216,8 @@ def bandwidth(mesh: Any, links: Links, number: int, values: int, repeats: int) -
     return seconds
 
 
-def _schedule(raw: dict[str, Any]) -> Schedule:
-    return Schedule(**{name: _tuples(value) for name, value in raw.items()})
+def _schedule(raw: dict[str, Any]) -> MicrobatchSchedule:
+    return MicrobatchSchedule(**{name: _tuples(value) for name, value in raw.items()})
 
 
 def _tuples(value: Any) -> Any:

@@ -26,14 +26,13 @@ from common import cores
 from compile_clock import CompileClock
 from rich.console import Console
 
-from fluxjax.callbacks import Callback
-from fluxjax.compile_cache import use_compile_cache
-from fluxjax.config import Config, LossAggregation, Schedule, SourceConfig
-from fluxjax.policy_config import Importance
-from fluxjax.policy_config import Policy as Name
+from fluxjax.base.compile_cache import use_compile_cache
+from fluxjax.base.types import Group
+from fluxjax.config import Config, Importance, LossAggregation, Schedule, SourceConfig
+from fluxjax.config import Policy as Name
 from fluxjax.report.display import Display
-from fluxjax.trainer import FluxTrainer
-from fluxjax.types import Group
+from fluxjax.run.callbacks import Callback
+from fluxjax.run.trainer import FluxTrainer
 
 POLICIES = ("synchronous", "tail_batching", "april", "adaptive_async")
 LETTERS, MEDIAN, SIGMA = "abc", 6.0, 1.5

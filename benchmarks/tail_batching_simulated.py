@@ -14,10 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
-from fluxjax import cli
-from fluxjax.simulation.config import Config
-from fluxjax.simulation.records import StepRecord
+from fluxjax.config import cli
+from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.run import make_cluster, run, summary
+from fluxjax.simulation.step_records import StepRecord
 
 MODELS = ("7b", "14b", "32b")
 VERL = ("simulation.rewards=synchronous",)
@@ -58,7 +58,7 @@ WHAT_IF = {  # assumptions that no figure of the paper fixes: what the first row
 @functools.cache
 def simulated(model: str, steps: int, seed: int, options: tuple[str, ...]) -> tuple[dict[str, Any], list[StepRecord]]:
     arguments = [f"--config=configs/simulation.py:{model}", f"--config.steps={steps}", f"--config.seed={seed}"]
-    cluster = make_cluster(cli.load(arguments + [f"--config.{option}" for option in options], Config))
+    cluster = make_cluster(cli.load(arguments + [f"--config.{option}" for option in options], SimulateConfig))
     run(cluster)
     print(f"{model} {' '.join(options)}: {cluster.clock.now:.0f} simulated seconds", file=sys.stderr)
     return summary(cluster, 0.0), cluster.records

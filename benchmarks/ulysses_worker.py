@@ -26,9 +26,9 @@ from models.forward import logprobs
 from models.inputs import PackedTokens
 from sharding.fsdp import Fsdp
 from sharding.mesh import make_mesh
-from sharding.plan import ShardPlan
-from sharding.shapes import round_up
-from sharding.spread import lay
+from sharding.planner.plan import ShardPlan
+from sharding.spread.buffers import lay
+from sharding.spread.shapes import round_up
 from sharding.strategy import Tally
 from sharding.walk import Walk
 

@@ -11,7 +11,7 @@ Expect of 14b: about 217 simulated seconds a step with policy.name=synchronous, 
 """
 
 from fluxjax.config import ConfigError
-from fluxjax.simulation.config import Config, Model
+from fluxjax.simulation.options import Model, SimulateConfig
 
 SETTINGS = {  # GPUs, GPUs of an engine, most tokens of a response, their median
     "7b": (16, 1, 8_192, 550.0),
@@ -20,8 +20,8 @@ SETTINGS = {  # GPUs, GPUs of an engine, most tokens of a response, their median
 }
 
 
-def get_config(variant: str = "") -> Config:
-    config = Config(steps=40)
+def get_config(variant: str = "") -> SimulateConfig:
+    config = SimulateConfig(steps=40)
     model = variant if variant in SETTINGS else "14b"
     sim = config.simulation
     sim.model = Model(model)

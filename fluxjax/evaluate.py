@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     import absl.logging
 
     from .config import ConfigError
-    from .run_folder import read_config
+    from .config.run_folder import read_config
 
     try:
         config = read_config(args.run)
@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
             config.evaluation.samples = args.samples
         config.validate()
         config.sharding.devices = 0  # those of this machine
-        from .compile_cache import use_compile_cache
-        from .trainer import USER_ERRORS, FluxTrainer
+        from .base.compile_cache import use_compile_cache
+        from .run.trainer import USER_ERRORS, FluxTrainer
 
         absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax remarks that the folder is read only; it should be
         use_compile_cache()

@@ -13,8 +13,8 @@ import argparse
 import asyncio
 import sys
 
-from .cli import parse
 from .config import Config
+from .config.cli import parse
 
 
 def main(argv: list[str]) -> int:
@@ -34,13 +34,13 @@ def run(config: Config, args: argparse.Namespace) -> int:
 
     from rollout.engine import EngineError
     from rollout.jax_engine import JaxEngine
-    from rollout.profile import Profile, measure, sizes
+    from rollout.throughput import Profile, measure, sizes
 
-    from .build import build_model
-    from .compile_cache import use_compile_cache
+    from .base.compile_cache import use_compile_cache
+    from .base.errors import DataError
     from .config import ConfigError
     from .data import open_sources
-    from .data.errors import DataError
+    from .run.build import build_model
 
     use_compile_cache()
     devices = jax.local_devices()

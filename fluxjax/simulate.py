@@ -18,8 +18,8 @@ import pathlib
 import sys
 import time
 
-from .cli import parse
-from .simulation.config import Config
+from .config.cli import parse
+from .simulation.options import SimulateConfig
 
 DEFAULT_CONFIG = "configs/simulation.py"
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     own, rest = parser.parse_known_args(argv)
-    config = parse(rest, __doc__ or "", Config, DEFAULT_CONFIG)
+    config = parse(rest, __doc__ or "", SimulateConfig, DEFAULT_CONFIG)
     if own.gantt and not own.gantt.absolute().parent.is_dir():
         print(f"error: --gantt {own.gantt}: there is no folder {own.gantt.parent}", file=sys.stderr)
         return 2
@@ -47,13 +47,13 @@ def main(argv: list[str]) -> int:
     return _simulate(config, own.gantt, own.json)
 
 
-def _simulate(config: Config, gantt: pathlib.Path | None, as_json: bool) -> int:
+def _simulate(config: SimulateConfig, gantt: pathlib.Path | None, as_json: bool) -> int:
     from .coordinator import CoordinatorError  # the types of a run load JAX, after the command line is known to be good
     from .simulation.cluster import StuckError
     from .simulation.run import make_cluster, run, summary
-    from .simulation.show import Progress, show
+    from .simulation.show import ProgressLine, show
 
-    progress = Progress(config.steps)
+    progress = ProgressLine(config.steps)
     cluster = make_cluster(config, on_step=progress)
     began, status = time.perf_counter(), 0
     try:

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import sys
 
-from .cli import parse
+from .config.cli import parse
 
 
 def main(argv: list[str]) -> int:
     config = parse(argv, __doc__ or "")
-    from .allocator import keep_freed_memory
+    from .base.allocator import keep_freed_memory
 
     keep_freed_memory()
-    from .trainer import main as train  # JAX loads here, after the command line is known to be good
+    from .run.trainer import main as train  # JAX loads here, after the command line is known to be good
 
     return train(config)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from sharding.kernels.attention import Mask, attention
-from sharding.ulysses import spread_attention
+from sharding.spread.ulysses import spread_attention
 from sharding.vocab import token_logprobs
 from sharding.walk import Walk
 

@@ -7,14 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .config import (
-    ModelConfigError,
-    NameLayout,
-    Qwen2Config,
-    Qwen25VLConfig,
-    TextConfig,
-    VisionConfig,
-)
+from .config import ModelConfigError, NameLayout, Qwen2Config, Qwen25VLConfig, TextConfig, VisionConfig
 from .hf_rope import read_rope, read_vision_theta, write_rope
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from sharding.route import Route
-from sharding.spread import Spread
+from sharding.spread.buffers import Spread
+from sharding.spread.route import Route
 
 
 @jax.tree_util.register_dataclass

@@ -19,8 +19,8 @@ from .kv_cache import KVCache
 from .layer_weights import abstract_by_layer, split_layers, stacked_layers
 from .programs import programs
 from .sampling import SlotSampling
-from .tensor_parallel import Layout
-from .turns import Limits, RoundPlan, StartPlan
+from .tensor_parallel import EngineLayout
+from .turns import RoundPlan, StartPlan, TurnLimits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,9 @@ class DeviceState:
     """`model` is copied, its weights are cast to `dtype` (None: as they are). `walk` and `steps` are those of the
     programs."""
 
-    def __init__(self, model: Decoder, walk: Walk, steps: int, limits: Limits, layout: Layout, dtype: Any) -> None:
+    def __init__(
+        self, model: Decoder, walk: Walk, steps: int, limits: TurnLimits, layout: EngineLayout, dtype: Any
+    ) -> None:
         self._graphdef, params = models.split(model)
         self._abstract, self._text = models.abstract(model.config), model.config.text
         self._walk, self._steps, self._dtype = walk, steps, dtype
@@ -71,7 +73,7 @@ class DeviceState:
     def model(self) -> Decoder:
         return models.merge(self._graphdef, stacked_layers(self.params))
 
-    def _settle(self, layout: Layout) -> None:
+    def _settle(self, layout: EngineLayout) -> None:
         """From now on, everything is made for these devices."""
         self.layout = layout
         self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
@@ -80,7 +82,7 @@ class DeviceState:
         several = len(layout.devices) > 1  # the programs of one device serve any other, too
         self.programs = programs(self._graphdef, self._walk, self._steps, self._rows if several else None)
 
-    def move(self, layout: Layout) -> None:
+    def move(self, layout: EngineLayout) -> None:
         """The weights, on other devices; the cache is gone."""
         self.cache = None
         self._settle(layout)

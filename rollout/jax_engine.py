@@ -25,7 +25,7 @@ from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, GenerateRequest
 from .scheduler import Delivery, Job, Scheduler
 from .stream import Mailbox, TokenStream
-from .tensor_parallel import Layout
+from .tensor_parallel import EngineLayout
 
 Result = TypeVar("Result")
 
@@ -72,7 +72,7 @@ class JaxEngine:
             walk if walk is not None else Walk(),
             steps_per_sync,
             self._limits,
-            Layout.of(devices),
+            EngineLayout.of(devices),
             compute_dtype,
         )
         self._scheduler = Scheduler(slots, max_sequence_tokens, config.text.vocab_size, vision)
@@ -126,7 +126,7 @@ class JaxEngine:
 
     async def set_parallelism(self, devices: Sequence[Any]) -> None:
         """Goes on with the same weights, as the same version, on these devices: they are moved there piece by piece."""
-        layout = Layout.of(devices)
+        layout = EngineLayout.of(devices)
         async with self._between_turns():
             if self._scheduler.jobs:
                 raise EngineError(

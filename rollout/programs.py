@@ -41,7 +41,7 @@ class Starts:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Round:
+class DecodeRound:
     """Samples to decode. Their last token is not in the cache yet: it is the first input."""
 
     slots_B: Any  # i32; out of range: padding
@@ -53,7 +53,7 @@ class Round:
     sampling: SlotSampling
 
 
-class Programs:
+class EnginePrograms:
     """The compiled programs of one architecture. Engines of equal settings share them (`programs`).
 
     `rows` is the sharding of keys and values where several devices compute together: it holds from program to program,
@@ -107,7 +107,7 @@ class Programs:
         return cache, *sample(logits_BV, allowed_BV, sampling, keys_B, starts.index_B)
 
     def _decode(
-        self, params: Any, cache: KVCache, batch: Round, view_length: int
+        self, params: Any, cache: KVCache, batch: DecodeRound, view_length: int
     ) -> tuple[KVCache, Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
         """Up to `steps` tokens a sample: tokens and log-probs `[B, steps]`, and how many of them count.
 
@@ -173,5 +173,5 @@ class Programs:
 
 
 @functools.lru_cache(maxsize=32)
-def programs(graphdef: Any, walk: Walk, steps: int, rows: Any = None) -> Programs:
-    return Programs(graphdef, walk, steps, rows)
+def programs(graphdef: Any, walk: Walk, steps: int, rows: Any = None) -> EnginePrograms:
+    return EnginePrograms(graphdef, walk, steps, rows)

@@ -25,7 +25,7 @@ from .slots import SlotTable
 
 
 @dataclasses.dataclass(eq=False)
-class Sample:
+class RunningSample:
     """One response in the making. `slot` is -1 while it waits and after it ended."""
 
     job: Job
@@ -46,7 +46,7 @@ class Job:
 
     request: GenerateRequest
     sink: Any = None
-    samples: list[Sample] = dataclasses.field(default_factory=list)
+    samples: list[RunningSample] = dataclasses.field(default_factory=list)
     rows: Any = None
     suspect: bool = False  # a turn that it shared with others failed
 
@@ -70,9 +70,9 @@ class Scheduler:
         self.served = Served(max_sequence_tokens, vocabulary, vision)
         self.table = SlotTable(slots, max_sequence_tokens)
         self.jobs: dict[str, Job] = {}
-        self.occupant: list[Sample | None] = [None] * slots
+        self.occupant: list[RunningSample | None] = [None] * slots
         self.cached_N = np.zeros(slots, bool)  # the slot's cache holds its sample
-        self.waiting: deque[Sample] = deque()
+        self.waiting: deque[RunningSample] = deque()
         self.tokens_generated = 0
 
     @property
@@ -86,7 +86,7 @@ class Scheduler:
         if request.rid in self.jobs:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
         job = self.jobs[request.rid] = Job(request, sink)
-        job.samples = [Sample(job, index) for index in range(request.n)]
+        job.samples = [RunningSample(job, index) for index in range(request.n)]
         done: list[Delivery] = []
         for sample in job.samples:
             prefix = job.prefix(sample.index)
@@ -114,10 +114,10 @@ class Scheduler:
             job = sample.job
             self.table.assign(slot, job.request, sample.index, job.prefix(sample.index))
 
-    def to_start(self) -> dict[Job, list[Sample]]:
+    def to_start(self) -> dict[Job, list[RunningSample]]:
         """Samples that hold a slot and have nothing in its cache, by job, in the order of their slots."""
         alone = self._alone()
-        jobs: dict[Job, list[Sample]] = {}
+        jobs: dict[Job, list[RunningSample]] = {}
         for sample, cached in zip(self.occupant, self.cached_N, strict=True):
             if sample is not None and not cached and alone in (None, sample.job):
                 jobs.setdefault(sample.job, []).append(sample)
@@ -156,7 +156,7 @@ class Scheduler:
             job.suspect = True
         return []
 
-    def response(self, sample: Sample) -> np.ndarray:
+    def response(self, sample: RunningSample) -> np.ndarray:
         """What a sample has so far, its prefix included."""
         if sample.slot < 0:
             return np.asarray(sample.job.prefix(sample.index), np.int32)
@@ -191,7 +191,7 @@ class Scheduler:
                 self._end(sample, finish)
         return deliveries
 
-    def _end(self, sample: Sample, finish: FinishReason) -> Delivery:
+    def _end(self, sample: RunningSample, finish: FinishReason) -> Delivery:
         """Frees the slot; returns the chunk for an end without new tokens."""
         self._free(sample)
         job = sample.job
@@ -200,7 +200,7 @@ class Scheduler:
             job.rows = None
         return job, TokenChunk(job.request.rid, sample.index, (), (), (), finish)
 
-    def _free(self, sample: Sample) -> None:
+    def _free(self, sample: RunningSample) -> None:
         if sample.slot >= 0:
             self.occupant[sample.slot] = None
             self.cached_N[sample.slot] = False

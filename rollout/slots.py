@@ -6,7 +6,7 @@ import numpy as np
 
 from .buckets import doubling
 from .engine import GenerateRequest
-from .programs import Round
+from .programs import DecodeRound
 from .sampling import SlotSampling, seed_words
 
 LEAST_IDS = 8  # stop and forbidden ids a slot; doubled when a request brings more
@@ -72,7 +72,7 @@ class SlotTable:
             self.sample_N[slots_B],
         )
 
-    def round(self, slots_B: np.ndarray, size: int) -> Round:
+    def round(self, slots_B: np.ndarray, size: int) -> DecodeRound:
         """What the decode program reads, filled up to `size` rows with slots out of range and nothing to do."""
         padding = size - len(slots_B)
         produced_B = self.produced_N[slots_B]
@@ -81,7 +81,7 @@ class SlotTable:
         def fill(x_B: np.ndarray) -> np.ndarray:
             return np.pad(x_B, (0, padding))
 
-        return Round(
+        return DecodeRound(
             slots_B=_filled(slots_B, size, self.slots),
             token_B=fill(self.response_NT[slots_B, produced_B - 1]),
             position_B=fill(self.next_position_N[slots_B] + produced_B - 1),

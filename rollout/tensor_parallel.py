@@ -27,7 +27,7 @@ CUT = frozenset("NKFV")  # heads, KV heads, inner width of an MLP, vocabulary; n
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class EngineLayout:
     """Where one engine computes. Hashable: programs are compiled for it.
 
     A dimension that the devices do not divide is cut over as many as do, a power of two, and lies on each of the rest
@@ -43,10 +43,10 @@ class Layout:
             raise EngineError(f"an engine computes on 1, 2, 4, ... different devices, not on {list(self.devices)}")
 
     @staticmethod
-    def of(devices: Sequence[Any] | None) -> Layout:
+    def of(devices: Sequence[Any] | None) -> EngineLayout:
         """`devices` as given; the first of this process for None. Raises EngineError unless they are a power of two,
         all different."""
-        return Layout(tuple(jax.local_devices()[:1] if devices is None else devices))
+        return EngineLayout(tuple(jax.local_devices()[:1] if devices is None else devices))
 
     def weights(self, model: Decoder) -> dict[str, Any]:
         """Shardings in the structure of the model's parameters; the model may be abstract."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from .buckets import doubling, geometric
 from .prefill import LEAST_AREA, LEAST_TOKENS, Place, PrefillBatch, Prefix, plan
-from .programs import Round, Starts
-from .scheduler import Sample, Scheduler
+from .programs import DecodeRound, Starts
+from .scheduler import RunningSample, Scheduler
 
 SMALL_MODEL = 10**7  # weights: up to here a few rows cost as much as many, beyond it each row is computed at its price
 LEAST_ROWS = 32  # samples of a start or a round, for a small model
@@ -21,7 +21,7 @@ LEAST_VIEW = 32  # cache entries read by a round
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class TurnLimits:
     slots: int
     max_sequence_tokens: int
     prefill_tokens: int
@@ -45,11 +45,11 @@ class StartPlan:
 @dataclasses.dataclass(frozen=True)
 class RoundPlan:
     slots_B: np.ndarray
-    batch: Round
+    batch: DecodeRound
     view_length: int
 
 
-def plan_starts(scheduler: Scheduler, limits: Limits) -> StartPlan:
+def plan_starts(scheduler: Scheduler, limits: TurnLimits) -> StartPlan:
     """Prefills for the jobs whose rows are missing, and starts for every sample with a slot and no cache.
 
     Rows are kept with a job as long as samples of it wait for a slot, so that a prompt is computed once.
@@ -74,7 +74,7 @@ def plan_starts(scheduler: Scheduler, limits: Limits) -> StartPlan:
         for i, places in zip(members, batch.places, strict=True):
             missing[i].rows = (batch, {s.index: place for s, place in zip(wanted[i], places, strict=True)})
 
-    by_batch: dict[int, tuple[PrefillBatch, list[tuple[Sample, Place]]]] = {}
+    by_batch: dict[int, tuple[PrefillBatch, list[tuple[RunningSample, Place]]]] = {}
     for job, samples in jobs.items():
         batch, places = job.rows
         _, members = by_batch.setdefault(id(batch), (batch, []))
@@ -85,7 +85,7 @@ def plan_starts(scheduler: Scheduler, limits: Limits) -> StartPlan:
 
 
 def _starts(
-    scheduler: Scheduler, limits: Limits, batch: PrefillBatch, members: list[tuple[Sample, Place]]
+    scheduler: Scheduler, limits: TurnLimits, batch: PrefillBatch, members: list[tuple[RunningSample, Place]]
 ) -> tuple[PrefillBatch, np.ndarray, Starts]:
     size = doubling(len(members), limits.least_rows, limits.slots)
     slots_B = np.array([sample.slot for sample, _ in members], np.int32)
@@ -106,7 +106,7 @@ def _starts(
     return batch, slots_B, starts
 
 
-def plan_round(scheduler: Scheduler, limits: Limits) -> RoundPlan:
+def plan_round(scheduler: Scheduler, limits: TurnLimits) -> RoundPlan:
     slots_B = scheduler.to_decode()
     batch = scheduler.table.round(slots_B, doubling(len(slots_B), limits.least_rows, limits.slots))
     view_length = doubling(int(batch.length_B.max()), LEAST_VIEW, limits.max_sequence_tokens)

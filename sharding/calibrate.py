@@ -29,7 +29,7 @@ FORCE = "xla_force_host_platform_device_count"
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class CalibrationLoad:
     """What is measured: one layer of `sizes`, in `dtype`. `attention` are (sequences, tokens of each) of a launch, the
     others token counts."""
 
@@ -127,17 +127,17 @@ def calibrate(num_devices: int = 0, *, quick: bool = False, repeats: int = 0) ->
     return made, rows
 
 
-def _workload(platform: str, quick: bool, repeats: int) -> Workload:
+def _workload(platform: str, quick: bool, repeats: int) -> CalibrationLoad:
     """Sizes of a real layer where there is an accelerator, of a toy on a CPU."""
     from .cost import ModelSizes
 
     if platform == "cpu":
         sizes = ModelSizes("toy layer", 1, 256, 8, 2, 32, mlp=1024, vision_width=128, vision_mlp=512, value_bytes=4)
         longest, tokens = (1024, (512, 2048)) if quick else (4096, (512, 2048, 8192))
-        return Workload(sizes, "float32", _cuts(longest), tokens, 512, repeats or (5 if quick else 10))
+        return CalibrationLoad(sizes, "float32", _cuts(longest), tokens, 512, repeats or (5 if quick else 10))
     sizes = ModelSizes("7B layer", 1, 3584, 28, 4, 128, mlp=18944, vision_width=1280, vision_mlp=3420)
     longest, tokens = (8192, (8192, 32768)) if quick else (16384, (8192, 32768, 131072))
-    return Workload(sizes, "bfloat16", _cuts(longest), tokens, 8192, repeats or (5 if quick else 20))
+    return CalibrationLoad(sizes, "bfloat16", _cuts(longest), tokens, 8192, repeats or (5 if quick else 20))
 
 
 def _cuts(longest: int) -> tuple[tuple[int, int], ...]:
@@ -149,7 +149,7 @@ def _cuts(longest: int) -> tuple[tuple[int, int], ...]:
 # --- measurements: least seconds of one call ----------------------------------------------------------
 
 
-def _attention(load: Workload, count: int, length: int, *, backward: bool) -> float:
+def _attention(load: CalibrationLoad, count: int, length: int, *, backward: bool) -> float:
     """Of `count` packed sequences: forward, or forward and backward together."""
     import jax
     import jax.numpy as jnp
@@ -171,7 +171,7 @@ def _attention(load: Workload, count: int, length: int, *, backward: bool) -> fl
     return _least(lambda: run(q, k, v, tiles), load.repeats)
 
 
-def _all_to_all(mesh: Any, load: Workload, degree: int, tokens: int) -> float:
+def _all_to_all(mesh: Any, load: CalibrationLoad, degree: int, tokens: int) -> float:
     """Queries, keys and values of `tokens` tokens there, outputs back, in all groups of the mesh at once."""
     import jax
     import jax.numpy as jnp
@@ -196,7 +196,7 @@ def _all_to_all(mesh: Any, load: Workload, degree: int, tokens: int) -> float:
     return _least(lambda: run(x), load.repeats)
 
 
-def _matmul(load: Workload, width: int, mlp: int) -> float:
+def _matmul(load: CalibrationLoad, width: int, mlp: int) -> float:
     """FLOP/s of an up and a down projection."""
     import jax
     import jax.numpy as jnp

@@ -36,7 +36,7 @@ Forward: TypeAlias = Callable[[nnx.Module, Any, Walk], Any]  # (model, inputs, w
 Loss: TypeAlias = Callable[[nnx.Module, Any, Walk], tuple[jax.Array, Tally]]  # (model, batch, walk) -> sum over rows
 
 
-class Strategy(Protocol):
+class ShardingStrategy(Protocol):
     """Same loss and gradients from every strategy on the same batch, to float tolerance.
 
     Where each sequence is computed is decided by a planner (`sharding.planner`) and written into the batch that is

@@ -10,8 +10,8 @@ from packing_cases import MODEL, Content, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo
-from fluxjax.batching import compose, unpack
-from fluxjax.learner import Learner
+from fluxjax.batch.composer import compose, unpack
+from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
 
 MEDIA = [(1, 4, 4), (1, 8, 4), (2, 4, 8), (3, 4, 4)]

@@ -19,21 +19,21 @@ class Mutant:
     new: str
 
 
-TAIL = "fluxjax/coordinator/tail_batching.py"
-ASYNC = "fluxjax/coordinator/adaptive_async.py"
-APRIL = "fluxjax/coordinator/april.py"
-ROUNDS = "fluxjax/coordinator/rounds.py"
-FLEET = "fluxjax/coordinator/fleet.py"
+TAIL = "fluxjax/coordinator/policies/tail_batching.py"
+ASYNC = "fluxjax/coordinator/policies/adaptive_async.py"
+APRIL = "fluxjax/coordinator/policies/april.py"
+ROUNDS = "fluxjax/coordinator/policies/rounds.py"
+FLEET = "fluxjax/coordinator/engines.py"
 MACHINE = "fluxjax/coordinator/machine.py"
 LEDGER = "fluxjax/coordinator/ledger.py"
-COMPOSER = "fluxjax/coordinator/composer.py"
-STREAM = "fluxjax/coordinator/stream_trainer.py"
-SPECULATIVE = "fluxjax/coordinator/speculative_sync.py"
-STALENESS = "fluxjax/coordinator/staleness.py"
-SYNCHRONOUS = "fluxjax/coordinator/synchronous.py"
+COMPOSER = "fluxjax/coordinator/selection.py"
+STREAM = "fluxjax/coordinator/policies/stream_trainer.py"
+SPECULATIVE = "fluxjax/coordinator/policies/speculative_sync.py"
+STALENESS = "fluxjax/coordinator/policies/staleness.py"
+SYNCHRONOUS = "fluxjax/coordinator/policies/synchronous.py"
 PACE = "fluxjax/coordinator/pace.py"
 PLANNER = "fluxjax/coordinator/parallelism.py"
-SCHEDULES = "fluxjax/schedules.py"
+SCHEDULES = "fluxjax/config/schedules.py"
 
 MUTANTS = [
     # --- those that nobody noticed -----------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.config import Config
-from fluxjax.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from models.config import Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput
 from models.processing.vision_input import pack_patches

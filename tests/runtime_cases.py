@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from scripted_engine import ScriptedEngine
 
-from fluxjax.collaborators import Observer, StepReport
-from fluxjax.coordinator import Coordinator, Policy, Settings, Synchronous
+from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward
+from fluxjax.coordinator import Coordinator, SchedulingPolicy, Settings, Synchronous
 from fluxjax.coordinator.messages import Finish
-from fluxjax.runtime import Runtime
-from fluxjax.types import Group, PreparedPrompt, Prompt, Response, Reward
+from fluxjax.runtime.ports import Observer, StepReport
+from fluxjax.runtime.runtime import Runtime
 from models.inputs import ModelInput
 from rollout.engine import GenerateRequest, SamplingParams
 
@@ -127,7 +127,7 @@ class Run:
         self,
         *engines: ScriptedEngine,
         state: dict[str, Any] | None = None,
-        policy: Policy | None = None,
+        policy: SchedulingPolicy | None = None,
         **settings: int,
     ) -> None:
         options = {"steps": 3, "prompts_per_step": 3, "group_size": 3} | settings

@@ -10,8 +10,8 @@ import pytest
 
 from fluxjax.algorithms import ALGORITHMS, grpo, sft
 from fluxjax.algorithms.loss import response_weights
+from fluxjax.base.types import Group, Prompt, Response, Reward, Sample, TrainBatch
 from fluxjax.config import Algorithm, AlgorithmConfig, LossAggregation
-from fluxjax.types import Group, Prompt, Response, Reward, Sample, TrainBatch
 from models.inputs import PackedTokens
 
 ROWS, TOKENS = 2, 12

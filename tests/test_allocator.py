@@ -9,7 +9,7 @@ from conftest import ROOT
 
 PROGRAM = """
 import resource, sys
-from fluxjax.allocator import keep_freed_memory
+from fluxjax.base.allocator import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def faults():

@@ -24,9 +24,9 @@ from run_cases import (
     write_jsonl,
 )
 
-from fluxjax.cli import load
+from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
-from fluxjax.trainer import main
+from fluxjax.run.trainer import main
 from sharding.odc.worker import Worker
 
 TEXT, VLM = "configs/text.py", "configs/vlm.py"

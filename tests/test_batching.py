@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_cases import MODEL, make_config, make_groups
 
-from fluxjax.batching import compose, row_shapes, sft_groups, unpack, with_reference
+from fluxjax.batch.composer import compose, row_shapes, sft_groups, unpack, with_reference
+from fluxjax.batch.rows import Budget, Item, grid, pack
 from fluxjax.config import ConfigError, LossAggregation
-from fluxjax.packing import Budget, Item, grid, pack
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
 VERSION = 11  # of the trainer; tokens are of earlier ones

@@ -9,8 +9,8 @@ import pytest
 from packing_cases import MODEL
 
 import models
-from fluxjax.build import build_model
 from fluxjax.config import Config, ConfigError
+from fluxjax.run.build import build_model
 from models.processing import tiny
 from models.processing.settings import PatchLayout
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fluxjax.checkpoint import CheckpointError, Checkpoints, like
+from fluxjax.run.checkpoint import Checkpoints, ResumeError, like
 
 
 def arrays_on(devices: int, spec: P):
@@ -61,15 +61,15 @@ def test_keeps_the_newest(tmp_path):
 
 def test_errors_name_the_folder(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c", keep=1)
-    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path / 'c'}"):
+    with pytest.raises(ResumeError, match=f"no checkpoint in {tmp_path / 'c'}"):
         checkpoints.restore({})
     checkpoints.save(1, arrays_on(1, P()), {})
     other = {**arrays_on(1, P()), "params": {**arrays_on(1, P())["params"], "v": jnp.zeros(3)}}
-    with pytest.raises(CheckpointError, match=r"c/1 does not fit.*params\.v has the shape none there, \(3,\)"):
+    with pytest.raises(ResumeError, match=r"c/1 does not fit.*params\.v has the shape none there, \(3,\)"):
         checkpoints.restore(like(other))
     checkpoints.close()
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot create"):
+    with pytest.raises(ResumeError, match="cannot create"):
         Checkpoints(tmp_path / "file" / "c", keep=1)
 
 

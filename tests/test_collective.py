@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_cases import MODEL, make_config, make_groups
 
-from fluxjax.batching import compose, unpack
+from fluxjax.batch.composer import compose, unpack
+from fluxjax.batch.fill import COLLECTIVE
+from fluxjax.batch.frames import surely_hold
+from fluxjax.batch.spreading import shape_book
 from fluxjax.config import ConfigError, Strategy
-from fluxjax.layout import COLLECTIVE
-from fluxjax.media import surely_hold
-from fluxjax.spreading import shape_book
-from fluxjax.stages import plan_metrics
+from fluxjax.learner.policy_trainer import plan_metrics
 
 ROOM, PATCHES = 80, 96  # of a device
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice

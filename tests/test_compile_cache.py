@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fluxjax.compile_cache import share_between_devices
+from fluxjax.base.compile_cache import share_between_devices
 
 
 @pytest.fixture

@@ -9,11 +9,9 @@ import sys
 
 import pytest
 
-from fluxjax import cli
-from fluxjax.config import Config, ConfigError, DType, from_json, to_json
-from fluxjax.policy_config import Importance
-from fluxjax.simulation.config import Config as SimulatedConfig
-from fluxjax.unread import NEEDS, remarks
+from fluxjax.config import Config, ConfigError, DType, Importance, cli, from_json, to_json
+from fluxjax.config.unread import NEEDS, remarks
+from fluxjax.simulation.options import SimulateConfig as SimulatedConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDENS = pathlib.Path(__file__).parent / "goldens"

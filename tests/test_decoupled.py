@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from learner_cases import alone, assert_equal, learner, outcome, random_groups, tiny
 from packing_cases import MODEL, make_config, make_groups
 
-from fluxjax.batching import check_strategy, compose, unpack, with_reference
+from fluxjax.batch.composer import check_strategy, compose, unpack, with_reference
+from fluxjax.batch.own_pace import estimate
+from fluxjax.batch.spreading import model_sizes, shape_book
 from fluxjax.config import Balance, ConfigError, Strategy
-from fluxjax.data.prepare import Limits
-from fluxjax.decoupled import estimate
-from fluxjax.spreading import model_sizes, shape_book
-from fluxjax.stages import plan_metrics
+from fluxjax.data.prepare import PromptLimits
+from fluxjax.learner.policy_trainer import plan_metrics
 from sharding.cost import QWEN2_5_VL_7B, CostModel
-from sharding.packing import SCHEDULERS
+from sharding.planner.packing import SCHEDULERS
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
 HEADS = (8, 2)
@@ -261,9 +261,9 @@ def test_a_rollout_longer_than_the_devices_of_a_sequence_hold_is_refused_at_the_
 def test_a_prompt_has_the_patches_of_all_devices():
     config = odc(patches=96)
     config.sharding.devices = 12
-    assert Limits.of(config).devices == 4
+    assert PromptLimits.of(config).devices == 4
     config.sharding.strategy = Strategy.FSDP
-    assert Limits.of(config).devices == 1
+    assert PromptLimits.of(config).devices == 1
 
 
 def test_work_counts_attention_linear_layers_and_media(tmp_path):

@@ -5,10 +5,10 @@ import json
 import pytest
 from run_cases import checkpoint_steps, flags, letters, summary
 
-from fluxjax.callbacks import Callback
-from fluxjax.cli import load
-from fluxjax.policy_config import Policy
-from fluxjax.trainer import FluxTrainer, main
+from fluxjax.config import Policy
+from fluxjax.config.cli import load
+from fluxjax.run.callbacks import Callback
+from fluxjax.run.trainer import FluxTrainer, main
 
 every_policy = pytest.mark.parametrize("policy", [policy.value for policy in Policy])
 RULE = """

@@ -15,14 +15,14 @@ from plain_decode import generate
 from run_cases import assert_same_bits, checkpoint_steps, flags, letters, model_arrays, summary
 
 import models
-from fluxjax.callbacks import Callback
-from fluxjax.checkpoint import CheckpointError
-from fluxjax.cli import load
+from fluxjax.base.errors import DataError
+from fluxjax.base.types import Prompt
 from fluxjax.config import DType
-from fluxjax.data.errors import DataError
+from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
-from fluxjax.trainer import FluxTrainer
-from fluxjax.types import Prompt
+from fluxjax.run.callbacks import Callback
+from fluxjax.run.checkpoint import ResumeError
+from fluxjax.run.trainer import FluxTrainer
 from models.processing import Processor
 from rollout.engine import GenerateRequest
 
@@ -227,9 +227,9 @@ def test_save_and_load(fitted, data, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, other.learner.params, params)
         assert other.load_checkpoint(2) == 2
         assert other.coordinator.step == 2 and other.learner.version == 2
-        with pytest.raises(CheckpointError, match="3"):
+        with pytest.raises(ResumeError, match="3"):
             other.load_checkpoint(3)
-    with FluxTrainer(tiny(tmp_path / "new", data)) as fresh, pytest.raises(CheckpointError, match="no checkpoint"):
+    with FluxTrainer(tiny(tmp_path / "new", data)) as fresh, pytest.raises(ResumeError, match="no checkpoint"):
         fresh.load_checkpoint()
 
 

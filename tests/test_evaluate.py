@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from fluxjax import cli, evaluate
-from fluxjax.trainer import FluxTrainer
+from fluxjax import evaluate
+from fluxjax.config import cli
+from fluxjax.run.trainer import FluxTrainer
 
 
 @pytest.fixture(scope="module")

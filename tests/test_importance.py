@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from test_algorithms import finite_differences, loss_of, make_batch, random_case
 
-from fluxjax import cli
 from fluxjax.algorithms import grpo, importance
 from fluxjax.algorithms.loss import clipped_surrogate, masked
-from fluxjax.config import AlgorithmConfig, ConfigError
-from fluxjax.policy_config import Importance, ImportanceConfig
+from fluxjax.config import AlgorithmConfig, ConfigError, Importance, ImportanceConfig, cli
 
 TOLERANCE = 1e-5  # float32 against float64, values of order one
 KINDS = {

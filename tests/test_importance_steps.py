@@ -11,11 +11,10 @@ from test_importance import TOLERANCE, weight_of
 
 import models
 from fluxjax.algorithms import grpo
-from fluxjax.batching import compose, unpack, with_importance
-from fluxjax.config import Config, Strategy
-from fluxjax.learner import Learner
-from fluxjax.policy_config import Importance, ImportanceConfig, ImportanceLevel
-from fluxjax.stages import PolicyTrainer
+from fluxjax.batch.composer import compose, unpack, with_importance
+from fluxjax.config import Config, Importance, ImportanceConfig, ImportanceLevel, Strategy
+from fluxjax.learner.learner import Learner
+from fluxjax.learner.policy_trainer import PolicyTrainer
 from models.config import Qwen2Config
 from sharding.mesh import make_mesh
 

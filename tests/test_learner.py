@@ -13,10 +13,10 @@ from packing_cases import MODEL, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo, sft
-from fluxjax.batching import compose
-from fluxjax.checkpoint import Checkpoints, like
+from fluxjax.batch.composer import compose
 from fluxjax.config import DType, OptimConfig, Remat, Schedule
-from fluxjax.learner import GAP, Learner, learning_rate
+from fluxjax.learner.learner import GAP, Learner, learning_rate
+from fluxjax.run.checkpoint import Checkpoints, like
 from models.config import Qwen2Config
 from models.forward import logprobs as forward_logprobs
 from sharding.mesh import make_mesh

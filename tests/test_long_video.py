@@ -17,9 +17,9 @@ from plain_decode import generate
 
 import models
 from fluxjax.algorithms import grpo
-from fluxjax.batching import compose, unpack
-from fluxjax.learner import Learner
-from fluxjax.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
+from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
+from fluxjax.batch.composer import compose, unpack
+from fluxjax.learner.learner import Learner
 from models.processing import tiny
 from models.processing.settings import PatchLayout
 from rollout.engine import GenerateRequest, SamplingParams

@@ -23,14 +23,14 @@ def test_every_mutant_is_possible_and_can_be_compiled() -> None:
 
 def test_names_are_unique_and_tests_exist() -> None:
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
-    likely, rest = ordered(ROOT, "fluxjax/coordinator/lengths.py")
+    likely, rest = ordered(ROOT, "fluxjax/coordinator/lengths/predictor.py")
     tests = likely + rest
     assert likely[0].endswith("test_lengths.py") and len(set(tests)) == len(tests) > 10
     assert all((ROOT / test).exists() for test in tests)
 
 
 def test_a_mutant_that_is_no_longer_possible_is_an_error(monkeypatch, capsys) -> None:
-    gone = Mutant("gone", "fluxjax/pid.py", "no such line", "")
+    gone = Mutant("gone", "fluxjax/config/pid.py", "no such line", "")
     with pytest.raises(ValueError, match="its old text is 0 times in"):
         mutated(gone, ROOT)
     monkeypatch.setattr("mutants.MUTANTS", [gone])

@@ -10,13 +10,13 @@ from packing_cases import MODEL, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo
-from fluxjax.batching import compose
+from fluxjax.batch.composer import compose
+from fluxjax.batch.fill import COLLECTIVE
 from fluxjax.config import Balance, ConfigError, Strategy
-from fluxjax.layout import COLLECTIVE
-from fluxjax.learner import Learner
+from fluxjax.learner.learner import Learner
 from models.config import Qwen2Config
 from sharding.mesh import make_mesh
-from sharding.shapes import ShapeBook
+from sharding.spread.shapes import ShapeBook
 
 HEADS = (4, 2)
 

@@ -14,9 +14,9 @@ from packing_cases import MODEL, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo
-from fluxjax.batching import compose, unpack, with_reference
+from fluxjax.base.types import TrainBatch
+from fluxjax.batch.composer import compose, unpack, with_reference
 from fluxjax.config import AlgorithmConfig, LossAggregation
-from fluxjax.types import TrainBatch
 from models.forward import logprobs
 from models.inputs import PackedTokens
 from models.processing.vision_input import concatenate, pad

@@ -11,18 +11,17 @@ from runtime_cases import Run
 from scripted_engine import ScriptedEngine
 
 import models
-from fluxjax.callbacks import Callback
-from fluxjax.cli import load
-from fluxjax.config import ConfigError
+from fluxjax.config import ConfigError, ParallelismConfig
+from fluxjax.config.cli import load
 from fluxjax.coordinator import CoordinatorError, Synchronous, TailBatching
+from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import SetParallelism
 from fluxjax.coordinator.parallelism import ParallelismPlanner
-from fluxjax.engine_pool import EnginePool
-from fluxjax.policies import make_coordinator
-from fluxjax.policy_config import ParallelismConfig
-from fluxjax.trainer import FluxTrainer
+from fluxjax.run.callbacks import Callback
+from fluxjax.run.trainer import FluxTrainer
+from fluxjax.runtime.engine_pool import EnginePool
 from models.config import Qwen2Config, TextConfig
-from rollout.profile import Point, Profile, sizes
+from rollout.throughput import Point, Profile, sizes
 
 # --- scripted engines: when the coordinator asks, and what it makes of the answer ----------------
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 from run_cases import flags, letters
 
-from fluxjax.callbacks import Callback
-from fluxjax.cli import load
-from fluxjax.learner import GAP
-from fluxjax.trainer import FluxTrainer
+from fluxjax.config.cli import load
+from fluxjax.learner.learner import GAP
+from fluxjax.run.callbacks import Callback
+from fluxjax.run.trainer import FluxTrainer
 
 pytestmark = pytest.mark.slow
 

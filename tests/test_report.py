@@ -8,13 +8,13 @@ from PIL import Image
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 
+from fluxjax.base.timeline import Span
+from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
 from fluxjax.report.metrics import MetricsLog, read
 from fluxjax.report.samples import dump_samples
 from fluxjax.report.summary import Summary
-from fluxjax.timeline import Span
-from fluxjax.types import Group, Prompt, Response, Reward, Sample
 
 
 def test_a_resumed_log_has_every_step_once(tmp_path):

@@ -12,10 +12,10 @@ import pytest
 from runtime_cases import SECONDS, Boom, Run, Scorer, clean, limited, on_attempt
 from scripted_engine import ScriptedEngine
 
+from fluxjax.base.timeline import Span, Timeline
+from fluxjax.base.types import Group, Prompt, Response, Reward
 from fluxjax.coordinator import CoordinatorError, EngineLost
 from fluxjax.coordinator.messages import Finish
-from fluxjax.timeline import Span, Timeline
-from fluxjax.types import Group, Prompt, Response, Reward
 from rollout.engine import EngineError
 
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from learner_cases import alone, assert_equal, learner, outcome, random_groups, tiny
 from packing_cases import MODEL, make_config, make_groups
 
-from fluxjax import cli, spreading
 from fluxjax.algorithms import grpo
-from fluxjax.batching import compose
-from fluxjax.config import ConfigError, Strategy
-from fluxjax.learner import Learner
+from fluxjax.batch import spreading
+from fluxjax.batch.composer import compose
+from fluxjax.config import ConfigError, Strategy, cli
+from fluxjax.learner.learner import Learner
 from sharding.cost import CostModel
 from sharding.mesh import make_mesh
-from sharding.plan import ShardPlan, rounds
+from sharding.planner.plan import ShardPlan, rounds
 
 DEVICES = 8
 HEADS = [(28, 4), (32, 8), (40, 8), (8, 2), (4, 1)]

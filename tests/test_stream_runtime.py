@@ -13,13 +13,12 @@ import pytest
 from runtime_cases import Boom, Run
 from scripted_engine import ScriptedEngine
 
-from fluxjax.cli import load
-from fluxjax.config import ConfigError
+from fluxjax.base.types import Group
+from fluxjax.config import ConfigError, Policy, SpeculativeSyncConfig, StreamTrainerConfig
+from fluxjax.config.cli import load
 from fluxjax.coordinator import April, SpeculativeSync, StreamTrainer, Synchronous, TailBatching
 from fluxjax.coordinator.messages import Tick
-from fluxjax.policy_config import Policy, SpeculativeSyncConfig, StreamTrainerConfig
-from fluxjax.runtime import Runtime
-from fluxjax.types import Group
+from fluxjax.runtime.runtime import Runtime
 
 SETTINGS = StreamTrainerConfig(enabled=True, first=0.1, last=0.8, every=0.01, chunk=1)
 

@@ -13,11 +13,10 @@ from packing_cases import MODEL, make_config, make_groups
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.algorithms.loss import normaliser, response_weights
-from fluxjax.config import Config, LossAggregation, Strategy
-from fluxjax.learner import Learner
-from fluxjax.policy_config import ImportanceLevel
-from fluxjax.stages import PolicyTrainer
-from fluxjax.types import Group
+from fluxjax.base.types import Group
+from fluxjax.config import Config, ImportanceLevel, LossAggregation, Strategy
+from fluxjax.learner.learner import Learner
+from fluxjax.learner.policy_trainer import PolicyTrainer
 from models.config import Qwen2Config
 from sharding.mesh import make_mesh
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from jaxtyping import Array, Float
 
+from ..base.types import Group, TrainBatch
 from ..config import Algorithm, AlgorithmConfig
-from ..types import Group, TrainBatch
 from . import grpo, sft
 
 

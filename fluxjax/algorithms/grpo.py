@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from ..base.types import Group, TrainBatch, has_variance
 from ..config import AlgorithmConfig
-from ..types import Group, TrainBatch, has_variance
 from .importance import correction
 from .loss import clipped_surrogate, k3, masked
 

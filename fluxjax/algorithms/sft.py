@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
+from ..base.types import Group, TrainBatch
 from ..config import AlgorithmConfig
-from ..types import Group, TrainBatch
 from .loss import masked
 
 

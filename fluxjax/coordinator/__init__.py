@@ -1,14 +1,14 @@
 """Decides what happens when, as a pure state machine: see `machine.py`; a policy is a file of its own."""
 
-from .adaptive_async import AdaptiveAsync
-from .april import April
-from .ledger import CoordinatorError, Ledger, Skipped, Stage
-from .machine import Coordinator, Policy, Settings
-from .rounds import EngineLost
-from .speculative_sync import SpeculativeSync
-from .stream_trainer import StreamTrainer
-from .synchronous import Synchronous
-from .tail_batching import TailBatching
+from .ledger import CoordinatorError, Ledger, PromptStage, Skipped
+from .machine import Coordinator, SchedulingPolicy, Settings
+from .policies.adaptive_async import AdaptiveAsync
+from .policies.april import April
+from .policies.rounds import EngineLost
+from .policies.speculative_sync import SpeculativeSync
+from .policies.stream_trainer import StreamTrainer
+from .policies.synchronous import Synchronous
+from .policies.tail_batching import TailBatching
 
 __all__ = [
     "AdaptiveAsync",

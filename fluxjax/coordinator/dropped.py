@@ -10,7 +10,7 @@ import collections
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..types import Group
+from ..base.types import Group
 
 if TYPE_CHECKING:
     from .machine import Settings

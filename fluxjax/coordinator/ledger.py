@@ -14,7 +14,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..types import Group, Prompt, Response, Reward, Sample, has_variance
+from ..base.types import Group, Prompt, Response, Reward, Sample, has_variance
 from .dropped import Dropped
 from .messages import Park, Request, response_id
 from .saved import responses_from_json, responses_to_json, rewards_from_json, rewards_to_json
@@ -26,7 +26,7 @@ class CoordinatorError(RuntimeError):
     """The coordinator heard or was about to say something that contradicts its books."""
 
 
-class Stage(enum.Enum):
+class PromptStage(enum.Enum):
     __hash__ = object.__hash__  # of the name, by default: books are kept by stage
     WAITING = "waiting"  # drawn, with no engine yet
     DEFERRED = "deferred"  # parked, with no engine until the policy wants it
@@ -44,7 +44,7 @@ class Entry:
     responses had, all by sample."""
 
     prompt: Prompt
-    stage: Stage = Stage.WAITING
+    stage: PromptStage = PromptStage.WAITING
     n: int = 0  # responses that were launched
     need: int = 0  # of them, in the group
     attempt: int = -1
@@ -93,7 +93,7 @@ class Ledger:
         self.accepted = 0  # whole responses taken in
         self.epochs: dict[int, int] = {}  # epoch -> prompts of it that were trained on
         self.ignored: collections.Counter[str] = collections.Counter()  # late and repeated facts, by kind
-        self._stages: dict[Stage, dict[int, Entry]] = {stage: {} for stage in Stage}
+        self._stages: dict[PromptStage, dict[int, Entry]] = {stage: {} for stage in PromptStage}
         self._scoring: set[str] = set()  # rids whose reward is awaited
 
     # --- reading --------------------------------------------------------------------------------
@@ -103,12 +103,12 @@ class Ledger:
         """Prompts drawn and neither trained nor skipped yet."""
         return len(self.entries)
 
-    def at(self, stage: Stage) -> list[Entry]:
+    def at(self, stage: PromptStage) -> list[Entry]:
         """The prompts at a stage, in draw order."""
         entries = self._stages[stage]
         return [entries[draw] for draw in sorted(entries)] if entries else []
 
-    def count(self, *stages: Stage) -> int:
+    def count(self, *stages: PromptStage) -> int:
         total = 0
         for stage in stages:  # a loop: this is asked several times for each event of a run
             total += len(self._stages[stage])
@@ -117,7 +117,7 @@ class Ledger:
     @property
     def awaits_something(self) -> bool:
         """Whether an engine owes a response or the scorer a reward."""
-        return bool(self._scoring or self._stages[Stage.RUNNING] or self._stages[Stage.STOPPING])
+        return bool(self._scoring or self._stages[PromptStage.RUNNING] or self._stages[PromptStage.STOPPING])
 
     # --- facts ----------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Ledger:
         self.last_draw = draws[-1] if draws else self.last_draw
         self.skipped_in_a_row = 0 if prompts else self.skipped_in_a_row + len(skipped)
         for prompt in prompts:
-            self.entries[prompt.draw] = self._stages[Stage.WAITING][prompt.draw] = Entry(prompt)
+            self.entries[prompt.draw] = self._stages[PromptStage.WAITING][prompt.draw] = Entry(prompt)
         for prompt, reason in skipped:
             self.skipped.append(Skipped(prompt.draw, prompt.id, prompt.source, reason))
 
@@ -149,14 +149,14 @@ class Ledger:
         sample = response.sample
         if response.rid != response_id(response.draw, entry.attempt, sample):
             raise CoordinatorError(f"response {response.rid} says that it is sample {sample} of draw {response.draw}")
-        if sample in entry.responses or (entry.stage is Stage.STOPPING and sample in entry.begun):
+        if sample in entry.responses or (entry.stage is PromptStage.STOPPING and sample in entry.begun):
             self.ignored["repeated response"] += 1
-        elif entry.stage not in (Stage.RUNNING, Stage.STOPPING):
+        elif entry.stage not in (PromptStage.RUNNING, PromptStage.STOPPING):
             self.surplus.pop(response.rid, None)
             self.ignored["surplus response"] += 1
         elif response.finish != ABORTED:
             self._accept(entry, response)
-        elif entry.stage is Stage.STOPPING:
+        elif entry.stage is PromptStage.STOPPING:
             entry.begun[sample] = response
             self._stopped(entry)
         else:
@@ -177,7 +177,7 @@ class Ledger:
         else:
             self._scoring.discard(rid)
             entry.rewards[sample] = reward
-            if entry.stage is Stage.COMPLETE and len(entry.rewards) == entry.need:
+            if entry.stage is PromptStage.COMPLETE and len(entry.rewards) == entry.need:
                 self._scored(entry)
                 return entry
         return None
@@ -186,13 +186,13 @@ class Ledger:
         """The engine lost these requests. One whose responses are all here has lost nothing."""
         for request in request_ids:
             entry = self._current(f"{request}/0", "failure")
-            if entry is not None and entry.stage in (Stage.RUNNING, Stage.STOPPING):
+            if entry is not None and entry.stage in (PromptStage.RUNNING, PromptStage.STOPPING):
                 self._lose(entry, reason)
             elif entry is not None:
                 self.ignored["late failure"] += 1
 
     def train_done(self) -> None:
-        for entry in self.at(Stage.TRAINING):
+        for entry in self.at(PromptStage.TRAINING):
             self._remove(entry)
             self.trained += 1
             self.trained_responses += len(entry.responses)
@@ -202,7 +202,7 @@ class Ledger:
 
     def generate(self, request: Request, served: int) -> None:
         """`served` is the weight version of the engine."""
-        entry = self._at(request.prompt, Stage.WAITING, Stage.DEFERRED, Stage.LOST)
+        entry = self._at(request.prompt, PromptStage.WAITING, PromptStage.DEFERRED, PromptStage.LOST)
         need = request.need or request.n
         if request.attempt != entry.attempt + 1 or not 1 <= need <= request.n:
             raise CoordinatorError(f"{request} after attempt {entry.attempt}")
@@ -213,15 +213,17 @@ class Ledger:
             raise CoordinatorError(f"request {request.rid} goes on with other responses than those that were begun")
         entry.n, entry.need, entry.attempt, entry.engine = request.n, need, request.attempt, request.engine
         entry.begun = {}
-        self._move(entry, Stage.RUNNING)
+        self._move(entry, PromptStage.RUNNING)
 
     def park(self, order: Park) -> None:
-        entry = self._at(order.prompt, Stage.RUNNING, *(() if order.keep else (Stage.COMPLETE, Stage.SCORED)))
+        entry = self._at(
+            order.prompt, PromptStage.RUNNING, *(() if order.keep else (PromptStage.COMPLETE, PromptStage.SCORED))
+        )
         if order.keep:
-            self._move(entry, Stage.STOPPING)
+            self._move(entry, PromptStage.STOPPING)
         else:
             self._forget(entry)
-            self._move(entry, Stage.DEFERRED)
+            self._move(entry, PromptStage.DEFERRED)
 
     def abort(self, rid: str) -> None:
         self.surplus.pop(rid, None)
@@ -234,21 +236,21 @@ class Ledger:
     def train(self, groups: Sequence[Group]) -> None:
         """Their gradients are computed, now or with others of the step; `train_done` when the step is."""
         for group in groups:
-            entry = self._at(group.prompt, Stage.SCORED)
+            entry = self._at(group.prompt, PromptStage.SCORED)
             if group != entry.group():
                 raise CoordinatorError(f"draw {entry.prompt.draw}: the group to train on is not the one scored")
-            self._move(entry, Stage.TRAINING)
+            self._move(entry, PromptStage.TRAINING)
 
     def skip(self, prompt: Prompt, reason: str) -> None:
-        entry = self._at(prompt, Stage.WAITING, Stage.DEFERRED, Stage.LOST, Stage.SCORED)
-        if entry.stage is Stage.SCORED:
+        entry = self._at(prompt, PromptStage.WAITING, PromptStage.DEFERRED, PromptStage.LOST, PromptStage.SCORED)
+        if entry.stage is PromptStage.SCORED:
             self.dropped.add(entry.group())
         self._remove(entry)
         self.skipped.append(Skipped(prompt.draw, prompt.id, prompt.source, reason))
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _at(self, prompt: Prompt, *stages: Stage) -> Entry:
+    def _at(self, prompt: Prompt, *stages: PromptStage) -> Entry:
         entry = self.entries.get(prompt.draw)
         if entry is None or entry.stage not in stages:
             where = "not in flight" if entry is None else entry.stage.value
@@ -266,7 +268,7 @@ class Ledger:
             return None
         if attempt > entry.attempt or (attempt == entry.attempt and sample >= entry.n):
             raise CoordinatorError(f"{kind} {rid}: no such request was made")
-        if attempt < entry.attempt or entry.stage in (Stage.LOST, Stage.WAITING, Stage.DEFERRED):
+        if attempt < entry.attempt or entry.stage in (PromptStage.LOST, PromptStage.WAITING, PromptStage.DEFERRED):
             self.ignored[f"late {kind}"] += 1
             return None
         return entry
@@ -276,30 +278,30 @@ class Ledger:
         entry.responses[response.sample] = response
         self.unscored[response.rid] = response
         if len(entry.responses) == entry.need:
-            if entry.stage is Stage.RUNNING:
+            if entry.stage is PromptStage.RUNNING:
                 ids = [response_id(entry.prompt.draw, entry.attempt, i) for i in range(entry.n)]
                 self.surplus |= dict.fromkeys(rid for i, rid in enumerate(ids) if i not in entry.responses)
             entry.begun = {}
-            self._move(entry, Stage.COMPLETE)
+            self._move(entry, PromptStage.COMPLETE)
             if len(entry.rewards) == entry.need:
                 self._scored(entry)
         else:
             self._stopped(entry)
 
     def _scored(self, entry: Entry) -> None:
-        self._move(entry, Stage.SCORED)
+        self._move(entry, PromptStage.SCORED)
         if has_variance(entry.group()):
             self.dropped.in_a_row = 0
 
     def _stopped(self, entry: Entry) -> None:
         """A parked prompt is deferred as soon as nothing of it is to come any more."""
-        if entry.stage is Stage.STOPPING and len(entry.responses) + len(entry.begun) == entry.n:
-            self._move(entry, Stage.DEFERRED)
+        if entry.stage is PromptStage.STOPPING and len(entry.responses) + len(entry.begun) == entry.n:
+            self._move(entry, PromptStage.DEFERRED)
 
     def _lose(self, entry: Entry, reason: str) -> None:
         self._forget(entry)
         entry.failures, entry.failure = entry.failures + 1, reason
-        self._move(entry, Stage.LOST)
+        self._move(entry, PromptStage.LOST)
 
     def _forget(self, entry: Entry) -> None:
         for response in entry.responses.values():
@@ -308,7 +310,7 @@ class Ledger:
         self._forget_surplus(entry)
         entry.responses, entry.rewards, entry.begun = {}, {}, {}
 
-    def _move(self, entry: Entry, stage: Stage) -> None:
+    def _move(self, entry: Entry, stage: PromptStage) -> None:
         del self._stages[entry.stage][entry.prompt.draw]
         entry.stage = stage
         self._stages[stage][entry.prompt.draw] = entry
@@ -367,15 +369,15 @@ class Ledger:
 
 
 def _entry_to_json(entry: Entry) -> dict[str, Any]:
-    stage = Stage.SCORED if entry.stage is Stage.TRAINING else entry.stage
-    finished = stage in (Stage.COMPLETE, Stage.SCORED)
+    stage = PromptStage.SCORED if entry.stage is PromptStage.TRAINING else entry.stage
+    finished = stage in (PromptStage.COMPLETE, PromptStage.SCORED)
     return {
         "draw": entry.prompt.draw,
         "id": entry.prompt.id,
         "source": entry.prompt.source,
         "row": entry.prompt.row,
         "epoch": entry.prompt.epoch,
-        "stage": (stage if finished else Stage.DEFERRED).value,
+        "stage": (stage if finished else PromptStage.DEFERRED).value,
         "n": entry.n,
         "need": entry.need,
         "attempt": entry.attempt,
@@ -392,7 +394,7 @@ def _entry_from_json(saved: Mapping[str, Any], prompt: Prompt) -> Entry:
     plain = ("n", "need", "attempt", "failures", "failure", "born")
     return Entry(
         prompt,
-        Stage(saved["stage"]),
+        PromptStage(saved["stage"]),
         **{name: saved[name] for name in plain},
         responses=responses_from_json(saved["responses"]),
         rewards=rewards_from_json(saved["rewards"]),

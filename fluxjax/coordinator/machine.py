@@ -4,7 +4,7 @@ No I/O, no clock, no threads, no randomness. Three parts share the work:
 
 - the `Ledger` knows where every prompt and response is,
 - the `Coordinator` below enters events and instructions into the books and refuses what contradicts them,
-- a `Policy` reads the books and decides what to do next. Each policy is a file of its own beside this one.
+- a `SchedulingPolicy` reads the books and decides what to do next. Each policy is a file of its own beside this one.
 
 The runtime (asyncio, or a simulation on virtual time) carries the instructions out and reports what happened.
 """
@@ -15,12 +15,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from ..base.types import Prompt, Response
 from ..config import Config
-from ..schedules import Schedule
-from ..types import Prompt, Response
-from .fleet import Fleet
-from .ledger import ABORTED, CoordinatorError, Ledger, Stage
-from .lengths import LengthPredictor
+from ..config.schedules import RunSchedule
+from .engines import Fleet
+from .ledger import ABORTED, CoordinatorError, Ledger, PromptStage
+from .lengths.predictor import LengthPredictor
 from .messages import (
     Abort,
     Accumulate,
@@ -108,7 +108,7 @@ class Settings:
 
 
 @runtime_checkable
-class Policy(Protocol):
+class SchedulingPolicy(Protocol):
     """Decides; never changes the books itself. Called after every event, again and again until it says nothing."""
 
     def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
@@ -128,8 +128,8 @@ class Coordinator:
     def __init__(
         self,
         settings: Settings,
-        policy: Policy,
-        schedules: Mapping[str, Schedule] | None = None,
+        policy: SchedulingPolicy,
+        schedules: Mapping[str, RunSchedule] | None = None,
         parallelism: ParallelismPlanner | None = None,
     ) -> None:
         """`schedules` are values that change during the run, by the names of `SchedulesConfig`'s fields. `parallelism`
@@ -343,11 +343,11 @@ class Coordinator:
                     raise CoordinatorError(f"{instruction} before the gradients asked for earlier are there")
                 ledger.train(instruction.groups)
                 ledger.dropped.groups.clear()
-                if not ledger.count(Stage.TRAINING):
+                if not ledger.count(PromptStage.TRAINING):
                     raise CoordinatorError(f"step {instruction.step} has nothing to train on")
                 self.pace.train(instruction.groups, self.now)
             case SetParallelism():
-                if self.awaiting or ledger.count(Stage.RUNNING, Stage.STOPPING):
+                if self.awaiting or ledger.count(PromptStage.RUNNING, PromptStage.STOPPING):
                     raise CoordinatorError(f"{instruction} while something is under way")
             case Evaluate():
                 self._evaluated = (instruction.step, instruction.full)
@@ -355,7 +355,7 @@ class Coordinator:
                 # Now, not when it is saved: the checkpoint itself must say that this step has one.
                 self._saved = instruction.step
             case Finish():
-                if ledger.count(Stage.RUNNING, Stage.STOPPING) or self.awaiting:
+                if ledger.count(PromptStage.RUNNING, PromptStage.STOPPING) or self.awaiting:
                     raise CoordinatorError(f"finished with {ledger.live} prompts and {len(self.awaiting)} jobs open")
                 if self.failure:
                     raise CoordinatorError(self.failure)
@@ -369,14 +369,14 @@ class Coordinator:
 
     def _check_dropped(self) -> None:
         """A run that finds nothing to learn from is stopped: what was trained so far is worth a checkpoint."""
-        kept = self.ledger.count(Stage.SCORED, Stage.TRAINING)
+        kept = self.ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
         complaint = self.ledger.dropped.complaint(self.step + 1, kept, self.settings)
         if complaint and not self.stop_reason:
             self.stop_reason = self.failure = complaint
 
     def _lend(self, order: Lend) -> None:
         left = set(range(len(self.fleet))) - self.fleet.lent - set(order.engines)
-        busy = [entry.prompt.draw for entry in self.ledger.at(Stage.RUNNING) if entry.engine in order.engines]
+        busy = [entry.prompt.draw for entry in self.ledger.at(PromptStage.RUNNING) if entry.engine in order.engines]
         if not order.engines or not left or busy:
             raise CoordinatorError(
                 f"engines {order.engines} can't be lent: draws {busy} run there, {len(left) or 'none'} is left"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..types import Group, Prompt, Response, Reward
+from ..base.types import Group, Prompt, Response, Reward
 
 
 def request_id(draw: int, attempt: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..types import Group
+from ..base.types import Group
 from .ledger import ABORTED
 from .messages import Request, response_id
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..policy_config import ParallelismConfig
+from ..config import ParallelismConfig
 
 
 class ParallelismPlanner:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from ..types import Response, Reward
+from ..base.types import Response, Reward
 
 
 def responses_to_json(responses: Mapping[int, Response]) -> list[dict[str, Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import pathlib
 
+from ..base.errors import DataError, RecordError
 from ..config import DataConfig, SourceConfig
-from .errors import DataError, RecordError
 from .fields import Fields
 from .sources import Source, all_texts, common_words, open_source
 
@@ -68,6 +68,6 @@ def _fields(source: SourceConfig) -> Fields:
 
 
 def _embedded(config: DataConfig, name: str) -> pathlib.Path:
-    from .embedded import ensure
+    from ..tasks.embedded import ensure
 
     return ensure(name, config.root)

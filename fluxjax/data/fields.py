@@ -11,8 +11,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from ..types import MediaKind
-from .errors import DataError
+from ..base.errors import DataError
+from ..base.types import MediaKind
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "problem", "question", "query", "instruction"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..base.errors import DataError
+from ..base.types import Prompt
 from ..config import DataConfig
-from ..types import Prompt
-from .errors import DataError
 from .sources import Source
 
 

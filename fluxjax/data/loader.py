@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import grain
 
-from ..types import Prompt
-from .errors import DataError, RecordError
+from ..base.errors import DataError, RecordError
+from ..base.types import Prompt
 from .sources import Source
 
 log = logging.getLogger("fluxjax.data")

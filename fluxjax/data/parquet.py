@@ -16,8 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..types import Media, MediaKind, Prompt
-from .errors import DataError, RecordError
+from ..base.errors import DataError, RecordError
+from ..base.types import Media, MediaKind, Prompt
 from .fields import Fields, resolve
 from .sources import answer_text, log, make_prompt
 

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 from models.inputs import ModelInput, VisionInput
-from models.processing.errors import MediaError, PromptError
+from models.processing.bad_media import MediaError, PromptError
 
+from ..base.errors import DataError, RecordError
+from ..base.types import PreparedPrompt, Prompt
+from ..batch.frames import surely_hold
 from ..config import Config
-from ..media import surely_hold
-from ..types import PreparedPrompt, Prompt
-from .errors import DataError, RecordError
 from .loader import PromptLoader
 
 log = logging.getLogger("fluxjax.data")
@@ -40,7 +40,7 @@ class TextAndMedia(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class PromptLimits:
     """What a prompt may be at most, so that the engine's cache and a microbatch can hold it. Its media are computed by
     `devices` devices, one frame pair by one of them."""
 
@@ -49,7 +49,7 @@ class Limits:
     devices: int = 1
 
     @classmethod
-    def of(cls, config: Config) -> Limits:
+    def of(cls, config: Config) -> PromptLimits:
         devices = config.sharding.devices or jax.device_count()
         return cls(
             tokens=config.rollout.max_sequence_tokens - config.rollout.max_new_tokens,
@@ -64,7 +64,7 @@ class Limits:
 
 
 def prepare_prompt(
-    processor: TextAndMedia, prompt: Prompt, limits: Limits, chat_template: bool = False
+    processor: TextAndMedia, prompt: Prompt, limits: PromptLimits, chat_template: bool = False
 ) -> PreparedPrompt | str:
     """The prompt ready for engine and trainer, or a short reason why it cannot be used (for counting: the log
     has the file's name)."""
@@ -130,7 +130,7 @@ class Preparer:
     def __init__(self, processor: TextAndMedia, loader: PromptLoader, config: Config, workers: int = 0) -> None:
         self.processor = processor
         self.loader = loader
-        self.limits = Limits.of(config)
+        self.limits = PromptLimits.of(config)
         self.chat_template = config.data.chat_template
         self.skipped: collections.Counter[str] = collections.Counter()  # by reason, of handed-out draws
         self._workers = concurrent.futures.ThreadPoolExecutor(

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ..types import Media, MediaKind, Prompt
-from .errors import DataError
+from ..base.errors import DataError
+from ..base.types import Media, MediaKind, Prompt
 from .fields import Fields, order_by_marks, place_marks, resolve
 
 log = logging.getLogger("fluxjax.data")

@@ -6,7 +6,7 @@ import json
 import pathlib
 from collections.abc import Callable, Sequence
 
-from ..types import Group
+from ..base.types import Group
 
 
 def dump_samples(

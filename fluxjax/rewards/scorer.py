@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..base.types import Prompt, Response, Reward
 from ..config import ConfigError, SourceConfig
-from ..types import Prompt, Response, Reward
 from . import rules
 
 log = logging.getLogger("fluxjax.rewards")

@@ -1,4 +1,4 @@
-"""A cluster in virtual time that carries out what the real coordinator says, as `fluxjax.runtime` does in real time.
+"""A cluster in virtual time that carries out what the real coordinator says, as `fluxjax.runtime.runtime` does in real time.
 
 Everything that takes time is an event of the clock: decoding, rewards, training, weight sync, replies that come late.
 Events are handed to the coordinator one after the other, and its instructions are begun in their order. Training takes
@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from ..base.timeline import Span, Timeline
+from ..base.types import Group
 from ..coordinator import Coordinator
 from ..coordinator.messages import (
     Abort,
@@ -43,15 +45,13 @@ from ..coordinator.messages import (
     Trained,
     WeightsPublished,
 )
-from ..timeline import Span, Timeline
-from ..types import Group
 from .clock import Clock
-from .config import Config
 from .faults import FaultPlan
 from .incidents import Incidents
-from .records import StepRecord, lags, staleness_metrics
+from .options import SimulateConfig
 from .rollout import SHOWN, Rollout
 from .scoring import Scoring
+from .step_records import StepRecord, lags, staleness_metrics
 from .workload import Workload
 
 PATIENCE = 1e5  # seconds in which nothing is heard, after which nothing ever will be: faults alone keep the clock going
@@ -68,7 +68,11 @@ class Cluster:
     """One run: `Cluster(config, coordinator).run()`. `records` has a record for every step."""
 
     def __init__(
-        self, config: Config, coordinator: Coordinator, watch: Watch | None = None, on_step: OnStep | None = None
+        self,
+        config: SimulateConfig,
+        coordinator: Coordinator,
+        watch: Watch | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         self.config, self.coordinator, self.watch, self.on_step = config, coordinator, watch, on_step
         self.settings = settings = config.simulation

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
+from ..base.types import Group
+from ..config import Policy
 from ..coordinator import EngineLost
 from ..coordinator.messages import (
     Accumulate,
@@ -25,9 +27,7 @@ from ..coordinator.messages import (
     ResponseFinished,
     Train,
 )
-from ..policy_config import Policy
-from ..types import Group
-from .config import Config
+from .options import SimulateConfig
 from .promises import make_promises
 from .run import make_cluster
 from .scenarios import scenario
@@ -51,7 +51,7 @@ class Report:
 class History:
     """One run, watched."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: SimulateConfig) -> None:
         self.config, self.cluster = config, make_cluster(config, self._watch)
         self.promises = make_promises(config, self.cluster.coordinator.settings)
         self.trace = 0
@@ -120,7 +120,7 @@ class History:
                 yield f"response {response.rid} of versions {sorted(set(versions))} was trained on at version {version}"
 
 
-def max_staleness(config: Config) -> int:
+def max_staleness(config: SimulateConfig) -> int:
     """Versions that what is trained on may be old."""
     limits = {Policy.APRIL: config.april.max_staleness, Policy.ADAPTIVE_ASYNC: config.adaptive_async.max_staleness}
     return limits.get(config.policy.name, 0)

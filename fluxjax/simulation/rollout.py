@@ -11,15 +11,15 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from ..base.timeline import Span, Timeline
+from ..base.types import Response
 from ..coordinator.ledger import ABORTED
 from ..coordinator.messages import EngineFailed, Event, Generate, PublishWeights, Request, ResponseFinished
-from ..timeline import Span, Timeline
-from ..types import Response
 from .batch import Segments
 from .clock import Clock
-from .config import SimulationConfig
 from .faults import FaultPlan
-from .fleet import SimulatedFleet
+from .options import SimulationConfig
+from .simulated_engines import SimulatedFleet
 from .workload import Samples, Workload, response
 
 SHOWN = 8  # engines in the Gantt picture

@@ -9,14 +9,14 @@ import time
 from collections import Counter
 from typing import Any
 
-from ..coordinator import Coordinator, Settings, Stage
-from ..policies import make_parallelism, make_policy, make_schedules
+from ..coordinator import Coordinator, PromptStage, Settings
+from ..coordinator.factory import make_parallelism, make_policy, make_schedules
 from .cluster import Cluster, OnStep, Watch
-from .config import Config
-from .records import step_times
+from .options import SimulateConfig
+from .step_records import step_times
 
 
-def make_cluster(config: Config, watch: Watch | None = None, on_step: OnStep | None = None) -> Cluster:
+def make_cluster(config: SimulateConfig, watch: Watch | None = None, on_step: OnStep | None = None) -> Cluster:
     """With the coordinator and the policy that a run of this configuration has, on as many engines as there are."""
     cache = config.simulation.hardware().kv_limit(config.simulation.degree)
     settings = dataclasses.replace(Settings.of(config), kv_tokens=cache, kv_reserved=0)
@@ -24,7 +24,7 @@ def make_cluster(config: Config, watch: Watch | None = None, on_step: OnStep | N
     return Cluster(config, coordinator, watch, on_step)
 
 
-def simulate(config: Config, watch: Watch | None = None) -> dict[str, Any]:
+def simulate(config: SimulateConfig, watch: Watch | None = None) -> dict[str, Any]:
     """The summary of a whole run. Raises what `Cluster.run` raises."""
     cluster = make_cluster(config, watch)
     began = time.perf_counter()
@@ -51,7 +51,7 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
     used = cluster.utilisation()
     tokens = sum(record.trained_tokens for record in records)
     reasons = Counter(skipped.reason for skipped in ledger.skipped)
-    waiting = {stage.value: ledger.count(stage) for stage in Stage if ledger.count(stage)}
+    waiting = {stage.value: ledger.count(stage) for stage in PromptStage if ledger.count(stage)}
     return {
         "policy": config.policy.name.value,
         "model": config.simulation.model.value,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
-from ..policy_config import Order, Policy
-from .config import Config, Model, Rewards
+from ..config import Order, Policy
+from .options import Model, Rewards, SimulateConfig
 
 
-def scenario(seed: int) -> Config:
+def scenario(seed: int) -> SimulateConfig:
     """A cluster, a policy and faults: everything by chance. Policies take turns."""
-    dice, config = random.Random(seed), Config(seed=seed)
+    dice, config = random.Random(seed), SimulateConfig(seed=seed)
     sim, faults, policies = config.simulation, config.simulation.faults, list(Policy)
     config.policy.name = policies[seed % len(policies)]
     config.policy.dynamic_sampling = dice.random() < 0.25
@@ -58,7 +58,7 @@ def scenario(seed: int) -> Config:
     return config
 
 
-def _more(dice: random.Random, config: Config) -> None:
+def _more(dice: random.Random, config: SimulateConfig) -> None:
     """Thrown apart from the rest, so that a seed keeps the faults and the lengths that it had before there was this."""
     name, schedules = config.policy.name, config.schedules
     if dice.random() < 0.2:

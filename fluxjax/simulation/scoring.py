@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from ..base.timeline import Span, Timeline
+from ..base.types import Prompt, Response, Reward
 from ..coordinator.messages import Event, Request, RewardReady
-from ..timeline import Span, Timeline
-from ..types import Prompt, Response, Reward
 from .clock import Clock
-from .config import Rewards, SimulationConfig
 from .faults import FaultPlan
 from .hardware import SANDBOX_LIMIT
+from .options import Rewards, SimulationConfig
 from .servers import Servers
 from .workload import Samples
 

@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .records import StepRecord
+from .step_records import StepRecord
 
 _EVERY = 5.0  # seconds between two lines
 
 
-class Progress:
+class ProgressLine:
     """Told of every step."""
 
     def __init__(self, steps: int) -> None:

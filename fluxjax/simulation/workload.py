@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types import Prompt, Response, Reward
+from ..base.types import Prompt, Response, Reward
 from .batch import Segments
 from .draws import generator
 from .hardware import LONGEST_PROMPT, SANDBOX_LIMIT, TASKS

@@ -8,9 +8,9 @@ from av.error import ArgumentError, FFmpegError
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from .errors import MediaError
+from .bad_media import MediaError
+from .media_file import OpenFile
 from .settings import DecodeLimits
-from .sources import OpenFile
 
 # FFmpeg's names of the formats that hold a video's own frames. Playlists, scripts and session descriptions (hls, dash,
 # concat, sdp, ...) are missing since they name other files or hosts; single pictures since they are no videos.

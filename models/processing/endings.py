@@ -14,7 +14,7 @@ from av.container import InputContainer
 from av.packet import Packet
 from av.video.stream import VideoStream
 
-from .sources import OpenFile
+from .media_file import OpenFile
 
 TOLERANCE = 0.01  # of the declared length
 REORDERED = 16  # frames that a decoder may hold back, at most (H.264, HEVC): a damaged one is so far from the end

@@ -7,11 +7,11 @@ import math
 import numpy as np
 from PIL import Image, ImageOps
 
+from .bad_media import MediaError
 from .containers import check_size
-from .errors import MediaError
 from .jpeg import has_hole
+from .media_file import OpenFile, Source, opened, source_name
 from .settings import DecodeLimits, PixelSettings
-from .sources import OpenFile, Source, opened, source_name
 
 MAX_ASPECT = 200  # beyond it the published processors refuse
 # Pillow's names of the formats in which pictures are published. Missing are those that run another program (EPS runs

@@ -18,8 +18,9 @@ from ..folder import why_missing
 from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
 from . import chat
-from .errors import PromptError
+from .bad_media import PromptError
 from .images import load_image, resized, target_size
+from .media_file import Source, source_name
 from .patches import normalise, patchify
 from .settings import (
     BICUBIC,
@@ -35,7 +36,6 @@ from .settings import (
     read_pixels,
     write_configs,
 )
-from .sources import Source, source_name
 from .videos import load_video
 from .vision_input import Grid, pack_patches
 

@@ -19,13 +19,13 @@ from av.error import ArgumentError, FFmpegError
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
+from .bad_media import MediaError
 from .containers import check_size, open_container, reason_of
 from .endings import Ending
-from .errors import MediaError
 from .images import target_size
+from .media_file import OpenFile, Source, opened, source_name
 from .resize import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
-from .sources import OpenFile, Source, opened, source_name
 
 MAX_PASSES = 4
 SMALL_VIDEO = 640 * 360 * 120  # pixels in all; below it, starting threads costs more than they save

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..plan import ShardPlan
+from ..planner.plan import ShardPlan
 from . import tables
 from .fit import AttentionFit, CostError, Link, fit_attention, fit_link, goodness, link_bytes
 from .overlap import attention_ends
@@ -180,7 +180,7 @@ class CostModel:
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Any:
         """One device's share of the attention of a sequence of `length` tokens that `degree` devices compute, in
-        a launch of its own; `[...]` for an array of lengths. Heads are dealt as in `sharding.heads`, zeros included.
+        a launch of its own; `[...]` for an array of lengths. Heads are dealt as in `sharding.spread.heads`, zeros included.
         Raises PlanError for a degree above the number of heads."""
         length = np.asarray(length, float)
         launches = self.model.layers * self.attention.per_launch

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..plan import Round, ShardPlan
+from ..planner.plan import Round, ShardPlan
 
 GroupSeconds = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 

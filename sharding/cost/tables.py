@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..heads import heads_at
+from ..spread.heads import heads_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelSizes:
 
     def heads_of(self, degree: int) -> tuple[int, int]:
         """(query heads, KV heads) that travel to all devices of a group, and are computed by them: see
-        `sharding.heads`. Raises PlanError for a degree above the number of query heads."""
+        `sharding.spread.heads`. Raises PlanError for a degree above the number of query heads."""
         if not self.share_kv:
             return self.heads, self.kv_heads
         queries, kv = heads_at(self.heads, self.kv_heads, degree)

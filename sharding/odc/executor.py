@@ -22,8 +22,8 @@ from ..links import LinkError, Links
 from ..strategy import Params, Tally
 from .flat import Rows
 from .gradients import Device, Gradients, Key, Turn
-from .programs import Microbatch, Programs
 from .remote import Remote, taken
+from .stage_programs import Microbatch, StagePrograms
 from .traffic import Traffic
 from .window import Itinerary
 from .worker import Task, Worker
@@ -125,7 +125,7 @@ class Odc:
         self._links = links
         if links is None and any(set(self._rows.members(d)) - set(self._local) for d in self._local):
             raise ValueError("devices of other processes hold rows of this one's: Odc needs links to them")
-        self._programs = Programs(self._rows, strategy)
+        self._programs = StagePrograms(self._rows, strategy)
         self._combine = jax.jit(_combined, static_argnums=1, out_shardings=NamedSharding(self.mesh, P()))
         self.last_seconds, self.idle = {}, 0.0
 

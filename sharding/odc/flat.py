@@ -29,7 +29,7 @@ from ..weights import WeightSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """A weight in a unit: cut along `dim` into `shards` (1: not cut), each of which `copies` devices share.
 
     A device answers for `size` elements of it, from `offset` in its row.
@@ -52,7 +52,7 @@ class Piece:
 class Unit:
     """Weights that are fetched together; `layers` of them if they are stacked, else 0. A row has `size` elements."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowPiece, ...]
     layers: int
     size: int
 
@@ -110,7 +110,7 @@ class Rows:
         return [found[leaf] for leaf in leaves]
 
     def _unit(self, members: Sequence[int], declared: Sequence[WeightSpec]) -> Unit:
-        pieces: list[Piece] = []
+        pieces: list[RowPiece] = []
         offset, first = 0, members[0]
         layers = self._shapes[first][0] if len(self._shapes[first]) > len(declared[first].shape) else 0
         for i in members:
@@ -118,7 +118,7 @@ class Rows:
             shards = math.prod(self.mesh.shape[axis] for axis in cut.axes) if cut else 1
             copies = self.mesh.size // shards
             size = -(-math.prod(shape) // shards // copies)
-            pieces.append(Piece(i, shape, cut.dim if cut else 0, shards, copies, offset, size))
+            pieces.append(RowPiece(i, shape, cut.dim if cut else 0, shards, copies, offset, size))
             offset += size
         return Unit(tuple(pieces), layers, offset)
 
@@ -138,7 +138,7 @@ class Rows:
             rows.append(layers)
         return rows
 
-    def _part(self, piece: Piece, shard: jax.Array) -> jax.Array:
+    def _part(self, piece: RowPiece, shard: jax.Array) -> jax.Array:
         """What this device answers for, of its copy of a shard."""
         flat = shard.reshape(-1).astype(self._dtype)
         if piece.copies == 1:
@@ -146,7 +146,7 @@ class Rows:
         flat = jnp.pad(flat, (0, piece.copies * piece.size - flat.shape[0]))
         return jax.lax.dynamic_slice_in_dim(flat, self._copy(piece) * piece.size, piece.size)
 
-    def _copy(self, piece: Piece) -> jax.Array:
+    def _copy(self, piece: RowPiece) -> jax.Array:
         return jax.lax.axis_index(self._axes) // piece.shards
 
     def _local_gradients(self, rows: list[list[jax.Array]]) -> Any:
@@ -160,7 +160,7 @@ class Rows:
                 leaves[piece.leaf] = leaf.astype(self._dtypes[piece.leaf])
         return jax.tree.unflatten(self._tree, leaves)
 
-    def _gradient(self, piece: Piece, row: jax.Array) -> jax.Array:
+    def _gradient(self, piece: RowPiece, row: jax.Array) -> jax.Array:
         own = row[piece.offset : piece.offset + piece.size]
         if piece.copies > 1:
             # Copies are the leading axes of the mesh: the holders of one shard differ in these alone.

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..strategy import Tally
 from .gradients import Device, Key
-from .programs import Microbatch
+from .stage_programs import Microbatch
 from .stages import Step
 from .window import Itinerary, Row, Window
 

@@ -10,7 +10,7 @@ from .baselines import bucketing, greedy, ulysses
 from .flex import flex_ulysses
 from .flexrl import flexrl
 from .limits import Limits, balance_bound
-from .vision import VisionPlan, spread_vision
+from .vision_units import VisionPlan, spread_vision
 
 PLANNERS = {
     "flex_ulysses": flex_ulysses,

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..partition import karmarkar_karp
-from ..plan import PlanError, ShardPlan
 from .limits import Limits, problem
+from .partition import karmarkar_karp
+from .plan import PlanError, ShardPlan
 
 
 def ulysses(

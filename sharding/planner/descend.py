@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .tables import signs, ternary
+from .enumeration import signs, ternary
 
 EXACT = 7  # so many sequences are dealt left/right/both by enumeration: 3**7 cases
 ENTITIES = 11  # and so many differences left/right: 2**10

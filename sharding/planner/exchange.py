@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .tables import subsets
+from .enumeration import subsets
 
 FREE = 6  # so many sequences of two groups are placed anew together: 4**6 cases
 EPS = 1e-9

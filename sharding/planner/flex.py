@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ..plan import PlanError, ShardPlan
 from .baselines import longest_first
 from .blocks import blocks
 from .descend import Descent
 from .exchange import Exchange
 from .limits import Limits, Problem, problem
 from .placement import Placement, dealt, largest, score, weights
+from .plan import PlanError, ShardPlan
 from .search import redealt, search, top_degree
 
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them where there are few or many devices

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..plan import ShardPlan
 from .limits import Limits, Problem, problem
+from .plan import ShardPlan
 
 CANDIDATES = 4  # m: so many of a group's shortest sequences are considered for one merge
 EPS = 1e-9

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..plan import PlanError, Round, ShardPlan, rounds
+from .plan import PlanError, Round, ShardPlan, rounds
 
 
 @dataclasses.dataclass(frozen=True)

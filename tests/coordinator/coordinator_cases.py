@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from fluxjax.base.types import Prompt, Response, Reward
 from fluxjax.coordinator import Coordinator, Settings, Synchronous
 from fluxjax.coordinator.messages import (
     CheckpointSaved,
@@ -29,7 +30,6 @@ from fluxjax.coordinator.messages import (
     request_id,
     response_id,
 )
-from fluxjax.types import Prompt, Response, Reward
 
 
 def prompt(draw: int) -> Prompt:

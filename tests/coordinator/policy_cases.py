@@ -7,7 +7,8 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
-from fluxjax.coordinator import Coordinator, Policy, Settings
+from fluxjax.base.types import Group, Prompt, Response, Reward
+from fluxjax.coordinator import Coordinator, SchedulingPolicy, Settings
 from fluxjax.coordinator.messages import (
     Abort,
     Accumulate,
@@ -37,7 +38,6 @@ from fluxjax.coordinator.messages import (
     WeightsPublished,
     request_id,
 )
-from fluxjax.types import Group, Prompt, Response, Reward
 
 
 @dataclasses.dataclass
@@ -74,7 +74,7 @@ class PolicyWorld:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: SchedulingPolicy,
         seed: int,
         *,
         steps: int = 4,

@@ -6,10 +6,9 @@ import random
 
 from policy_cases import PolicyWorld
 
-from fluxjax.config import Config
+from fluxjax.config import Config, Order, Policy
+from fluxjax.coordinator.factory import make_policy, make_schedules
 from fluxjax.coordinator.messages import Event, StopRequested
-from fluxjax.policies import make_policy, make_schedules
-from fluxjax.policy_config import Order, Policy
 from fluxjax.simulation.promises import Promises, make_promises
 
 SCHEDULES = {

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxjax.coordinator.composer import compose, difficulty, staleness, total_tokens
-from fluxjax.policy_config import ComposerConfig, Order
-from fluxjax.types import Group, Media, MediaKind, Prompt, Response, Reward, Sample, has_variance
+from fluxjax.base.types import Group, Media, MediaKind, Prompt, Response, Reward, Sample, has_variance
+from fluxjax.config import ComposerConfig, Order
+from fluxjax.coordinator.selection import compose, difficulty, staleness, total_tokens
 
 VERSION, LIMIT = 10, 4
 FAR = 100  # staleness that nothing comes near

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fluxjax.coordinator
-from fluxjax.coordinator.ledger import Stage
+from fluxjax.coordinator.ledger import PromptStage
 from fluxjax.coordinator.messages import (
     EngineFailed,
     Evaluate,
@@ -36,7 +36,7 @@ def _history(world: World, choose: random.Random, *, faults: bool) -> None:
     while not world.coordinator.finished:
         assert world.owed, f"Rule 30: nothing is under way, and the run is not finished: {world.said[-3:]}"
         fault = choose.randrange(12) if budget else 11
-        running = world.coordinator.ledger.at(Stage.RUNNING)
+        running = world.coordinator.ledger.at(PromptStage.RUNNING)
         if fault == 0 and running:
             entry = choose.choice(running)
             if len(entry.responses) == entry.n:
@@ -63,7 +63,7 @@ def _history(world: World, choose: random.Random, *, faults: bool) -> None:
 
 
 def _running_requests(world: World) -> set[str]:
-    return {request_id(e.prompt.draw, e.attempt) for e in world.coordinator.ledger.at(Stage.RUNNING)}
+    return {request_id(e.prompt.draw, e.attempt) for e in world.coordinator.ledger.at(PromptStage.RUNNING)}
 
 
 def _check(world: World, *, steps: int, prompts_per_step: int, group_size: int) -> None:

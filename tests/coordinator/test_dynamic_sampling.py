@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from policy_cases import PolicyWorld
 from test_policies import POLICIES
 
-from fluxjax.coordinator import CoordinatorError, Settings, Stage
+from fluxjax.base.types import Group, Reward, Sample
+from fluxjax.coordinator import CoordinatorError, PromptStage, Settings
 from fluxjax.coordinator.dropped import Dropped
 from fluxjax.coordinator.ledger import Ledger
 from fluxjax.coordinator.messages import (
@@ -26,8 +27,7 @@ from fluxjax.coordinator.messages import (
     StopRequested,
     Train,
 )
-from fluxjax.coordinator.rounds import NO_VARIANCE
-from fluxjax.types import Group, Reward, Sample
+from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -231,7 +231,7 @@ def test_a_step_that_has_its_groups_is_not_given_up() -> None:
     for world in (world_of("tail_batching", seed) for seed in range(300)):
         world.start()
         ledger = world.coordinator.ledger
-        while not world.all(Train) and not (ledger.count(Stage.SCORED) >= 3 and ledger.dropped.count):
+        while not world.all(Train) and not (ledger.count(PromptStage.SCORED) >= 3 and ledger.dropped.count):
             world.step()
         if not world.all(Train):
             break

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from length_cases import LIMIT, answers, problems, questions, rank_correlation, source_means, synthetic, taught
 
-from fluxjax.coordinator.lengths import LengthPredictor
-from fluxjax.coordinator.survival import censored, given_survival
-from fluxjax.data import embedded
-from fluxjax.data.strings import StringsRecipe
-from fluxjax.types import Prompt
+from fluxjax.base.types import Prompt
+from fluxjax.coordinator.lengths.predictor import LengthPredictor
+from fluxjax.coordinator.lengths.survival import censored, given_survival
+from fluxjax.tasks import embedded
+from fluxjax.tasks.strings import StringsRecipe
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_cases import PolicyWorld
 
+from fluxjax.config import ParallelismConfig
 from fluxjax.coordinator import April, StreamTrainer, Synchronous, TailBatching
 from fluxjax.coordinator.messages import ParallelismSet, SetParallelism, Trained
 from fluxjax.coordinator.parallelism import ParallelismPlanner
-from fluxjax.policy_config import ParallelismConfig
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16])
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 200)), max_size=40)

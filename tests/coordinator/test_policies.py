@@ -14,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_cases import PolicyWorld, reward
 
+from fluxjax.base.types import Reward
+from fluxjax.config import AdaptiveAsyncConfig, SpeculativeSyncConfig, StreamTrainerConfig
+from fluxjax.config.schedules import parse
 from fluxjax.coordinator import (
     AdaptiveAsync,
     April,
-    Policy,
+    SchedulingPolicy,
     SpeculativeSync,
     StreamTrainer,
     Synchronous,
@@ -35,17 +38,14 @@ from fluxjax.coordinator.messages import (
     StopRequested,
     Train,
 )
-from fluxjax.coordinator.rounds import NO_VARIANCE
-from fluxjax.policy_config import AdaptiveAsyncConfig, SpeculativeSyncConfig, StreamTrainerConfig
-from fluxjax.schedules import parse
-from fluxjax.types import Reward
+from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
 ASYNC = AdaptiveAsyncConfig(max_staleness=3, sync_interval=3)
 DRAINED = AdaptiveAsyncConfig(max_staleness=3, interrupt=False, ratio=0.9)
 EAGER = AdaptiveAsyncConfig(max_staleness=2, ratio=1.0, min_ratio=1.0, max_ratio=1.0, sync_interval=1000)
 STREAM = StreamTrainerConfig(enabled=True, first=0.1, last=0.9, every=0.01, chunk=1)
 SPECULATIVE = SpeculativeSyncConfig(enabled=True, confidence=0.1)
-POLICIES: dict[str, tuple[Callable[..., Policy], int]] = {  # name: (made how, versions that data may be old)
+POLICIES: dict[str, tuple[Callable[..., SchedulingPolicy], int]] = {  # name: (made how, versions that data may be old)
     "synchronous": (Synchronous, 0),
     "tail_batching": (TailBatching, 0),
     "tail_batching_much": (lambda **options: TailBatching(2.0, 2.0, **options), 0),

@@ -11,7 +11,8 @@ import sys
 import pytest
 from promise_cases import PromisedWorld, configuration, history
 
-from fluxjax.config import Config
+from fluxjax.base.types import Prompt
+from fluxjax.config import AdaptiveAsyncConfig, Config, Policy
 from fluxjax.coordinator.messages import (
     DrawPrompts,
     Evaluated,
@@ -24,10 +25,8 @@ from fluxjax.coordinator.messages import (
     Train,
     WeightsPublished,
 )
-from fluxjax.coordinator.rounds import NO_VARIANCE
-from fluxjax.coordinator.staleness import staleness
-from fluxjax.policy_config import AdaptiveAsyncConfig, Policy
-from fluxjax.types import Prompt
+from fluxjax.coordinator.policies.rounds import NO_VARIANCE
+from fluxjax.coordinator.policies.staleness import staleness
 
 SEEDS = 60  # a policy; `tests/mutants.py` and the command above take more
 every_policy = pytest.mark.parametrize("policy", list(Policy), ids=lambda policy: policy.value)

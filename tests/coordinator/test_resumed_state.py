@@ -9,21 +9,30 @@ import pytest
 from coordinator_cases import changed, prompt, response, reward
 from policy_cases import PolicyWorld
 
-from fluxjax.coordinator import AdaptiveAsync, April, Coordinator, Ledger, Settings, Stage, Synchronous, TailBatching
+from fluxjax.config import AdaptiveAsyncConfig, ParallelismConfig
+from fluxjax.coordinator import (
+    AdaptiveAsync,
+    April,
+    Coordinator,
+    Ledger,
+    PromptStage,
+    Settings,
+    Synchronous,
+    TailBatching,
+)
 from fluxjax.coordinator.messages import Generate, Park, Request
 from fluxjax.coordinator.parallelism import ParallelismPlanner
-from fluxjax.policy_config import AdaptiveAsyncConfig, ParallelismConfig
 
 
-def ledger_with_one(stage: Stage) -> Ledger:
+def ledger_with_one(stage: PromptStage) -> Ledger:
     ledger = Ledger()
     ledger.draw([prompt(0)], [])
-    if stage is Stage.WAITING:
+    if stage is PromptStage.WAITING:
         return ledger
     ledger.generate(Request(prompt(0), n=1), served=0)
-    if stage is Stage.LOST:
+    if stage is PromptStage.LOST:
         ledger.fail(["00000000.00"], "gone")
-    elif stage is Stage.DEFERRED:
+    elif stage is PromptStage.DEFERRED:
         ledger.park(Park(prompt(0)))
     else:
         ledger.finish(response(0, 0), newest_version=0)
@@ -32,8 +41,8 @@ def ledger_with_one(stage: Stage) -> Ledger:
     return ledger
 
 
-@pytest.mark.parametrize("stage", [Stage.WAITING, Stage.DEFERRED, Stage.LOST, Stage.SCORED])
-def test_what_nothing_is_awaited_of_can_be_given_up(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [PromptStage.WAITING, PromptStage.DEFERRED, PromptStage.LOST, PromptStage.SCORED])
+def test_what_nothing_is_awaited_of_can_be_given_up(stage: PromptStage) -> None:
     ledger = ledger_with_one(stage)
     assert ledger.count(stage) == 1
     ledger.skip(prompt(0), "enough")
@@ -41,7 +50,7 @@ def test_what_nothing_is_awaited_of_can_be_given_up(stage: Stage) -> None:
 
 
 def test_counts_of_late_facts_go_on() -> None:
-    ledger = ledger_with_one(Stage.LOST)
+    ledger = ledger_with_one(PromptStage.LOST)
     ledger.finish(changed(response(0, 0)), newest_version=0)
     state = json.loads(json.dumps(ledger.state_dict()))
     resumed = Ledger()

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from policy_cases import PolicyWorld, prompt
 
-from fluxjax.coordinator import Coordinator, SpeculativeSync, Stage, Synchronous, TailBatching
-from fluxjax.coordinator.lengths import LengthPredictor
+from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
+from fluxjax.config import SpeculativeSyncConfig
+from fluxjax.coordinator import Coordinator, PromptStage, SpeculativeSync, Synchronous, TailBatching
+from fluxjax.coordinator.lengths.predictor import LengthPredictor
+from fluxjax.coordinator.lengths.survival import ends_by, given_survival
 from fluxjax.coordinator.messages import Accumulate, Event, Instruction, Request, Tick, Train
 from fluxjax.coordinator.pace import Pace, trained_tokens
-from fluxjax.coordinator.speculative_sync import probability
-from fluxjax.coordinator.survival import ends_by, given_survival
-from fluxjax.policy_config import SpeculativeSyncConfig
-from fluxjax.types import Group, Prompt, Response, Reward, Sample
+from fluxjax.coordinator.policies.speculative_sync import probability
 
 
 class TimedWorld(PolicyWorld):
@@ -132,14 +132,16 @@ def likeliest(coordinator: Coordinator, seconds: float) -> float:
     """The same by trying every choice of prompts and, for each, of responses."""
     ledger, pace, lengths, now = coordinator.ledger, coordinator.pace, coordinator.lengths, coordinator.now
     chances = []
-    for entry in ledger.at(Stage.RUNNING):
+    for entry in ledger.at(PromptStage.RUNNING):
         has = [pace.tokens(f"{entry.prompt.draw:08d}.00/{i}", now) for i in range(entry.n) if i not in entry.responses]
         longest = max((len(one.token_ids) for one in entry.responses.values()), default=0)
         has = [max(tokens, longest) for tokens in has]
         each = [lengths.ends_by(entry.prompt, tokens + int(pace.growth * seconds), tokens) for tokens in has]
         wanted = entry.need - len(entry.responses)
         chances.append(max(math.prod(some) for some in itertools.combinations(each, wanted)))
-    missing = coordinator.settings.prompts_per_step - ledger.count(Stage.COMPLETE, Stage.SCORED, Stage.TRAINING)
+    missing = coordinator.settings.prompts_per_step - ledger.count(
+        PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING
+    )
     return max(math.prod(some) for some in itertools.combinations(chances, missing))
 
 
@@ -149,7 +151,7 @@ def test_probability_is_that_of_the_likeliest_choice() -> None:
     between = 0
     for _ in range(60):
         run.step()
-        if run.coordinator.pace.growth and run.coordinator.ledger.count(Stage.RUNNING) >= 3:
+        if run.coordinator.pace.growth and run.coordinator.ledger.count(PromptStage.RUNNING) >= 3:
             for seconds in (3.0, 10.0, 30.0, 100.0):
                 expected = likeliest(run.coordinator, seconds)
                 assert probability(run.coordinator, seconds) == pytest.approx(expected)

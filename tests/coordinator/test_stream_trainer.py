@@ -7,7 +7,16 @@ import dataclasses
 import pytest
 from policy_cases import PolicyWorld
 
-from fluxjax.coordinator import April, CoordinatorError, Policy, Stage, StreamTrainer, Synchronous, TailBatching
+from fluxjax.config import StreamTrainerConfig
+from fluxjax.coordinator import (
+    April,
+    CoordinatorError,
+    PromptStage,
+    SchedulingPolicy,
+    StreamTrainer,
+    Synchronous,
+    TailBatching,
+)
 from fluxjax.coordinator.messages import (
     Accumulate,
     Accumulated,
@@ -20,13 +29,12 @@ from fluxjax.coordinator.messages import (
     StopRequested,
     Train,
 )
-from fluxjax.coordinator.stream_trainer import projected_tokens
-from fluxjax.policy_config import StreamTrainerConfig
+from fluxjax.coordinator.policies.stream_trainer import projected_tokens
 
 SETTINGS = StreamTrainerConfig(enabled=True, chunk=1)
 
 
-def world(policy: Policy, seed: int = 3, **options: int) -> PolicyWorld:
+def world(policy: SchedulingPolicy, seed: int = 3, **options: int) -> PolicyWorld:
     return PolicyWorld(policy, seed, **{"steps": 6, "prompts_per_step": 8, "group_size": 4, "engines": 4, **options})
 
 
@@ -106,7 +114,7 @@ class TestScaleDown:
         while not run.coordinator.ledger.accepted:
             run.step()
         coordinator = run.coordinator
-        running = coordinator.ledger.at(Stage.RUNNING)
+        running = coordinator.ledger.at(PromptStage.RUNNING)
         left = sum(entry.n - len(entry.responses) for entry in running)
         predicted = projected_tokens(coordinator)
         with_prompts = [

@@ -8,7 +8,8 @@ import json
 import pytest
 from coordinator_cases import World, changed, generate, names, prompt, response, reward
 
-from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, Ledger, Settings, Stage, Synchronous
+from fluxjax.base.types import Group
+from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, Ledger, PromptStage, Settings, Synchronous
 from fluxjax.coordinator.messages import (
     Abort,
     Accumulate,
@@ -34,7 +35,6 @@ from fluxjax.coordinator.messages import (
     Trained,
     WeightsPublished,
 )
-from fluxjax.types import Group
 
 
 class TestOneStep:
@@ -439,7 +439,7 @@ class TestBooks:
         ledger.fail(["00000000.00"], "gone")
         ledger.finish(response(0, 2), newest_version=0)
         ledger.reward("00000000.00/0", reward("00000000.00/0"))
-        [entry] = ledger.at(Stage.LOST)
+        [entry] = ledger.at(PromptStage.LOST)
         assert not (entry.responses or entry.rewards or ledger.unscored or ledger.awaits_something)
         ledger.skip(prompt(0), "gone")
         assert ledger.live == 0 and ledger.drawn == len(ledger.skipped) == 1

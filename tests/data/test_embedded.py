@@ -15,11 +15,12 @@ import pytest
 from PIL import Image
 
 from fluxjax.config import ConfigError, DataConfig, SourceConfig
-from fluxjax.data import DataError, building, embedded, open_held_out, open_sources, open_warm_start
-from fluxjax.data.digits import DigitsRecipe, draw_length
-from fluxjax.data.embedded import digest, ensure
-from fluxjax.data.pans import DIRECTIONS, PansRecipe, encode, load_photos
-from fluxjax.data.strings import StringsRecipe
+from fluxjax.data import DataError, open_held_out, open_sources, open_warm_start
+from fluxjax.tasks import building, embedded
+from fluxjax.tasks.digits import DigitsRecipe, draw_length
+from fluxjax.tasks.embedded import digest, ensure
+from fluxjax.tasks.pans import DIRECTIONS, PansRecipe, encode, load_photos
+from fluxjax.tasks.strings import StringsRecipe
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DIGITS = DigitsRecipe(train=12, held_out=12, warm_start=12)
@@ -233,7 +234,7 @@ def run(script, *args, **kwargs):
 
 BUILD = """
     import os, pathlib, time
-    from fluxjax.data.building import build_once
+    from fluxjax.tasks.building import build_once
     target = pathlib.Path(sys.argv[1])
     def write(folder):
         with open(target.parent / "builds", "a") as file:
@@ -298,8 +299,8 @@ def test_a_write_that_fails_is_a_clear_error_and_leaves_nothing(tmp_path):
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         from fluxjax.data import DataError
-        from fluxjax.data.embedded import ensure
-        from fluxjax.data.pans import PansRecipe
+        from fluxjax.tasks.embedded import ensure
+        from fluxjax.tasks.pans import PansRecipe
         try:
             ensure("pans", sys.argv[1], PansRecipe(train=4, held_out=2))
         except DataError as error:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fluxjax.base.types import Prompt
 from fluxjax.data import DataError, RecordError
 from fluxjax.data.loader import PromptLoader
-from fluxjax.types import Prompt
 
 
 class Numbers:

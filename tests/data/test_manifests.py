@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
+from fluxjax.base.types import MediaKind
 from fluxjax.data import DataError, Fields, all_texts, common_words, open_source
-from fluxjax.types import MediaKind
 
 GOOD = {"id": "a", "prompt": "<image>How many?", "answer": "3", "images": ["pictures/a.png"]}
 

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from fluxjax.base.types import MediaKind
 from fluxjax.data import DataError, Fields, RecordError, open_source, parquet
-from fluxjax.types import MediaKind
 
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 

@@ -11,16 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fluxjax.collaborators import PromptSource
+from fluxjax.base.types import Prompt
 from fluxjax.config import Config
 from fluxjax.data import DataError, all_texts, common_words, open_source
-from fluxjax.data.digits import DigitsRecipe
-from fluxjax.data.embedded import ensure
 from fluxjax.data.loader import PromptLoader
-from fluxjax.data.pans import PansRecipe
-from fluxjax.data.prepare import Limits, Preparer, prepare_prompt
-from fluxjax.data.strings import StringsRecipe
-from fluxjax.types import Prompt
+from fluxjax.data.prepare import Preparer, PromptLimits, prepare_prompt
+from fluxjax.runtime.ports import PromptSource
+from fluxjax.tasks.digits import DigitsRecipe
+from fluxjax.tasks.embedded import ensure
+from fluxjax.tasks.pans import PansRecipe
+from fluxjax.tasks.strings import StringsRecipe
 from models.inputs import ModelInput
 from models.processing import Processor, tiny
 from models.processing.settings import PatchLayout
@@ -271,7 +271,7 @@ class Failing:
 
 
 def test_surprises_of_a_decoder_are_skips_but_memory_is_not():
-    prompt, limits = Prompt("a", "s", "x", "y"), Limits(10, 10)
+    prompt, limits = Prompt("a", "s", "x", "y"), PromptLimits(10, 10)
     assert prepare_prompt(Failing(RuntimeError("odd")), prompt, limits) == "failed with RuntimeError"
     with pytest.raises(MemoryError):
         prepare_prompt(Failing(MemoryError()), prompt, limits)
@@ -293,7 +293,7 @@ def test_the_chat_template_is_used_when_the_configuration_says_so():
         def prepare_chat(self, text, media):
             return ModelInput(np.zeros(2, np.int32), np.zeros((3, 2), np.int32), -np.ones(2, np.int32), 2)
 
-    prompt, limits = Prompt("a", "s", "x", "y"), Limits(10, 10)
+    prompt, limits = Prompt("a", "s", "x", "y"), PromptLimits(10, 10)
     for chat, length in ((False, 1), (True, 2)):
         assert len(prepare_prompt(Both(), prompt, limits, chat).inputs) == length
 

@@ -11,7 +11,7 @@ from media_files import decoded, moving_frames, write_video
 from PIL import Image
 
 from models.processing import tiny
-from models.processing.errors import MediaError
+from models.processing.bad_media import MediaError
 from models.processing.images import load_image
 from models.processing.settings import FrameSettings, PatchLayout, PixelSettings
 from models.processing.videos import load_video

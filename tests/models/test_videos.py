@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_files import decoded, moving_frames, write_video
 
-from models.processing.errors import MediaError
+from models.processing.bad_media import MediaError
 from models.processing.images import smart_resize
 from models.processing.patches import normalise, patchify
 from models.processing.resize import resize_frame

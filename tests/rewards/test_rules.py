@@ -9,8 +9,8 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fluxjax.base.types import Prompt
 from fluxjax.rewards import REWARDS, digits, exact, number, positions
-from fluxjax.types import Prompt
 
 
 def prompt(answer):
@@ -116,7 +116,7 @@ def test_hostile_text_is_no_bomb():
     """In a process of its own, which is ended if it hangs: a regular expression that backtracks takes for ever."""
     script = """
         from fluxjax.rewards import number
-        from fluxjax.types import Prompt
+        from fluxjax.base.types import Prompt
         for text in (",", "1,", "-", "1", "1/", "."):
             number(Prompt("1", "s", "?", "1"), text * 10**6)
     """

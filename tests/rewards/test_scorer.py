@@ -8,10 +8,10 @@ import textwrap
 
 import pytest
 
-from fluxjax import collaborators
+from fluxjax.base.types import Prompt, Response, Reward
 from fluxjax.config import ConfigError, SourceConfig
 from fluxjax.rewards import REWARDS, Scorer, find_reward
-from fluxjax.types import Prompt, Response, Reward
+from fluxjax.runtime import ports as collaborators
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -106,7 +106,7 @@ def test_a_hanging_rule_does_not_hold_up_the_end_of_the_process():
         sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
         from fluxjax.config import SourceConfig
         from fluxjax.rewards import Scorer
-        from fluxjax.types import Prompt
+        from fluxjax.base.types import Prompt
         subject = Scorer({{"s": SourceConfig(reward="user_rewards:hangs")}}, str, timeout=0.2)
         print(asyncio.run(subject.score_text(Prompt("1", "s", "?", "1"), "1")).reason)
     """

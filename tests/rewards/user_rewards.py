@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from fluxjax.types import Reward
+from fluxjax.base.types import Reward
 
 released = threading.Event()
 begun = threading.Event()  # a rule hangs by now

@@ -8,7 +8,7 @@ import jax
 import pytest
 from rollout_cases import TEXT, VOCAB, build, engine
 
-from rollout.profile import Point, Profile, ProfileError, measure, sizes
+from rollout.throughput import Point, Profile, ProfileError, measure, sizes
 
 
 def profile(*points):

@@ -32,7 +32,7 @@ from rollout_cases import (
 import models
 from models.config import Qwen2Config
 from rollout.engine import EngineError
-from rollout.tensor_parallel import Layout
+from rollout.tensor_parallel import EngineLayout
 
 DEVICES = jax.devices("cpu")
 MEDIA = (IMAGE, VIDEO)
@@ -89,7 +89,7 @@ def assert_part(array, parts):
 
 
 def test_20_a_device_has_the_kv_head_that_its_query_heads_read():
-    layout = Layout.of(DEVICES[:8])
+    layout = EngineLayout.of(DEVICES[:8])
     config = Qwen2Config(_text(num_heads=8, num_kv_heads=2))
     weights = layout.weights(models.abstract(config))["layers"]["attention"]
     queries = weights["q"].devices_indices_map((2, 32, 8, 8))
@@ -100,7 +100,7 @@ def test_20_a_device_has_the_kv_head_that_its_query_heads_read():
     # 6 heads on 4 devices: over 2 of them; 5: everywhere
     for heads, parts in ((6, 2), (5, 1)):
         config = Qwen2Config(_text(num_heads=heads, num_kv_heads=heads))
-        cut = Layout.of(DEVICES[:4]).weights(models.abstract(config))["layers"]["attention"]["q"]
+        cut = EngineLayout.of(DEVICES[:4]).weights(models.abstract(config))["layers"]["attention"]["q"]
         assert cut.shard_shape((2, 32, heads, 8)) == (2, 32, heads // parts, 8)
 
 

@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 from models.config import TextConfig
 from models.decoder import DecoderLayer
 from sharding.fsdp import Fsdp
+from sharding.gpu_flags import compiler_options
 from sharding.mesh import binary_axes, make_mesh
-from sharding.overlap import compiler_options
-from sharding.spread import Spread
+from sharding.spread.buffers import Spread
+from sharding.spread.ulysses import spread_attention
 from sharding.strategy import Tally
-from sharding.ulysses import spread_attention
 
 LAYERS, TOKENS = 2, 8192
 ROUNDS = ((8, 4096), (4, 4096), (2, 2048), (1, 4096))

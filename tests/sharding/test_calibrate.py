@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sharding.cost import QWEN2_5_VL_7B, CostModel
-from sharding.plan import ShardPlan, rounds
+from sharding.planner.plan import ShardPlan, rounds
 
 ROOT = pathlib.Path(__file__).parents[2]
 

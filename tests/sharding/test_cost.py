@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sharding.cost import QWEN2_5_VL_7B, AttentionFit, CostError, CostModel, Link, ModelSizes, tables
 from sharding.cost.fit import fit_attention, fit_link, non_negative
-from sharding.plan import PlanError, Round, ShardPlan, rounds
+from sharding.planner.plan import PlanError, Round, ShardPlan, rounds
 
 H800, H200 = CostModel.published("h800"), CostModel.published("h200")
 CLUSTERS = {"h800": H800, "h200": H200}

@@ -8,10 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.cost import CostModel
-from sharding.packing import SCHEDULERS, Schedule, bubble_rate, lb_micro, lb_mini, local_sort, makespan, verl_native
-from sharding.partition import karmarkar_karp, swapped
-from sharding.plan import PlanError
 from sharding.planner import Limits
+from sharding.planner.packing import (
+    SCHEDULERS,
+    MicrobatchSchedule,
+    bubble_rate,
+    lb_micro,
+    lb_mini,
+    local_sort,
+    makespan,
+    verl_native,
+)
+from sharding.planner.partition import karmarkar_karp, swapped
+from sharding.planner.plan import PlanError
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=24)
 DEVICES = st.integers(1, 6)
@@ -128,7 +137,7 @@ def test_partitions_by_hand() -> None:
 def test_bubbles_by_hand() -> None:
     """Two devices, work 4, 1 | 2, 3. A barrier at each microbatch: 4 + 3 = 7, so 14 of which 10 are work. One at the
     end: both take 5."""
-    made = Schedule((4, 1, 2, 3), (4.0, 1.0, 2.0, 3.0), (((0,), (1,)), ((2,), (3,))))
+    made = MicrobatchSchedule((4, 1, 2, 3), (4.0, 1.0, 2.0, 3.0), (((0,), (1,)), ((2,), (3,))))
     assert makespan(made) == 7
     assert bubble_rate(made) == pytest.approx(4 / 14, rel=1e-12)
     assert bubble_rate(made, barrier="minibatch") == 0
@@ -136,11 +145,11 @@ def test_bubbles_by_hand() -> None:
     assert bubble_rate(made, lambda n: n**2) == pytest.approx(1 - 30 / 50, rel=1e-12)
     assert bubble_rate(made, lambda n: n**2, "minibatch") == pytest.approx(1 - 30 / 34, rel=1e-12)
     # Two minibatches of one microbatch: their barriers are the same.
-    assert bubble_rate(Schedule(made.lengths, made.work, made.microbatches, 0, (0, 1)), barrier="minibatch") == (
-        pytest.approx(4 / 14, rel=1e-12)
-    )
+    assert bubble_rate(
+        MicrobatchSchedule(made.lengths, made.work, made.microbatches, 0, (0, 1)), barrier="minibatch"
+    ) == (pytest.approx(4 / 14, rel=1e-12))
     # Unequal numbers: 4 | 1, 1, 1 takes 4 at the end, 4 + 1 + 1 with barriers.
-    uneven = Schedule((4, 1, 1, 1), (4.0, 1.0, 1.0, 1.0), (((0,),), ((1,), (2,), (3,))))
+    uneven = MicrobatchSchedule((4, 1, 1, 1), (4.0, 1.0, 1.0, 1.0), (((0,),), ((1,), (2,), (3,))))
     assert bubble_rate(uneven, barrier="minibatch") == pytest.approx(1 - 7 / 8, rel=1e-12)
     assert bubble_rate(uneven) == pytest.approx(1 - 7 / 12, rel=1e-12)
     with pytest.raises(PlanError, match="barrier must be"):
@@ -184,7 +193,7 @@ def test_two_levels_are_balanced_only_together() -> None:
         assert [sum(map(len, own[start:end])) for own in made.microbatches] == [4] * 4
     assert made == verl_native(lengths, 4, limits(4000), minibatch=4, seed=1)
     assert made != verl_native(lengths, 4, limits(4000), minibatch=4, seed=2)
-    whole = Schedule(made.lengths, made.work, made.microbatches, made.budget)
+    whole = MicrobatchSchedule(made.lengths, made.work, made.microbatches, made.budget)
     assert bubble_rate(whole, barrier="minibatch") < 0.02 < bubble_rate(made, barrier="minibatch") < bubble_rate(made)
     assert len(verl_native(lengths[:63], 4, limits(4000), minibatch=5).starts) == 4
     with pytest.raises(PlanError, match="minibatch is -1"):
@@ -217,6 +226,6 @@ def test_work_follows_the_cost() -> None:
 )
 def test_what_is_no_schedule(change: dict, said: str) -> None:
     made = {"lengths": (5, 3, 4), "work": (1.0, 1.0, 1.0), "microbatches": (((0,),), ((1, 2),))}
-    Schedule(**made, budget=7)
+    MicrobatchSchedule(**made, budget=7)
     with pytest.raises(PlanError, match=said):
-        Schedule(**{**made, **change})
+        MicrobatchSchedule(**{**made, **change})

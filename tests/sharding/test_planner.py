@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.plan import PlanError, ShardPlan, rounds
 from sharding.planner import PLANNERS, Limits, balance_bound, flex_ulysses, flexrl, greedy, ulysses
 from sharding.planner.limits import least_load, row_tokens
+from sharding.planner.plan import PlanError, ShardPlan, rounds
 
 LENGTHS = st.one_of(
     st.lists(st.integers(1, 20_000), min_size=1, max_size=60),

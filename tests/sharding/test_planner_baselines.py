@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.plan import PlanError
 from sharding.planner import Limits, bucketing, flexrl, greedy, ulysses
 from sharding.planner.baselines import karmarkar_karp, longest_first
+from sharding.planner.plan import PlanError
 
 
 def loads(bins: list[int], amounts: list[int], count: int) -> np.ndarray:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.plan import PlanError
 from sharding.planner import VisionPlan, spread_vision
 from sharding.planner.baselines import longest_first
+from sharding.planner.plan import PlanError
 
 RUN = st.tuples(st.integers(1, 40), st.sampled_from([16, 64, 100, 256, 999]), st.integers(0, 7), st.integers(0, 2))
 

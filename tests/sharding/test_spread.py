@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import binary_axes, make_mesh
-from sharding.plan import PlanError, ShardPlan, rounds
-from sharding.route import route
-from sharding.shapes import ShapeBook, round_up
-from sharding.spread import SizedLayout, lay, size_weight
+from sharding.planner.plan import PlanError, ShardPlan, rounds
+from sharding.spread.buffers import SizedLayout, lay, size_weight
+from sharding.spread.route import route
+from sharding.spread.shapes import ShapeBook, round_up
 
 DEVICES = 8
 

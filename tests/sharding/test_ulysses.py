@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from sharding.heads import deal_heads, heads_at
 from sharding.kernels.attention import Mask, attention
 from sharding.mesh import binary_axes, make_mesh
-from sharding.plan import PlanError, Round, ShardPlan
-from sharding.spread import Spread, lay
-from sharding.ulysses import spread_attention, views_of
+from sharding.planner.plan import PlanError, Round, ShardPlan
+from sharding.spread.buffers import Spread, lay
+from sharding.spread.heads import deal_heads, heads_at
+from sharding.spread.ulysses import spread_attention, views_of
 
 DEVICES, COLUMNS, TOKENS, H = 8, 96, 96, 4  # TOKENS: of all sequences together, at most
 BUDGETS = ((8, 12), (4, 24), (4, 24), (2, 48), (2, 48), (1, 96), (1, 96))
@@ -224,7 +224,7 @@ def lowered(sequences):
 
 def test_all_devices_run_one_sequence_of_nested_collectives():
     """One program for all devices, so one order for all; with what this asserts of the groups, the docstring of
-    `sharding.ulysses` proves that no device waits for ever. That a compiler keeps the order of the degrees, too, is
+    `sharding.spread.ulysses` proves that no device waits for ever. That a compiler keeps the order of the degrees, too, is
     asserted where it matters: `test_overlap.py`."""
     program = lowered(EXAMPLE)
     degrees = [degree for degree, _ in BUDGETS if degree > 1]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from fluxjax.simulation.clock import Clock
-from fluxjax.simulation.fleet import SimulatedFleet
 from fluxjax.simulation.hardware import Setup
 from fluxjax.simulation.servers import Servers
+from fluxjax.simulation.simulated_engines import SimulatedFleet
 from fluxjax.simulation.workload import Workload
 
 

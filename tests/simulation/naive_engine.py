@@ -1,4 +1,4 @@
-"""The same engine as `fluxjax.simulation.engine`, one token at a time: what the jumps must be equal to."""
+"""The same engine as `fluxjax.simulation.simulated_engine`, one token at a time: what the jumps must be equal to."""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from by_hand import roll_out, workload
 
-from fluxjax import cli, simulate
+from fluxjax import simulate
+from fluxjax.base.types import Response
+from fluxjax.config import cli
 from fluxjax.coordinator.messages import (
     Accumulate,
     Event,
@@ -29,27 +31,26 @@ from fluxjax.coordinator.messages import (
     Train,
 )
 from fluxjax.simulation.cluster import Cluster, StuckError
-from fluxjax.simulation.config import Config
 from fluxjax.simulation.hardware import SETUPS
 from fluxjax.simulation.histories import History
+from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.run import make_cluster
 from fluxjax.simulation.run import summary as summarise
 from fluxjax.simulation.scenarios import scenario
-from fluxjax.types import Response
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def configuration(*options: str, variant: str = "14b", prompts: int = 16) -> Config:
+def configuration(*options: str, variant: str = "14b", prompts: int = 16) -> SimulateConfig:
     small = [f"rollout.prompts_per_step={prompts}", "rollout.group_size=4", "simulation.gpus=8", "steps=3"]
     chosen = [f"--config.{option}" for option in [*small, *options]]
-    return cli.load([f"--config=configs/simulation.py:{variant}", *chosen], Config)
+    return cli.load([f"--config=configs/simulation.py:{variant}", *chosen], SimulateConfig)
 
 
 class Watched:
     """A run with all that was heard and said."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: SimulateConfig) -> None:
         self.log: list[tuple[float, Event | Instruction]] = []
         self.cluster: Cluster = make_cluster(config, lambda now, what: self.log.append((now, what)))
         self.cluster.run()
@@ -256,7 +257,7 @@ class TestCommand:
             ("--config.optim.lr=1", "optim was set, but nothing of a simulation depends on it"),
             ("--config.policy.engines=3", "simulation.gpus and simulation.degree make 16"),
             ("--config.schedules.tail_prompts=nonsense", "schedules.tail_prompts"),
-            ("--config=configs/vlm.py", "must return a fluxjax.simulation.config.Config"),
+            ("--config=configs/vlm.py", "must return a fluxjax.simulation.options.Config"),
             ("--config=configs/simulation.py:8b", "not '8b'"),
             ("--seeds=-1", "--seeds"),
         ],

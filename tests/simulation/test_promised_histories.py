@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fluxjax.config import Policy
 from fluxjax.coordinator.messages import Skip
-from fluxjax.policy_config import Policy
 from fluxjax.simulation.histories import History, check
 from fluxjax.simulation.scenarios import scenario
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from naive_engine import Cost, NaiveEngine
 
 from fluxjax.simulation.clock import Clock, ClockError
-from fluxjax.simulation.engine import EngineError, SimulatedEngine
+from fluxjax.simulation.simulated_engine import SimulatedEngine, SimulatedEngineError
 
 TIMES = st.integers(0, 1500).map(lambda ticks: ticks / 1024)
 NAMES = st.sampled_from("abcdef")
@@ -157,13 +157,13 @@ def test_callbacks_may_submit_abort_and_crash():
 def test_what_cannot_be_generated_is_refused():
     engine = SimulatedEngine(Clock(), Cost(100), 1, print)
     for prompt, total, begun in [(50, 51, 0), (1, 0, 0), (1, 5, 5), (1, 5, -1)]:
-        with pytest.raises(EngineError):
+        with pytest.raises(SimulatedEngineError):
             engine.submit("a", 0, prompt, total, begun)
     engine.submit("b", 0, 1, 5)
-    with pytest.raises(EngineError, match="already"):
+    with pytest.raises(SimulatedEngineError, match="already"):
         engine.submit("b", 0, 1, 5)
     engine.crash()
-    with pytest.raises(EngineError, match="down"):
+    with pytest.raises(SimulatedEngineError, match="down"):
         engine.submit("c", 0, 1, 5)
     assert engine.abort("nobody") == engine.abort("b/7") == engine.progress("b") == []
 

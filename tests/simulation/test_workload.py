@@ -10,9 +10,9 @@ import pytest
 from fluxjax.simulation.clock import Clock
 from fluxjax.simulation.draws import exponential, key, uniform
 from fluxjax.simulation.faults import FaultPlan, FaultRates
-from fluxjax.simulation.fleet import SimulatedFleet
 from fluxjax.simulation.hardware import SETUPS
 from fluxjax.simulation.servers import Servers
+from fluxjax.simulation.simulated_engines import SimulatedFleet
 from fluxjax.simulation.workload import Workload, response
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from ...config import Config
+from ...config import Config, Policy
 from ...coordinator.machine import Settings
-from ...policy_config import Policy
-from .adaptive_async import AdaptiveAsyncPromises
-from .april import AprilPromises
+from .adaptive_async_promises import AdaptiveAsyncPromises
+from .april_promises import AprilPromises
 from .base import Promises
-from .rounds import SynchronousPromises
-from .tail_batching import TailBatchingPromises
+from .rounds_promises import SynchronousPromises
+from .tail_batching_promises import TailBatchingPromises
 
 _PROMISES: dict[Policy, type[Promises]] = {
     Policy.SYNCHRONOUS: SynchronousPromises,

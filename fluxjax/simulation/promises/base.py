@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...config import Config
-from ...coordinator.ledger import Stage
+from ...coordinator.factory import make_schedules
+from ...coordinator.ledger import PromptStage
 from ...coordinator.machine import Settings
 from ...coordinator.messages import (
     Abort,
@@ -23,8 +24,7 @@ from ...coordinator.messages import (
     Train,
     Trained,
 )
-from ...coordinator.rounds import NO_VARIANCE
-from ...policies import make_schedules
+from ...coordinator.policies.rounds import NO_VARIANCE
 from .books import UNDER_WAY, Books, Seen
 
 
@@ -82,7 +82,7 @@ class Promises:
         before = self._scored(what)
         self.books.hear(what)
         self.heard(what)
-        if before is not None and before.stage is Stage.SCORED:
+        if before is not None and before.stage is PromptStage.SCORED:
             for schedule in self.schedules.values():
                 schedule.observe_group(before.group())
         if isinstance(what, Trained):
@@ -92,7 +92,7 @@ class Promises:
     def _scored(self, event: Event) -> Seen | None:
         """The prompt whose group may be scored by this event."""
         seen = self.books.prompts.get(int(event.rid.partition(".")[0])) if isinstance(event, RewardReady) else None
-        return seen if seen is not None and seen.stage is Stage.COMPLETE else None
+        return seen if seen is not None and seen.stage is PromptStage.COMPLETE else None
 
     def heard(self, event: Event) -> None:
         """For subclasses: `books` know the event."""
@@ -123,9 +123,9 @@ class Promises:
         self.expect(bool(books.awaiting or books.running or books.scoring), "it waits, and nothing will ever come")
         self.expect(not books.unscored, f"whole responses are not scored: {sorted(books.unscored)}")
         self.expect(not books.surplus, f"responses nobody needs go on: {sorted(books.surplus)}")
-        self.expect(not books.count(Stage.LOST), "a lost prompt is neither generated again nor given up")
+        self.expect(not books.count(PromptStage.LOST), "a lost prompt is neither generated again nor given up")
         if self.dynamic:
-            equal = [seen.draw for seen in books.at(Stage.SCORED) if not seen.varied()]
+            equal = [seen.draw for seen in books.at(PromptStage.SCORED) if not seen.varied()]
             self.expect(not equal, f"groups of equal rewards are kept: draws {equal}")
 
     # --- single promises ------------------------------------------------------------------------
@@ -133,22 +133,24 @@ class Promises:
     def _aborts(self, rid: str) -> None:
         """Only what nobody needs: responses beyond those of a complete group, and what is left of a lost request."""
         seen = self.books.prompts.get(int(rid.partition(".")[0]))
-        lost = seen is not None and seen.stage is Stage.LOST and seen.request is not None and seen.request.rid == rid
+        lost = (
+            seen is not None and seen.stage is PromptStage.LOST and seen.request is not None and seen.request.rid == rid
+        )
         self.expect(lost or rid in self.books.surplus, f"{rid} is aborted although it is needed")
 
     def _skips(self, order: Skip) -> None:
         """Nothing is given up but what failed too often, and with dynamic sampling what has equal rewards."""
         seen = self.books.prompts[order.prompt.draw]
         if order.reason == NO_VARIANCE:
-            allowed = self.dynamic and seen.stage is Stage.SCORED and not seen.varied()
+            allowed = self.dynamic and seen.stage is PromptStage.SCORED and not seen.varied()
         else:
-            allowed = seen.stage is Stage.LOST and seen.failures == self.settings.max_attempts
+            allowed = seen.stage is PromptStage.LOST and seen.failures == self.settings.max_attempts
             allowed = allowed and order.reason.startswith(f"failed {seen.failures} times")
         self.expect(allowed, f"draw {seen.draw} ({seen.stage.value}) is skipped: {order.reason}")
 
     def _trains(self, order: Train) -> None:
         books = self.books
-        groups = len(order.groups) + books.count(Stage.TRAINING)
+        groups = len(order.groups) + books.count(PromptStage.TRAINING)
         self.expect(
             groups == self.needed or (groups < self.needed and books.exhausted), f"{groups} groups are trained on"
         )
@@ -173,8 +175,8 @@ class Promises:
             self.expect(request.attempt == attempt + 1, f"{request.rid} follows attempt {attempt}")
             self.expect(engine not in self.books.lent, f"{request.rid} goes to engine {engine}, which is lent")
             awake = set(range(len(self.books.served))) - self.books.lent
-            usable = awake if seen.stage is Stage.LOST else awake & set(self.usable())
-            if seen.stage is Stage.LOST:
+            usable = awake if seen.stage is PromptStage.LOST else awake & set(self.usable())
+            if seen.stage is PromptStage.LOST:
                 self._again(seen, request, awake)
             elif engine in running:
                 idle = usable - set(running)
@@ -234,6 +236,6 @@ class Promises:
 
     def goes_on(self, seen: Seen, request: Request, oldest: int) -> None:
         """What was begun under weights of at least version `oldest` goes on where it was; what is older begins anew."""
-        if seen.stage is not Stage.LOST:
+        if seen.stage is not PromptStage.LOST:
             wanted = bool(seen.kept()) and seen.born >= oldest
             self.expect(bool(request.begun) == wanted, f"{request.rid} {'begins anew' if wanted else 'goes on'}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from ...coordinator.ledger import ABORTED, Stage
+from ...base.types import Group, Prompt, Response, Reward, Sample
+from ...coordinator.ledger import ABORTED, PromptStage
 from ...coordinator.messages import (
     Abort,
     Accumulate,
@@ -42,7 +43,6 @@ from ...coordinator.messages import (
     Trained,
     WeightsPublished,
 )
-from ...types import Group, Prompt, Response, Reward, Sample
 
 _ANSWERS: dict[type, type] = {
     PromptsDrawn: DrawPrompts,
@@ -55,7 +55,7 @@ _ANSWERS: dict[type, type] = {
     CheckpointSaved: SaveCheckpoint,
 }
 _ANSWERED = frozenset(_ANSWERS.values())
-UNDER_WAY = (Stage.RUNNING, Stage.STOPPING, Stage.COMPLETE, Stage.LOST)
+UNDER_WAY = (PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE, PromptStage.LOST)
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class Seen:
     """A prompt that is neither trained on nor skipped yet; responses and rewards by sample."""
 
     prompt: Prompt
-    stage: Stage = Stage.WAITING
+    stage: PromptStage = PromptStage.WAITING
     request: Request | None = None  # the newest one
     born: int = -1  # weight version of the engine when the oldest of its responses began
     failures: int = 0
@@ -104,11 +104,11 @@ class Books:
         self.surplus: set[str] = set()  # of groups that are complete: to be aborted
         self.finished = False
 
-    def at(self, *stages: Stage) -> list[Seen]:
+    def at(self, *stages: PromptStage) -> list[Seen]:
         """Those at some stages, in draw order."""
         return [self.prompts[draw] for draw in sorted(self.prompts) if self.prompts[draw].stage in stages]
 
-    def count(self, *stages: Stage) -> int:
+    def count(self, *stages: PromptStage) -> int:
         return sum(seen.stage in stages for seen in self.prompts.values())
 
     def busy(self, engine: int) -> bool:
@@ -138,7 +138,7 @@ class Books:
                         self._lose(seen)
             case Trained(version):
                 self.version, self.step = version, self.step + 1
-                self.prompts = {d: seen for d, seen in self.prompts.items() if seen.stage is not Stage.TRAINING}
+                self.prompts = {d: seen for d, seen in self.prompts.items() if seen.stage is not PromptStage.TRAINING}
             case WeightsPublished(version):
                 assert isinstance(order, PublishWeights)
                 for engine in order.engines or range(len(self.served)):
@@ -153,13 +153,13 @@ class Books:
         seen = self.prompts.get(response.draw)
         if seen is None or seen.request is None or response.rid.partition("/")[0] != seen.request.rid:
             return
-        if response.sample in seen.ended or seen.stage not in (Stage.RUNNING, Stage.STOPPING):
+        if response.sample in seen.ended or seen.stage not in (PromptStage.RUNNING, PromptStage.STOPPING):
             self.surplus.discard(response.rid)
             return
-        if seen.stage is Stage.STOPPING and response.sample in seen.partial:
+        if seen.stage is PromptStage.STOPPING and response.sample in seen.partial:
             return
         if response.finish == ABORTED:
-            if seen.stage is Stage.RUNNING:
+            if seen.stage is PromptStage.RUNNING:
                 self._lose(seen)
                 return
             seen.partial[response.sample] = response
@@ -168,12 +168,12 @@ class Books:
             self.unscored.add(response.rid)
         need = seen.request.need or seen.request.n
         if len(seen.ended) == need:
-            if seen.stage is Stage.RUNNING:
+            if seen.stage is PromptStage.RUNNING:
                 self.surplus |= {f"{seen.request.rid}/{i}" for i in range(seen.request.n) if i not in seen.ended}
             seen.partial = {}
-            seen.stage = Stage.SCORED if len(seen.rewards) == need else Stage.COMPLETE
-        elif seen.stage is Stage.STOPPING and len(seen.ended) + len(seen.partial) == seen.request.n:
-            seen.stage = Stage.DEFERRED
+            seen.stage = PromptStage.SCORED if len(seen.rewards) == need else PromptStage.COMPLETE
+        elif seen.stage is PromptStage.STOPPING and len(seen.ended) + len(seen.partial) == seen.request.n:
+            seen.stage = PromptStage.DEFERRED
 
     def _reward(self, rid: str, reward: Reward) -> None:
         seen = self.prompts.get(int(rid.partition(".")[0]))
@@ -182,8 +182,8 @@ class Books:
             return
         self.scoring.discard(rid)
         seen.rewards[sample] = reward
-        if seen.stage is Stage.COMPLETE and len(seen.rewards) == len(seen.ended):
-            seen.stage = Stage.SCORED
+        if seen.stage is PromptStage.COMPLETE and len(seen.rewards) == len(seen.ended):
+            seen.stage = PromptStage.SCORED
 
     # --- instructions ---------------------------------------------------------------------------
 
@@ -197,11 +197,11 @@ class Books:
             case Park(prompt, keep):
                 seen = self.prompts[prompt.draw]
                 if keep:
-                    seen.stage = Stage.STOPPING
+                    seen.stage = PromptStage.STOPPING
                 else:
                     self._end(seen.request.rid if seen.request else "")
                     self._forget(seen)
-                    seen.stage = Stage.DEFERRED
+                    seen.stage = PromptStage.DEFERRED
             case Abort(rid):
                 self.surplus.discard(rid)
             case Score(response):
@@ -211,7 +211,7 @@ class Books:
                 self._forget(self.prompts.pop(prompt.draw))
             case Train(_, groups) | Accumulate(_, groups):
                 for group in groups:
-                    self.prompts[group.prompt.draw].stage = Stage.TRAINING
+                    self.prompts[group.prompt.draw].stage = PromptStage.TRAINING
             case Lend(engines):
                 self.lent |= set(engines)
             case Finish():
@@ -222,7 +222,7 @@ class Books:
             self._forget(seen)
             seen.born = self.served[request.engine]
         seen.partial = {}
-        seen.request, seen.stage = request, Stage.RUNNING
+        seen.request, seen.stage = request, PromptStage.RUNNING
         for sample in range(request.n):
             before = request.begun[sample] if request.begun else None
             if before is None or before.finish == ABORTED:
@@ -231,7 +231,7 @@ class Books:
     def _lose(self, seen: Seen) -> None:
         self._forget(seen)
         seen.failures += 1
-        seen.stage = Stage.LOST
+        seen.stage = PromptStage.LOST
 
     def _forget(self, seen: Seen) -> None:
         rids: Iterable[str] = [response.rid for response in seen.ended.values()]

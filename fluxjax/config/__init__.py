@@ -1,0 +1,4 @@
+"""x"""
+
+from .scheduling import *  # noqa: F403
+from .sections import *  # noqa: F403

@@ -1,0 +1,292 @@
+"""Every hyperparameter a schedule: constants, schedules over a run's progress, and controllers, written as text.
+
+    1.0                                            always the same
+    linear(1.2, 0.8)   cosine(1.2, 0.8)            from the first value to the second over the run
+    phases(1.2@0, 1.0@0.2, 0.7@0.7)                a value from each point on (Flux, insight 3: early, mid, late)
+    pid(metric=entropy, target=0.6, low=0.5, high=1.2, kp=0.1, ki=0.01, kd=0.05)
+                                                   moves so that a metric of the training step stays near a target
+    success(1.2, 0.8)                              for each prompt: the first value where no response of its last group
+                                                   was right, the second where all were (Flux: "per-prompt, per-stage")
+    math: 1.0; code: linear(1.2, 0.8); *: 0.9      one of these for each source; * for all others
+
+Progress is in [0, 1], 0 at the first step and 1 at the last. No schedule reads a clock or draws random numbers.
+"""
+
+from __future__ import annotations
+
+import abc
+import bisect
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..base.types import Group, Prompt
+from .pid import Pid
+from .sections import ConfigError
+
+OTHERS = "*"  # all sources that are not named
+_GROUPS = 64  # over which a source's success is averaged
+
+
+class RunSchedule(abc.ABC):
+    """A value that may change during a run."""
+
+    @abc.abstractmethod
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
+        """The value at `progress` (clipped to [0, 1]), for a prompt where there is one."""
+
+    @property
+    @abc.abstractmethod
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and the largest value that it can have."""
+
+    def observe(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 - most have nothing to learn
+        """Takes in the metrics of a training step."""
+
+    def observe_group(self, group: Group) -> None:  # noqa: B027
+        """Takes in how a prompt's responses were scored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON; empty for what depends on progress only."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Goes on where `state_dict` was taken."""
+
+
+class Ramp(RunSchedule):
+    """From `start` to `end`: in a straight line, or along half a cosine (slow, fast, slow). A constant is flat."""
+
+    def __init__(self, start: float, end: float, *, cosine: bool = False) -> None:
+        self.start, self.end, self.cosine = start, end, cosine
+
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
+        done = min(max(progress, 0.0), 1.0)
+        if self.cosine:
+            done = 0.5 * (1 - math.cos(math.pi * done))
+        return (1 - done) * self.start + done * self.end if self.start != self.end else self.start
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return min(self.start, self.end), max(self.start, self.end)
+
+
+class Phases(RunSchedule):
+    """Flux, insight 3. `values[i]` from progress `starts[i]` on; `starts` grow from 0."""
+
+    def __init__(self, values: Sequence[float], starts: Sequence[float]) -> None:
+        self.values, self.starts = tuple(values), tuple(starts)
+
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
+        return self.values[max(bisect.bisect_right(self.starts, progress) - 1, 0)]
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return min(self.values), max(self.values)
+
+
+class Controller(RunSchedule):
+    """Moves its value by a `Pid` on `target - metric`. Steps without the metric, or with a NaN, change nothing."""
+
+    def __init__(self, metric: str, target: float, pid: Pid) -> None:
+        self.metric, self.target, self.pid = metric, target, pid
+
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
+        return self.pid.value
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.pid.low, self.pid.high
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        if self.metric in metrics:
+            self.pid.update(self.target - float(metrics[self.metric]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.pid.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self.pid.load_state_dict(state)
+
+
+class Success(RunSchedule):
+    """From `none` for a prompt that no response of its last group solved, to `all` for one that all of them did.
+
+    A prompt that is new counts like its source so far; before anything is known, one half is solved."""
+
+    def __init__(self, none: float, all: float) -> None:
+        self.none, self.all = none, all
+        self._solved: dict[str, dict[str, float]] = {}  # share of the last group, by source and prompt
+        self._sources: dict[str, float] = {}  # moving average of such shares
+
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
+        share = 0.5
+        if prompt is not None:
+            share = self._solved.get(prompt.source, {}).get(prompt.id, self._sources.get(prompt.source, share))
+        return (1 - share) * self.none + share * self.all
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return min(self.none, self.all), max(self.none, self.all)
+
+    def observe_group(self, group: Group) -> None:
+        source = group.prompt.source
+        share = sum(sample.reward.correct for sample in group.samples) / len(group.samples)
+        self._solved.setdefault(source, {})[group.prompt.id] = share
+        before = self._sources.get(source, share)
+        self._sources[source] = before + (share - before) / _GROUPS
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "solved": {source: dict(shares) for source, shares in self._solved.items()},
+            "sources": dict(self._sources),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._solved = {source: dict(shares) for source, shares in state.get("solved", {}).items()}
+        self._sources = dict(state.get("sources", {}))
+
+
+class PerSource(RunSchedule):
+    """A schedule for each source. Asking for a source that has none raises `ConfigError`."""
+
+    def __init__(self, schedules: Mapping[str, RunSchedule], field: str) -> None:
+        self.schedules, self.field = dict(schedules), field
+
+    def _of(self, source: str) -> RunSchedule | None:
+        return self.schedules.get(source) or self.schedules.get(OTHERS)
+
+    def value(self, progress: float, prompt: Prompt | None = None) -> float:
+        source = prompt.source if prompt is not None else ""
+        if (schedule := self._of(source)) is None:
+            named = ", ".join(self.schedules)
+            raise ConfigError(
+                f"{self.field} has no value for source {source!r}, only for {named}; add '{OTHERS}: VALUE'"
+            )
+        return schedule.value(progress, prompt)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        lows, highs = zip(*(schedule.bounds for schedule in self.schedules.values()), strict=True)
+        return min(lows), max(highs)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        for schedule in self.schedules.values():
+            schedule.observe(metrics)
+
+    def observe_group(self, group: Group) -> None:
+        if (schedule := self._of(group.prompt.source)) is not None:
+            schedule.observe_group(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {source: schedule.state_dict() for source, schedule in self.schedules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for source, schedule in self.schedules.items():
+            schedule.load_state_dict(state.get(source, {}))
+
+
+def parse(
+    text: str, field: str, low: float = -math.inf, high: float = math.inf, *, per_prompt: bool = True
+) -> RunSchedule:
+    """The schedule that `text` (see the module's docstring) describes; `field` is where it stands.
+
+    Raises `ConfigError` that names the field, the text and what is allowed: for text that says nothing, and for
+    values outside of [low, high]; also for sources or prompts where the field knows none (`per_prompt` False).
+    """
+    parts = [part.strip() for part in text.split(";") if part.strip()]
+    if any(":" in part for part in parts):
+        if not per_prompt:
+            raise _error(text, field, "this field has one value for all sources")
+        schedules: dict[str, RunSchedule] = {}
+        for part in parts:
+            source, colon, rest = (piece.strip() for piece in part.partition(":"))
+            if not colon or not source or source in schedules:
+                raise _error(text, field, f"{part!r} must be SOURCE: SCHEDULE, each source once")
+            schedules[source] = _read(rest, text, field)
+        schedule: RunSchedule = PerSource(schedules, field)
+    elif len(parts) == 1:
+        schedule = _read(parts[0], text, field)
+    else:
+        raise _error(text, field, "it needs one schedule, or SOURCE: SCHEDULE for several")
+    if not per_prompt and isinstance(schedule, Success):
+        raise _error(text, field, "this field has one value for all prompts")
+    smallest, largest = schedule.bounds
+    if smallest < low or largest > high:
+        limits = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+        raise ConfigError(f"{field} is {text!r}, with values from {smallest:g} to {largest:g}; they must be {limits}")
+    return schedule
+
+
+_CALL = re.compile(r"(\w+)\s*\((.*)\)")
+_GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # Flux's
+_PID = ("metric", "target", "low", "high", "start", *_GAINS)  # `start`: the first value, by default between the bounds
+
+
+def _error(text: str, field: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{field} is {text!r}: {what}; allowed are 1.0, linear(1.2, 0.8), cosine(1.2, 0.8), phases(1.2@0, 1.0@0.2, "
+        "0.7@0.7), success(1.2, 0.8), pid(metric=NAME, target=0.6, low=0.5, high=1.2), and "
+        f"'math: 1.0; {OTHERS}: 0.8' for single sources"
+    )
+
+
+def _number(part: str, text: str, field: str) -> float:
+    try:
+        number = float(part)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise _error(text, field, f"{part.strip()!r} is no finite number")
+    return number
+
+
+def _read(part: str, text: str, field: str) -> RunSchedule:
+    """One schedule; `text` is all that stands in the field."""
+    call = _CALL.fullmatch(part)
+    if call is None:
+        number = _number(part, text, field)
+        return Ramp(number, number)
+    name, arguments = call[1], call[2].split(",")
+    if name in ("linear", "cosine", "success"):
+        if len(arguments) != 2:
+            raise _error(text, field, f"{name} takes two values, the first and the last")
+        start, end = (_number(argument, text, field) for argument in arguments)
+        return Success(start, end) if name == "success" else Ramp(start, end, cosine=name == "cosine")
+    if name == "phases":
+        return _phases(arguments, text, field)
+    if name == "pid":
+        return _controller(arguments, text, field)
+    raise _error(text, field, f"there is no {name!r}")
+
+
+def _phases(arguments: Sequence[str], text: str, field: str) -> Phases:
+    pairs = [argument.partition("@") for argument in arguments]
+    if not all(at for _, at, _ in pairs):
+        raise _error(text, field, "each phase is VALUE@START")
+    starts = [_number(start, text, field) for _, _, start in pairs]
+    if starts[0] != 0 or starts[-1] >= 1 or any(a >= b for a, b in itertools.pairwise(starts)):
+        raise _error(text, field, "phases start at 0 and at growing points below 1")
+    return Phases([_number(value, text, field) for value, _, _ in pairs], starts)
+
+
+def _controller(arguments: Sequence[str], text: str, field: str) -> Controller:
+    pairs = [tuple(piece.strip() for piece in argument.split("=", 1)) for argument in arguments]
+    given = {pair[0]: pair[-1] for pair in pairs}
+    if any(len(pair) < 2 or pair[0] not in _PID for pair in pairs) or len(given) != len(pairs):
+        raise _error(text, field, "pid takes NAME=VALUE, each name once, of " + ", ".join(_PID))
+    if missing := [name for name in ("metric", "target", "low", "high") if not given.get(name)]:
+        raise _error(text, field, f"pid needs {', '.join(missing)}")
+    metric = given.pop("metric")
+    numbers = {name: _number(value, text, field) for name, value in given.items()}
+    low, high = numbers["low"], numbers["high"]
+    start = numbers.get("start", 0.5 * (low + high))
+    if not low <= start <= high:
+        raise _error(text, field, f"pid needs low <= start <= high, not {low:g}, {start:g}, {high:g}")
+    gains = _GAINS | {name: numbers[name] for name in _GAINS if name in numbers}
+    if min(gains.values()) < 0 or not any(gains.values()):
+        raise _error(text, field, f"pid needs {', '.join(_GAINS)} of at least 0, and not all of them 0")
+    return Controller(metric, numbers["target"], Pid(start, low, high, **gains))

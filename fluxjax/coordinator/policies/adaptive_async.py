@@ -1,0 +1,197 @@
+"""Generation runs ahead of training, as far as measured staleness allows (Flux, component 1).
+
+How far is one number, the async ratio: prompts are submitted as long as
+
+    submitted <= (step + 1 + ratio * max_staleness) * prompts_per_step
+
+(AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness in the place of its eta). At 0
+this is the synchronous policy, instruction for instruction. After each step a PID controller moves the ratio so that
+the staleness of what is trained on stays at its target; well above it, or after `sync_interval` steps without, a
+barrier lets everything that runs end and be trained on before anything new begins.
+
+Nothing is trained on that is more than `max_staleness` versions old: training waits for a group that would become
+older by missing the step, and a prompt that became older all the same is generated anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...base.types import Group
+from ...config import AdaptiveAsyncConfig, ComposerConfig
+from ...config.pid import Pid
+from .. import selection as composer
+from ..ledger import PromptStage
+from ..machine import Coordinator
+from ..messages import DrawPrompts, Evaluate, Generate, Instruction, Park, PublishWeights, SaveCheckpoint, Train
+from .rounds import Base, requests
+from .staleness import staleness
+
+
+class AdaptiveAsync(Base):
+    """See the module's docstring. `ratio`, `staleness` and `barriers` are there for displays."""
+
+    def __init__(
+        self,
+        settings: AdaptiveAsyncConfig | None = None,
+        *,
+        composition: ComposerConfig | None = None,
+        seed: int = 0,
+        dynamic_sampling: bool = False,
+    ) -> None:
+        super().__init__(dynamic_sampling=dynamic_sampling)
+        self._composer, self._seed = composition or ComposerConfig(), seed
+        self.settings = settings = settings or AdaptiveAsyncConfig()
+        low, high = settings.min_ratio, settings.max_ratio
+        self._pid = Pid(settings.ratio, low, high, kp=settings.kp, ki=settings.ki, kd=settings.kd)
+        self.staleness = 0.0  # moving average
+        self.barriers = 0  # forced so far
+        self._barrier = False  # nothing new begins until everything that runs is trained on
+        self._since_sync = 0  # steps
+        self._seen = -1  # step of which the metrics were taken in
+
+    @property
+    def ratio(self) -> float:
+        return self._pid.value
+
+    def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        if urgent := self._urgent(coordinator):
+            return urgent
+        if coordinator.step != self._seen:
+            self._observe(coordinator)
+        if publish := self._publish(coordinator):
+            return publish
+        if boundary := self._boundary(coordinator):
+            return boundary
+        if coordinator.ending or coordinator.stop_reason or (coordinator.awaiting and not self.ratio):
+            return []
+        return self._next_step(coordinator) or self._ahead(coordinator)
+
+    # --- after a step ---------------------------------------------------------------------------
+
+    def _observe(self, coordinator: Coordinator) -> None:
+        """Once after each step: Flux's update of the ratio."""
+        settings = self.settings
+        first, self._seen = self._seen < 0, coordinator.step
+        if first:
+            return
+        now = staleness(coordinator.metrics, settings)
+        self.staleness = settings.ema * self.staleness + (1 - settings.ema) * now
+        target = coordinator.scheduled("target_staleness", settings.target_staleness)
+        self._pid.update(target - self.staleness)
+        self._since_sync += 1
+        too_stale = self.staleness > target + settings.tolerance
+        if not self._barrier and (too_stale or self._since_sync > settings.sync_interval):
+            self._barrier = True
+            self.barriers += 1
+
+    def _publish(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """New weights go out at once, to all engines; or with `interrupt` off to those where nothing runs."""
+        if PublishWeights in coordinator.awaiting or coordinator.served == coordinator.version:
+            return []
+        if self.settings.interrupt:
+            return [PublishWeights(coordinator.version)]
+        fleet, newest = coordinator.fleet, coordinator.version
+        idle = tuple(e for e, served in enumerate(fleet.served) if served != newest and not fleet.running[e])
+        return [PublishWeights(coordinator.version, idle)] if idle else []
+
+    def _boundary(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """What is due after a step, while engines go on; at the end and at a stop they are emptied first."""
+        ledger, awaiting = coordinator.ledger, coordinator.awaiting
+        if awaiting.keys() & {Train, Evaluate, SaveCheckpoint, PublishWeights, DrawPrompts}:
+            return []
+        last = coordinator.ending or coordinator.stop_reason
+        if last and (running := ledger.at(PromptStage.RUNNING)):
+            return [Park(entry.prompt, keep=True) for entry in running]
+        if coordinator.served != coordinator.version or (last and ledger.count(PromptStage.STOPPING)):
+            return []
+        return self._due(coordinator)
+
+    # --- the next step --------------------------------------------------------------------------
+
+    def _next_step(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        ledger, needed = coordinator.ledger, coordinator.settings.prompts_per_step
+        scored = ledger.count(PromptStage.SCORED)
+        if not scored or coordinator.awaiting.keys() & {Train, Evaluate, SaveCheckpoint}:
+            return []
+        if scored < needed and not (coordinator.exhausted and scored == ledger.live):
+            return []
+        if coordinator.evaluation_due() or coordinator.checkpoint_due():  # once the new weights are out
+            return []
+        limit, version = self.settings.max_staleness, coordinator.version
+        if any(version - entry.born >= limit for stage in _UNDER_WAY for entry in ledger.at(stage)):
+            return []
+        candidates = [entry.group() for entry in ledger.at(PromptStage.SCORED)]
+        if late := [group for group in candidates if composer.staleness(group, version) > limit]:
+            return [Park(group.prompt) for group in late]
+        return self._train(
+            coordinator, [ledger.entries[group.prompt.draw] for group in self._chosen(coordinator, candidates)]
+        )
+
+    def _chosen(self, coordinator: Coordinator, candidates: Sequence[Group]) -> Sequence[Group]:
+        return composer.compose(
+            candidates,
+            min(coordinator.settings.prompts_per_step, len(candidates)),
+            self._composer,
+            version=coordinator.version,
+            max_staleness=self.settings.max_staleness,
+            progress=coordinator.step / coordinator.settings.steps,
+            seed=self._seed,
+            step=coordinator.step,
+        )
+
+    # --- running ahead --------------------------------------------------------------------------
+
+    def _ahead(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        ledger = coordinator.ledger
+        if self._barrier and not coordinator.awaiting and not ledger.count(*_UNDER_WAY):
+            self._barrier, self._since_sync = False, 0
+        waiting = ledger.count(PromptStage.DEFERRED, PromptStage.WAITING)
+        room = 0 if self._barrier or coordinator.exhausted else self._room(coordinator)
+        if (room <= 0 and not waiting) or DrawPrompts in coordinator.awaiting:
+            return []
+        engines = self._usable(coordinator)
+        if not engines:
+            return []
+        if room > 0:
+            return [DrawPrompts(room)]
+        oldest, size = coordinator.version - self.settings.max_staleness, coordinator.settings.group_size
+        entries = [*ledger.at(PromptStage.DEFERRED), *ledger.at(PromptStage.WAITING)]
+        made = requests(coordinator, entries, size, size, keep=lambda entry: entry.born > oldest, engines=engines)
+        return [Generate(made)]
+
+    def _usable(self, coordinator: Coordinator) -> list[int]:
+        """Engines that get new requests: all, or those that serve the newest weights already."""
+        fleet = coordinator.fleet
+        if self.ratio and self.settings.interrupt:
+            return list(range(len(fleet)))
+        return [engine for engine, served in enumerate(fleet.served) if served == coordinator.version]
+
+    def _room(self, coordinator: Coordinator) -> int:
+        """Prompts that may be submitted now."""
+        settings = coordinator.settings
+        steps = min(1 + self.ratio * self.settings.max_staleness, settings.steps - coordinator.step)
+        return math.floor(steps * settings.prompts_per_step) - coordinator.ledger.live
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "pid": self._pid.state_dict(),
+            "staleness": self.staleness,
+            "barriers": self.barriers,
+            "barrier": self._barrier,
+            "since_sync": self._since_sync,
+            "seen": self._seen,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Of another policy: this one starts afresh."""
+        if "pid" not in state:
+            return
+        self._pid.load_state_dict(state["pid"])
+        self.staleness, self.barriers = state["staleness"], state["barriers"]
+        self._barrier, self._since_sync, self._seen = state["barrier"], state["since_sync"], state["seen"]
+
+
+_UNDER_WAY = (PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE, PromptStage.LOST)

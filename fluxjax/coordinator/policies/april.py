@@ -1,0 +1,105 @@
+"""Active partial rollouts (APRIL; Flux, component 2): more prompts than a step needs, and nothing is thrown away.
+
+A round ends with the first groups that are complete; what the others have so far is kept, token by token with its
+log-probs and versions, and goes on in the next round under the new weights. So responses may be of several versions:
+the importance correction of the algorithm accounts for that. Prompts that are predicted to end first are submitted
+first. A round waits for prompts that would become older than `max_staleness` versions by missing it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..ledger import Entry, PromptStage
+from ..machine import Coordinator
+from ..messages import DrawPrompts, Generate, Instruction, Park
+from .rounds import Rounds, check_versions, requests
+from .speculative_sync import SpeculativeSync
+from .stream_trainer import StreamTrainer
+
+
+class April(Rounds):
+    """`oversample` prompts are under way for each one that a step needs; nothing is trained on that is more than
+    `max_staleness` versions old."""
+
+    def __init__(
+        self,
+        oversample: float = 1.5,
+        max_staleness: int = 4,
+        *,
+        stream: StreamTrainer | None = None,
+        speculative: SpeculativeSync | None = None,
+        dynamic_sampling: bool = False,
+    ) -> None:
+        super().__init__(stream=stream, speculative=speculative, dynamic_sampling=dynamic_sampling)
+        self.oversample, self.max_staleness = oversample, max_staleness
+        self._open = False
+
+    def _in_round(self, coordinator: Coordinator) -> bool:
+        return self._open
+
+    def _begin(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        self._open = True
+        return self._round(coordinator)
+
+    def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        ledger, needed = coordinator.ledger, coordinator.settings.prompts_per_step
+        oldest = coordinator.version - self.max_staleness
+        if late := [entry for entry in ledger.at(PromptStage.SCORED) if entry.born < oldest]:
+            return [Park(entry.prompt) for entry in late]
+        missing = math.ceil(self.oversample * needed) - ledger.live
+        scored = ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
+        if missing > 0 and not coordinator.exhausted and scored < needed:
+            return [DrawPrompts(missing)]
+        if waiting := [*ledger.at(PromptStage.DEFERRED), *ledger.at(PromptStage.WAITING)]:
+            return self._launch(coordinator, waiting)
+        running = ledger.count(PromptStage.RUNNING, PromptStage.STOPPING)
+        enough = scored if self._dynamic_sampling else scored + ledger.count(PromptStage.COMPLETE)
+        if running and (enough < needed or self._waited_for(coordinator, PromptStage.RUNNING, PromptStage.STOPPING)):
+            return []
+        if ledger.count(PromptStage.COMPLETE) and (
+            scored < needed or self._waited_for(coordinator, PromptStage.COMPLETE)
+        ):
+            return []
+        if coordinator.awaiting:
+            return []
+        self._open = False
+        park = [Park(entry.prompt, keep=True) for entry in ledger.at(PromptStage.RUNNING)]
+        training = ledger.count(PromptStage.TRAINING)
+        winners = sorted(ledger.at(PromptStage.SCORED), key=_oldest_first)[: needed - training]
+        if not (winners or training):
+            return park or self._between(coordinator)
+        winners.sort(key=lambda entry: entry.prompt.draw)
+        check_versions([entry.group() for entry in winners], oldest)
+        return [*park, *self._train(coordinator, winners)]
+
+    def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
+        """Only what no other prompt can displace: the oldest of all that are under way."""
+        entries = sorted(coordinator.ledger.entries.values(), key=_oldest_first)
+        first = entries[: coordinator.settings.prompts_per_step]
+        return [entry for entry in first if entry.stage is PromptStage.SCORED]
+
+    def _waited_for(self, coordinator: Coordinator, *stages: PromptStage) -> bool:
+        oldest = coordinator.version - self.max_staleness
+        return any(entry.born <= oldest for stage in stages for entry in coordinator.ledger.at(stage))
+
+    def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
+        """Shortest first; those that became too old start afresh."""
+        size, oldest = coordinator.settings.group_size, coordinator.version - self.max_staleness
+        left = {entry.prompt.draw: _left(coordinator, entry) for entry in entries}
+        ordered = sorted(entries, key=lambda entry: (left[entry.prompt.draw], entry.prompt.draw))
+        return [Generate(requests(coordinator, ordered, size, size, keep=lambda entry: entry.born >= oldest))]
+
+
+def _oldest_first(entry: Entry) -> tuple[int, int]:
+    return entry.born, entry.prompt.draw
+
+
+def _left(coordinator: Coordinator, entry: Entry) -> float:
+    """Tokens that the longest of its responses is predicted to need yet."""
+    begun = [len(response.token_ids) for response in entry.begun.values()]
+    lengths = coordinator.lengths
+    if not begun:
+        return lengths.predict(entry.prompt).mean
+    return max(lengths.predict(entry.prompt, running=tokens).mean - tokens for tokens in begun)

@@ -1,0 +1,87 @@
+"""The stream trainer: gradients of complete groups while the rest of the round is generated (Flexes, section 4.4).
+
+Engines run out of work towards the end of a round. At milestones of its progress, it is asked whether the others could
+hold everything that still runs: the projected peak of their caches decides. If so, half of the engines are lent to
+training until the round is over. What runs on them goes on elsewhere, from where it is: its tokens are kept, its cache
+is computed again. The devices of the lent engines then compute the gradients of what is complete, a few groups at a
+time; the update waits for the end of the round, so that nothing is ever trained on older weights than without this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ...config import StreamTrainerConfig
+from ..ledger import Entry, PromptStage
+from ..machine import Coordinator
+from ..messages import Accumulate, Instruction, Lend, Park
+
+
+class StreamTrainer:
+    """Policies that train in rounds ask it when they would wait. `lent` and `refused` are there for displays."""
+
+    def __init__(self, settings: StreamTrainerConfig | None = None) -> None:
+        self.settings = settings or StreamTrainerConfig(enabled=True)
+        self.lent = 0  # rounds in which engines were lent
+        self.refused = 0  # milestones at which the projection was against it
+        self._looked = 0.0  # progress of the round at the last milestone
+
+    def reset(self) -> None:
+        """A round is over."""
+        self._looked = 0.0
+
+    def consult(self, coordinator: Coordinator, ready: Sequence[Entry]) -> Sequence[Instruction]:
+        """What to do while a round goes on; `ready` are scored groups that it will train on, whatever else comes."""
+        if coordinator.awaiting:
+            return []
+        if not coordinator.fleet.lent:
+            return self._scale_down(coordinator)
+        chunk = self.settings.chunk or math.ceil(coordinator.settings.prompts_per_step / 8)
+        if len(ready) < chunk:
+            return []
+        # No larger portions: when the round ends, training goes on on all devices as soon as one is done.
+        groups = tuple(entry.group() for entry in ready[:chunk])
+        return [Accumulate(coordinator.step + 1, groups, tuple(sorted(coordinator.fleet.lent)))]
+
+    def _scale_down(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """Algorithm 1, lines 14 to 21."""
+        settings, progress = self.settings, _progress(coordinator)
+        if not settings.first <= progress <= settings.last or progress - self._looked < settings.every:
+            return []
+        self._looked = progress
+        fleet = coordinator.fleet
+        spared = sorted(range(len(fleet)), key=lambda engine: (fleet.load[engine], -engine))[: len(fleet) // 2]
+        capacity = fleet.kv_tokens * (len(fleet) - len(spared))
+        if not spared or (capacity and projected_tokens(coordinator) > capacity):
+            self.refused += 1
+            return []
+        self.lent += 1
+        moved = [entry for entry in coordinator.ledger.at(PromptStage.RUNNING) if entry.engine in spared]
+        return [*(Park(entry.prompt, keep=True) for entry in moved), Lend(tuple(sorted(spared)))]
+
+
+def projected_tokens(coordinator: Coordinator) -> float:
+    """Tokens in all caches when everything that runs now has its predicted length.
+
+    Responses of a group begin together and grow at the same pace: one that still runs is at least as long as those of
+    its group that have ended.
+    """
+    total, reserved = 0.0, coordinator.settings.kv_reserved
+    for entry in coordinator.ledger.at(PromptStage.RUNNING):
+        longest = max((len(response.token_ids) for response in entry.responses.values()), default=0)
+        tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=longest).mean
+        total += (entry.n - len(entry.responses)) * max(tokens, reserved)
+    return total
+
+
+def _progress(coordinator: Coordinator) -> float:
+    """The share of the round's responses that have ended."""
+    ledger = coordinator.ledger
+    over = sum(entry.n for stage in _OVER for entry in ledger.at(stage))
+    running = [entry for stage in (PromptStage.RUNNING, PromptStage.STOPPING) for entry in ledger.at(stage)]
+    done = over + sum(len(entry.responses) for entry in running)
+    return done / max(over + sum(entry.n for entry in running), 1)
+
+
+_OVER = (PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING)

@@ -1,0 +1,42 @@
+"""Strictly on-policy training, one thing after the other: the reference that every other policy is compared with.
+
+One step: draw P prompts, generate G responses to each under one weight version, score each response as soon as it
+ends, train on all P groups in draw order, publish the new weights. Evaluations and checkpoints come between steps,
+when nothing is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..ledger import PromptStage
+from ..machine import Coordinator
+from ..messages import DrawPrompts, Generate, Instruction
+from .rounds import Rounds, check_versions, requests
+
+
+class Synchronous(Rounds):
+    """See the module's docstring. What to do follows from the books alone; nothing is kept from step to step."""
+
+    def _in_round(self, coordinator: Coordinator) -> bool:
+        return coordinator.ledger.live > 0
+
+    def _begin(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        return [DrawPrompts(coordinator.settings.prompts_per_step)]
+
+    def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        ledger, settings = coordinator.ledger, coordinator.settings
+        size = settings.group_size
+        missing = settings.prompts_per_step - ledger.live
+        if missing > 0 and not coordinator.exhausted:
+            return [DrawPrompts(missing)]
+        # Deferred: its engine was lent, or a run of another policy was resumed as this one.
+        if waiting := [*ledger.at(PromptStage.DEFERRED), *ledger.at(PromptStage.WAITING)]:
+            moving = {entry.prompt.draw for entry in self._moving(coordinator) if entry.need == size}
+            made = requests(coordinator, waiting, size, size, keep=lambda entry: entry.prompt.draw in moving)
+            return [Generate(made)]
+        if ledger.count(PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE) or coordinator.awaiting:
+            return []
+        scored = ledger.at(PromptStage.SCORED)
+        check_versions([entry.group() for entry in scored], coordinator.version)
+        return self._train(coordinator, scored)

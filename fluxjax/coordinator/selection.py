@@ -1,0 +1,138 @@
+"""Which of the scored groups a step trains on (Flux, component 4): a pure function of groups, seed and step.
+
+Candidates are ordered (as drawn or stalest first; with `curriculum` easy first, and that order among equals), then
+taken stratum by stratum, each as many as its share of the candidates (`stratify`: of a staleness; `diversity`: of a
+source and its kinds of media), and within a stratum, where `lengths` is set, those that are about as long as the first
+one. What would soon be too old to be trained on goes before all that, so no group starves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from ..base.types import Group
+from ..config import ComposerConfig, Order
+
+_CHOICE = 2  # candidates looked at for each one taken, where lengths are to be similar
+
+
+def staleness(group: Group, version: int) -> int:
+    """Versions between the trainer's weights and the oldest that a token of the group was generated with."""
+    oldest = min((v for sample in group.samples for v in sample.response.versions), default=version)
+    return version - oldest
+
+
+def total_tokens(group: Group) -> int:
+    """Generated tokens of all responses."""
+    return sum(len(sample.response.token_ids) for sample in group.samples)
+
+
+def difficulty(group: Group) -> float:
+    """Share of the responses that are not correct, in [0, 1]."""
+    return 1 - sum(sample.reward.correct for sample in group.samples) / max(len(group.samples), 1)
+
+
+def compose(
+    groups: Sequence[Group],
+    count: int,
+    config: ComposerConfig,
+    *,
+    version: int,
+    max_staleness: int,
+    progress: float,
+    seed: int,
+    step: int,
+    difficulties: Mapping[int, float] | None = None,
+) -> tuple[Group, ...]:
+    """`count` of `groups`, in draw order.
+
+    A group whose staleness is at least `max_staleness - 1`, and which could therefore become too old in the next step,
+    is taken first, the stalest before others. With everything off the rest is the first ones in draw order.
+
+    `version` is the trainer's, `progress` of the run in [0, 1]; `difficulties` are known from earlier epochs, by draw,
+    and go before those of the groups themselves. Raises `ValueError` where there are fewer than `count` groups, or one
+    that is more than `max_staleness` versions old.
+    """
+    ordered = sorted(groups, key=lambda group: group.prompt.draw)
+    if not 0 <= count <= len(ordered):
+        raise ValueError(f"{count} groups to choose from {len(ordered)}")
+    ages = [staleness(group, version) for group in ordered]
+    if ages and max(ages) > max_staleness:
+        old = ordered[ages.index(max(ages))]
+        raise ValueError(
+            f"draw {old.prompt.draw} is {max(ages)} versions old; at most {max_staleness} may be trained on"
+        )
+    everyone = range(len(ordered))
+    urgent = sorted((i for i in everyone if ages[i] >= max_staleness - 1), key=lambda i: (-ages[i], i))[:count]
+    rng = np.random.default_rng([seed, step])
+    ranking = list(everyone)
+    if config.order is Order.STALEST:
+        ranking.sort(key=lambda i: -ages[i])
+    if config.curriculum:
+        known = difficulties or {}
+        hard = [known.get(group.prompt.draw, difficulty(group)) for group in ordered]
+        ranking = _easy_first(ranking, hard, progress, rng)
+    strata = [_stratum(group, age, config) for group, age in zip(ordered, ages, strict=True)]
+    lengths = [math.log1p(total_tokens(group)) for group in ordered] if config.lengths else None
+    chosen = _choose(ranking, urgent, count, strata, lengths, rng)
+    return tuple(ordered[i] for i in sorted(chosen))
+
+
+def _stratum(group: Group, age: int, config: ComposerConfig) -> Hashable:
+    kinds = tuple(sorted({media.kind.value for media in group.prompt.media}))
+    return age if config.stratify else None, (group.prompt.source, kinds) if config.diversity else None
+
+
+def _easy_first(ranking: Sequence[int], hard: Sequence[float], progress: float, rng: np.random.Generator) -> list[int]:
+    """By chance at the start of the run, by difficulty at its end, and in between a mixture of both."""
+    by_difficulty = sorted(ranking, key=lambda i: hard[i])
+    chance = 1 - min(max(progress, 0.0), 1.0)
+    places = (1 - chance) * np.arange(len(ranking)) + chance * len(ranking) * rng.random(len(ranking))
+    return [by_difficulty[k] for k in np.argsort(places, kind="stable")]
+
+
+def _choose(
+    ranking: Sequence[int],
+    urgent: Sequence[int],
+    count: int,
+    strata: Sequence[Hashable],
+    lengths: Sequence[float] | None,
+    rng: np.random.Generator,
+) -> set[int]:
+    chosen = set(urgent)
+    if len(chosen) == count:
+        return chosen
+    quotas = _quotas(Counter(strata), Counter(strata[i] for i in urgent), count, rng)
+    rest = [i for i in ranking if i not in chosen]
+    anchor = lengths[rest[0]] if lengths else 0.0
+    for stratum, quota in quotas.items():
+        members = [i for i in rest if strata[i] == stratum]
+        wanted = quota - sum(strata[i] == stratum for i in urgent)
+        if lengths:
+            # The first one is nearest to itself: whatever its length, it is not passed over again and again.
+            members = sorted(members[: _CHOICE * wanted], key=lambda i: abs(lengths[i] - anchor))
+        chosen.update(members[:wanted])
+    return chosen
+
+
+def _quotas(
+    sizes: Mapping[Hashable, int], least: Mapping[Hashable, int], count: int, rng: np.random.Generator
+) -> dict[Hashable, int]:
+    """How many of each stratum, proportional to its size and at least `least`; largest remainders, ties by chance."""
+    quotas: dict[Hashable, int] = {}
+    open_, left, total = dict(sizes), count, sum(sizes.values())
+    while over := [key for key, size in open_.items() if least.get(key, 0) * total > size * left]:
+        for key in over:
+            quotas[key] = least[key]
+            del open_[key]
+        left, total = count - sum(quotas.values()), sum(open_.values())
+    lucky = dict(zip(open_, rng.permutation(len(open_)).tolist(), strict=True))
+    quotas |= {key: size * left // total for key, size in open_.items()}
+    by_remainder = sorted(open_, key=lambda key: (-(open_[key] * left % total), lucky[key]))
+    for key in by_remainder[: count - sum(quotas.values())]:
+        quotas[key] += 1
+    return quotas

@@ -1,0 +1,77 @@
+"""Supervised steps before RL: the policy learns the form of an answer, and a first idea of its content."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from models.config import VisionConfig
+from models.processing import Processor, PromptError
+
+from ..algorithms import sft
+from ..batch.composer import compose, sft_groups
+from ..config import Config, OptimConfig
+from ..data import Source
+from ..data.loader import PromptLoader
+from ..data.prepare import Preparer
+from .learner import Learner
+
+
+async def warm_start(
+    config: Config,
+    learner: Learner,
+    sources: Mapping[str, Source],
+    processor: Processor,
+    vision: VisionConfig | None,
+    count_skip: Callable[[str], None],
+) -> AsyncIterator[tuple[int, dict[str, float]]]:
+    """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) after each.
+
+    The data order is its own: RL starts with a fresh epoch. The optimizer and its schedule are its own as well;
+    `learner.reset` begins RL. Prompts and answers that cannot be used are left out of their
+    batch and reported to `count_skip` with the reason.
+    """
+    settings = config.warm_start
+    weights = {name: config.data.sources[name].weight for name in sources}
+    learner.reset(
+        sft.token_loss,
+        optim=OptimConfig(lr=settings.lr, warmup_steps=min(10, settings.steps // 2)),
+        steps=settings.steps,
+        temperature=1.0,
+    )
+    source = Preparer(processor, PromptLoader(sources, weights, seed=config.seed + 1_000_003), config)
+    try:
+        for step in range(1, settings.steps + 1):
+            drawn, skipped = await source.draw(settings.batch_size)
+            for _, reason in skipped:
+                count_skip(reason)
+            prepared, answers = [], []
+            for one in drawn:
+                answer = answer_ids(processor, one.prompt.answer)
+                if answer and len(answer) <= config.rollout.max_new_tokens:
+                    prepared.append(one)
+                    answers.append(answer)
+                else:
+                    count_skip("warm start: answer too long" if answer else "warm start: answer not in the vocabulary")
+            if not prepared:
+                continue
+            by_draw = {one.prompt.draw: one for one in prepared}
+            batch = compose(
+                sft_groups(prepared, answers),
+                by_draw,
+                config,
+                learner.mesh.size,
+                vision=vision,
+                text=learner.text,
+                shapes=learner.shapes,
+            )
+            yield step, learner.step(batch.batches, batch.devices, batch.work)
+    finally:
+        source.close()
+
+
+def answer_ids(processor: Processor, answer: str) -> list[int]:
+    """The tokens of an answer as the policy should give it, with the end token; empty if the vocabulary can't."""
+    try:
+        return [*processor.encode(answer), processor.eos_ids[0]]
+    except PromptError:
+        return []

@@ -1,0 +1,113 @@
+"""From the configuration to a model and its processor, a checkpoint folder or a tiny model."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+import models
+from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.decoder import Decoder
+from models.folder import why_missing
+from models.processing import Processor
+from models.processing.settings import DecodeLimits, PatchLayout
+from models.processing.tiny import SPECIAL_TOKENS
+from models.processing.tiny import build as build_processor
+from rollout.engine import SamplingParams
+
+from ..config import Config, ConfigError, ModelConfig
+from ..data.sources import Source, all_texts, common_words
+
+
+def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder, Processor]:
+    """The model with float32 master weights, and its processor.
+
+    The tiny tokenizer is built from the prompts and answers of the training `sources`.
+    Raises `ConfigError` when `model.path` is no checkpoint folder.
+    """
+    data = config.data
+    limits = DecodeLimits(pixels=data.max_decoded_pixels, frames=data.max_decoded_frames)
+    if config.model.path:
+        path = pathlib.Path(config.model.path)
+        if why := why_missing(path):
+            raise ConfigError(f"model.path: {why}")
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"model.path: {path} is not a Hugging Face checkpoint folder (it has no config.json)")
+        try:
+            processor = Processor.load(path).configured(
+                min_pixels=data.min_pixels,
+                max_pixels=data.max_pixels,
+                num_frames=data.video_frames,
+                limits=limits,
+            )
+            model = models.load(path, dtype=jnp.float32)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"model.path: {error}") from error
+        if not processor.eos_ids:
+            raise ConfigError(f"model.path: {path} names no end token (generation_config.json, eos_token_id)")
+        return model, processor
+    vision = tiny_vision(config.model) if config.model.vision else None
+    processor = build_processor(
+        all_texts(sources.values()),
+        words=common_words(sources.values()),
+        layout=PatchLayout.of(vision) if vision else None,
+        num_frames=data.video_frames or 4,
+        **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
+    ).configured(limits=limits)
+    return models.create(tiny_model(config.model, processor, vision), config.seed), processor
+
+
+def sampling_params(config: Config, processor: Processor) -> SamplingParams:
+    """How responses are drawn: as `config.rollout` says, ended by the processor's end tokens, without media tokens."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_ids=processor.eos_ids,
+        forbidden_ids=processor.media_token_ids,
+    )
+
+
+def tiny_vision(model: ModelConfig) -> VisionConfig:
+    return VisionConfig(
+        hidden_size=model.vision_hidden_size,
+        intermediate_size=model.vision_intermediate_size,
+        depth=model.vision_depth,
+        num_heads=model.vision_num_heads,
+        out_hidden_size=model.hidden_size,
+        full_attention_layers=model.vision_full_attention_layers,
+        patch_size=model.patch_size,
+        window_size=model.window_size,
+        initializer_range=model.initializer_range,
+    )
+
+
+def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | None) -> Qwen2Config | Qwen25VLConfig:
+    """The architecture of the embedded runs, in the proportions that the configuration gives."""
+    text = TextConfig(
+        vocab_size=processor.tokenizer.get_vocab_size(),
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.hidden_size // model.num_heads,
+        rope=RopeConfig(theta=model.rope_theta, mrope_section=model.mrope_section if vision else ()),
+        tie_word_embeddings=model.tie_word_embeddings,
+        initializer_range=model.initializer_range,
+    )
+    if vision is None:
+        return Qwen2Config(text=text)
+    ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+    return Qwen25VLConfig(
+        text=text,
+        vision=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )

@@ -1,0 +1,185 @@
+"""Checkpoints with Orbax: asynchronous, atomic, the newest few kept, restored onto any mesh.
+
+A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON
+part (coordinator, data position, weight version, what the summary has counted so far).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Sharding
+
+log = logging.getLogger(__name__)
+
+
+class ResumeError(RuntimeError):
+    """A checkpoint can't be written or read. Names the folder, the cause and what to do."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder/<step>/`. An unfinished one is never listed: Orbax renames at the end."""
+
+    def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False) -> None:
+        """`read_only` leaves alone what a run that is still going on may be writing. Raises `ResumeError` if the
+        folder cannot be created."""
+        self.folder = folder.absolute()
+        self._keep = keep
+        self._read_only = read_only
+        self.failed: list[str] = []  # reasons, one for each checkpoint that could not be written
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            create=not self._read_only,
+            cleanup_tmp_directories=not self._read_only,
+            read_only=self._read_only,
+        )
+        handlers = {"arrays": ocp.StandardCheckpointHandler(), "state": ocp.JsonCheckpointHandler()}
+        try:
+            return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        except OSError as error:
+            raise ResumeError(f"cannot create {self.folder}: {error.strerror}; set run_dir elsewhere") from error
+
+    def latest(self) -> int | None:
+        """The newest complete checkpoint's step."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, arrays: Any, state: dict[str, Any]) -> bool:
+        """Starts writing; returns once the arrays are copied, so that the trainer may donate them.
+
+        A checkpoint that cannot be written (a full disk) is logged and counted in `failed` and the run goes on:
+        earlier checkpoints are untouched, the next one tries again. Returns whether all went well so far. A step that
+        has a checkpoint keeps it: the same steps of the same run lead to the same state.
+        """
+        ok = self._settle()
+        if step in self._manager.all_steps():
+            return ok
+        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
+        needed = sum(array.nbytes for array in jax.tree.leaves(arrays))
+        try:
+            if shutil.disk_usage(self.folder).free < needed + _MARGIN:  # Orbax itself would fail slowly and loudly
+                raise OSError(errno.ENOSPC, f"No space left for {needed} bytes")
+            self._manager.save(step, args=args, force=True)
+        except _WRITE_ERRORS as error:
+            self._note_failure(error)
+            return False
+        return ok
+
+    def forget_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps, when a run goes on from an older one."""
+        for later in sorted(self._manager.all_steps(), reverse=True):  # the newest first: a kill leaves no gap
+            if later > step:
+                self._manager.delete(later)
+
+    def wait(self) -> bool:
+        """Waits for the write under way; False if it failed."""
+        return self._settle()
+
+    def restore(self, abstract: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
+        """The checkpoint of `step` (the newest by default) as `(step, arrays, state)`.
+
+        `abstract` is a pytree of `ShapeDtypeStruct` with the shardings wanted now: see `like`.
+        Raises `ResumeError` if there is none, or if its arrays do not fit the model of the configuration.
+        """
+        self._settle()  # what is being written can be described only once it is complete
+        step = self.latest() if step is None else step
+        if step is None:
+            raise ResumeError(f"there is no checkpoint in {self.folder}")
+        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract), state=ocp.args.JsonRestore())
+        try:
+            self._check_fits(step, abstract)  # before any array is read: Orbax's failed reads end noisily, one by one
+            restored = self._manager.restore(step, args=args)
+        except (ValueError, KeyError, FileNotFoundError) as error:
+            raise ResumeError(
+                f"the checkpoint {self.folder / str(step)} does not fit this configuration's model, or is damaged: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+        return step, restored["arrays"], restored["state"]
+
+    def _check_fits(self, step: int, abstract: Any) -> None:
+        """Raises ValueError naming the first array whose shape is not the wanted one, or that is on one side only."""
+        metadata = self._manager.item_metadata(step)["arrays"]
+        if metadata is None:
+            raise ValueError("its arrays cannot be found")
+        stored, wanted = _shapes(metadata.tree), _shapes(abstract)
+        for name in sorted(stored.keys() | wanted.keys()):
+            if stored.get(name) != wanted.get(name):
+                has, wants = (
+                    f"{shape}" if shape is not None else "none" for shape in (stored.get(name), wanted.get(name))
+                )
+                raise ValueError(f"{name} has the shape {has} there, {wants} is wanted")
+
+    def close(self) -> None:
+        self._settle()
+        self._manager.close()
+
+    def _settle(self) -> bool:
+        try:
+            self._manager.wait_until_finished()
+        except _WRITE_ERRORS as error:
+            self._note_failure(error)
+            return False
+        return True
+
+    def _note_failure(self, error: Exception) -> None:
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "ENOSPC" in str(error)
+        reason = "the disk is full" if full else text
+        self.failed.append(reason)
+        kept = self.latest()
+        log.error(
+            "checkpoint not written to %s: %s. %s The run goes on and tries again at the next checkpoint.",
+            self.folder,
+            reason,
+            "No earlier checkpoint exists." if kept is None else f"The newest good one is step {kept}.",
+        )
+        # A manager that has failed once keeps reporting it: start afresh, which also removes the partial folder.
+        self._manager = self._open()
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in leaves
+        if hasattr(leaf, "shape")
+    }
+
+
+_MARGIN = 2**20  # bytes beside the arrays: metadata, many small files
+_WRITE_ERRORS = (OSError, ValueError, RuntimeError)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for what Orbax logs of a write that failed: hundreds of lines of tracebacks from each of its threads and
+    from asyncio, in which the one line of `_note_failure` would be lost."""
+    trace = record.exc_info[2] if record.exc_info else None
+    while trace is not None:
+        if f"{os.sep}orbax{os.sep}" in trace.tb_frame.f_code.co_filename:
+            return False
+        trace = trace.tb_next
+    return True
+
+
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(_is_news)
+
+
+def like(arrays: Any, shardings: Any = None) -> Any:
+    """Abstract copies of `arrays`: same shapes and types, on `shardings` (a matching pytree) or where they are now."""
+
+    def one(array: jax.Array, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    if shardings is None:
+        shardings = jax.tree.map(lambda array: array.sharding, arrays)
+    return jax.tree.map(one, arrays, shardings)

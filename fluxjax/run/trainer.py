@@ -1,0 +1,400 @@
+"""`FluxTrainer`: a run from its configuration to its summary. `train.py` is the command line around it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import models
+from models.config import Qwen25VLConfig
+from models.decoder import parameter_count
+from rollout.engine import EngineError
+from sharding.mesh import MeshError, make_mesh
+from sharding.odc import OdcError
+
+from ..algorithms import ALGORITHMS
+from ..base.compile_cache import use_compile_cache
+from ..base.errors import DataError
+from ..base.event_loop import run_async, stop_on_signals
+from ..base.timeline import Timeline
+from ..base.types import PreparedPrompt, Prompt
+from ..batch.composer import check_strategy
+from ..config import Config, ConfigError, run_folder
+from ..config.unread import remarks
+from ..coordinator import CoordinatorError
+from ..coordinator.factory import make_coordinator
+from ..coordinator.messages import Finish
+from ..data import open_held_out, open_sources, open_warm_start
+from ..data.given import given
+from ..data.loader import PromptLoader
+from ..data.prepare import Preparer
+from ..learner.learner import Learner
+from ..learner.policy_trainer import HeldOutEvaluator, PolicyTrainer
+from ..learner.warm_start import warm_start
+from ..report import pictures
+from ..report.display import Display
+from ..report.metrics import MetricsLog, read
+from ..report.summary import Summary, TrainingResult
+from ..rewards import Scorer
+from ..runtime.engine_pool import EnginePool
+from ..runtime.held_out import HeldOut
+from ..runtime.runtime import Runtime
+from .build import build_model, sampling_params
+from .callbacks import Callback
+from .checkpoint import Checkpoints, ResumeError, like
+from .reporter import Reporter, closing, opening
+
+log = logging.getLogger(__name__)
+_STOPPED = "stopped on request; the same command with this run_dir goes on"
+
+
+class FluxTrainer:
+    """Trains a model by reinforcement learning.
+
+        trainer = FluxTrainer(config)
+        result = trainer.fit()
+
+    Everything it builds is open to inspection: `model`, `processor`, `learner` (parameters on the mesh), `engine`,
+    `coordinator`, `timeline`, `summary`. Raises `ConfigError` for settings that cannot work and `DataError` for data
+    that cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        callbacks: Sequence[Callback] = (),
+        display: Display | None = None,
+        read_only: bool = False,
+    ) -> None:
+        """Builds everything, starts nothing. `read_only` changes nothing in an existing run folder: to look at a run
+        that may still be going on (`load_checkpoint`, `evaluate`)."""
+        config.validate()
+        self.config = config
+        self.callbacks = list(callbacks)
+        self.display = display or Display(config.steps)
+        self.run_dir = pathlib.Path(config.run_dir) if read_only else run_folder.create(config)
+        self.timeline = Timeline(keep_steps=config.report.timeline_steps)
+        self.summary = Summary(name=config.name, seed=config.seed)
+        self._runtime: Runtime | None = None
+        self._stopping = False
+        self._began = time.monotonic()
+
+        # --- data -------------------------------------------------------------------------------
+        with self.summary.stage("data"):
+            self.sources = open_sources(config.data)
+            self.eval_sources = open_held_out(config.data)
+
+        with self.summary.stage("build"):
+            # --- model --------------------------------------------------------------------------
+            self.model, self.processor = build_model(config, self.sources)
+            self.vision = self.model.config.vision if isinstance(self.model.config, Qwen25VLConfig) else None
+
+            # --- mesh and learner ---------------------------------------------------------------
+            self.algorithm = ALGORITHMS[config.algorithm.name]
+            try:
+                mesh = make_mesh(config.sharding.devices)
+            except MeshError as error:
+                raise ConfigError(f"sharding.devices: {error}") from error
+            self.learner = Learner(
+                config, self.model, self.algorithm.token_loss, mesh=mesh, never_sampled=self.processor.media_token_ids
+            )
+            check_strategy(config, mesh.size, self.learner.text, self.vision)
+            self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
+            self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
+
+            # --- fleet --------------------------------------------------------------------------
+            self.pool = EnginePool(config, self.model)
+            self.engines = self.pool.engines  # one list that changes with their degree
+            self.engine = self.engines[0]  # evaluations are its
+            self.sampling = sampling_params(config, self.processor)
+            self.rewards = Scorer(config.data.sources, self.processor.decode)
+
+            # --- coordinator --------------------------------------------------------------------
+            self.coordinator = make_coordinator(config)
+            self._held: dict[int, PreparedPrompt] = {}  # prompts in the books of a resumed run, by draw
+            self._loaded: int | None = None  # the step of the checkpoint that `fit` goes on from
+            self._started = False  # whether the warm start is behind
+        self.summary.parameters = parameter_count(self.model)
+        self.summary.devices = self.learner.mesh.size
+
+    # --- the public face ------------------------------------------------------------------------
+
+    def fit(
+        self,
+        prompts: Sequence[Prompt] | None = None,
+        num_steps: int | None = None,
+        *,
+        eval_prompts: Sequence[Prompt] | None = None,
+        eval_interval: int | None = None,
+        checkpoint_interval: int | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> TrainingResult:
+        """Runs to the end, or on from the newest checkpoint of the run folder. What is not given, the configuration
+        says. The `source` of own `prompts` must be one that the configuration names: it has their reward."""
+        config = self.config
+        config.steps = config.steps if num_steps is None else num_steps
+        config.evaluation.every = config.evaluation.every if eval_interval is None else eval_interval
+        config.checkpoint.every = config.checkpoint.every if checkpoint_interval is None else checkpoint_interval
+        config.validate()
+        run_folder.write(config, self.run_dir)
+        own_callbacks = self.callbacks
+        if prompts is not None:
+            self.sources = given(prompts, config.data)
+            if "source" in self.__dict__:
+                self.source.close()
+                del self.source
+        if eval_prompts is not None:
+            self.eval_sources = given(eval_prompts, config.data)
+            self.__dict__.pop("held_out", None)
+        try:
+            self.callbacks = [*own_callbacks, *callbacks]
+            with stop_on_signals(self.stop):
+                return run_async(self._fit(), on_interrupt=self.stop)
+        finally:  # the next `fit` goes on from the newest checkpoint
+            self._runtime, self._stopping, self._loaded = None, False, None
+            self.callbacks = own_callbacks
+
+    def evaluate(self, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
+        """Held-out accuracy a source of the parameters as they are; `blind` blanks all pixels."""
+
+        async def measure() -> dict[str, float]:
+            await self.engine.update_weights(self.learner.version, self.learner.params)
+            return await self.held_out.accuracy(self.engine, limit, blind=blind)
+
+        return run_async(measure())
+
+    def stop(self) -> None:
+        """Ends `fit` at the next step boundary, with a checkpoint; a warm start is completed first. From any thread
+        or signal handler."""
+        self._stopping = True
+        if self._runtime is not None:
+            self._runtime.request_stop(_STOPPED)
+
+    def save_checkpoint(self) -> None:
+        """Saves the state that `fit` or `load_checkpoint` left behind and waits for the disk.
+
+        Raises `ResumeError` if it cannot be written, or before the first `fit`, when there is nothing to save;
+        within `fit` checkpoints are saved by `checkpoint.every`.
+        """
+        if not self._started:
+            raise ResumeError("there is nothing to save yet: the run has not started")
+        state = {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()}
+        self._save(self.coordinator.step, state)
+        if not self.checkpoints.wait():
+            raise ResumeError(f"not saved in {self.checkpoints.folder}: {self.checkpoints.failed[-1]}")
+
+    def load_checkpoint(self, step: int | None = None) -> int:
+        """Restores a checkpoint of this run folder, the newest by default, onto this trainer's mesh; `fit` goes on
+        from there. Returns its step; raises `ResumeError` if there is none or it fits another model."""
+        wanted = {"learner": self.learner.state()}
+        if self.config.algorithm.kl_coefficient:
+            wanted["reference"] = self.learner.params
+        step, arrays, state = self.checkpoints.restore(like(wanted), step)
+        self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
+        self.learner.load_state(arrays["learner"])
+        self.reference = arrays.get("reference")
+        self.coordinator = make_coordinator(self.config)
+        self.source.load_state_dict(state["source"])
+        held = state["coordinator"]["ledger"].get("entries", [])  # none in checkpoints of earlier releases
+        self._held = {one.prompt.draw: one for one in self.source.again(held)}
+        self.coordinator.load_state_dict(state["coordinator"], {d: one.prompt for d, one in self._held.items()})
+        self.summary = Summary.from_state_dict(state["summary"])
+        self.learner.shapes.load_state(state.get("shapes", self.learner.shapes.state()))
+        self.summary.devices = self.learner.mesh.size  # perhaps another mesh now
+        self.summary.resumed_from.append(step)
+        self._loaded, self._started = step, True
+        return step
+
+    def close(self) -> None:
+        """Ends threads and waits for checkpoints under way. A trainer is a context manager, too."""
+        if "source" in self.__dict__:
+            self.source.close()
+        self.checkpoints.close()
+        for engine in self.engines:
+            run_async(engine.close())
+
+    def __enter__(self) -> FluxTrainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the chapters of fit --------------------------------------------------------------------
+
+    async def _fit(self) -> TrainingResult:
+        config, summary = self.config, self.summary
+        if self._loaded is not None or self.checkpoints.latest() is not None:
+            self.load_checkpoint(self._loaded)  # again, for what `fit` was given: steps, intervals, prompts
+        resumed, summary = self._loaded, self.summary
+        if resumed is None:
+            self.coordinator = make_coordinator(self.config)
+        else:
+            self.checkpoints.forget_after(resumed)
+        failed_before = len(self.checkpoints.failed)
+        with self.summary.stage("data"):
+            _ = self.held_out  # decoded now, not within the first evaluation
+        self.metrics = MetricsLog(
+            self.run_dir,
+            resume_step=resumed,
+            evaluated_step=self.coordinator.evaluated_step,
+            prometheus_port=config.report.prometheus_port,
+        )
+        self.call(lambda callback: callback.on_fit_start(self))
+        with self.display, contextlib.closing(self.metrics):
+            for line in (opening(self, resumed), *remarks(config)):
+                self.display.note(line)
+            if resumed is None:
+                await self._warm_start()
+            await self.pool.set_parallelism(config.parallelism.degree)  # where the coordinator begins
+            for engine in self.engines:
+                await engine.update_weights(self.learner.version, self.learner.params)
+            finish = await self._reinforce()
+            summary.steps, summary.complete = finish.step, finish.complete
+            if finish.complete:
+                await self._last_measurements()
+            with self.summary.stage("checkpoint"):
+                self.checkpoints.wait()
+            summary.checkpoints_failed += len(self.checkpoints.failed) - failed_before
+            with self.summary.stage("report"):
+                self._write_report()
+            self._count_total()
+            result = TrainingResult(summary, self.run_dir)
+            summary.write(self.run_dir)
+            self.display.note(closing(summary, finish.reason))
+            self.display.note(f"see {self.run_dir}/learning.png, timeline.png, summary.json and model/")
+        self.call(lambda callback: callback.on_fit_end(self, result))
+        return result
+
+    async def _warm_start(self) -> None:
+        config = self.config
+        total = config.warm_start.steps
+        if total:
+            self.display.phase("warm start", total)
+            with self.summary.stage("warm_start"):
+                steps = warm_start(
+                    config, self.learner, open_warm_start(config.data), self.processor, self.vision, self.count_skip
+                )
+                async for step, metrics in steps:
+                    self.metrics.log("warm_start", step, metrics)
+                    self.display.step(step, metrics, {})
+        self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
+        if config.algorithm.kl_coefficient:
+            self.reference = self.learner.params
+        # A run that is killed before its first periodic checkpoint need not repeat the warm start.
+        self._save(0, {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()})
+        self._started = True
+
+    async def _reinforce(self) -> Finish:
+        config = self.config
+        self.display.phase("RL", config.steps, done=self.coordinator.step)
+        trainer = PolicyTrainer(config, self.learner, self.vision, self.reference, self.engines)
+        self._runtime = Runtime(
+            self.coordinator,
+            engines=self.engines,
+            prepared=self._held,
+            source=self.source,
+            scorer=self.rewards,
+            trainer=trainer,
+            evaluator=HeldOutEvaluator(config, self.held_out, self.engine, self.summary),
+            checkpointer=self,
+            sampling=self.sampling,
+            seed=config.seed,
+            observers=[Reporter(self, trainer)],
+            timeline=self.timeline,
+            tick=0.1 if config.speculative_sync.enabled else 0.0,
+            pool=self.pool,
+        )
+        if self._stopping:
+            self._runtime.request_stop(_STOPPED)
+        return await self._runtime.run()
+
+    async def _last_measurements(self) -> None:
+        with self.summary.stage("eval"):
+            limit = self.config.evaluation.samples
+            self.summary.chance = self.held_out.chance(limit)
+            if self.vision is not None:
+                self.summary.blind = await self.held_out.accuracy(self.engine, limit, blind=True)
+
+    def _write_report(self) -> None:
+        folder = self.run_dir / "model"
+        models.save(models.merge(models.split(self.model)[0], self.learner.params), folder)
+        self.processor.save(folder)
+        controls = {"blind": self.summary.blind, "chance": self.summary.chance}
+        pictures.learning_curve(read(self.metrics.file), controls, self.run_dir / "learning.png")
+        spans = self.timeline.spans()
+        last = max((span.end for span in spans if span.name == "sync"), default=0.0)
+        stages = [span for span in spans if span.name != "eval" and span.start < last]  # evaluations dwarf the steps
+        if stages:  # a run that was complete before keeps its picture
+            pictures.timeline(stages, self.run_dir / "timeline.png")
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """For the runtime: starts a checkpoint; see `runtime.Checkpointer`."""
+        with self.summary.stage("checkpoint"):
+            self._save(step, state)
+
+    def _save(self, step: int, state: dict[str, Any]) -> None:
+        self._count_total()
+        shapes = self.learner.shapes.state()
+        self.checkpoints.save(step, self._arrays(), state | {"summary": self.summary.state_dict(), "shapes": shapes})
+
+    def _count_total(self) -> None:
+        now = time.monotonic()
+        self.summary.add_seconds("total", now - self._began)
+        self._began = now
+
+    def _arrays(self) -> dict[str, Any]:
+        arrays = {"learner": self.learner.state()}
+        return arrays if self.reference is None else arrays | {"reference": self.reference}
+
+    @functools.cached_property
+    def source(self) -> Preparer:
+        """The training prompts in their drawing order, decoded ahead."""
+        weights = {name: self.config.data.sources[name].weight for name in self.sources}
+        return Preparer(self.processor, PromptLoader(self.sources, weights, self.config.seed), self.config)
+
+    @functools.cached_property
+    def held_out(self) -> HeldOut:
+        """The held-out prompts, decoded and kept."""
+        prompts = {}
+        for name, source in self.eval_sources.items():
+            count = min(self.config.evaluation.samples, len(source))
+            prepared, skipped = self.source.prepare_all(source[index] for index in range(count))
+            for _, reason in skipped:
+                self.count_skip(f"held out: {reason}")
+            if not prepared:
+                raise DataError(f"data.sources.{name}: none of {count} held-out prompts can be used: {skipped[0][1]}")
+            prompts[name] = prepared
+        return HeldOut(prompts, self.rewards.score_text, self.processor.decode, self.sampling)
+
+    def count_skip(self, reason: str) -> None:
+        """One more prompt that could not be used, for the summary."""
+        self.summary.samples_skipped[reason] = self.summary.samples_skipped.get(reason, 0) + 1
+
+    def call(self, hook: Callable[[Callback], None]) -> None:
+        for callback in self.callbacks:
+            hook(callback)
+
+
+# What a user can mend; anything else is a defect and keeps its traceback.
+USER_ERRORS = (ConfigError, DataError, ResumeError, CoordinatorError, EngineError, OdcError, OSError)
+
+
+def main(config: Config) -> int:
+    """The body of `python -m fluxjax.train`: 0 when complete or stopped on request, 2 for what the user can mend."""
+    use_compile_cache()
+    try:
+        with FluxTrainer(config) as trainer:
+            trainer.fit()
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,110 @@
+"""The embedded engines of a run, on a fixed set of devices: how many there are follows from how many devices each has.
+
+The devices are the first `policy.engines` x `parallelism.degree` of this process, dealt to engines in their order. At
+another degree there are as many engines as that leaves whole; devices that make no whole engine are idle meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from models.config import Qwen25VLConfig
+from models.decoder import Decoder
+from rollout.jax_engine import JaxEngine
+from rollout.throughput import Profile, ProfileError, sizes
+
+from ..batch.composer import check_strategy
+from ..config import Config, ConfigError, Policy
+
+
+class EnginePool:
+    """See `collaborators.EnginePool`. `engines` is one list that changes; its first engine is always the same.
+
+    Engines of one device take turns on the devices that there are; engines of several need so many of their own. Raises
+    `ConfigError` where there are too few, where half of the engines are lent to training and their devices could not
+    hold what is trained on, and for a profile of another model.
+    """
+
+    def __init__(self, config: Config, model: Decoder) -> None:
+        parallelism, engines = config.parallelism, config.policy.engines
+        devices = jax.local_devices()
+        wanted = engines * parallelism.degree
+        if wanted > len(devices) and (parallelism.degree > 1 or parallelism.enabled):
+            raise ConfigError(
+                f"policy.engines ({engines}) x parallelism.degree ({parallelism.degree}) need {wanted} devices, there "
+                f"are {len(devices)}"
+            )
+        if parallelism.degree > 1 and config.policy.name is Policy.ADAPTIVE_ASYNC:
+            # Programs of several devices that run at the same time may start in another order on each: a deadlock.
+            raise ConfigError(
+                f"parallelism.degree is {parallelism.degree}, but adaptive_async trains on the devices of its engines "
+                "while they generate, where only engines of one device can; set it to 1"
+            )
+        self._config = config
+        self.devices = tuple(devices[number % len(devices)] for number in range(wanted))
+        if parallelism.profile:
+            _check_profile(parallelism.profile, model)
+        if config.stream_trainer.enabled:
+            self._check_lent(model)
+        self.engines = [self._make(model, dealt) for dealt in self._deal(parallelism.degree)]
+
+    def _deal(self, degree: int) -> list[tuple[Any, ...]]:
+        whole = range(0, len(self.devices) - degree + 1, degree)
+        return [self.devices[start : start + degree] for start in whole]
+
+    def _make(self, model: Decoder, devices: Sequence[Any], version: int = 0) -> JaxEngine:
+        rollout = self._config.rollout
+        return JaxEngine(
+            model,
+            slots=rollout.slots,
+            max_sequence_tokens=rollout.max_sequence_tokens,
+            compute_dtype=self._config.model.compute_dtype.value,
+            devices=devices,
+            version=version,
+        )
+
+    async def set_parallelism(self, degree: int) -> Sequence[JaxEngine]:
+        """Engines on `degree` devices each, awake, which serve what the first one does; the others are closed first,
+        so that no device ever holds the weights of more than two."""
+        dealt = self._deal(degree)
+        if not dealt:
+            raise ValueError(f"{len(self.devices)} devices make no engine of {degree}")
+        for engine in self.engines[len(dealt) :]:
+            await engine.close()
+        del self.engines[len(dealt) :]
+        for engine, devices in zip(self.engines, dealt, strict=False):
+            await engine.set_parallelism(devices)
+            await engine.wake()
+        first = self.engines[0]
+        for devices in dealt[len(self.engines) :]:
+            self.engines.append(self._make(first.model, devices, first.stats().version))
+        return self.engines
+
+    def _check_lent(self, model: Decoder) -> None:
+        """What training has when half of the engines are lent to it, at every degree that may come."""
+        parallelism = self._config.parallelism
+        vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
+        most = min(parallelism.max_degree, len(self.devices)) if parallelism.enabled else parallelism.degree
+        least = 1 if parallelism.enabled else parallelism.degree
+        degrees = [1 << power for power in range(most.bit_length()) if least <= 1 << power]
+        a_device = -(-len(self.devices) // len(set(self.devices)))  # engines at most
+        for degree in degrees:
+            half = len(self._deal(degree)) // 2
+            try:
+                if half:
+                    check_strategy(self._config, -(-half // a_device) * degree, model.config.text, vision)
+            except ConfigError as error:
+                raise ConfigError(f"stream_trainer.enabled: on the devices of half of the engines: {error}") from error
+
+
+def _check_profile(file: str, model: Decoder) -> None:
+    try:
+        profile = Profile.load(file)
+    except ProfileError as error:
+        raise ConfigError(f"parallelism.profile: {error}") from error
+    if profile.model != (here := sizes(model.config.text)):
+        differ = ", ".join(f"{name} {profile.model.get(name)}, not {here[name]}" for name in here)
+        raise ConfigError(f"parallelism.profile: {file} is of another model: {differ}")

@@ -1,0 +1,63 @@
+"""Accuracy on held-out prompts: greedy answers of an engine, scored by each source's reward."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import numpy as np
+
+from rollout.engine import Engine, GenerateRequest, SamplingParams
+
+from ..base.types import PreparedPrompt, Prompt, Reward
+
+Score = Callable[[Prompt, str], Awaitable[Reward]]
+
+
+@dataclasses.dataclass
+class HeldOut:
+    """The held-out prompts of every source, decoded once and kept: they are asked again and again."""
+
+    prompts: Mapping[str, Sequence[PreparedPrompt]]
+    score: Score
+    decode: Callable[[Sequence[int]], str]
+    sampling: SamplingParams
+
+    async def accuracy(self, engine: Engine, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
+        """The share of exactly right greedy answers a source, over its first `limit` prompts.
+
+        `blind` blanks every pixel (to the mean colour, which is zero after normalisation): what can be answered
+        without looking.
+        """
+        asked = [(source, p) for source, prompts in self.prompts.items() for p in prompts[:limit]]
+        await engine.pause()  # one deterministic batch, as in training
+        answers = [asyncio.ensure_future(self._answer(engine, i, p, blind)) for i, (_, p) in enumerate(asked)]
+        await asyncio.sleep(0)  # every request is queued before the first is served
+        await engine.resume()
+        texts = await asyncio.gather(*answers)
+        rewards = await asyncio.gather(*(self.score(p.prompt, text) for (_, p), text in zip(asked, texts, strict=True)))
+        right: dict[str, list[bool]] = collections.defaultdict(list)
+        for (source, _), reward in zip(asked, rewards, strict=True):
+            right[source].append(reward.correct)
+        return {source: float(np.mean(values)) for source, values in right.items()}
+
+    async def _answer(self, engine: Engine, index: int, prepared: PreparedPrompt, blind: bool) -> str:
+        inputs = prepared.inputs
+        if blind and inputs.vision is not None:
+            blank = dataclasses.replace(inputs.vision, patches_PX=np.zeros_like(inputs.vision.patches_PX))
+            inputs = dataclasses.replace(inputs, vision=blank)
+        sampling = dataclasses.replace(self.sampling, temperature=0.0)
+        tokens: list[int] = []
+        async for chunk in engine.generate(GenerateRequest(f"held-out-{index:06d}", inputs, sampling)):
+            tokens.extend(chunk.token_ids)
+        return self.decode(tokens)
+
+    def chance(self, limit: int | None = None) -> dict[str, float]:
+        """The accuracy of the best constant answer a source."""
+        result = {}
+        for source, prompts in self.prompts.items():
+            answers = collections.Counter(p.prompt.answer for p in prompts[:limit])
+            result[source] = max(answers.values()) / sum(answers.values()) if answers else 0.0
+        return result

@@ -1,0 +1,109 @@
+"""What the runtime works with: one small protocol for each collaborator, and what observers are told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from rollout.engine import Engine
+
+from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward
+from ..coordinator.messages import Finish
+
+
+@runtime_checkable
+class PromptSource(Protocol):
+    async def draw(self, count: int) -> tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]:
+        """The next prompts, in draw order, and those that could not be prepared, with the reason. Both together are
+        fewer than `count` only at the end of the data."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serialisable position just after the last prompt that `draw` returned, whatever was read ahead."""
+        ...
+
+
+@runtime_checkable
+class RewardScorer(Protocol):
+    async def score(self, prompt: Prompt, response: Response) -> Reward:
+        """A reward function that crashes or hangs is the scorer's business; what it raises ends the run."""
+        ...
+
+
+@runtime_checkable
+class Engines(Protocol):
+    """Engines on a fixed set of devices."""
+
+    async def set_parallelism(self, degree: int) -> Sequence[Engine]:
+        """The engines from now on: of `degree` devices each, as many as the devices make, all awake. They serve the
+        oldest weights that any engine did before. Nothing runs on any meanwhile."""
+        ...
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """`accumulate`, `train` and `weights` block and run in a thread, one at a time."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights it holds now; grows with every `train`."""
+        ...
+
+    def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> Mapping[str, float]:
+        """One optimizer step, over these groups and those of `accumulate`; `prepared` has the prompt of every group, by
+        draw. Returns metrics."""
+        ...
+
+    def accumulate(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        prepared: Mapping[int, PreparedPrompt],
+        engines: Sequence[int] = (),
+    ) -> None:
+        """Gradients of some groups of the step that `train` will end, on the devices of these engines, which do not use
+        them; on its own, if none are given. Changes no weights."""
+        ...
+
+    def weights(self) -> Mapping[str, Any]:
+        """The parameters of `version` as engines take them; they must outlive the next `train`."""
+        ...
+
+
+@runtime_checkable
+class Evaluator(Protocol):
+    async def evaluate(self, step: int, full: bool) -> Mapping[str, float]: ...
+
+
+@runtime_checkable
+class Checkpointer(Protocol):
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Runs in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background.
+        `state` is JSON: `{"coordinator": ..., "source": ...}`, both of the moment when the step ended."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """A step that is done: trained and published. `seconds` is the wall time of each of its stages."""
+
+    step: int
+    version: int
+    groups: tuple[Group, ...]
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+
+class Observer:
+    """Override what you need. Called on the event loop between instructions: keep it short. Raising ends the run."""
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_evaluation(self, step: int, full: bool, result: Mapping[str, float]) -> None: ...
+
+    def on_checkpoint(self, step: int) -> None: ...
+
+    def on_skip(self, prompt: Prompt, reason: str) -> None: ...
+
+    def on_finish(self, finish: Finish) -> None: ...

@@ -1,0 +1,407 @@
+"""Carries out what the coordinator says, with asyncio: engines generate, the scorer scores, the trainer trains.
+
+The only place where the pure state machine meets the clock, threads and failures. One loop takes an event, asks the
+coordinator, and starts a task for each instruction; a task ends by posting the next event. Whatever raises ends the
+run at once with its own error: every other task is cancelled and awaited first, a thread at work is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
+
+from ..base.task_group import first_of, not_silently_cancelled, on_all
+from ..base.timeline import Timeline
+from ..base.types import Group, PreparedPrompt, Prompt, Response
+from ..coordinator import Coordinator, CoordinatorError
+from ..coordinator.messages import (
+    Abort,
+    Accumulate,
+    Accumulated,
+    CheckpointSaved,
+    DrawPrompts,
+    EngineFailed,
+    Evaluate,
+    Evaluated,
+    Event,
+    Finish,
+    Generate,
+    Instruction,
+    Lend,
+    Lent,
+    ParallelismSet,
+    Park,
+    PromptsDrawn,
+    PublishWeights,
+    Request,
+    ResponseFinished,
+    RewardReady,
+    SaveCheckpoint,
+    Score,
+    SetParallelism,
+    Skip,
+    Started,
+    StopRequested,
+    Tick,
+    Train,
+    Trained,
+    WeightsPublished,
+    request_id,
+)
+from .ports import Checkpointer, Engines, Evaluator, Observer, PromptSource, RewardScorer, StepReport, Trainer
+
+T = TypeVar("T")
+
+
+class Runtime:
+    """One run: `await Runtime(...).run()`. Engines, threads of others and files stay the caller's to close."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        engines: Sequence[Engine],
+        source: PromptSource,
+        scorer: RewardScorer,
+        trainer: Trainer,
+        evaluator: Evaluator,
+        checkpointer: Checkpointer,
+        sampling: SamplingParams,
+        seed: int = 0,
+        observers: Sequence[Observer] = (),
+        timeline: Timeline | None = None,
+        prepared: Mapping[int, PreparedPrompt] | None = None,
+        tick: float = 0.0,
+        pool: Engines | None = None,
+    ) -> None:
+        """`seed` and the draw of a prompt decide its random numbers, never the time or the engine. `prepared` are the
+        prompts, by draw, that a resumed coordinator has in its books. The coordinator hears what time it is with every
+        event, and every `tick` seconds; 0: never. `pool` has the `engines` where the coordinator may ask for others."""
+        self.coordinator = coordinator
+        self.timeline = timeline or Timeline()
+        self._engines, self._pool = tuple(engines), pool
+        self._preempted = 0  # on all engines, at the end of the last step
+        self._source = source
+        self._scorer = scorer
+        self._trainer = trainer
+        self._evaluator = evaluator
+        self._checkpointer = checkpointer
+        self._sampling = sampling
+        self._seed = seed
+        self._tick = tick
+        self._observers = tuple(observers)
+        self._prepared: dict[int, PreparedPrompt] = dict(prepared or {})  # by draw, while the prompt is in flight
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._submitting = asyncio.Lock()
+        self._routes: dict[str, Engine] = {}  # by request id, while its stream is open
+        self._streams: dict[int, set[asyncio.Task[None]]] = {}  # of each engine
+        self._asleep: set[int] = set()  # engines that are lent
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
+        self._early: list[Group] = []  # of the step under way, those whose gradients are computed
+        self._reports: list[StepReport] = []  # of steps trained, not yet published
+        self._weights: tuple[int, Mapping[str, Any]] | None = None  # of the last step, with their version
+
+    async def run(self) -> Finish:
+        """Runs until the coordinator is finished; once. Raises what a collaborator raised, or `CoordinatorError`."""
+        self._loop = asyncio.get_running_loop()
+        self._post(Started(self._engines[0].stats().version))
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                if self._tick:
+                    self._spawn(self._tell_time)
+                finish = await self._serve()
+        except BaseExceptionGroup as failures:
+            error = first_of(failures)
+            raise error from error.__cause__  # its own cause, not the group around it
+        finally:
+            self._thread.shutdown()
+        self._tell(lambda observer: observer.on_finish(finish))
+        return finish
+
+    def request_stop(self, reason: str = "stopped") -> None:
+        """Ends the run at the next step boundary, with a checkpoint. From any thread, also before `run`."""
+        if self._loop is None:
+            self._post(StopRequested(reason))
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._post, StopRequested(reason))
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    async def _serve(self) -> Finish:
+        while True:
+            event = await self._events.get()
+            for heard in [self._time(), event] if self._tick else [event]:
+                try:
+                    instructions = self.coordinator.handle(heard)
+                except CoordinatorError as error:
+                    raise error from self._engine_error if isinstance(event, EngineFailed) else None
+                for instruction in instructions:
+                    if isinstance(instruction, Finish):
+                        for task in self._running:
+                            task.cancel()
+                        return instruction
+                    self._carry_out(instruction)
+
+    async def _tell_time(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick)
+            self._post(self._time())
+
+    @staticmethod
+    def _time() -> Tick:
+        return Tick(asyncio.get_running_loop().time())
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        """Begins it. What must happen before the next instruction happens here, the rest in a task of its own."""
+        step = self.coordinator.step + 1  # the one under way
+        match instruction:
+            case DrawPrompts():
+                self._spawn(self._draw, instruction, step)
+            case Generate():
+                prepared = [self._prepared[request.prompt.draw] for request in instruction.requests]
+                self._spawn(self._generate, instruction, prepared, step)
+            case Abort():
+                self._spawn(self._abort, instruction.rid)
+            case Park():
+                attempt = self.coordinator.ledger.entries[instruction.prompt.draw].attempt
+                self._spawn(self._abort, request_id(instruction.prompt.draw, attempt))
+            case Score():
+                prompt = self._prepared[instruction.response.draw].prompt
+                self._spawn(self._score, instruction, prompt, step)
+            case Skip():
+                del self._prepared[instruction.prompt.draw]
+                self._tell(lambda observer: observer.on_skip(instruction.prompt, instruction.reason))
+            case Lend():
+                self._spawn(self._lend, instruction)
+            case Accumulate() | Train():
+                draws = [group.prompt.draw for group in instruction.groups]
+                work = self._train if isinstance(instruction, Train) else self._accumulate
+                self._spawn(work, instruction, {draw: self._prepared.pop(draw) for draw in draws})
+            case PublishWeights():
+                self._spawn(self._publish, instruction, self.coordinator.step)
+            case SetParallelism():
+                self._spawn(self._set_parallelism, instruction, self.coordinator.step)
+            case Evaluate():
+                self._spawn(self._evaluate, instruction)
+            case SaveCheckpoint():
+                state = {"coordinator": self.coordinator.state_dict(), "source": self._source.state_dict()}
+                self._spawn(self._save, instruction, state)
+
+    def _post(self, event: Event) -> None:
+        self._events.put_nowait(event)
+
+    def _tell(self, what: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            what(observer)
+
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> asyncio.Task[None]:
+        assert self._tasks is not None
+        task = self._tasks.create_task(not_silently_cancelled(work, *args))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    # --- instructions ---------------------------------------------------------------------------
+
+    async def _draw(self, order: DrawPrompts, step: int) -> None:
+        with self.timeline.span("data", "data", step):
+            prepared, skipped = await self._source.draw(order.count)
+        self._prepared.update({p.prompt.draw: p for p in prepared})
+        for prompt, reason in skipped:
+            self._tell(lambda observer, p=prompt, r=reason: observer.on_skip(p, r))
+        self._post(PromptsDrawn(tuple(p.prompt for p in prepared), tuple(skipped)))
+
+    async def _generate(self, order: Generate, prepared: Sequence[PreparedPrompt], step: int) -> None:
+        """Engines stand still until every request is queued, so that nothing but this order decides what they do."""
+        engines = [self._engines[number] for number in sorted({request.engine for request in order.requests})]
+        async with self._submitting:
+            await on_all(engines, lambda engine: engine.pause())
+            for one, request in zip(prepared, order.requests, strict=True):
+                streams = self._streams.setdefault(request.engine, set())
+                streams.add(task := self._spawn(self._stream, one, request, step))
+                task.add_done_callback(streams.discard)
+            await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
+            await on_all(engines, lambda engine: engine.resume())
+
+    async def _stream(self, prepared: PreparedPrompt, order: Request, step: int) -> None:
+        """Generates for one prompt; each response is reported as it ends."""
+        engine = self._engines[order.engine]
+        self._routes[order.rid] = engine
+        try:
+            with self.timeline.span("rollout", f"engine {order.engine}", step):
+                await self._collect(engine, self._request(prepared, order), order)
+        except EngineError as error:
+            self._engine_error = error
+            self._post(EngineFailed((order.rid,), str(error)))
+        finally:
+            del self._routes[order.rid]
+
+    def _request(self, prepared: PreparedPrompt, order: Request) -> GenerateRequest:
+        sampling = self._sampling
+        if order.temperature is not None:
+            sampling = dataclasses.replace(sampling, temperature=order.temperature)
+        return GenerateRequest(
+            rid=order.rid,
+            prompt=prepared.inputs,
+            sampling=sampling,
+            n=order.n,
+            seed=(self._seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # all draws of a run differ; fits an int32
+            prefix_ids=tuple(() if one is None else one.token_ids for one in order.begun),
+        )
+
+    async def _collect(self, engine: Engine, request: GenerateRequest, order: Request) -> None:
+        begun = order.begun or (None,) * order.n
+        open_samples: dict[int, list[TokenChunk]] = {sample: [] for sample in range(order.n)}
+        stream = engine.generate(request)
+        try:
+            async for chunk in stream:
+                if chunk.sample not in open_samples:
+                    raise EngineError(f"request {request.rid}: chunk for sample {chunk.sample}, which is not open")
+                open_samples[chunk.sample].append(chunk)
+                if chunk.finish is None:
+                    continue
+                chunks, before = open_samples.pop(chunk.sample), begun[chunk.sample]
+                if before is None or before.finish == FinishReason.ABORT.value:  # else it was complete before
+                    self._post(ResponseFinished(_join(order, chunks, before)))
+        finally:
+            if (close := getattr(stream, "aclose", None)) is not None:
+                await close()
+        if open_samples:
+            raise EngineError(f"request {request.rid}: the stream ended before samples {sorted(open_samples)} did")
+
+    async def _abort(self, rid: str) -> None:
+        async with self._submitting:  # it may not even be queued yet
+            engine = self._routes.get(rid.partition("/")[0])
+        if engine is not None:
+            with contextlib.suppress(EngineError):  # an engine that is gone has nothing to abort
+                await engine.abort(rid)
+
+    async def _score(self, order: Score, prompt: Prompt, step: int) -> None:
+        with self.timeline.span("reward", "reward", step):
+            reward = await self._scorer.score(prompt, order.response)
+        self._post(RewardReady(order.response.rid, reward))
+
+    async def _lend(self, order: Lend) -> None:
+        async with self._submitting:  # what was to run there is queued, and parked after that
+            streams = {task for number in order.engines for task in self._streams.get(number, ())}
+        if streams:
+            await asyncio.wait(streams)
+        for number in order.engines:
+            with contextlib.suppress(EngineError):  # then its memory stays in use; its devices are idle all the same
+                await self._engines[number].sleep()
+        self._asleep.update(order.engines)
+        self._post(Lent(order.engines))
+
+    async def _accumulate(self, order: Accumulate, prepared: Mapping[int, PreparedPrompt]) -> None:
+        with contextlib.ExitStack() as spans:
+            for lane in [f"engine {number}" for number in order.engines] or ["trainer"]:
+                spans.enter_context(self.timeline.span("train", lane, order.step))
+            await self._in_thread(self._trainer.accumulate, order.step, order.groups, prepared, order.engines)
+        self._early += order.groups
+        self._post(Accumulated(order.step))
+
+    async def _train(self, order: Train, prepared: Mapping[int, PreparedPrompt]) -> None:
+        with self.timeline.span("train", "trainer", order.step):
+            metrics, weights = await self._in_thread(self._trained, order, prepared)
+        before, self._preempted = self._preempted, self._preemptions()
+        metrics = {**metrics, "rollout/preemptions": float(self._preempted - before)}
+        version = self._trainer.version
+        self._weights = version, weights
+        groups = tuple(sorted([*self._early, *order.groups], key=lambda group: group.prompt.draw))
+        self._early.clear()
+        self._reports.append(StepReport(order.step, version, groups, metrics, {}))
+        self._post(Trained(version, metrics))
+
+    def _trained(
+        self, order: Train, prepared: Mapping[int, PreparedPrompt]
+    ) -> tuple[Mapping[str, float], Mapping[str, Any]]:
+        metrics = self._trainer.train(order.step, order.groups, prepared)
+        return metrics, self._trainer.weights()
+
+    def _preemptions(self) -> int:
+        return sum(engine.stats().preemptions for engine in self._engines)
+
+    async def _set_parallelism(self, order: SetParallelism, step: int) -> None:
+        if self._pool is None:
+            raise CoordinatorError(f"{order}, but these engines can't change")
+        with self.timeline.span("sync", "engines", step):
+            self._engines = tuple(await self._pool.set_parallelism(order.degree))
+        self._asleep.clear()
+        self._preempted = self._preemptions()
+        self._post(ParallelismSet(order.degree, len(self._engines)))
+
+    async def _publish(self, order: PublishWeights, step: int) -> None:
+        if self._weights is None:  # no step was trained since the start
+            self._weights = self._trainer.version, await self._in_thread(self._trainer.weights)
+        version, params = self._weights
+        if version != order.version:
+            raise CoordinatorError(f"the trainer holds version {version}, not {order.version}")
+        numbers = set(order.engines or range(len(self._engines)))
+        with self.timeline.span("sync", "trainer", step):
+            await on_all([self._engines[n] for n in sorted(numbers)], lambda one: one.update_weights(version, params))
+            await on_all([self._engines[n] for n in sorted(numbers & self._asleep)], lambda one: one.wake())
+        self._asleep -= numbers
+        await self._tell_steps()  # before anything of the next boundary happens: it belongs to the step
+        self._post(WeightsPublished(version))
+
+    async def _tell_steps(self) -> None:
+        """Tells the observers of steps that are trained and published."""
+        for report in self._reports:
+            done = dataclasses.replace(report, seconds=self.timeline.seconds(report.step))
+            self._tell(lambda observer, done=done: observer.on_step(done))
+        if self._reports:
+            self._reports.clear()
+            await asyncio.sleep(0)  # if an observer wants to stop, that is heard before the next step begins
+
+    async def _evaluate(self, order: Evaluate) -> None:
+        with self.timeline.span("eval", "eval", order.step):
+            result = await self._evaluator.evaluate(order.step, order.full)
+        self._tell(lambda observer: observer.on_evaluation(order.step, order.full, result))
+        await asyncio.sleep(0)  # as after `on_step`
+        self._post(Evaluated(order.step))
+
+    async def _save(self, order: SaveCheckpoint, state: dict[str, Any]) -> None:
+        with self.timeline.span("checkpoint", "trainer", order.step):
+            await self._in_thread(self._checkpointer.save, order.step, state)
+        self._tell(lambda observer: observer.on_checkpoint(order.step))
+        self._post(CheckpointSaved(order.step))
+
+    # --- ways to work ---------------------------------------------------------------------------
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs in the trainer's thread. When cancelled, waits for it: nothing of a run goes on after the run."""
+        job = self._thread.submit(work, *args)
+        future = asyncio.wrap_future(job)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if not job.cancel():
+                await asyncio.wait([future])
+            raise
+
+
+def _join(order: Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
+    """One response from what was there before and what came now."""
+    parts = chunks if begun is None else [begun, *chunks]
+    last = chunks[-1]
+    assert last.finish is not None
+    return Response(
+        rid=f"{order.rid}/{last.sample}",
+        draw=order.prompt.draw,
+        sample=last.sample,
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+        versions=tuple(version for part in parts for version in part.versions),
+        finish=last.finish.value,
+        temperature=order.temperature,
+    )

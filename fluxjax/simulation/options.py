@@ -1,0 +1,170 @@
+"""The configuration of `python -m fluxjax.simulate`: that of a run, and what the cluster is like.
+
+Of a run's own sections it has those that decide what happens when. The others, which say how tokens are computed, must
+stay as they are: setting them is refused, because nothing would come of it.
+"""
+
+import dataclasses
+import enum
+from typing import Any, ClassVar
+
+from ..config import ConfigError, check
+from ..config import sections as base
+from .faults import FaultRates
+from .hardware import LONGEST_PROMPT, SETUPS, TASKS, Hardware
+
+
+class Model(enum.Enum):
+    """What runs on the GPUs: a key of `hardware.SETUPS`."""
+
+    QWEN_7B = "7b"
+    QWEN_14B = "14b"
+    QWEN_32B = "32b"
+
+
+class Rewards(enum.Enum):
+    """When responses are scored, and by how much (Flexes, section 4.3)."""
+
+    SYNCHRONOUS = "synchronous"  # when nothing is generated any more, as in verl
+    ASYNCHRONOUS = "asynchronous"  # each response as it ends
+    SCHEDULED = "scheduled"  # so, with adaptive time-outs of sandboxes, and judges on the GPUs of the engines
+
+
+@dataclasses.dataclass(slots=True)
+class SimulationConfig:
+    model: Model = Model.QWEN_14B  # 7b, 14b or 32b: Qwen2.5
+    gpus: int = 32  # for everything
+    train_gpus: int = 0  # of them for training alone; 0: engines and trainer take turns on all of them
+    degree: int = 2  # GPUs of an engine
+    max_running: int = 256  # samples that an engine decodes at once
+    speed: float = 1.0  # of every GPU, compute and memory alike, in H800s
+    memory_fraction: float = 0.6  # of a GPU's memory for rollout, weights included
+    median: float = 550.0  # tokens of a response
+    spread: float = 1.05  # standard deviation of the logarithm of its length
+    shared: float = 0.5  # what of that variance is the prompt's
+    tasks: tuple[str, ...] = TASKS  # a subset of math, code, judge; as many prompts of each
+    prompts: int = 10_240  # in the data set
+    epochs: int = 0  # times that it is drawn; 0: as often as it takes
+    rewards: Rewards = Rewards.ASYNCHRONOUS  # synchronous: as verl; scheduled: as Flexes
+    rules: int = 1  # rewards of math that are computed at once
+    sandboxes: int = 512  # of code
+    judges: int = 8  # on GPUs of their own; scheduled: as many as there are GPUs
+    reward_limit: float = 30.0  # seconds until a reward that does not come is a 0
+    reply_limit: float = 300.0  # seconds until a response that does not come counts as lost
+    recompute: bool = True  # new weights: caches of running responses are computed anew
+    drift: float = 0.1  # standard deviation of a token's log-ratio between two versions of the weights
+    evaluation_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    faults: FaultRates = dataclasses.field(default_factory=FaultRates)
+
+    def hardware(self) -> Hardware:
+        known = SETUPS[self.model.value].hardware
+        return dataclasses.replace(known, scale=self.speed, memory_fraction=self.memory_fraction)
+
+    @property
+    def rollout_gpus(self) -> int:
+        return self.gpus - self.train_gpus
+
+    @property
+    def engines(self) -> int:
+        return self.rollout_gpus // self.degree
+
+
+@dataclasses.dataclass(slots=True)
+class SimulateConfig(base.Config):
+    """A run's configuration with a cluster. `unread` are the sections and fields that mean nothing here."""
+
+    simulation: SimulationConfig = dataclasses.field(default_factory=SimulationConfig)
+    unread: ClassVar[tuple[str, ...]] = (
+        *("name", "run_dir", "model", "data", "warm_start", "algorithm", "optim", "sharding", "packing", "report"),
+        *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.slots", "rollout.max_sequence_tokens"),
+        *("evaluation.samples", "evaluation.samples_during", "checkpoint.keep"),
+    )
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for a cluster that can't be, naming the field, its value and the fix."""
+        default = type(self)()
+        base.check_types(self, default, "")
+        for field in self.unread:
+            if base.get(self, field) != base.get(default, field):
+                raise ConfigError(f"{field} was set, but nothing of a simulation depends on it; leave it out")
+        for field in ("steps", "rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens"):
+            _at_least(field, base.get(self, field), 1)
+        for field in ("seed", "evaluation.every", "checkpoint.every"):
+            _at_least(field, base.get(self, field), 0)
+        self._validate_cluster()
+        if self.policy.engines not in (default.policy.engines, self.simulation.engines):
+            raise ConfigError(
+                f"policy.engines is {self.policy.engines}; leave it out: simulation.gpus and simulation.degree make "
+                f"{self.simulation.engines}"
+            )
+        if self.parallelism.degree not in (default.parallelism.degree, self.simulation.degree):
+            raise ConfigError(
+                f"parallelism.degree is {self.parallelism.degree}; leave it out, simulation.degree is the first one"
+            )
+        self.policy.engines, self.parallelism.degree = self.simulation.engines, self.simulation.degree
+        if wrong := check(self):
+            raise ConfigError(wrong)
+        from ..coordinator.factory import (
+            make_schedules,  # here, since a configuration must be known good before JAX is loaded
+        )
+
+        make_schedules(self)
+
+    def _validate_cluster(self) -> None:
+        sim = self.simulation
+        for name in ("gpus", "degree", "max_running", "prompts", "rules", "sandboxes", "judges"):
+            _at_least(f"simulation.{name}", getattr(sim, name), 1)
+        for name in ("train_gpus", "epochs", "spread", "drift", "evaluation_seconds", "checkpoint_seconds"):
+            _at_least(f"simulation.{name}", getattr(sim, name), 0)
+        for name in ("speed", "median", "reward_limit", "reply_limit"):
+            if not getattr(sim, name) > 0:
+                raise ConfigError(f"simulation.{name} is {getattr(sim, name)}; it must be greater than 0")
+        for name in ("shared", "memory_fraction"):
+            if not 0 <= getattr(sim, name) <= 1:
+                raise ConfigError(f"simulation.{name} is {getattr(sim, name)}; it must be in [0, 1]")
+        if not sim.tasks or set(sim.tasks) - set(TASKS) or len(set(sim.tasks)) < len(sim.tasks):
+            raise ConfigError(f"simulation.tasks is {sim.tasks}; it must have some of {', '.join(TASKS)}, each once")
+        if sim.train_gpus >= sim.gpus:
+            raise ConfigError(f"simulation.train_gpus is {sim.train_gpus} of {sim.gpus} gpus; none is left for engines")
+        hardware = sim.hardware()
+        if sim.rollout_gpus % sim.degree or hardware.gpus_per_host % sim.degree:
+            raise ConfigError(
+                f"simulation.degree is {sim.degree}; it must divide the {hardware.gpus_per_host} GPUs of a host and "
+                f"the {sim.rollout_gpus} GPUs for rollout"
+            )
+        self._validate_memory(hardware, sim.degree)
+        if self.parallelism.enabled:
+            self._validate_memory(hardware, self.parallelism.min_degree)
+            most = min(self.parallelism.max_degree, hardware.gpus_per_host, sim.rollout_gpus)
+            if sim.rollout_gpus % (1 << (most.bit_length() - 1)):
+                raise ConfigError(
+                    f"parallelism.max_degree is {self.parallelism.max_degree}; engines of up to so many GPUs must "
+                    f"divide the {sim.rollout_gpus} for rollout"
+                )
+        _check_faults(sim.faults)
+
+    def _validate_memory(self, hardware: Hardware, degree: int) -> None:
+        longest = self.rollout.max_new_tokens + LONGEST_PROMPT
+        name = "simulation.degree" if degree == self.simulation.degree else "parallelism.min_degree"
+        try:
+            room = hardware.kv_limit(degree)
+        except ValueError as error:
+            raise ConfigError(f"{name} is {degree}; {error}") from None
+        if longest > room:
+            raise ConfigError(
+                f"rollout.max_new_tokens is {self.rollout.max_new_tokens}; with its prompt, a response may have "
+                f"{longest} tokens, but the cache of an engine of {degree} GPUs holds {room}"
+            )
+
+
+def _at_least(field: str, value: Any, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{field} is {value}; it must be at least {least}")
+
+
+def _check_faults(faults: FaultRates) -> None:
+    try:
+        faults.validate()
+    except ValueError as error:
+        raise ConfigError(f"simulation.faults.{error}") from None

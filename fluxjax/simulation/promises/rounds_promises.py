@@ -1,0 +1,214 @@
+"""What policies promise that train in rounds, synchronous training first of all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ...config import Config
+from ...coordinator.factory import make_parallelism
+from ...coordinator.ledger import PromptStage
+from ...coordinator.machine import Settings
+from ...coordinator.messages import (
+    Accumulate,
+    DrawPrompts,
+    Event,
+    Generate,
+    Instruction,
+    Lend,
+    Park,
+    PublishWeights,
+    Request,
+    SetParallelism,
+    Skip,
+    Train,
+    Trained,
+)
+from ...coordinator.policies.rounds import NO_VARIANCE
+from .base import Promises
+from .books import Seen
+
+_OVER = (PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING)
+
+
+class RoundPromises(Promises):
+    """A round is open from its first `DrawPrompts` or `Generate` to its `Train`. Nothing else begins in between, and
+    engines serve the newest weights in it."""
+
+    def __init__(self, config: Config, settings: Settings) -> None:
+        super().__init__(config, settings)
+        self.open = False
+        self.planner = make_parallelism(config)
+        self.degree = settings.degree
+        self.stream = config.stream_trainer if config.stream_trainer.enabled else None
+        self.looked = 0.0  # progress of the round when it was last asked whether engines can be lent
+        self.lends = 0  # in this round
+        self.dropped = 0  # groups of equal rewards, since the last step
+
+    def begins(self) -> None:
+        """For subclasses: the round opens with the books as they are."""
+
+    def in_round(self, instruction: DrawPrompts | Generate) -> None:
+        """For subclasses: what is drawn or generated in a round, lost prompts aside."""
+
+    @property
+    def given_up(self) -> bool:
+        """A stop ends the round as it is where groups were dropped: others for them may be long in coming."""
+        short = self.books.count(PromptStage.SCORED, PromptStage.TRAINING) < self.needed
+        return bool(self.books.stop and self.dropped and short)
+
+    def heard(self, event: Event) -> None:
+        if isinstance(event, Trained):
+            self.dropped = 0
+            if self.planner is not None:
+                self.planner.next(int(event.metrics.get("rollout/preemptions", 0)))
+
+    def said(self, instruction: Instruction) -> None:
+        books = self.books
+        if isinstance(instruction, DrawPrompts) or (
+            isinstance(instruction, Generate) and not self._again_only(instruction)
+        ):
+            if not self.open:
+                self._opens()
+            self.expect(not self.given_up, "something begins although the run was stopped")
+            self.expect(
+                not books.awaiting.keys() - {Accumulate, Lend}, "something begins while another job is under way"
+            )
+            self.in_round(instruction)
+        super().said(instruction)
+        match instruction:
+            case Train():
+                self.open = False
+                left = [seen.draw for seen in books.at(PromptStage.RUNNING)]
+                self.expect(not left, f"draws {left} still run when the round is over")
+            case PublishWeights(version, engines):
+                self.open = False  # without a `Train` before it: nothing was left to train on
+                self.expect(version == books.version, f"version {version} is published")
+                self.expect(not engines or set(engines) == books.lent, f"only engines {engines} get the new weights")
+            case Skip(_, reason):
+                self.dropped += reason == NO_VARIANCE
+            case SetParallelism(degree):
+                self.degree = degree
+            case Lend():
+                self._lends(instruction)
+            case Accumulate():
+                self._accumulates(instruction)
+
+    def _again_only(self, order: Generate) -> bool:
+        return all(self.books.prompts[request.prompt.draw].stage is PromptStage.LOST for request in order.requests)
+
+    def _opens(self) -> None:
+        self.open, self.looked, self.lends = True, 0.0, 0
+        stale = min(self.books.served) != self.books.version or min(self.books.served) != max(self.books.served)
+        self.expect(not stale, f"a round begins with versions {self.books.served}, not {self.books.version}")
+        self.expect(not self.books.lent, f"a round begins while engines {self.books.lent} are lent")
+        wanted = self.degree if self.planner is None else self.planner.degree
+        in_the_way = self.books.count(PromptStage.RUNNING)  # lost between two rounds, and generated again at once
+        right = self.degree == wanted or bool(in_the_way)
+        self.expect(right, f"a round begins with engines of {self.degree} devices, not {wanted}")
+        self.expect(not self.ending, "a round begins although the run is over")
+        self.begins()
+
+    def waits(self) -> None:
+        super().waits()
+        books = self.books
+        if books.awaiting.keys() - {Accumulate, Lend}:
+            return
+        self.expect(
+            min(books.served) == books.version, f"engines serve {books.served}, the trainer has {books.version}"
+        )
+        if self.given_up:
+            running = 0 if books.awaiting or books.count(PromptStage.STOPPING) else books.count(PromptStage.RUNNING)
+            self.expect(not running, f"{running} prompts still run although the run was stopped")
+            return
+        if not self.open and books.count(PromptStage.STOPPING):
+            return  # what the last round left behind is waited for
+        if not self.open and books.count(PromptStage.RUNNING, PromptStage.COMPLETE):  # a round that needs nothing new
+            self._opens()
+        self.expect(self.open, "nothing is begun")
+        if not self.open or books.awaiting:
+            return
+        if self.stream is not None and len(books.served) > 1:
+            self._may_lend()
+        if books.lent and self.stream is not None:
+            ready, chunk = len(self.ready()), self.stream.chunk or math.ceil(self.needed / 8)
+            self.expect(ready < chunk, f"{ready} groups are ready, {len(books.lent)} engines lent for them do nothing")
+
+    # --- training before a round is over ----------------------------------------------------------
+
+    def ready(self) -> Sequence[Seen]:
+        """Scored groups that this round will train on, whatever else becomes of it."""
+        return self.books.at(PromptStage.SCORED)[: max(self.needed - self.books.count(PromptStage.TRAINING), 0)]
+
+    @property
+    def progress(self) -> float:
+        """The share of the round's responses that have ended."""
+        over = sum(seen.request.n for seen in self.books.at(*_OVER) if seen.request)
+        running = self.books.at(PromptStage.RUNNING, PromptStage.STOPPING)
+        launched = over + sum(seen.request.n for seen in running if seen.request)
+        return (over + sum(len(seen.ended) for seen in running)) / max(launched, 1)
+
+    def _may_lend(self) -> None:
+        """Where no cache can be too small, engines are lent at the first milestone."""
+        assert self.stream is not None
+        progress = self.progress
+        due = self.stream.first <= progress <= self.stream.last and progress - self.looked >= self.stream.every
+        if due and not self.books.lent:
+            self.looked = progress
+            self.expect(
+                bool(self.settings.kv_tokens), f"no engines are lent when {progress:.0%} of the responses have ended"
+            )
+
+    def _lends(self, order: Lend) -> None:
+        assert self.stream is not None
+        engines, self.lends = len(self.books.served), self.lends + 1
+        self.expect(self.lends == 1, "engines are lent twice in a round")
+        self.expect(len(order.engines) == engines // 2, f"{len(order.engines)} of {engines} engines are lent")
+        late = self.stream.first <= self.progress <= self.stream.last
+        self.expect(late, f"engines are lent when {self.progress:.0%} of the responses have ended")
+
+    def _accumulates(self, order: Accumulate) -> None:
+        books = self.books
+        self.expect(order.step == books.step + 1 and self.open, f"gradients of step {order.step} are computed")
+        ready = [seen.draw for seen in self.ready()]
+        draws = [group.prompt.draw for group in order.groups]
+        if order.engines:
+            self.expect(set(order.engines) == books.lent, f"gradients on engines {order.engines}, lent: {books.lent}")
+            assert self.stream is not None
+            chunk = self.stream.chunk or math.ceil(self.needed / 8)
+            self.expect(draws == ready[:chunk], f"gradients of draws {draws}, ready are {ready}")
+        else:
+            self.expect(draws == ready, f"gradients of draws {draws}, ready are {ready}")
+            self.expect(self.config.speculative_sync.enabled, "gradients are computed early")
+            self.expect(books.step > 0, "training begins early before anything was measured")
+
+
+class SynchronousPromises(RoundPromises):
+    """All prompts of a step are generated together, with as many responses as a group has, and all are trained on."""
+
+    def in_round(self, instruction: DrawPrompts | Generate) -> None:
+        books = self.books
+        if isinstance(instruction, DrawPrompts):
+            missing = self.needed - len(books.prompts)
+            self.expect(instruction.count == missing, f"{instruction.count} prompts are drawn, {missing} are missing")
+            return
+        waiting = [seen.draw for seen in (*books.at(PromptStage.DEFERRED), *books.at(PromptStage.WAITING))]
+        draws = [request.prompt.draw for request in instruction.requests]
+        self.expect(draws == waiting, f"draws {draws} are generated, {waiting} wait")
+        self.expect(len(books.prompts) == self.needed or books.exhausted, f"{len(books.prompts)} prompts in a round")
+        for request in instruction.requests:
+            self._whole(request)
+
+    def _whole(self, request: Request) -> None:
+        size = self.settings.group_size
+        self.expect((request.n, request.need) == (size, size), f"{request.rid} launches {request.n} for {request.need}")
+        self.goes_on(self.books.prompts[request.prompt.draw], request, self.books.version)
+
+    def said(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Park):
+            allowed = instruction.keep and (self.stream is not None or self.given_up)
+            self.expect(allowed, f"draw {instruction.prompt.draw} is parked")
+        if isinstance(instruction, Train):
+            left = len(self.books.prompts) - len(instruction.groups) - self.books.count(PromptStage.TRAINING)
+            self.expect(not left, f"{left} prompts of the round are left out")
+        super().said(instruction)

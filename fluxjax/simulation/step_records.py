@@ -1,0 +1,83 @@
+"""What a simulated run says about itself: a record a step, and the summary of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from ..base.types import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """Seconds are virtual. A step lasts from the end of the optimizer step before to the end of its own."""
+
+    step: int
+    round: str  # short, long; empty where the policy does not distinguish
+    end: float
+    seconds: float
+    rollout: float  # of `seconds`: something was generated
+    train: float
+    longest: int  # tokens of the longest response that arrived
+    trained_tokens: int  # of responses
+    preemptions: int
+    lag_mean: float  # versions, over the tokens trained on
+    lag_max: int
+
+
+def lags(groups: Iterable[Group], version: int) -> Counter[int]:
+    """How many of the tokens trained on are so many versions old."""
+    counts: Counter[int] = Counter()
+    for sample in (sample for group in groups for sample in group.samples):
+        versions = sample.response.versions
+        if versions and versions[0] == versions[-1]:  # within a response they only grow
+            counts[version - versions[0]] += len(versions)
+        else:
+            for one, run in groupby(versions):
+                counts[version - one] += len(list(run))
+    return counts
+
+
+def staleness_metrics(counts: Counter[int], drift: float) -> dict[str, float]:
+    """What a trainer would measure, by a law of the simulation: each update moves a token's log-probability by a normal
+    variable of standard deviation `drift`, independently. Log-ratios over a lag of k versions then are normal with
+    variance v = k drift^2 and mean -v/2: KL(behaviour || policy) is v/2, ratios have mean 1 and variance exp(v) - 1."""
+    total = max(sum(counts.values()), 1)
+
+    def mean(of: Any) -> float:
+        return sum(count * of(lag) for lag, count in sorted(counts.items())) / total
+
+    return {
+        "staleness/lag_mean": mean(lambda lag: lag),
+        "staleness/lag_max": float(max(counts, default=0)),
+        "staleness/kl": mean(lambda lag: lag * drift**2 / 2),
+        "staleness/variance": mean(lambda lag: math.expm1(min(lag * drift**2, 50.0))),
+    }
+
+
+def step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float | int]]:
+    """Mean and median seconds of all steps, and of short and long rounds where there are such."""
+    kinds = {"all": list(records)}
+    for record in records:
+        if record.round:
+            kinds.setdefault(record.round, []).append(record)
+    return {kind: _times(some) for kind, some in kinds.items() if some}
+
+
+def _times(records: Sequence[StepRecord]) -> dict[str, float | int]:
+    def mean(name: str) -> float:
+        return round(statistics.fmean(getattr(record, name) for record in records), 2)
+
+    return {
+        "steps": len(records),
+        "mean_seconds": mean("seconds"),
+        "median_seconds": round(statistics.median(record.seconds for record in records), 2),
+        "mean_rollout_seconds": mean("rollout"),
+        "mean_train_seconds": mean("train"),
+        "mean_longest_tokens": round(statistics.fmean(record.longest for record in records), 1),
+    }

@@ -1,0 +1,226 @@
+"""A shard plan: on how many devices, and on which, each sequence of a microbatch is computed. numpy only.
+
+Devices are numbered along the mesh in row-major order. A group of degree `p` is `p` consecutive devices beginning at a
+multiple of `p`, so any two groups are disjoint or nested (FlexRL section 3.3), and a group is the product of the last
+`log2(p)` mesh axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+else:  # shapes and types are checked while tests run, without matplotlib
+    Figure = Any
+
+
+class PlanError(ValueError):
+    """There is no plan within the limits. Names the sequence or the field, and what to change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What all devices do at once: one sequence group on each group of `degree` devices.
+
+    `groups[g]` are the sequences, in order, of the packed stream of devices `[g * degree, (g + 1) * degree)`; a stream
+    is cut into `degree` chunks of which the first ones may be one token longer.
+    """
+
+    degree: int
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """Sequence `i` is computed by devices `[firsts[i], firsts[i] + degrees[i])`.
+
+    `rounds` stand in the order of execution, degrees never increasing (highest sharding first); each sequence is in
+    exactly one of them. `work` is the compute of each sequence, in any unit: unless told otherwise the attention proxy
+    `length**2`.
+    """
+
+    num_devices: int
+    lengths: tuple[int, ...]
+    work: tuple[float, ...]
+    degrees: tuple[int, ...]
+    firsts: tuple[int, ...]
+    rounds: tuple[Round, ...]
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def compute(self) -> np.ndarray:
+        """`[devices]`: C_d, the sum of `work / p` over the sequences of each device."""
+        return self._over_devices(np.array(self.work) / np.array(self.degrees))
+
+    def memory(self) -> np.ndarray:
+        """`[devices]`: M_d, the tokens of each device."""
+        return self._over_devices(np.array(self.lengths) / np.array(self.degrees))
+
+    def traffic(self) -> np.ndarray:
+        """`[devices]`: token vectors that leave each device in one all-to-all, the sum of `length * (p - 1) / p**2`."""
+        p = np.array(self.degrees, float)
+        return self._over_devices(np.array(self.lengths) * (p - 1) / p**2)
+
+    @property
+    def balance(self) -> float:
+        """Largest over mean compute of a device; 1 is perfect."""
+        return _peak(self.compute())
+
+    @property
+    def memory_ratio(self) -> float:
+        """Largest over mean tokens of a device."""
+        return _peak(self.memory())
+
+    def summary(self) -> str:
+        """One line: sizes, balance, memory, how many sequences have which degree, what travels."""
+        degrees = np.array(self.degrees, int)
+        kinds = ", ".join(f"{(degrees == p).sum()} at {p}" for p in sorted(set(self.degrees)))
+        lengths = np.array(self.lengths, float)
+        moved = float((lengths * (1 - 1 / degrees)).sum()) / max(float(lengths.sum()), 1.0) if len(lengths) else 0.0
+        return (
+            f"{len(self.lengths)} sequences on {self.num_devices} devices: compute {self.balance:.3f} and memory "
+            f"{self.memory_ratio:.3f} of the mean, degrees {kinds or 'none'}, {moved:.0%} of tokens travel, "
+            f"{len(self.rounds)} rounds"
+        )
+
+    def plot(self, *, alpha: float = 1.1, tolerance: float = 0.025) -> Figure:
+        """A matplotlib Figure: compute, memory and traffic of each device as bars, coloured by degree, with the means
+        and the limits: `alpha` of the mean tokens, `1 + tolerance` of the mean compute."""
+        from .draw import draw  # a plan is made and carried out without matplotlib
+
+        return draw(self, alpha=alpha, tolerance=tolerance)
+
+    def _over_devices(self, share: np.ndarray) -> np.ndarray:
+        firsts, degrees = np.array(self.firsts, int), np.array(self.degrees, int)
+        edges = np.zeros(self.num_devices + 1)
+        np.add.at(edges, firsts, share)
+        np.add.at(edges, firsts + degrees, -share)
+        return np.maximum(np.cumsum(edges)[:-1], 0.0)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> ShardPlan:
+        """Raises PlanError, naming what is missing, for anything that `to_json` did not write."""
+        try:
+            raw = json.loads(text)
+            rounds = tuple(Round(r["degree"], tuple(map(tuple, r["groups"]))) for r in raw["rounds"])
+            sequences = {name: tuple(raw[name]) for name in ("lengths", "work", "degrees", "firsts")}
+            return ShardPlan(num_devices=raw["num_devices"], rounds=rounds, **sequences)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise PlanError(f"this is not a serialised shard plan: {type(error).__name__} {error}") from error
+
+
+def _peak(per_device: np.ndarray) -> float:
+    mean = float(per_device.mean())
+    return float(per_device.max()) / mean if mean else 1.0
+
+
+def check(plan: ShardPlan) -> None:
+    """Raises PlanError if the plan is not executable: groups that are not aligned, degrees that increase, sequences
+    that are missing from the rounds, there twice, or in a round of another group."""
+    count = len(plan.lengths)
+    if not len(plan.work) == len(plan.degrees) == len(plan.firsts) == count:
+        raise PlanError("lengths, work, degrees and firsts must be of equal length")
+    if plan.num_devices < 1:
+        raise PlanError(f"a plan needs at least one device, not {plan.num_devices}")
+    for index, (degree, first) in enumerate(zip(plan.degrees, plan.firsts, strict=True)):
+        if degree < 1 or degree & (degree - 1) or first % degree or not 0 <= first <= plan.num_devices - degree:
+            raise PlanError(
+                f"sequence {index}: devices [{first}, {first + degree}) are no aligned power-of-two group of "
+                f"{plan.num_devices} devices"
+            )
+    degrees = [one.degree for one in plan.rounds]
+    if degrees != sorted(degrees, reverse=True):
+        raise PlanError(f"rounds must stand in decreasing degree, got {degrees}")
+    seen: list[int] = []
+    for one in plan.rounds:
+        if one.degree < 1 or one.degree & (one.degree - 1) or plan.num_devices % one.degree:
+            raise PlanError(
+                f"{plan.num_devices} devices have no round of degree {one.degree}: a power of two divides them"
+            )
+        if len(one.groups) != plan.num_devices // one.degree:
+            raise PlanError(f"a round of degree {one.degree} needs {plan.num_devices // one.degree} groups")
+        for group, members in enumerate(one.groups):
+            for index in members:
+                if not 0 <= index < count:
+                    raise PlanError(f"a round names sequence {index}, but there are {count}")
+                if plan.degrees[index] != one.degree or plan.firsts[index] != group * one.degree:
+                    raise PlanError(f"sequence {index} stands in a round of another group than its own")
+                seen.append(index)
+    if sorted(seen) != list(range(count)):
+        raise PlanError("each sequence must stand in exactly one round")
+
+
+def rounds(
+    num_devices: int,
+    lengths: Sequence[int],
+    degrees: Sequence[int],
+    firsts: Sequence[int],
+    *,
+    short: int = 0,
+    cap: int = 0,
+    most: int = 1,
+) -> tuple[Round, ...]:
+    """Packs the sequences of each group into sequence groups and those into rounds (dynamic packing, section 3.4).
+
+    Within a group, sequences of at most `short` tokens (h_pack) are joined up to `cap` tokens (H_pack); longer ones
+    stand alone. There are at most `most` rounds a degree; `short` or `cap` of 0 makes one, and so does degree 1, which
+    has no all-to-all to hide. A round lasts as long as the longest stream of any of its groups, so streams are dealt
+    to the rounds longest first, each to where it lengthens the round least. The longest round of a degree comes first.
+    """
+    made: list[Round] = []
+    for degree in sorted(set(degrees), reverse=True):
+        members: list[list[int]] = [[] for _ in range(num_devices // degree)]
+        for index, (own, first) in enumerate(zip(degrees, firsts, strict=True)):
+            if own == degree:
+                members[first // degree].append(index)
+        one = not short or not cap or most == 1 or degree == 1
+        packs = [[indices] if one and indices else _join(indices, lengths, short, cap) for indices in members]
+        made.extend(Round(degree, groups) for groups in _deal(packs, lengths, min(most, max(map(len, packs)))))
+    return tuple(made)
+
+
+def _join(indices: Sequence[int], lengths: Sequence[int], short: int, cap: int) -> list[list[int]]:
+    """Sequence groups: long sequences alone, short ones in the first one that has room."""
+    packs = [[i] for i in indices if lengths[i] > short]
+    alone, sizes = len(packs), []
+    for i in (i for i in indices if lengths[i] <= short):
+        fits = next((k for k, size in enumerate(sizes) if size + lengths[i] <= cap), len(sizes))
+        if fits == len(sizes):
+            sizes.append(0)
+            packs.append([])
+        sizes[fits] += lengths[i]
+        packs[alone + fits].append(i)
+    return packs
+
+
+def _deal(
+    packs: Sequence[Sequence[list[int]]], lengths: Sequence[int], count: int
+) -> list[tuple[tuple[int, ...], ...]]:
+    """`[count][groups]` the stream of each group in each round. The group with the most tokens is dealt first."""
+
+    def size(pack: Sequence[int]) -> int:
+        return sum(lengths[i] for i in pack)
+
+    totals = [sum(map(size, own)) for own in packs]
+    longest = [0] * count
+    streams: list[list[list[int]]] = [[[] for _ in packs] for _ in range(count)]
+    for group in sorted(range(len(packs)), key=lambda g: (-totals[g], g)):
+        mine = [0] * count
+        for pack in sorted(packs[group], key=lambda pack: (-size(pack), pack[0])):
+            after = [mine[k] + size(pack) for k in range(count)]
+            k = min(range(count), key=lambda k: (max(after[k] - longest[k], 0), after[k], k))
+            mine[k] = after[k]
+            streams[k][group] += pack
+        longest = [max(pair) for pair in zip(longest, mine, strict=True)]
+    order = sorted(range(count), key=lambda k: (-longest[k], k))
+    return [tuple(tuple(sorted(stream)) for stream in streams[k]) for k in order if longest[k]]

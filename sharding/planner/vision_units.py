@@ -1,0 +1,178 @@
+"""Which device runs the vision tower on which image or frame pair: evenly, and near the tokens that wait for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from .plan import PlanError
+
+TARGETS = (1.05, 1.03, 1.01)  # largest over mean load up to which units may stay home
+EPS = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionPlan:
+    """Unit `u` of `units[u]` patches is computed by `devices[u]`; its tokens are on the `home_degrees[u]` devices from
+    `home_firsts[u]`."""
+
+    num_devices: int
+    units: tuple[int, ...]
+    devices: tuple[int, ...]
+    home_firsts: tuple[int, ...]
+    home_degrees: tuple[int, ...]
+
+    def loads(self) -> np.ndarray:
+        """`[devices]` int64: patches of each device."""
+        loads = np.zeros(self.num_devices, np.int64)
+        np.add.at(loads, np.array(self.devices, int), np.array(self.units, np.int64))
+        return loads
+
+    @property
+    def balance(self) -> float:
+        """Largest over mean patches of a device."""
+        loads = self.loads()
+        return float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+    @property
+    def home_patches(self) -> int:
+        """Patches computed on a device that holds part of their sequence; the features of the others all travel."""
+        device, first = np.array(self.devices, int), np.array(self.home_firsts, int)
+        home = (first <= device) & (device < first + np.array(self.home_degrees, int))
+        return int(np.array(self.units, np.int64)[home].sum())
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> VisionPlan:
+        """Raises PlanError, naming what is missing, for anything that `to_json` did not write."""
+        try:
+            raw = json.loads(text)
+            rows = {name: tuple(raw[name]) for name in ("units", "devices", "home_firsts", "home_degrees")}
+            return VisionPlan(num_devices=raw["num_devices"], **rows)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise PlanError(f"this is not a serialised vision plan: {type(error).__name__} {error}") from error
+
+
+def spread_vision(
+    units: Sequence[int] | np.ndarray,
+    home_first: Sequence[int] | np.ndarray,
+    home_degree: Sequence[int] | np.ndarray,
+    num_devices: int,
+    *,
+    replica: int = 0,
+) -> VisionPlan:
+    """Spreads units of the vision tower over the devices of their replica (`replica` consecutive devices; 0: all).
+
+    `units`: patches of each; equal ones in a row with the same home (the frame pairs of a video) are placed together.
+    `home_first`, `home_degree`: the devices that hold the tokens of each. Within each replica the largest load is at
+    most 1.05 of the mean, or else that of longest-first placement; within that, as much as is found stays home.
+    Raises PlanError for sizes or homes that cannot be.
+    """
+    replica = replica or num_devices
+    rows = [np.asarray(row, np.int64).reshape(-1) for row in (units, home_first, home_degree)]
+    sizes, firsts, degrees = rows
+    if num_devices < 1 or replica < 1 or num_devices % replica:
+        raise PlanError(f"{num_devices} devices are no multiple of replicas of {replica}")
+    if not len(sizes) == len(firsts) == len(degrees):
+        raise PlanError("units, home_first and home_degree must be of equal length")
+    wrong = (sizes < 1) | (degrees < 1) | (firsts < 0) | (firsts // replica != (firsts + degrees - 1) // replica)
+    wrong |= firsts + degrees > num_devices
+    if wrong.any():
+        u = int(wrong.argmax())
+        raise PlanError(
+            f"vision unit {u}: {sizes[u]} patches at home on devices [{firsts[u]}, {firsts[u] + degrees[u]}); a unit "
+            f"needs patches, and a home within one replica of {replica} of the {num_devices} devices"
+        )
+    devices = np.zeros(len(sizes), np.int64)
+    if len(sizes):
+        change = np.flatnonzero(np.any([np.diff(row) != 0 for row in rows], axis=0)) + 1
+        starts = np.concatenate([[0], change, [len(sizes)]])
+        runs = [
+            _Run(int(a), int(b - a), int(sizes[a]), int(firsts[a]), int(degrees[a]))
+            for a, b in itertools.pairwise(starts)
+        ]
+        runs.sort(key=lambda run: (-run.size, run.start))
+        for base in range(0, num_devices, replica):
+            _replica([run for run in runs if run.first // replica == base // replica], base, replica, devices)
+    return VisionPlan(
+        num_devices, tuple(sizes.tolist()), tuple(devices.tolist()), tuple(firsts.tolist()), tuple(degrees.tolist())
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """`count` units of `size` patches each from unit `start`, with one home."""
+
+    start: int
+    count: int
+    size: int
+    first: int
+    degree: int
+
+
+def _replica(runs: Sequence[_Run], base: int, replica: int, devices: np.ndarray) -> None:
+    """Places the runs of one replica into `devices`."""
+    if not runs:
+        return
+    mean = sum(run.count * run.size for run in runs) / replica
+    even = _spread(runs, base, replica, 0.0)  # nobody stays home on purpose: the most even of all
+    most = max(TARGETS[0] * mean, float(even[0].max()))
+    kept = even
+    for target in (most, *(t * mean for t in TARGETS)):
+        tried = _spread(runs, base, replica, target)
+        if tried[0].max() <= most + EPS and tried[1] > kept[1]:
+            kept = tried
+    for run, counts in zip(runs, kept[2], strict=True):
+        devices[run.start : run.start + run.count] = base + np.repeat(np.arange(replica), counts)
+
+
+def _spread(runs: Sequence[_Run], base: int, replica: int, target: float) -> tuple[np.ndarray, int, list[np.ndarray]]:
+    """Loads, patches at home, and units of each run on each device of a replica. Longest first; a unit stays home while
+    that leaves its device within `target`, else it goes where the load is least."""
+    loads, home, placed = np.zeros(replica), 0, []
+    for run in runs:
+        counts = np.zeros(replica, np.int64)
+        here = slice(run.first - base, run.first - base + run.degree)
+        room = np.maximum((target - loads[here] + EPS) // run.size, 0).astype(np.int64)
+        if room.any():
+            counts[here] = _level(loads[here], run.size, min(run.count, int(room.sum())), room)
+            loads += counts * run.size
+        rest = run.count - int(counts.sum())
+        if rest:
+            more = _level(loads, run.size, rest, None)
+            loads += more * run.size
+            counts += more
+        home += int(counts[here].sum()) * run.size
+        placed.append(counts)
+    return loads, home, placed
+
+
+def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray | None) -> np.ndarray:
+    """How many of `count` equal units each device gets if each goes to the one with the least load (and `room`)."""
+
+    def below(level: int) -> np.ndarray:
+        fits = np.maximum((level - loads + EPS) // size, 0).astype(np.int64)
+        return fits if room is None else np.minimum(fits, room)
+
+    # The level to which all are filled: between two of them one unit a device more fits, so `size` is fine enough.
+    low, high = 0, math.ceil((loads.max() + count * size) / size) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if below(middle * size).sum() <= count else (low, middle)
+    counts = below(low * size)
+    while (left := count - int(counts.sum())) > 0:
+        after = loads + counts * size
+        if room is not None:
+            after = np.where(counts < room, after, np.inf)
+        chosen = np.argsort(after, kind="stable")[: min(left, int(np.isfinite(after).sum()))]
+        # Only as many as are at most one unit above the least: the rest of the loop sees to the others.
+        chosen = chosen[after[chosen] < after[chosen[0]] + size]
+        counts[chosen] += 1
+    return counts

@@ -1,0 +1,200 @@
+"""How a microbatch whose sequences are spread over devices lies in its buffers.
+
+Every device has one dense row of `T` tokens: its chunks of all sequence groups that it takes part in, one round after
+the other. A round's part of the row is a view of it: at most `budget` tokens (a static size) from a column that may
+differ on each device. So MLPs see no padding but the end of the row, whatever the budgets of the rounds add up to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..mesh import binary_axes, trailing
+from ..planner.plan import PlanError, ShardPlan
+from .shapes import Sizes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """What the devices need to know of a shard plan. Arrays have one row a device, like the token buffer.
+
+    `starts_BJ` and `counts_BJ`: the columns `[start, start + count)` of round `j`; 0 tokens where a device has no part
+    in it. Since `start + budget` may exceed T, a view begins at `min(start, T - budget)` and its own columns later.
+    `exports_BX`: the columns whose hidden states predict tokens on other devices (the last token of a chunk; of a
+    prompt before its responses).
+
+    `rounds` are (degree, budget) in the order of execution: degrees never increase. `axes` are the mesh's axes of size
+    two, outermost first; a group of degree `p` is the product of the last `log2(p)` of them.
+    """
+
+    starts_BJ: Any  # i32
+    counts_BJ: Any  # i32
+    exports_BX: Any  # i32
+    rounds: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    def group(self, degree: int) -> tuple[str, ...]:
+        """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for one wider than the mesh."""
+        return trailing(self.axes, degree)
+
+    def with_exports(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
+        """The device's hidden states, and behind them those that its group of the highest degree exports."""
+        if not self.exports_BX.shape[1]:
+            return hidden_BTD
+        own = jnp.take_along_axis(hidden_BTD, jnp.asarray(self.exports_BX)[:, :, None], axis=1)
+        axes = self.group(self.rounds[0][0])
+        return jnp.concatenate([hidden_BTD, jax.lax.all_gather(own, axes, axis=1, tiled=True)], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where every token of a shard plan lies: `device` and `column`, one entry a token, sequence after sequence.
+
+    `starts` and `counts` are those of `Spread`, `[devices, rounds of the plan]`. How large the buffers are is not yet
+    said; see `needs`.
+    """
+
+    plan: ShardPlan
+    device: np.ndarray
+    column: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+
+    def needs(self) -> Sizes:
+        """The least size of each buffer: `columns` of a row, and a budget for each round, `round/<degree>/<k>`."""
+        sizes = {"columns": int(self.counts.sum(axis=1).max(initial=1))}
+        return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self._names())}
+
+    def imports(self, predecessors: np.ndarray) -> Imports:
+        """Which hidden states have to cross devices, if token `predecessors[i]` predicts token `i`."""
+        foreign = np.flatnonzero(self.device[predecessors] != self.device)
+        place = self.device * (int(self.column.max(initial=0)) + 1) + self.column  # sorts by device, then column
+        _, first, which = np.unique(place[predecessors[foreign]], return_index=True, return_inverse=True)
+        token = predecessors[foreign][first]
+        source = self.device[token]
+        slot = np.arange(len(token)) - np.searchsorted(source, source)
+        return Imports(foreign, which, source, self.column[token], slot)
+
+    def sized(self, sizes: Sizes) -> SizedLayout:
+        """The layout in buffers of these sizes, each at least what `needs` says; further rounds stay empty."""
+        return SizedLayout(self, sizes)
+
+    def _names(self) -> list[str]:
+        degrees = [one.degree for one in self.plan.rounds]
+        return [_round_name(degree, degrees[:j].count(degree)) for j, degree in enumerate(degrees)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Imports:
+    """Tokens whose predecessor lies on another device: token `foreign[i]` needs export `which[i]`, which is column
+    `column` of device `source`, in slot `slot` of what that device exports."""
+
+    foreign: np.ndarray
+    which: np.ndarray
+    source: np.ndarray
+    column: np.ndarray
+    slot: np.ndarray
+
+    def needs(self) -> Sizes:
+        return {"exports": int(self.slot.max()) + 1} if len(self.slot) else {}
+
+
+class SizedLayout:
+    """A layout in buffers of given sizes: `columns` tokens a device, `rounds` as `Spread` has them, and `cells`,
+    `device * columns + column` of every token."""
+
+    def __init__(self, layout: Layout, sizes: Sizes) -> None:
+        self.plan, self._layout = layout.plan, layout
+        self.columns = sizes["columns"]
+        self._exports = sizes.get("exports", 0)
+        self.cells = layout.device * self.columns + layout.column
+        own = {name: j for j, name in enumerate(layout._names())}
+        names = sorted((name for name in sizes if name.startswith("round/")), key=_round_order)
+        self.rounds = tuple((-_round_order(name)[0], min(sizes[name], self.columns)) for name in names)
+        self.starts = np.zeros((self.plan.num_devices, len(names)), np.int32)
+        self.counts = np.zeros((self.plan.num_devices, len(names)), np.int32)
+        for j, name in enumerate(names):
+            if name in own:
+                self.starts[:, j] = layout.starts[:, own[name]]
+                self.counts[:, j] = layout.counts[:, own[name]]
+
+    def spread(self, predecessors: np.ndarray) -> tuple[np.ndarray, Spread]:
+        """(`predecessors` as `PackedTokens` has them, what the devices need to know).
+
+        Where the predecessor lies in the token's own row, its column; otherwise, from `columns` on, an entry of what
+        the group of the highest degree exports, device by device.
+        """
+        imports = self._layout.imports(predecessors)
+        exports = np.zeros((self.plan.num_devices, self._exports), np.int32)
+        exports[imports.source, imports.slot] = imports.column
+        group = self.rounds[0][0]
+        column = self._layout.column[predecessors]
+        entry = imports.source % group * self._exports + imports.slot
+        column[imports.foreign] = self.columns + entry[imports.which]
+        spread = Spread(self.starts, self.counts, exports, self.rounds, binary_axes(self.plan.num_devices))
+        return column.astype(np.int32), spread
+
+    def padding(self) -> dict[str, float]:
+        """Share of the rows without a token (`mlp`), and of what the device that is sent most in the all-to-alls is
+        sent without need (`all_to_all`)."""
+        sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
+        sent = sum(self.rounds[j][1] for j in sharded)
+        used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0
+        return {
+            "mlp": 1 - len(self.cells) / (self.plan.num_devices * self.columns),
+            "all_to_all": 1 - used / sent if sent else 0.0,
+        }
+
+
+def _round_name(degree: int, k: int) -> str:
+    return f"round/{degree}/{k}"
+
+
+def _round_order(name: str) -> tuple[int, int]:
+    _, degree, k = name.split("/")
+    return -int(degree), int(k)
+
+
+def size_weight(name: str) -> float:
+    """What a unit of a buffer's size costs beside a column of the row, which passes all of the decoder: sharded rounds
+    are sent, patches and features pass a smaller tower and the wire, exports are few."""
+    if name.startswith("round/"):
+        return 0.25 if _round_order(name)[0] < -1 else 0.05
+    if name == "patches" or name.startswith("send/"):
+        return 0.25
+    return {"columns": 1.0, "exports": 0.1}[name]
+
+
+def lay(plan: ShardPlan, cap: int = 0) -> Layout:
+    """Gives every token of `plan` its place. Raises PlanError if a device has more than `cap` tokens (0: no bound)."""
+    num_devices, degrees = plan.num_devices, [one.degree for one in plan.rounds]
+    first_token = np.cumsum([0, *plan.lengths])
+    starts = np.zeros((num_devices, len(degrees)), np.int64)
+    counts = np.zeros((num_devices, len(degrees)), np.int64)
+    used = np.zeros(num_devices, np.int64)
+    device = np.zeros(first_token[-1], np.int64)
+    column = np.zeros(first_token[-1], np.int64)
+    for j, one in enumerate(plan.rounds):
+        starts[:, j] = used
+        for group, members in enumerate(one.groups):
+            if not members:
+                continue
+            stream = np.concatenate([np.arange(first_token[i], first_token[i + 1]) for i in members])
+            share, longer = divmod(len(stream), one.degree)
+            chunks = np.full(one.degree, share)
+            chunks[:longer] += 1
+            part = np.repeat(np.arange(one.degree), chunks)
+            device[stream] = group * one.degree + part
+            column[stream] = starts[device[stream], j] + np.arange(len(stream)) - (np.cumsum(chunks) - chunks)[part]
+            counts[group * one.degree : (group + 1) * one.degree, j] = chunks
+        used += counts[:, j]
+    if cap and used.max(initial=0) > cap:
+        raise PlanError(f"device {int(used.argmax())} has {used.max()} tokens, more than the {cap} of its buffer")
+    return Layout(plan, device, column, starts, counts)

@@ -1,0 +1,88 @@
+"""Features of the vision tower travel from the device that computed them to the devices that hold their tokens.
+
+The tower's work is spread evenly, whatever the tokens' places, so features must move. They do so in at most `log2`
+steps, one for each mesh axis of size two, as on a hypercube: in a step every device exchanges with its partner across
+that axis those features whose destination lies on the other side. Who sends what is planned on the host; the program
+is the same on all devices, and a device without features takes part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..mesh import binary_axes
+from .shapes import Sizes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """`sends[k][device]` are the rows of the device's buffer that cross axis `axes[k]` in step `k`; what arrives is
+    appended to the buffer, which begins as the device's own features. Unused entries send row 0."""
+
+    sends: tuple[Any, ...]  # i32 [devices, count] each
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    def needs(self) -> Sizes:
+        """The features that cross each axis, `send/<axis>`."""
+        return {_name(axis): rows.shape[1] for axis, rows in zip(self.axes, self.sends, strict=True)}
+
+    def __call__(self, features_MD: Float[Array, "M D"]) -> Float[Array, "R D"]:
+        """The device's own features and, behind them, all that came by. Runs inside a `shard_map`."""
+        buffer = features_MD
+        for axis, rows in zip(self.axes, self.sends, strict=True):
+            moving = buffer[jnp.asarray(rows)[0]]
+            buffer = jnp.concatenate([buffer, jax.lax.ppermute(moving, axis, [(0, 1), (1, 0)])])
+        return buffer
+
+
+def route(
+    source: np.ndarray,
+    row: np.ndarray,
+    target: np.ndarray,
+    num_devices: int,
+    rows: int,
+    counts: Mapping[str, int] | None = None,
+) -> tuple[Route, np.ndarray]:
+    """(the route, the row of `target`'s final buffer in which each wanted feature stands).
+
+    Wanted feature `i` is row `row[i]` of the `rows` features of device `source[i]` and is needed on `target[i]`; one
+    feature may be wanted several times. `counts` are the sizes of what crosses each axis (`Route.needs` of a route
+    without them, or more); without them, exactly what is needed. Raises ValueError if a feature would have to leave
+    its replica: groups of sequences never do.
+    """
+    axes = binary_axes(num_devices)
+    block = 1 << len(axes)
+    if np.any(source // block != target // block):
+        raise ValueError(f"features can't leave their replica of {block} devices")
+    at, place, length = source.astype(np.int64), row.astype(np.int64), rows
+    sends: list[np.ndarray] = []
+    crossed: list[str] = []
+    for k, axis in enumerate(axes):
+        bit = block >> (k + 1)
+        moving = np.flatnonzero((at ^ target) & bit)
+        keys, which = np.unique(at[moving] * length + place[moving], return_inverse=True)
+        device = keys // length
+        slot = np.arange(len(keys)) - np.searchsorted(device, device)
+        count = int(slot.max(initial=-1)) + 1 if counts is None else counts.get(_name(axis), 0)
+        if not count:
+            continue
+        send = np.zeros((num_devices, count), np.int32)
+        send[device, slot] = keys % length
+        at[moving] ^= bit
+        place[moving] = length + slot[which]
+        length += count
+        sends.append(send)
+        crossed.append(axis)
+    return Route(tuple(sends), tuple(crossed)), place
+
+
+def _name(axis: str) -> str:
+    return f"send/{axis}"

@@ -1,0 +1,270 @@
+"""Attention over sequences that are spread over groups of devices, each sequence over its own number (FlexUlysses).
+
+Within a group of `p` devices every device holds 1/p of the tokens of a stream with all their heads; an all-to-all turns
+this into all tokens with 1/p of the heads, attention is local, and a second all-to-all goes back (Ulysses). FlexRL
+section 3 and algorithm 1: groups of different degrees follow each other as rounds, highest degree first. The first
+round's tokens travel while unsharded sequences are computed, each further round's while the one before is computed. The
+backward pass is written out and does the same, in the same order; a transposed forward pass would run in reverse and
+wait for every transfer.
+
+For the backward pass every round keeps q, k, v as they arrived, its output and the log-sum-exp: to send q, k and v a
+second time would double the traffic of that pass. Whoever lacks the memory wraps layers in `jax.checkpoint`.
+
+Why this can't deadlock. All devices run one program, so that all issue the same collectives in the same order; what
+differs on each device (columns, counts, tiles) is data, and a device without a token in a round still exchanges its
+padding. Number the collectives in that order. Groups of one collective are disjoint and cover all devices; groups of
+two are disjoint or nested, for a group is a product of trailing mesh axes. Suppose that devices wait for ever, and look
+at the lowest-numbered collective in which one of them waits. It waits for a device of its group that has not come so
+far: that one waits in a lower-numbered collective (a contradiction) or computes, which ends, as the loops over tiles
+have a fixed length. So that device comes, and the collective ends. This holds for asynchronous starts too, as long as
+they run in the order in which the compiled program issues them.
+
+The order of degrees is not needed for it, but never increases either in one direction: a device leaves a group's
+exchange only for one of the same group or of one within it. XLA:GPU keeps that order; XLA:CPU drops the barriers that
+state it, and runs another one, the same on all devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..kernels import tiles
+from .buffers import Spread
+from .heads import Deal, deal_heads
+
+Attention = Callable[[Array, Array, Array], Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """A device's part of one round: some columns of its row from `start`, of which `valid` ones belong to the round.
+
+    All others in it are other rounds' or the row's padding, and are masked: as zeros where they are read (segment 0,
+    too), and left alone where the round's results are written."""
+
+    start: Any  # i32 []
+    valid: Any  # bool [budget]
+
+    def read(self, row: Array) -> Array:
+        """`[T, ...]` -> `[budget, ...]`; columns of other rounds become zeros."""
+        part = self._part(row)
+        return jnp.where(self._mask(part), part, jnp.zeros_like(part))
+
+    def write(self, row: Array, part: Array) -> Array:
+        """The row with `part` in the valid columns, and all others as they were."""
+        part = jnp.where(self._mask(part), part, self._part(row))
+        return jax.lax.dynamic_update_slice_in_dim(row, part, self.start, 0)
+
+    def _part(self, row: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(row, self.start, self.valid.shape[0])
+
+    def _mask(self, part: Array) -> Array:
+        return jnp.broadcast_to(self.valid.reshape(-1, *[1] * (part.ndim - 1)), part.shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class View:
+    """One round as a device sees it. `tiles` are those of its whole group's stream, `axes` the mesh axes of the group:
+    none if it is one device."""
+
+    columns: Any  # Columns
+    tiles: Any  # Tiles
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def degree(self) -> int:
+        return 1 << len(self.axes)
+
+
+def spread_attention(
+    spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], *, tile: int = 0
+) -> Attention:
+    """`attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` for the rows of a spread batch, inside a `shard_map` over at least
+    `spread.axes`; each device has one row (B = 1).
+
+    What all layers share (views, gathered segments, tile lists) is computed here, once: call it outside the scan over
+    the layers and `attend` in it. Masked like `sharding.kernels.attention.Mask`, along the streams; padding gives
+    zeros. `tile=0` lets the kernel choose. Raises ValueError for several rows on a device or degrees that increase;
+    `attend` raises PlanError for a degree above the number of heads.
+    """
+    views = views_of(spread, segments_BT, branches_BT, tile)
+
+    def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> Array:
+        if not views:  # nobody has a token
+            return jnp.zeros_like(q_BTNH)
+        return _attend(k_BTKH.shape[2], q_BTNH[0], k_BTKH[0], v_BTKH[0], views)[None]
+
+    return attend
+
+
+def views_of(
+    spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], tile: int = 0
+) -> tuple[View, ...]:
+    """What all layers share of each round, in the order of execution. Raises what `spread_attention` raises."""
+    if segments_BT.shape[0] != 1:
+        raise ValueError(f"a device of a spread batch has one row, not {segments_BT.shape[0]}")
+    degrees = [degree for degree, _ in spread.rounds]
+    if degrees != sorted(degrees, reverse=True):
+        raise ValueError(f"rounds must stand in decreasing degree, got {degrees}")
+    return tuple(_view(spread, j, segments_BT[0], branches_BT[0], tile) for j in range(len(spread.rounds)))
+
+
+def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: int) -> View:
+    degree, budget = spread.rounds[j]
+    axes = spread.group(degree)
+    first, count = spread.starts_BJ[0, j], spread.counts_BJ[0, j]
+    start = jnp.minimum(first, segments_T.shape[0] - budget)
+    column = start + jnp.arange(budget)
+    columns = Columns(start, (column >= first) & (column < first + count))
+    both = jnp.stack([columns.read(segments_T), columns.read(branches_T)])
+    if axes:
+        both = jax.lax.all_gather(both, axes, axis=1, tiled=True)
+    segments, branches = jnp.unstack(both)
+    return View(columns, tiles.tile_list(segments, branches, tile), axes)
+
+
+def _value(
+    num_kv_heads: int,
+    q_TNH: Float[Array, "T N H"],
+    k_TKH: Float[Array, "T K H"],
+    v_TKH: Float[Array, "T K H"],
+    views: tuple[View, ...],
+) -> Float[Array, "T N H"]:
+    return _forward(num_kv_heads, q_TNH, k_TKH, v_TKH, views)[0]
+
+
+def _forward(K: int, q: Array, k: Array, v: Array, views: tuple[View, ...]) -> tuple[Array, tuple]:
+    deals = [deal_heads(q.shape[1], K, view.degree) for view in views]
+    outgoing = []
+    for view, deal in zip(views, deals, strict=True):
+        own = [_deal_out(view.columns.read(q), K, deal), *(_copy_out(view.columns.read(x), deal) for x in (k, v))]
+        outgoing.append(_to_devices(jnp.concatenate(own, axis=2), deal))
+
+    def compute(j: int, stream: Array) -> tuple[Array, tuple]:
+        parts = _split(stream)
+        out, lse = tiles.forward(*parts, views[j].tiles)
+        return out.reshape(*stream.shape[:2], -1, out.shape[-1]), (stream, out, lse)
+
+    back, kept = _execute("forward", outgoing, views, compute)
+    out = jnp.zeros_like(q)
+    for view, deal, part in zip(views, deals, back, strict=True):
+        out = view.columns.write(out, _collect(_from_devices(part), q.shape[1], K, deal))
+    return out, (kept, views)
+
+
+def _backward(K: int, saved: tuple, dout: Array) -> tuple[Array, Array, Array, None]:
+    kept, views = saved
+    T, N, H = dout.shape
+    deals = [deal_heads(N, K, view.degree) for view in views]
+    outgoing = []
+    for view, deal in zip(views, deals, strict=True):
+        outgoing.append(_to_devices(_deal_out(view.columns.read(dout), K, deal), deal))
+
+    def compute(j: int, dstream: Array) -> tuple[Array, None]:
+        stream, out, lse = kept[j]
+        dq, dk, dv = tiles.backward(*_split(stream), out, lse, dstream.reshape(out.shape), views[j].tiles)
+        return jnp.concatenate([dq.reshape(dstream.shape), dk[:, :, None], dv[:, :, None]], axis=2), None
+
+    back, _ = _execute("backward", outgoing, views, compute)
+    dq, dk, dv = (jnp.zeros((T, heads, H), dout.dtype) for heads in (N, K, K))
+    for view, deal, part in zip(views, deals, back, strict=True):
+        part = _from_devices(part)
+        dq = view.columns.write(dq, _collect(part[:, :, :-2], N, K, deal))
+        dk = view.columns.write(dk, _sum_copies(part[:, :, -2], K, deal))
+        dv = view.columns.write(dv, _sum_copies(part[:, :, -1], K, deal))
+    return dq, dk, dv, None
+
+
+_attend = jax.custom_vjp(_value, nondiff_argnums=(0,))
+_attend.defvjp(_forward, _backward)
+
+
+def _execute(
+    phase: str, outgoing: list[Array], views: tuple[View, ...], compute: Callable[[int, Array], tuple[Array, Any]]
+) -> tuple[list[Array], list[Any]]:
+    """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
+
+    The barriers make the order a fact of the program and not a scheduler's choice: no round's exchange starts before
+    the one ahead of it has arrived, and none is computed before all ahead of it are. What is left to the scheduler is
+    to start an exchange as soon as it may, that is, together with the computation of the round before it; on GPUs it
+    does so under `overlap.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
+    """
+    back, kept = list(outgoing), list[Any](outgoing)
+    alone = [j for j, view in enumerate(views) if view.degree == 1]
+    sharded = [j for j, view in enumerate(views) if view.degree > 1]
+
+    def exchange(j: int, x: Array, way: str) -> Array:
+        with jax.named_scope(f"{phase}_round{j}_{way}"):
+            return jax.lax.all_to_all(x, views[j].axes, split_axis=0, concat_axis=0, tiled=True)
+
+    def attend(j: int, x: Array) -> tuple[Array, Any]:
+        with jax.named_scope(f"{phase}_round{j}_attend"):
+            result, keep = compute(j, x.reshape(-1, *x.shape[2:]))
+            return result.reshape(*x.shape[:2], *result.shape[1:]), keep
+
+    arrived = exchange(sharded[0], outgoing[sharded[0]], "send") if sharded else None
+    done: dict[int, Array] = {}  # computed, but not sent back so far
+    for j in alone:
+        done[j], kept[j] = attend(j, outgoing[j])
+    for place, j in enumerate(sharded):
+        waiting = {i: outgoing[i] for i in sharded[place + 1 : place + 2]}
+        arrived, waiting, done = jax.lax.optimization_barrier((arrived, waiting, done))
+        for i, result in done.items():
+            back[i] = exchange(i, result, "return") if views[i].axes else result
+        ahead = [exchange(i, x, "send") for i, x in waiting.items()]
+        result, kept[j] = attend(j, arrived)
+        arrived, done = (ahead[0] if ahead else None), {j: result}
+    for i, result in done.items():
+        back[i] = exchange(i, result, "return") if views[i].axes else result
+    return back, kept
+
+
+def _split(stream: Array) -> tuple[Array, Array, Array]:
+    """`[S, kv, queries + 2, H]` -> q `[S, kv * queries, H]`, k and v `[S, kv, H]`."""
+    q = stream[:, :, :-2]
+    return q.reshape(q.shape[0], -1, q.shape[-1]), stream[:, :, -2], stream[:, :, -1]
+
+
+def _deal_out(x: Array, K: int, deal: Deal) -> Array:
+    """Query heads `[T, N, H]` -> `[T, kv * copies, queries, H]`, filled up with zeros."""
+    T, N, H = x.shape
+    x = x.reshape(T, K, N // K, H)
+    x = jnp.pad(x, ((0, 0), (0, deal.kv - K), (0, deal.copies * deal.queries - N // K), (0, 0)))
+    return x.reshape(T, deal.kv * deal.copies, deal.queries, H)
+
+
+def _collect(x: Array, N: int, K: int, deal: Deal) -> Array:
+    """The inverse of `_deal_out`."""
+    T, H = x.shape[0], x.shape[-1]
+    return x.reshape(T, deal.kv, deal.copies * deal.queries, H)[:, :K, : N // K].reshape(T, N, H)
+
+
+def _copy_out(x: Array, deal: Deal) -> Array:
+    """KV heads `[T, K, H]` -> `[T, kv * copies, 1, H]`, filled up with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, deal.kv - x.shape[1]), (0, 0)))
+    return jnp.repeat(x, deal.copies, axis=1)[:, :, None]
+
+
+def _sum_copies(x: Array, K: int, deal: Deal) -> Array:
+    """The transpose of `_copy_out`: gradients of the copies `[T, kv * copies, H]` -> `[T, K, H]`, summed in float32."""
+    x = x.reshape(x.shape[0], deal.kv, deal.copies, x.shape[-1])[:, :K]
+    return x.astype(jnp.float32).sum(axis=2).astype(x.dtype)
+
+
+def _to_devices(x: Array, deal: Deal) -> Array:
+    """`[T, heads, ...]` -> `[degree, T, heads / degree, ...]`: what goes to each device of the group."""
+    return jnp.moveaxis(x.reshape(x.shape[0], deal.degree, -1, *x.shape[2:]), 1, 0)
+
+
+def _from_devices(x: Array) -> Array:
+    """The inverse of `_to_devices`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
