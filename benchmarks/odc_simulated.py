@@ -4,9 +4,9 @@
     python benchmarks/odc_simulated.py --sequences=1000 --seed=1    # fewer random sequences a setting, others
     python benchmarks/odc_simulated.py --picture=odc.png            # simulated over published
 
-Prints one JSON line. Nothing here is measured: schedules are those of `sharding.planner.packing`, lengths are drawn from
-distributions (`lengths.py`) of which one bubble rate each is fitted, compute is a formula, and communication is free.
-Everything but the fitted cells is a prediction; `simulated_errors` counts those only.
+Prints one JSON line. Nothing here is measured: schedules are those of `sharding.planner.packing`, lengths are drawn
+from distributions (`lengths.py`) of which one bubble rate each is fitted, compute is a formula, and communication is
+free. Everything but the fitted cells is a prediction; `simulated_errors` counts those only.
 """
 
 from __future__ import annotations

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 
 class ModelConfigError(ValueError):
@@ -134,18 +132,6 @@ class Qwen2Config:
     text: TextConfig
     extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # the config.json it came from
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Qwen2Config:
-        from .hf_config import read_text
-
-        return cls(text=read_text(config, config), extra=json.dumps(config))
-
-    def to_hf(self) -> dict[str, Any]:
-        """A `config.json` dictionary; what this was read from, with every typed field brought up to date."""
-        from .hf_config import write_qwen2
-
-        return write_qwen2(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class Qwen25VLConfig:
@@ -166,18 +152,6 @@ class Qwen25VLConfig:
                 f"vision out_hidden_size={self.vision.out_hidden_size} must equal the text hidden_size="
                 f"{self.text.hidden_size}"
             )
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Qwen25VLConfig:
-        from .hf_config import read_qwen2_5_vl
-
-        return read_qwen2_5_vl(config)
-
-    def to_hf(self) -> dict[str, Any]:
-        """A `config.json` dictionary; what this was read from, with every typed field brought up to date."""
-        from .hf_config import write_qwen2_5_vl
-
-        return write_qwen2_5_vl(self)
 
 
 AnyConfig: TypeAlias = Qwen2Config | Qwen25VLConfig

@@ -25,6 +25,7 @@ from . import registry
 from .config import AnyConfig, ModelConfigError, Qwen25VLConfig
 from .decoder import Decoder
 from .folder import why_missing
+from .hf_config import write_config
 from .qwen2.params import tensor_names as qwen2_names
 from .qwen2_5_vl.params import name_layout
 from .qwen2_5_vl.params import tensor_names as qwen2_5_vl_names
@@ -271,7 +272,7 @@ def save(model: Decoder, path: str | os.PathLike[str], dtype: Any = None, shard_
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     stored = jnp.dtype(dtype if dtype is not None else params["embedding"]["table"].dtype).name
-    _write_json(folder / "config.json", _with_dtype(model.config.to_hf(), stored))
+    _write_json(folder / "config.json", _with_dtype(write_config(model.config), stored))
 
 
 def _with_dtype(config: dict[str, Any], stored: str) -> dict[str, Any]:

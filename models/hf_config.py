@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .config import ModelConfigError, NameLayout, Qwen2Config, Qwen25VLConfig, TextConfig, VisionConfig
+from .config import AnyConfig, ModelConfigError, NameLayout, Qwen2Config, Qwen25VLConfig, TextConfig, VisionConfig
 from .hf_rope import read_rope, read_vision_theta, write_rope
 
 
@@ -124,6 +124,10 @@ def read_vision(config: Mapping[str, Any]) -> VisionConfig:
     )
 
 
+def read_qwen2(config: Mapping[str, Any]) -> Qwen2Config:
+    return Qwen2Config(text=read_text(config, config), extra=json.dumps(config))
+
+
 def read_qwen2_5_vl(config: Mapping[str, Any]) -> Qwen25VLConfig:
     text = config.get("text_config") or config
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -189,9 +193,14 @@ def write_vision(vision: VisionConfig) -> dict[str, Any]:
     }
 
 
+def write_config(config: AnyConfig) -> dict[str, Any]:
+    """A `config.json` dictionary; what `config` was read from, with every typed field brought up to date."""
+    return write_qwen2(config) if isinstance(config, Qwen2Config) else write_qwen2_5_vl(config)
+
+
 def write_qwen2(config: Qwen2Config) -> dict[str, Any]:
     source = json.loads(config.extra)
-    if source and Qwen2Config.from_hf(source) == config:
+    if source and read_qwen2(source) == config:
         return source
     return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **write_text(config.text)}
 

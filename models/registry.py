@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,19 +13,20 @@ from flax import nnx
 
 from sharding.weights import WeightSpec
 
-from .config import AnyConfig, ModelConfigError, Qwen2Config, Qwen25VLConfig
+from .config import AnyConfig, ModelConfigError, Qwen25VLConfig
 from .decoder import Decoder
+from .hf_config import read_qwen2, read_qwen2_5_vl
 from .layers import Normal
 from .qwen2.modeling import Qwen2
 from .qwen2_5_vl.modeling import Qwen25VL
 
 # Keys are the names of `architectures` in config.json (MiMo-VL's is that of Qwen2.5-VL).
-ARCHITECTURES: dict[str, type[AnyConfig]] = {
-    "Qwen2ForCausalLM": Qwen2Config,
-    "Qwen2_5_VLForConditionalGeneration": Qwen25VLConfig,
+ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], AnyConfig]] = {
+    "Qwen2ForCausalLM": read_qwen2,
+    "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
 }
 # For files without `architectures`.
-MODEL_TYPES: dict[str, type[AnyConfig]] = {"qwen2": Qwen2Config, "qwen2_5_vl": Qwen25VLConfig}
+MODEL_TYPES: dict[str, Callable[[Mapping[str, Any]], AnyConfig]] = {"qwen2": read_qwen2, "qwen2_5_vl": read_qwen2_5_vl}
 
 
 def read_config(config: Mapping[str, Any]) -> AnyConfig:
@@ -33,9 +34,9 @@ def read_config(config: Mapping[str, Any]) -> AnyConfig:
     names = config.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:
-            return ARCHITECTURES[name].from_hf(config)
+            return ARCHITECTURES[name](config)
     if not names and config.get("model_type") in MODEL_TYPES:
-        return MODEL_TYPES[config["model_type"]].from_hf(config)
+        return MODEL_TYPES[config["model_type"]](config)
     found = ", ".join(names) or f"model_type {config.get('model_type')!r}"
     raise ModelConfigError(f"unsupported architecture {found}; supported are {', '.join(sorted(ARCHITECTURES))}")
 

@@ -59,7 +59,7 @@ class JaxEngine:
             raise EngineError(f"all of these must be positive: {sizes}")
         config = model.config
         vision = config.vision if isinstance(config, Qwen25VLConfig) else None
-        self._limits = turns.Limits(
+        self._limits = turns.TurnLimits(
             slots=slots,
             max_sequence_tokens=max_sequence_tokens,
             prefill_tokens=prefill_tokens,

@@ -2,7 +2,7 @@
 
 A layer's weights are gathered when the walk reaches the layer and dropped after it; the transpose of the gather
 scatters and sums their gradients, so that these are never whole on a device either. Sequences may be spread over
-groups of the same devices: the batch says so (`sharding.spread.buffers`), and the forward pass it is given attends over them.
+groups of the same devices: the batch says so (`sharding.spread`), and the forward pass it is given attends over them.
 All of it is one fully manual `shard_map`: under automatic partitioning gradients came out replicated, without a
 reduce-scatter.
 """

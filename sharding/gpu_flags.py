@@ -17,6 +17,6 @@ GPU_OVERLAP: Mapping[str, int | bool] = {
 
 
 def compiler_options(mesh: Mesh) -> dict[str, int | bool]:
-    """For `jax.jit(..., compiler_options=...)` of every program with `sharding.spread.ulysses` in it; empty but on GPUs."""
+    """For `jax.jit(..., compiler_options=...)` of programs with `spread.ulysses` in them; empty but on GPUs."""
     on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")
     return dict(GPU_OVERLAP) if on_gpus else {}

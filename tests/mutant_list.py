@@ -47,7 +47,7 @@ MUTANTS = [
         "surplus winners skipped with a reason",
         TAIL,
         "return [Park(entry.prompt) for entry in surplus]",
-        "from .messages import Skip\n\n            bad = [*ledger.at(Stage.SCORED)[needed:]]\n"
+        "from .messages import Skip\n\n            bad = [*ledger.at(PromptStage.SCORED)[needed:]]\n"
         '            return [Skip(entry.prompt, "not needed") for entry in bad] or '
         "[Park(entry.prompt) for entry in surplus]",
     ),
@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant("long rounds of twice a step", TAIL, "waiting[:needed])", "waiting[: 2 * needed])"),
     Mutant("no extra prompts in short rounds", TAIL, "self.prompts) * needed)", "1.0) * needed)"),
     Mutant("extra responses in long rounds, too", TAIL, 'if self.round == "short" else 1.0', "if self.round else 1.0"),
-    Mutant("a won round waits for everybody", TAIL, "if late := ledger.at(Stage.RUNNING):", "if late := []:"),
+    Mutant("a won round waits for everybody", TAIL, "if late := ledger.at(PromptStage.RUNNING):", "if late := []:"),
     Mutant(
         "what loses is skipped",
         TAIL,
@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "the last winners",
         TAIL,
-        "winners = ledger.at(Stage.SCORED)[:needed]",
-        "winners = ledger.at(Stage.SCORED)[-needed:]",
+        "winners = ledger.at(PromptStage.SCORED)[:needed]",
+        "winners = ledger.at(PromptStage.SCORED)[-needed:]",
     ),
     Mutant(
         "schedule of extra prompts ignored", TAIL, 'coordinator.scheduled("tail_prompts", self.prompts)', "self.prompts"
@@ -306,8 +306,8 @@ MUTANTS = [
     Mutant(
         "surplus responses run on",
         LEDGER,
-        "if entry.stage is Stage.RUNNING:\n                ids",
-        "if entry.stage is Stage.LOST:\n                ids",
+        "if entry.stage is PromptStage.RUNNING:\n                ids",
+        "if entry.stage is PromptStage.LOST:\n                ids",
     ),
     # --- composer ----------------------------------------------------------------------------------
     Mutant("urgent groups wait", COMPOSER, "if ages[i] >= max_staleness - 1)", "if ages[i] > max_staleness)"),
@@ -343,8 +343,8 @@ MUTANTS = [
     Mutant(
         "the unlikeliest count",
         SPECULATIVE,
-        "for entry in ledger.at(Stage.RUNNING)), reverse=True)",
-        "for entry in ledger.at(Stage.RUNNING)))",
+        "for entry in ledger.at(PromptStage.RUNNING)), reverse=True)",
+        "for entry in ledger.at(PromptStage.RUNNING)))",
     ),
     Mutant("one response of a group is enough", SPECULATIVE, "[: entry.need - len(entry.responses)]", "[:1]"),
     Mutant(

@@ -64,7 +64,7 @@ def copy(folder: pathlib.Path) -> pathlib.Path:
 
 
 def named_like(tree: pathlib.Path, file: str) -> list[str]:
-    stem = pathlib.Path(file).stem.partition("_")[0].rstrip("s")
+    stem = subject(file)
     return [str(test.relative_to(tree)) for test in sorted(tree.glob(f"tests/coordinator/test_{stem}*.py"))]
 
 
@@ -120,9 +120,15 @@ class Worker:
         self.process.wait()
 
 
+def subject(file: str) -> str:
+    """What a file is about, as its tests are called."""
+    path = pathlib.Path(file)
+    return ("lengths" if path.parent.name == "lengths" else path.stem).partition("_")[0].rstrip("s")
+
+
 def ordered(tree: pathlib.Path, file: str) -> list[list[str]]:
     """All tests in two parts, since to collect them takes time: what is likely to notice, then the rest."""
-    stem = pathlib.Path(file).stem.partition("_")[0].rstrip("s")
+    stem = subject(file)
     every = sorted(tree.glob("tests/coordinator/test_*.py"), key=lambda test: test.name == "test_lengths.py")
     like = [test for test in every if test.name.startswith(f"test_{stem}")]
     first = dict.fromkeys([*like, *(tree / test for test in FIRST)])

@@ -292,7 +292,7 @@ def test_command_line_reports_a_typo_in_one_line_and_imports_nothing_heavy():
 
 def test_every_number_field_has_a_range_check_or_is_free():
     """`validate` knows its fields by name; a renamed field must not silently lose its check."""
-    from fluxjax.config import _NOT_NEGATIVE, _POSITIVE
+    from fluxjax.config.sections import _NOT_NEGATIVE, _POSITIVE
 
     names = {name for name, _ in cli.flatten(Config())}
     assert set(_POSITIVE) | set(_NOT_NEGATIVE) <= names

@@ -86,7 +86,8 @@ def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
 def correction(logprobs_BT: Float[Array, "B T"], batch: TrainBatch, cfg: ImportanceConfig) -> Correction:
     """For an objective in the ratio of policies, with `logprobs_BT` of the policy, before the first update on `batch`.
 
-    `batch.response_log_ratios_BT` must be filled in at the level of sequences (`fluxjax.batch.composer.with_importance`).
+    `batch.response_log_ratios_BT` must be filled in at the level of sequences, by
+    `fluxjax.batch.composer.with_importance`.
     """
     trained_BT = batch.loss_weights_BT != 0.0
     proximal_BT = jax.lax.stop_gradient(logprobs_BT)

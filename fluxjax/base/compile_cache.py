@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..tasks.embedded import default_root
+from .cache_folder import cache_folder
 
 HASHED = ("hash_obj", "compile_options_obj", "strip_device_assignment")
 
@@ -17,7 +17,7 @@ HASHED = ("hash_obj", "compile_options_obj", "strip_device_assignment")
 def use_compile_cache() -> None:
     """Keeps them beside the embedded data sets; `JAX_COMPILATION_CACHE_DIR` says otherwise."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(default_root() / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     share_between_devices()
 

@@ -1,6 +1,10 @@
-"""What goes wrong with data, in one line each that names the file, the line and the fix."""
+"""What a user can mend, in one line each that names the field, the file or the record, and the fix."""
 
 from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A setting is wrong. The message names the field, the value and what is allowed."""
 
 
 class DataError(ValueError):

@@ -1,0 +1,1 @@
+"""Scored groups become the microbatches of a step: planned for the strategy, packed, written into arrays."""

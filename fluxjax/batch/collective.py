@@ -15,10 +15,10 @@ from models.config import TextConfig, VisionConfig
 from sharding.mesh import binary_axes
 from sharding.planner.limits import row_tokens
 from sharding.planner.plan import ShardPlan, rounds
+from sharding.planner.vision_units import surely_hold
 
 from ..config import Config
 from .fill import TrainGroup, frame_bound_of
-from .frames import surely_hold
 from .rows import Budget, Piece, check
 from .spreading import Part, largest_degree, pieces_of, planned, squares_of, tokens_of, tokens_per_device
 

@@ -17,21 +17,11 @@ from models.processing.vision_input import concatenate
 from sharding.mesh import binary_axes
 from sharding.planner import spread_vision
 from sharding.planner.plan import PlanError, ShardPlan
-from sharding.planner.vision_units import TARGETS
 from sharding.spread.route import Route, route
 from sharding.spread.shapes import Sizes
 
 from .fill import TrainGroup, blank, frame_bound_of, side_by_side
 from .rows import Piece
-
-
-def surely_hold(patches: int, frame: int, devices: int, cap: int) -> bool:
-    """Whether `devices` of `cap` patches each hold `patches`, spread in frame pairs of at most `frame`.
-
-    The vision planner gives no device more than 1.05 of the mean or, longest first, than the mean and one frame pair.
-    """
-    mean = patches / devices
-    return patches <= cap or (mean * TARGETS[0] <= cap and mean + frame <= cap)
 
 
 class SpreadMedia:

@@ -20,11 +20,14 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..base.types import Group, Prompt
+from ..base.errors import ConfigError
 from .pid import Pid
-from .sections import ConfigError
+from .scheduling import SchedulesConfig
+
+if TYPE_CHECKING:  # a command line is checked before JAX is loaded
+    from ..base.types import Group, Prompt
 
 OTHERS = "*"  # all sources that are not named
 _GROUPS = 64  # over which a source's success is averaged
@@ -187,6 +190,23 @@ class PerSource(RunSchedule):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for source, schedule in self.schedules.items():
             schedule.load_state_dict(state.get(source, {}))
+
+
+_BOUNDS = {  # of what a schedule may say
+    "temperature": (1e-3, 100.0),
+    "target_staleness": (0.0, 1.0),
+    "tail_prompts": (1.0, 8.0),
+    "tail_responses": (1.0, 8.0),
+}
+
+
+def make_schedules(settings: SchedulesConfig) -> dict[str, RunSchedule]:
+    """The schedules that `settings` has, by the names of its fields."""
+    return {
+        name: parse(text, f"schedules.{name}", *bounds, per_prompt=name == "temperature")
+        for name, bounds in _BOUNDS.items()
+        if (text := getattr(settings, name))
+    }
 
 
 def parse(

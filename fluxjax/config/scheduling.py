@@ -142,7 +142,7 @@ class ComposerConfig:
 
 @dataclasses.dataclass(slots=True)
 class SchedulesConfig:
-    """Values that change during a run, written as `fluxjax.config.schedules` says; empty: the constant that stands elsewhere.
+    """Values that change during a run, written as `fluxjax.config.schedules` says; empty: the constant.
 
     `1.0`, `linear(1.2, 0.8)`, `cosine(1.2, 0.8)`, `phases(1.2@0, 1.0@0.2, 0.7@0.7)`, `pid(metric=entropy, target=0.6,
     low=0.5, high=1.2)`. Of the temperature also `success(1.2, 0.8)`, by how many of a prompt's last responses were

@@ -10,6 +10,8 @@ import enum
 import math
 from typing import Any
 
+from ..base.errors import ConfigError
+from .schedules import make_schedules
 from .scheduling import (
     AdaptiveAsyncConfig,
     AprilConfig,
@@ -23,10 +25,6 @@ from .scheduling import (
     TailBatchingConfig,
     check,
 )
-
-
-class ConfigError(ValueError):
-    """A setting is wrong. The message names the field, the value and what is allowed."""
 
 
 class Strategy(enum.Enum):
@@ -302,9 +300,7 @@ class Config:
         self._validate_strategy()
         if wrong := check(self):
             raise ConfigError(wrong)
-        from ..coordinator.factory import make_schedules  # here, since it needs this module
-
-        make_schedules(self)
+        make_schedules(self.schedules)
         if not self.data.sources:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
         if not self.model.path:

@@ -1,7 +1,7 @@
 """Settings that would do nothing: a field that was changed, while another one says that nothing reads it.
 
-On the command line that is a mistake, and refused (`fluxjax.config.cli`). A configuration file may prepare more than one
-choice, as `configs/vlm.py` does for several policies: what is not read of it is told when a run begins (`remarks`).
+On the command line that is a mistake, and refused (`fluxjax.config.cli`). A configuration file may prepare more than
+one choice, as `configs/vlm.py` does for several policies: what is not read of it is told when a run begins (`remarks`).
 Only choices of behaviour are here; a number of nothing, such as `warm_start.lr` of 0 steps, explains itself.
 """
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.types import Group
-
-if TYPE_CHECKING:
-    from .machine import Settings
+from .run_settings import Settings
 
 _NAMED = 3  # rewards of a source that a complaint names, the most frequent ones
 

@@ -8,7 +8,7 @@ from rollout.throughput import Profile, ProfileError
 
 from ..config import Config, ConfigError
 from ..config import Policy as Name
-from ..config.schedules import RunSchedule, parse
+from ..config.schedules import make_schedules
 from . import (
     AdaptiveAsync,
     April,
@@ -22,17 +22,12 @@ from . import (
 )
 from .parallelism import ParallelismPlanner
 
-_BOUNDS = {  # of what a schedule may say
-    "temperature": (1e-3, 100.0),
-    "target_staleness": (0.0, 1.0),
-    "tail_prompts": (1.0, 8.0),
-    "tail_responses": (1.0, 8.0),
-}
-
 
 def make_coordinator(config: Config) -> Coordinator:
     """With the policy and the schedules of `config`. Raises `ConfigError` for a schedule that can't be read."""
-    return Coordinator(Settings.of(config), make_policy(config), make_schedules(config), make_parallelism(config))
+    return Coordinator(
+        Settings.of(config), make_policy(config), make_schedules(config.schedules), make_parallelism(config)
+    )
 
 
 def make_parallelism(config: Config) -> ParallelismPlanner | None:
@@ -48,15 +43,6 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
         except ProfileError as error:
             raise ConfigError(f"parallelism.profile: {error}") from error
     return ParallelismPlanner(settings, devices, start)
-
-
-def make_schedules(config: Config) -> dict[str, RunSchedule]:
-    """The schedules that `config.schedules` has, by the names of its fields."""
-    return {
-        name: parse(text, f"schedules.{name}", *bounds, per_prompt=name == "temperature")
-        for name, bounds in _BOUNDS.items()
-        if (text := getattr(config.schedules, name))
-    }
 
 
 def make_policy(config: Config) -> SchedulingPolicy:

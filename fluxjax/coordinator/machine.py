@@ -11,12 +11,10 @@ The runtime (asyncio, or a simulation on virtual time) carries the instructions 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..base.types import Prompt, Response
-from ..config import Config
 from ..config.schedules import RunSchedule
 from .engines import Fleet
 from .ledger import ABORTED, CoordinatorError, Ledger, PromptStage
@@ -56,55 +54,9 @@ from .messages import (
 )
 from .pace import Pace
 from .parallelism import ParallelismPlanner
+from .run_settings import Settings
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What the coordinator needs of the configuration."""
-
-    steps: int  # optimizer steps of the run
-    prompts_per_step: int
-    group_size: int  # responses a prompt
-    engines: int = 1  # at the start
-    degree: int = 1  # devices of each, at the start
-    max_new_tokens: int = 0  # of a response; 0: not known
-    kv_tokens: int = 0  # that the cache of an engine holds at the start; 0: not known
-    kv_reserved: int = 0  # of them, what a running response takes at least
-    evaluate_every: int = 0  # steps; 0: only at the start and the end
-    checkpoint_every: int = 0  # steps; 0: only at the end
-    max_attempts: int = 3  # generations of a prompt before it is given up
-    max_skipped_in_a_row: int = 1000  # prompts that can't be prepared, or teach nothing: the data is unusable
-    max_num_gen_batches: int = 0  # of `prompts_per_step`, generated for a step with dynamic sampling; 0: no bound
-    rewards: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name of each source's, for messages
-
-    def __post_init__(self) -> None:
-        if (
-            self.prompts_per_step < 1
-            or self.group_size < 1
-            or not 1 <= self.max_attempts < 100
-            or self.steps < 0
-            or self.engines < 1
-        ):
-            raise ValueError(f"no run is possible with {self}")
-
-    @classmethod
-    def of(cls, config: Config) -> Settings:
-        return cls(
-            steps=config.steps,
-            prompts_per_step=config.rollout.prompts_per_step,
-            group_size=config.rollout.group_size,
-            engines=config.policy.engines,
-            degree=config.parallelism.degree,
-            max_new_tokens=config.rollout.max_new_tokens,
-            kv_tokens=config.rollout.slots * config.rollout.max_sequence_tokens,
-            kv_reserved=config.rollout.max_sequence_tokens,  # a slot of the embedded engine is as long as that
-            evaluate_every=config.evaluation.every,
-            checkpoint_every=config.checkpoint.every,
-            max_num_gen_batches=config.policy.max_num_gen_batches,
-            rewards={name: source.reward for name, source in config.data.sources.items()},
-        )
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from ..base.errors import DataError, RecordError
 from ..base.types import Media, MediaKind, Prompt
 from .fields import Fields, resolve
-from .sources import answer_text, log, make_prompt
+from .records import answer_text, log, make_prompt
 
 CACHE_BYTES = 256 << 20  # of row groups kept in memory, beside the one in use
 LARGE_ROW_GROUP = 128 << 20  # bytes; from here on a shuffled read is slow and the user should know

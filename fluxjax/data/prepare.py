@@ -17,10 +17,10 @@ import numpy as np
 
 from models.inputs import ModelInput, VisionInput
 from models.processing.bad_media import MediaError, PromptError
+from sharding.planner.vision_units import surely_hold
 
 from ..base.errors import DataError, RecordError
 from ..base.types import PreparedPrompt, Prompt
-from ..batch.frames import surely_hold
 from ..config import Config
 from .loader import PromptLoader
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import collections
 import json
-import logging
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from ..base.errors import DataError
 from ..base.types import Media, MediaKind, Prompt
-from .fields import Fields, order_by_marks, place_marks, resolve
+from .fields import Fields, resolve
+from .records import answer_text, make_prompt
 
-log = logging.getLogger("fluxjax.data")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _MARK = re.compile("<image>|<video>")
 
@@ -134,23 +133,6 @@ def _to_prompt(
         return make_prompt(str(id), source, text, answer, media)
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
-
-
-def answer_text(value: Any) -> str | None:
-    """An answer as text, or None where the value is neither text nor a number."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    return None
-
-
-def make_prompt(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
-    """A prompt whose media stand in the order of the marks. Raises `ValueError` when marks and media disagree."""
-    kinds = [kind for kind in MediaKind for _ in media.get(kind, ())]
-    text = place_marks(text, kinds)
-    queues = {kind: iter(items) for kind, items in media.items()}
-    return Prompt(id, source, text, answer, tuple(next(queues[kind]) for kind in order_by_marks(text)))
 
 
 def all_texts(sources: Iterable[Source]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Training and evaluating as the runtime calls them: small adapters around learner and held-out prompts."""
+"""Training as the runtime calls it: one optimizer step over scored groups, or gradients of some of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from models.config import VisionConfig
-from rollout.engine import Engine
 from sharding.planner.plan import ShardPlan
 
 from ..algorithms import ALGORITHMS
@@ -18,8 +17,6 @@ from ..base.types import Group, PreparedPrompt
 from ..batch.composer import Composition, compose, with_importance, with_reference
 from ..batch.fill import COLLECTIVE
 from ..config import Config
-from ..report.summary import Summary
-from ..runtime.held_out import HeldOut
 from .learner import Learner
 from .portions import Portion, has_gradient, joined, portion
 
@@ -231,18 +228,3 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"reward/{source}"] = float(np.mean([reward.value for reward in own]))
         metrics[f"accuracy/{source}"] = float(np.mean([reward.correct for reward in own]))
     return metrics
-
-
-class HeldOutEvaluator:
-    """Held-out accuracy of what the engine serves: all prompts at the start and the end, some in between."""
-
-    def __init__(self, config: Config, held_out: HeldOut, engine: Engine, summary: Summary) -> None:
-        self._settings = config.evaluation
-        self._summary = summary
-        self._held_out = held_out
-        self._engine = engine
-
-    async def evaluate(self, step: int, full: bool) -> Mapping[str, float]:
-        limit = self._settings.samples if full else self._settings.samples_during
-        with self._summary.stage("eval"):
-            return await self._held_out.accuracy(self._engine, limit)

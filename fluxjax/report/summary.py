@@ -43,6 +43,10 @@ class Summary:
     def add_seconds(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
+    def count_skip(self, reason: str) -> None:
+        """One more prompt that could not be used."""
+        self.samples_skipped[reason] = self.samples_skipped.get(reason, 0) + 1
+
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Adds the wall time of its body to a stage."""

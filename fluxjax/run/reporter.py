@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+import pathlib
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any
 
 from ..base.types import Prompt
+from ..config import ReportConfig
 from ..learner.learner import GAP
 from ..learner.policy_trainer import PolicyTrainer
+from ..report.display import Display
+from ..report.metrics import MetricsLog
 from ..report.samples import dump_samples
 from ..report.summary import Summary
 from ..runtime.runtime import Observer, StepReport
-
-if TYPE_CHECKING:
-    from .trainer import FluxTrainer
-
+from .callbacks import Callback
 
 _ALARMS_SHOWN = 3
 
 
 class Reporter(Observer):
-    """Writes down what the runtime reports."""
+    """Writes down what the runtime reports, and passes it on to `callbacks`, which are handed `run`."""
 
-    def __init__(self, owner: FluxTrainer, trainer: PolicyTrainer) -> None:
-        self._owner = owner
-        self._trainer = trainer
+    def __init__(
+        self,
+        settings: ReportConfig,
+        trainer: PolicyTrainer,
+        *,
+        run: Any,
+        run_dir: pathlib.Path,
+        summary: Summary,
+        metrics: MetricsLog,
+        display: Display,
+        decode: Callable[[Sequence[int]], str],
+        callbacks: Callback,
+    ) -> None:
+        self._settings, self._trainer, self._run, self._run_dir = settings, trainer, run, run_dir
+        self._summary, self._metrics, self._display = summary, metrics, display
+        self._decode, self._callbacks = decode, callbacks
         self._since = time.perf_counter()  # when the last step ended, or what came after it
 
     def on_step(self, report: StepReport) -> None:
-        owner, settings = self._owner, self._owner.config.report
-        summary, step = owner.summary, report.step
+        settings, summary, step = self._settings, self._summary, report.step
         responses = [sample.response for group in report.groups for sample in group.samples]
         tokens = sum(len(response.token_ids) for response in responses)
         seconds = dict(report.seconds)
@@ -44,56 +57,54 @@ class Reporter(Observer):
         summary.samples_trained += len(responses)
         summary.tokens_trained += tokens
         self._watch_gap(step, metrics.get(GAP, 0.0))
-        owner.metrics.log("rl", step, metrics)
+        self._metrics.log("rl", step, metrics)
         if settings.dump_samples_every and step % settings.dump_samples_every == 0:
             groups = self._trainer.last_groups
-            dump_samples(owner.run_dir / "samples", step, groups, owner.processor.decode, settings.dump_samples)
-        owner.display.step(step, metrics, seconds)
-        owner.call(lambda callback: callback.on_step(owner, step, report.groups, metrics))
+            dump_samples(self._run_dir / "samples", step, groups, self._decode, settings.dump_samples)
+        self._display.step(step, metrics, seconds)
+        self._callbacks.on_step(self._run, step, report.groups, metrics)
 
     def _watch_gap(self, step: int, gap: float) -> None:
-        summary, limit = self._owner.summary, self._owner.config.report.logprob_gap_alarm
+        summary, limit = self._summary, self._settings.logprob_gap_alarm
         summary.logprob_gap_max = max(summary.logprob_gap_max, gap)
         if gap <= limit:
             return
         summary.logprob_gap_alarms += 1
         if summary.logprob_gap_alarms <= _ALARMS_SHOWN:
             more = "; further alarms are only counted" if summary.logprob_gap_alarms == _ALARMS_SHOWN else ""
-            self._owner.display.note(
+            self._display.note(
                 f"ALARM: step {step}: log-probs of engine and trainer differ by {gap:.1e} in the mean, more than "
                 f"report.logprob_gap_alarm = {limit:.1e}: the engine serves another policy{more}"
             )
 
     def on_evaluation(self, step: int, full: bool, result: Mapping[str, float]) -> None:
-        owner = self._owner
-        owner.metrics.log("eval", step, {f"accuracy/{source}": value for source, value in result.items()})
-        owner.display.evaluated(result)
+        self._metrics.log("eval", step, {f"accuracy/{source}": value for source, value in result.items()})
+        self._display.evaluated(result)
         if full:
             when = "start" if step == 0 else "end"
             for source, value in result.items():
-                owner.summary.accuracy.setdefault(source, {})[when] = value
-            owner.display.note(
+                self._summary.accuracy.setdefault(source, {})[when] = value
+            self._display.note(
                 f"held out at the {when} of RL: "
                 + ", ".join(f"{source} {value:.1%}" for source, value in result.items())
             )
-        owner.call(lambda callback: callback.on_evaluation(owner, step, result))
+        self._callbacks.on_evaluation(self._run, step, result)
         self._since = time.perf_counter()
 
     def on_skip(self, prompt: Prompt, reason: str) -> None:
-        self._owner.count_skip(reason)
+        self._summary.count_skip(reason)
 
     def on_checkpoint(self, step: int) -> None:
-        self._owner.call(lambda callback: callback.on_checkpoint(self._owner, step))
+        self._callbacks.on_checkpoint(self._run, step)
         self._since = time.perf_counter()
 
 
-def opening(trainer: FluxTrainer, resumed: int | None) -> str:
+def opening(summary: Summary, sources: Mapping[str, Sized], run_dir: pathlib.Path, resumed: int | None) -> str:
     """The first line of a run."""
-    summary = trainer.summary
     begin = "starting" if resumed is None else f"resuming after step {resumed}"
-    sources = ", ".join(f"{name} ({len(source):,})" for name, source in trainer.sources.items())
+    named = ", ".join(f"{name} ({len(source):,})" for name, source in sources.items())
     devices = f"{summary.devices} device{'s' if summary.devices > 1 else ''}"
-    return f"{begin}: {summary.parameters:,} parameters on {devices}, sources {sources}, run folder {trainer.run_dir}"
+    return f"{begin}: {summary.parameters:,} parameters on {devices}, sources {named}, run folder {run_dir}"
 
 
 def closing(summary: Summary, reason: str) -> str:

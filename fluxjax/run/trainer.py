@@ -8,7 +8,7 @@ import logging
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import models
@@ -35,7 +35,7 @@ from ..data.given import given
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
 from ..learner.learner import Learner
-from ..learner.policy_trainer import HeldOutEvaluator, PolicyTrainer
+from ..learner.policy_trainer import PolicyTrainer
 from ..learner.warm_start import warm_start
 from ..report import pictures
 from ..report.display import Display
@@ -46,8 +46,9 @@ from ..runtime.engine_pool import EnginePool
 from ..runtime.held_out import HeldOut
 from ..runtime.runtime import Runtime
 from .build import build_model, sampling_params
-from .callbacks import Callback
+from .callbacks import Callback, Callbacks
 from .checkpoint import Checkpoints, ResumeError, like
+from .evaluation import HeldOutEvaluator
 from .reporter import Reporter, closing, opening
 
 log = logging.getLogger(__name__)
@@ -246,16 +247,17 @@ class FluxTrainer:
             evaluated_step=self.coordinator.evaluated_step,
             prometheus_port=config.report.prometheus_port,
         )
-        self.call(lambda callback: callback.on_fit_start(self))
+        callbacks = Callbacks(self.callbacks)
+        callbacks.on_fit_start(self)
         with self.display, contextlib.closing(self.metrics):
-            for line in (opening(self, resumed), *remarks(config)):
+            for line in (opening(summary, self.sources, self.run_dir, resumed), *remarks(config)):
                 self.display.note(line)
             if resumed is None:
                 await self._warm_start()
             await self.pool.set_parallelism(config.parallelism.degree)  # where the coordinator begins
             for engine in self.engines:
                 await engine.update_weights(self.learner.version, self.learner.params)
-            finish = await self._reinforce()
+            finish = await self._reinforce(callbacks)
             summary.steps, summary.complete = finish.step, finish.complete
             if finish.complete:
                 await self._last_measurements()
@@ -269,7 +271,7 @@ class FluxTrainer:
             summary.write(self.run_dir)
             self.display.note(closing(summary, finish.reason))
             self.display.note(f"see {self.run_dir}/learning.png, timeline.png, summary.json and model/")
-        self.call(lambda callback: callback.on_fit_end(self, result))
+        callbacks.on_fit_end(self, result)
         return result
 
     async def _warm_start(self) -> None:
@@ -279,7 +281,12 @@ class FluxTrainer:
             self.display.phase("warm start", total)
             with self.summary.stage("warm_start"):
                 steps = warm_start(
-                    config, self.learner, open_warm_start(config.data), self.processor, self.vision, self.count_skip
+                    config,
+                    self.learner,
+                    open_warm_start(config.data),
+                    self.processor,
+                    self.vision,
+                    self.summary.count_skip,
                 )
                 async for step, metrics in steps:
                     self.metrics.log("warm_start", step, metrics)
@@ -291,10 +298,21 @@ class FluxTrainer:
         self._save(0, {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()})
         self._started = True
 
-    async def _reinforce(self) -> Finish:
+    async def _reinforce(self, callbacks: Callback) -> Finish:
         config = self.config
         self.display.phase("RL", config.steps, done=self.coordinator.step)
         trainer = PolicyTrainer(config, self.learner, self.vision, self.reference, self.engines)
+        reporter = Reporter(
+            config.report,
+            trainer,
+            run=self,
+            run_dir=self.run_dir,
+            summary=self.summary,
+            metrics=self.metrics,
+            display=self.display,
+            decode=self.processor.decode,
+            callbacks=callbacks,
+        )
         self._runtime = Runtime(
             self.coordinator,
             engines=self.engines,
@@ -306,7 +324,7 @@ class FluxTrainer:
             checkpointer=self,
             sampling=self.sampling,
             seed=config.seed,
-            observers=[Reporter(self, trainer)],
+            observers=[reporter],
             timeline=self.timeline,
             tick=0.1 if config.speculative_sync.enabled else 0.0,
             pool=self.pool,
@@ -369,19 +387,11 @@ class FluxTrainer:
             count = min(self.config.evaluation.samples, len(source))
             prepared, skipped = self.source.prepare_all(source[index] for index in range(count))
             for _, reason in skipped:
-                self.count_skip(f"held out: {reason}")
+                self.summary.count_skip(f"held out: {reason}")
             if not prepared:
                 raise DataError(f"data.sources.{name}: none of {count} held-out prompts can be used: {skipped[0][1]}")
             prompts[name] = prepared
         return HeldOut(prompts, self.rewards.score_text, self.processor.decode, self.sampling)
-
-    def count_skip(self, reason: str) -> None:
-        """One more prompt that could not be used, for the summary."""
-        self.summary.samples_skipped[reason] = self.summary.samples_skipped.get(reason, 0) + 1
-
-    def call(self, hook: Callable[[Callback], None]) -> None:
-        for callback in self.callbacks:
-            hook(callback)
 
 
 # What a user can mend; anything else is a defect and keeps its traceback.

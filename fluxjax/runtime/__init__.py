@@ -1,0 +1,1 @@
+"""Carries out what the coordinator says: engines generate, the scorer scores, the trainer trains."""

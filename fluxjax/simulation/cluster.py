@@ -1,4 +1,4 @@
-"""A cluster in virtual time that carries out what the real coordinator says, as `fluxjax.runtime.runtime` does in real time.
+"""A cluster in virtual time that carries out what the real coordinator says, as `fluxjax.runtime` does in real time.
 
 Everything that takes time is an event of the clock: decoding, rewards, training, weight sync, replies that come late.
 Events are handed to the coordinator one after the other, and its instructions are begun in their order. Training takes

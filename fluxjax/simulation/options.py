@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ..config import ConfigError, check
 from ..config import sections as base
+from ..config.schedules import make_schedules
 from .faults import FaultRates
 from .hardware import LONGEST_PROMPT, SETUPS, TASKS, Hardware
 
@@ -105,11 +106,7 @@ class SimulateConfig(base.Config):
         self.policy.engines, self.parallelism.degree = self.simulation.engines, self.simulation.degree
         if wrong := check(self):
             raise ConfigError(wrong)
-        from ..coordinator.factory import (
-            make_schedules,  # here, since a configuration must be known good before JAX is loaded
-        )
-
-        make_schedules(self)
+        make_schedules(self.schedules)
 
     def _validate_cluster(self) -> None:
         sim = self.simulation

@@ -9,8 +9,9 @@ import time
 from collections import Counter
 from typing import Any
 
+from ..config.schedules import make_schedules
 from ..coordinator import Coordinator, PromptStage, Settings
-from ..coordinator.factory import make_parallelism, make_policy, make_schedules
+from ..coordinator.factory import make_parallelism, make_policy
 from .cluster import Cluster, OnStep, Watch
 from .options import SimulateConfig
 from .step_records import step_times
@@ -20,7 +21,7 @@ def make_cluster(config: SimulateConfig, watch: Watch | None = None, on_step: On
     """With the coordinator and the policy that a run of this configuration has, on as many engines as there are."""
     cache = config.simulation.hardware().kv_limit(config.simulation.degree)
     settings = dataclasses.replace(Settings.of(config), kv_tokens=cache, kv_reserved=0)
-    coordinator = Coordinator(settings, make_policy(config), make_schedules(config), make_parallelism(config))
+    coordinator = Coordinator(settings, make_policy(config), make_schedules(config.schedules), make_parallelism(config))
     return Cluster(config, coordinator, watch, on_step)
 
 

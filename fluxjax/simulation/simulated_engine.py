@@ -49,8 +49,9 @@ class SimulatedEngine(Stepper):
         self._requests: dict[str, dict[int, Sequence]] = {}
 
     def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: int = 0) -> None:
-        """A sample that ends with `total_tokens` tokens of its own, of which `begun` exist already. Raises SimulatedEngineError
-        if the engine is down, if there is such a sample, if it has nothing left to generate or can never fit."""
+        """A sample that ends with `total_tokens` tokens of its own, of which `begun` exist already. Raises
+        SimulatedEngineError if the engine is down, if there is such a sample, if it has nothing left to generate or can
+        never fit."""
         if self.phase is Phase.DOWN:
             raise SimulatedEngineError(f"{rid}/{sample} is submitted to an engine that is down")
         batch = self.batch

@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 
-from ..config import ConfigError
+from ..base.cache_folder import cache_folder
+from ..base.errors import ConfigError
 from .building import build_once
 from .digits import DigitsRecipe, build_digits
 from .pans import PansRecipe, build_pans
@@ -37,7 +37,7 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
             f"data.sources.{name} has no path and is no embedded data set; embedded are {', '.join(RECIPES)}"
         )
     recipe = recipe or RECIPES[name]
-    folder = (pathlib.Path(root).expanduser() if root else default_root()) / f"{name}-{digest(recipe)}"
+    folder = (pathlib.Path(root).expanduser() if root else cache_folder()) / f"{name}-{digest(recipe)}"
 
     def write(temporary: pathlib.Path) -> None:
         match recipe:
@@ -51,12 +51,6 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
 
     build_once(folder, write)
     return folder
-
-
-def default_root() -> pathlib.Path:
-    """`$XDG_CACHE_HOME/fluxjax`, by default `~/.cache/fluxjax`."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache") / "fluxjax"
 
 
 def digest(recipe: Recipe) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..config import ModelConfigError, Qwen25VLConfig
+from ..config import ModelConfigError
 from ..folder import why_missing
+from ..hf_config import read_qwen2_5_vl
 from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
 from . import chat
@@ -274,7 +275,7 @@ def _layout(folder: pathlib.Path, config: dict[str, Any], image: dict[str, Any])
     if "vision_config" not in config:
         return read_layout(image, PatchLayout())
     try:
-        layout = PatchLayout.of(Qwen25VLConfig.from_hf(config).vision)
+        layout = PatchLayout.of(read_qwen2_5_vl(config).vision)
     except ModelConfigError as error:
         raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
     said = read_layout(image, layout)

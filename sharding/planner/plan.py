@@ -90,13 +90,6 @@ class ShardPlan:
             f"{len(self.rounds)} rounds"
         )
 
-    def plot(self, *, alpha: float = 1.1, tolerance: float = 0.025) -> Figure:
-        """A matplotlib Figure: compute, memory and traffic of each device as bars, coloured by degree, with the means
-        and the limits: `alpha` of the mean tokens, `1 + tolerance` of the mean compute."""
-        from .draw import draw  # a plan is made and carried out without matplotlib
-
-        return draw(self, alpha=alpha, tolerance=tolerance)
-
     def _over_devices(self, share: np.ndarray) -> np.ndarray:
         firsts, degrees = np.array(self.firsts, int), np.array(self.degrees, int)
         edges = np.zeros(self.num_devices + 1)

@@ -176,3 +176,12 @@ def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray | None) ->
         chosen = chosen[after[chosen] < after[chosen[0]] + size]
         counts[chosen] += 1
     return counts
+
+
+def surely_hold(patches: int, frame: int, devices: int, cap: int) -> bool:
+    """Whether `devices` of `cap` patches each hold `patches`, spread in frame pairs of at most `frame`.
+
+    `spread_vision` gives no device more than 1.05 of the mean or, longest first, than the mean and one frame pair.
+    """
+    mean = patches / devices
+    return patches <= cap or (mean * TARGETS[0] <= cap and mean + frame <= cap)

@@ -1,0 +1,1 @@
+"""Sequences spread over devices: where their tokens lie, attention over them, the way of vision features."""

@@ -32,7 +32,7 @@ class PromisedWorld(PolicyWorld):
             "checkpoint_every": config.checkpoint.every,
         }
         super().__init__(make_policy(config), seed, **(shape | options))
-        self.coordinator.schedules = make_schedules(config)
+        self.coordinator.schedules = make_schedules(config.schedules)
         self.promises: Promises = make_promises(config, self.coordinator.settings)
         self.watch = self.promises.see
         self.ends = ends

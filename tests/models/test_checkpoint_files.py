@@ -16,6 +16,7 @@ import models
 from models import hf
 from models.config import ModelConfigError
 from models.hf import CheckpointError
+from models.hf_config import write_config
 from models.processing import Processor
 from models.registry import read_config
 from sharding.weights import ShardingRules, shardings
@@ -125,7 +126,7 @@ def test_no_checkpoint(tmp_path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON"):
         models.load(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(qwen2_config().to_hf()))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(qwen2_config())))
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         models.load(tmp_path)
 
@@ -172,7 +173,7 @@ def test_settings_that_ask_for_what_is_done_anyway_are_accepted(folder) -> None:
 @pytest.mark.parametrize(("layers", "slide"), [(28, False), (29, True)])
 def test_windows_slide_from_layer_28_on_where_nothing_is_said(layers: int, slide: bool) -> None:
     """The default of `Qwen2Config` in transformers; Qwen2.5-VL's is 80."""
-    config = {k: v for k, v in qwen2_config(num_layers=layers).to_hf().items() if k != "max_window_layers"}
+    config = {k: v for k, v in write_config(qwen2_config(num_layers=layers)).items() if k != "max_window_layers"}
     config["use_sliding_window"] = True
     if not slide:
         read_config(config)

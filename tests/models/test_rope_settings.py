@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import vl_config
 
-from models.config import ModelConfigError, Qwen2Config, Qwen25VLConfig, RopeConfig
+from models.config import ModelConfigError, Qwen2Config, RopeConfig
+from models.hf_config import read_qwen2, read_qwen2_5_vl, write_config
 from models.layers import rotary_frequencies
 
 SIZES = {"num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 40, "num_key_value_heads": 2}
@@ -52,7 +53,7 @@ def reference(rope, field, **settings):
 
 
 def compare(rope, field="rope_scaling", **settings):
-    ours = Qwen2Config.from_hf(hf_file(rope, field=field, **settings)).text
+    ours = read_qwen2(hf_file(rope, field=field, **settings)).text
     frequencies, factor = rotary_frequencies(ours.rope, ours.head_dim)
     wanted, wanted_factor = reference(rope, field, **settings)
     np.testing.assert_allclose(frequencies, wanted, rtol=1e-6, atol=0)
@@ -73,16 +74,14 @@ def test_yarn_is_that_of_transformers(rope, field, longest):
         rope["factor"] = 1.0  # nothing to derive one from
     text = compare(rope, field, max_position_embeddings=longest)
     config = Qwen2Config(text)
-    assert Qwen2Config.from_hf(config.to_hf()).text == text, "written without the file it came from"
+    assert read_qwen2(write_config(config)).text == text, "written without the file it came from"
 
 
 def test_scales_of_yarn_are_read():
     """DeepSeek's settings, where one of the two scales is not the other."""
     rope = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 512, "mscale": 1.0}
     with_both = compare({**rope, "mscale_all_dim": 0.5})
-    factors = [
-        rotary_frequencies(Qwen2Config.from_hf(hf_file(r)).text.rope, 16)[1] for r in (rope, {**rope, "mscale": 2})
-    ]
+    factors = [rotary_frequencies(read_qwen2(hf_file(r)).text.rope, 16)[1] for r in (rope, {**rope, "mscale": 2})]
     assert factors[0] == factors[1] == pytest.approx(0.1 * np.log(40) + 1), "one alone does nothing"
     assert rotary_frequencies(with_both.rope, 16)[1] == pytest.approx(factors[0] / (0.05 * np.log(40) + 1))
 
@@ -123,62 +122,62 @@ def test_linear_is_that_of_transformers(rope):
 )
 def test_what_nothing_reads_is_refused(rope, message):
     with pytest.raises(ModelConfigError, match=message):
-        Qwen2Config.from_hf(hf_file(rope))
+        read_qwen2(hf_file(rope))
 
 
 def test_settings_without_effect_are_accepted():
     rope = {"type": "mrope", "rope_type": "default", "mrope_interleaved": False, "factor": 1.0, "attn_factor": None}
-    assert Qwen2Config.from_hf(hf_file(rope)).text.rope == RopeConfig()
+    assert read_qwen2(hf_file(rope)).text.rope == RopeConfig()
 
 
 def test_two_fields_that_differ_are_refused():
     """transformers takes `rope_scaling` and forgets the other one's theta."""
     both: Any = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     with pytest.raises(ModelConfigError, match="rope_scaling and rope_parameters contradict each other"):
-        Qwen2Config.from_hf(hf_file({"type": "yarn", "factor": 4.0}, **both))
+        read_qwen2(hf_file({"type": "yarn", "factor": 4.0}, **both))
     same: Any = {"rope_type": "linear", "factor": 4.0}
-    assert Qwen2Config.from_hf(hf_file(same, rope_parameters=same)).text.rope.factor == 4.0
+    assert read_qwen2(hf_file(same, rope_parameters=same)).text.rope.factor == 4.0
 
 
 def test_settings_beside_text_config_must_not_contradict_it():
     """transformers reads those of `text_config` only."""
-    outer = vl_config().to_hf()
+    outer = write_config(vl_config())
     inner = {name: outer[name] for name in outer if name not in ("vision_config", "architectures")}
     nested = {**outer, "text_config": inner}
-    assert Qwen25VLConfig.from_hf(nested).text == vl_config().text
+    assert read_qwen2_5_vl(nested).text == vl_config().text
     yarn = {**outer["rope_scaling"], "type": "yarn", "factor": 4.0}
     with pytest.raises(ModelConfigError, match=r"rope_scaling, rope_theta of config\.json contradict text_config"):
-        Qwen25VLConfig.from_hf({**nested, "rope_scaling": yarn})
+        read_qwen2_5_vl({**nested, "rope_scaling": yarn})
 
 
 def test_qwen2_5_vl_without_sections_has_those_of_transformers():
     """One axis for all would be another model, silently."""
-    config = vl_config().to_hf()
+    config = write_config(vl_config())
     del config["rope_scaling"]
     with pytest.raises(ModelConfigError, match=r"mrope_section=\[16, 24, 24\] must sum to head_dim / 2 = 4"):
-        Qwen25VLConfig.from_hf(config)
+        read_qwen2_5_vl(config)
     wide = {**config, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
     wide["vision_config"] = {**config["vision_config"], "out_hidden_size": 512}
-    assert Qwen25VLConfig.from_hf(wide).text.rope.mrope_section == (16, 24, 24)
+    assert read_qwen2_5_vl(wide).text.rope.mrope_section == (16, 24, 24)
 
 
 @pytest.mark.parametrize(
     "rope", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "axial", "rope_theta": 500}}]
 )
 def test_theta_of_the_vision_tower_is_read_and_written(rope):
-    config = vl_config().to_hf()
+    config = write_config(vl_config())
     config["vision_config"] = {k: v for k, v in config["vision_config"].items() if k != "rope_theta"} | rope
-    read = Qwen25VLConfig.from_hf(config)
+    read = read_qwen2_5_vl(config)
     assert read.vision.rope_theta == 500.0
     bare = dataclasses.replace(read, extra="{}")
-    assert Qwen25VLConfig.from_hf(bare.to_hf()) == read
+    assert read_qwen2_5_vl(write_config(bare)) == read
 
 
 def test_a_scaled_vision_tower_is_refused():
-    config = vl_config().to_hf()
+    config = write_config(vl_config())
     config["vision_config"]["rope_scaling"] = {"type": "linear", "factor": 2.0}
     with pytest.raises(ModelConfigError, match="rope type 'linear' is not supported; supported are default, axial"):
-        Qwen25VLConfig.from_hf(config)
+        read_qwen2_5_vl(config)
 
 
 def test_every_setting_of_a_rope_is_written():
@@ -186,4 +185,4 @@ def test_every_setting_of_a_rope_is_written():
     rope = RopeConfig(500.0, (2, 1, 1), "yarn", 4.0, 64, 16.0, 2.0, 0.7, 0.5, 2.0, False)
     assert all(getattr(rope, field.name) != field.default for field in dataclasses.fields(RopeConfig))
     config = vl_config(rope=rope)
-    assert Qwen25VLConfig.from_hf(config.to_hf()) == config
+    assert read_qwen2_5_vl(write_config(config)) == config

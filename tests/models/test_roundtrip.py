@@ -13,6 +13,8 @@ from safetensors import safe_open
 import models
 from models import hf
 from models.config import NameLayout
+from models.hf_config import write_config
+from models.registry import read_config
 
 
 def tensors(folder: pathlib.Path) -> dict[str, tuple[str, bytes]]:
@@ -79,7 +81,7 @@ def test_several_files_with_an_index(tmp_path) -> None:
 def test_transformers_reads_what_was_never_theirs(tmp_path, kind: str) -> None:
     """A model created here, in several files, without a `config.json` to copy from."""
     shape = BUILD[kind](tmp_path / "shape").model.config
-    config = type(shape).from_hf({**shape.to_hf(), "model_type": shape.to_hf()["model_type"]})
+    config = read_config({**write_config(shape), "model_type": write_config(shape)["model_type"]})
     bare = config.__class__(**{**vars(config), "extra": "{}"})
     model = models.create(bare, seed=5)
     hf.save(model, tmp_path / "ours", shard_bytes=200_000)

@@ -45,7 +45,7 @@ def scored(subject, text):
 
 
 def test_a_response_is_decoded_and_scored():
-    assert isinstance(scorer("exact"), collaborators.Scorer)
+    assert isinstance(scorer("exact"), collaborators.RewardScorer)
     assert asyncio.run(scorer("exact").score(PROMPT, response(1, 2))) == Reward(1.0, True)
     assert asyncio.run(scorer("digits").score(PROMPT, response(1))).value == pytest.approx(0.5 / 3)
 

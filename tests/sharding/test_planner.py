@@ -239,7 +239,7 @@ def test_short_sequences_are_joined_up_to_the_cap() -> None:
 
 def test_a_plan_can_be_drawn_and_summed_up() -> None:
     plan = flex_ulysses([5000, 300, 200, 700, 900, 1000], 8)
-    figure = plan.plot()
+    figure = draw(plan)
     assert len(figure.axes) == 3
     for axis, loads in zip(figure.axes, (plan.compute(), plan.memory(), plan.traffic()), strict=True):
         tops = np.zeros(8)

@@ -224,8 +224,8 @@ def lowered(sequences):
 
 def test_all_devices_run_one_sequence_of_nested_collectives():
     """One program for all devices, so one order for all; with what this asserts of the groups, the docstring of
-    `sharding.spread.ulysses` proves that no device waits for ever. That a compiler keeps the order of the degrees, too, is
-    asserted where it matters: `test_overlap.py`."""
+    `sharding.spread.ulysses` proves that no device waits for ever. That a compiler keeps the order of the degrees, too,
+    is asserted where it matters: `test_overlap.py`."""
     program = lowered(EXAMPLE)
     degrees = [degree for degree, _ in BUDGETS if degree > 1]
     order = [("send", 0)]

@@ -257,7 +257,7 @@ class TestCommand:
             ("--config.optim.lr=1", "optim was set, but nothing of a simulation depends on it"),
             ("--config.policy.engines=3", "simulation.gpus and simulation.degree make 16"),
             ("--config.schedules.tail_prompts=nonsense", "schedules.tail_prompts"),
-            ("--config=configs/vlm.py", "must return a fluxjax.simulation.options.Config"),
+            ("--config=configs/vlm.py", "must return a fluxjax.simulation.options.SimulateConfig"),
             ("--config=configs/simulation.py:8b", "not '8b'"),
             ("--seeds=-1", "--seeds"),
         ],

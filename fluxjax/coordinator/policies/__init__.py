@@ -1,0 +1,1 @@
+"""What happens when: one policy a file, and what policies consult."""

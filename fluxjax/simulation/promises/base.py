@@ -41,7 +41,7 @@ class Promises:
         self.config, self.settings = config, settings
         self.dynamic = config.policy.dynamic_sampling
         self.books = Books(settings.engines)
-        self.schedules = make_schedules(config)
+        self.schedules = make_schedules(config.schedules)
         self.wrong: list[str] = []
         self.evaluated: list[tuple[int, bool]] = []
         self.saved: list[int] = []

@@ -1,0 +1,26 @@
+"""Evaluations within a run, as the runtime asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollout.engine import Engine
+
+from ..config import Config
+from ..report.summary import Summary
+from ..runtime.held_out import HeldOut
+
+
+class HeldOutEvaluator:
+    """Held-out accuracy of what the engine serves: all prompts at the start and the end, some in between."""
+
+    def __init__(self, config: Config, held_out: HeldOut, engine: Engine, summary: Summary) -> None:
+        self._settings = config.evaluation
+        self._summary = summary
+        self._held_out = held_out
+        self._engine = engine
+
+    async def evaluate(self, step: int, full: bool) -> Mapping[str, float]:
+        limit = self._settings.samples if full else self._settings.samples_during
+        with self._summary.stage("eval"):
+            return await self._held_out.accuracy(self._engine, limit)
