@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.planner import PLANNERS, Limits, balance_bound, flex_ulysses, flexrl, greedy, ulysses
+from sharding.planner.draw import draw
 from sharding.planner.limits import least_load, row_tokens
 from sharding.planner.plan import PlanError, ShardPlan, rounds
 
