@@ -9,10 +9,10 @@ from packing_cases import MODEL, make_config, make_groups
 
 from fluxjax.batch.composer import compose, unpack
 from fluxjax.batch.fill import COLLECTIVE
-from fluxjax.batch.frames import surely_hold
 from fluxjax.batch.spreading import shape_book
 from fluxjax.config import ConfigError, Strategy
 from fluxjax.learner.policy_trainer import plan_metrics
+from sharding.planner.vision_units import surely_hold
 
 ROOM, PATCHES = 80, 96  # of a device
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
