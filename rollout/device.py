@@ -85,8 +85,13 @@ class DeviceState:
     def move(self, layout: EngineLayout) -> None:
         """The weights, on other devices; the cache is gone."""
         self.cache = None
+        before = self.layout
         self._settle(layout)
-        self.params = jax.block_until_ready(jax.device_put(self.params, self._by_layers))
+        try:
+            self.params = jax.block_until_ready(jax.device_put(self.params, self._by_layers))
+        except BaseException:  # no room there: it goes on where it was
+            self._settle(before)
+            raise
 
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights by a copy. Raises EngineError, which names the tensor, where names, shapes or dtypes

@@ -16,6 +16,8 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count
 from sharding.walk import Walk
@@ -65,7 +67,7 @@ class JaxEngine:
             prefill_tokens=prefill_tokens,
             prefill_patches=prefill_patches,
             merge_unit=vision.merge_unit if vision is not None else 1,
-            small_model=parameter_count(model) <= turns.SMALL_MODEL,
+            small_model=jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL,
         )
         self._device = DeviceState(
             model,

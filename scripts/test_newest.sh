@@ -44,6 +44,8 @@ status=0
 tests -m "not slow" tests/models tests/rollout tests/test_{learner,decoupled,collective,odc_training,spread_equivalence}.py || status=1
 tests tests/test_spread_equivalence.py -k "every_strategy and shared and (flex or ulysses-2)" || status=1
 tests tests/test_odc_training.py -k longer_than_a_device || status=1
+XLA_FLAGS=--xla_force_host_platform_device_count=4 .venv-newest/bin/python -m fluxjax.train --config=configs/vlm.py:debug \
+    --config.run_dir="$work/run" || status=1
 wait $sharding || status=1
 cat "$work/sharding"
 exit $status

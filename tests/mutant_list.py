@@ -47,7 +47,7 @@ MUTANTS = [
         "surplus winners skipped with a reason",
         TAIL,
         "return [Park(entry.prompt) for entry in surplus]",
-        "from .messages import Skip\n\n            bad = [*ledger.at(PromptStage.SCORED)[needed:]]\n"
+        "from ..messages import Skip\n\n            bad = [*ledger.at(PromptStage.SCORED)[needed:]]\n"
         '            return [Skip(entry.prompt, "not needed") for entry in bad] or '
         "[Park(entry.prompt) for entry in surplus]",
     ),
@@ -83,7 +83,7 @@ MUTANTS = [
         "what loses is skipped",
         TAIL,
         "return [Park(entry.prompt) for entry in late]",
-        "from .messages import Skip\n\n"
+        "from ..messages import Skip\n\n"
         '            return [Park(e.prompt) for e in late] + [Skip(e.prompt, "slow") for e in late]',
     ),
     Mutant(

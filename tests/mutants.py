@@ -63,11 +63,6 @@ def copy(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def named_like(tree: pathlib.Path, file: str) -> list[str]:
-    stem = subject(file)
-    return [str(test.relative_to(tree)) for test in sorted(tree.glob(f"tests/coordinator/test_{stem}*.py"))]
-
-
 def write(file: pathlib.Path, text: str) -> None:
     """Without what was compiled before: that is told apart by size and whole seconds only."""
     file.write_text(text)

@@ -30,7 +30,7 @@ def changed(before: str, after: str) -> tuple[str, str]:
 def drawn(count: int, seed: int) -> list[dict[str, str]]:
     """All mutants in the order of a shuffle; of those, the first that change anything."""
     made = []
-    for file in sorted(pathlib.Path(FOLDER).glob("*.py")):
+    for file in sorted(pathlib.Path(FOLDER).rglob("*.py")):
         module, mutations, *_ = create_mutations(str(file), file.read_text())
         made += [(file, module, number, mutation) for number, mutation in enumerate(mutations)]
     print(f"{count} of {len(made)}", file=sys.stderr)
@@ -40,7 +40,7 @@ def drawn(count: int, seed: int) -> list[dict[str, str]]:
         after = deep_replace(module, mutation.original_node, mutation.mutated_node).code
         if after != module.code and len(found) < count:
             old, new = changed(module.code, after)
-            found.append({"name": f"{file.name} {number}", "file": str(file), "old": old, "new": new})
+            found.append({"name": f"{file.relative_to(FOLDER)} {number}", "file": str(file), "old": old, "new": new})
         elif len(found) == count:
             break
     return sorted(found, key=lambda one: (one["file"], int(one["name"].partition(" ")[2])))

@@ -102,7 +102,9 @@ def test_overrides_are_typed():
         ("--config.sharding.balance=lb_micro", "strategy odc, not fsdp; set the one or leave the other at lb_mini"),
         ("--config.sharding.live_layers=1", "sharding.live_layers is 1; it must be at least 2"),
         ("--config.policy.max_num_gen_batches=-1", "policy.max_num_gen_batches is -1; it must not be negative"),
-        ("--config.rollout.temperature=0", "rollout.temperature is 0.0; it must be greater than 0: greedy responses"),
+        ("--config.rollout.temperature=0", "rollout.temperature is 0.0; it must be at least 1e-6: greedy responses"),
+        ("--config.rollout.temperature=1e-7", "rollout.temperature is 1e-07; it must be at least 1e-6"),
+        ("--config.rollout.top_k=3000000000", "rollout.top_k is 3000000000; it must be below 2**31"),
         ("--config.optim.max_grad_norm=-1", "optim.max_grad_norm is -1.0; it must not be negative"),
         ("--config.adaptive_async.kp=-0.1", "adaptive_async.kp is -0.1; it must not be negative"),
         ("--config.adaptive_async.ki=-0.1", "adaptive_async.ki is -0.1; it must not be negative"),
@@ -203,10 +205,13 @@ def test_a_setting_that_is_read_is_taken(settings):
 
 def test_what_a_file_prepares_for_another_policy_is_told_and_not_refused():
     assert remarks(cli.load(["--config=configs/vlm.py"])) == [
-        "unread, since policy.name is synchronous: tail_batching.responses, adaptive_async.max_staleness"
+        "settings without effect here, because policy.name is synchronous: tail_batching.responses, "
+        "adaptive_async.max_staleness"
     ]
     tail = cli.load(["--config=configs/vlm.py", "--config.policy.name=tail_batching"])
-    assert remarks(tail) == ["unread, since policy.name is tail_batching: adaptive_async.max_staleness"]
+    assert remarks(tail) == [
+        "settings without effect here, because policy.name is tail_batching: adaptive_async.max_staleness"
+    ]
     assert remarks(Config()) == []
 
 
@@ -296,3 +301,9 @@ def test_every_number_field_has_a_range_check_or_is_free():
 
     names = {name for name, _ in cli.flatten(Config())}
     assert set(_POSITIVE) | set(_NOT_NEGATIVE) <= names
+
+
+def test_a_shipped_config_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.load([]).name == "vlm"
+    assert cli.load(["--config=configs/text.py:debug"]).name == "text-debug"

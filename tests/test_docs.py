@@ -1,5 +1,7 @@
 """What the documents say must be there: every module in the structure, every command's module in the README."""
 
+import ast
+import importlib
 import importlib.util
 import pathlib
 import re
@@ -25,3 +27,15 @@ def test_commands_of_the_readme_exist():
     assert all(importlib.util.find_spec(module) for module in modules)
     for file in re.findall(r"(?:configs|docs|scripts|notebooks)/[\w.]+\.\w+", text):
         assert (ROOT / file).exists(), file
+
+
+def test_imports_of_the_readme_work():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    imports = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
+    assert imports
+    for node in imports:
+        for alias in node.names:
+            assert node.module is not None
+            module = importlib.import_module(node.module)
+            name = f"{node.module}.{alias.name}"
+            assert hasattr(module, alias.name) or importlib.util.find_spec(name), name

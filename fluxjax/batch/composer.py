@@ -1,7 +1,7 @@
 """Scored groups become packed microbatches of a few fixed shapes, and per-token results find their responses again.
 
 One composer serves RL, supervised warm starts and the scoring of log-probs: what differs is in the groups.
-`packing` decides what goes where, `layout` writes it there.
+`rows` decides what goes where, `fill` writes it there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def compose(
     arrive in. Rows and patches of a shard are the cap of `config.packing`, or a half or quarter of it; `row_shapes`
     lists what may come out. Strategies that spread sequences over devices plan and lay them out in `spreading`;
     `text`, the decoder's sizes, bounds the degrees (None: nothing does); `shapes` remembers earlier sizes (made by
-    `spreading.shape_book`). Under `odc` a microbatch is one device's wherever one can hold it, see `decoupled`.
+    `spreading.shape_book`). Under `odc` a microbatch is one device's wherever one can hold it, see `own_pace`.
 
     `skip_idle` leaves out groups without any advantage: their gradient is zero unless there is a KL term. Loss
     weights still count them. If there are no others, the first group stays.

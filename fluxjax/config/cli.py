@@ -72,7 +72,7 @@ def read_file(selected: str, kind: type[C] = Config) -> C:
     path, _, variant = selected.partition(":")
     file = pathlib.Path(path)
     if not file.exists() and not file.is_absolute():  # also from outside the checkout
-        file = pathlib.Path(__file__).parent.parent / path
+        file = pathlib.Path(__file__).resolve().parents[2] / path
     if not file.is_file():
         raise ConfigError(f"--config={selected}: there is no file {path!r}")
     try:

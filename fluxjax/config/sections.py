@@ -283,11 +283,13 @@ class Config:
                 raise ConfigError(f"data.sources.{name}.weight is {source.weight}; it must be greater than 0")
         if self.algorithm.name is Algorithm.SFT:
             raise ConfigError("algorithm.name is sft; it serves the warm start (warm_start.steps), RL needs grpo")
-        if not self.rollout.temperature > 0:
+        if not self.rollout.temperature >= 1e-6:
             raise ConfigError(
-                f"rollout.temperature is {self.rollout.temperature}; it must be greater than 0: greedy responses to a "
+                f"rollout.temperature is {self.rollout.temperature}; it must be at least 1e-6: greedy responses to a "
                 "prompt are all the same and teach nothing (evaluations are greedy whatever it is)"
             )
+        if self.rollout.top_k >= 2**31:
+            raise ConfigError(f"rollout.top_k is {self.rollout.top_k}; it must be below 2**31, 0 is off")
         if not 0 < self.rollout.top_p <= 1:
             raise ConfigError(f"rollout.top_p is {self.rollout.top_p}; it must be in (0, 1], 1 is off")
         if self.rollout.group_size < 2 and self.algorithm.name is Algorithm.GRPO:

@@ -148,7 +148,10 @@ def remarks(config: Config) -> list[str]:
     idle: dict[tuple[str, str], list[str]] = {}
     for one in unread(config):
         idle.setdefault((one.need.setting, one.current), []).append(one.field)
-    lines = [f"unread, since {setting} is {value}: {', '.join(names)}" for (setting, value), names in idle.items()]
+    lines = [
+        f"settings without effect here, because {setting} is {value}: {', '.join(names)}"
+        for (setting, value), names in idle.items()
+    ]
     importance = config.algorithm.importance
     if importance.decoupled:
         lines.append(

@@ -4,7 +4,7 @@ No I/O, no clock, no threads, no randomness. Three parts share the work:
 
 - the `Ledger` knows where every prompt and response is,
 - the `Coordinator` below enters events and instructions into the books and refuses what contradicts them,
-- a `SchedulingPolicy` reads the books and decides what to do next. Each policy is a file of its own beside this one.
+- a `SchedulingPolicy` reads the books and decides what to do next. Each policy is a file of its own in `policies/`.
 
 The runtime (asyncio, or a simulation on virtual time) carries the instructions out and reports what happened.
 """
@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..base.types import Prompt, Response
 from ..config.schedules import RunSchedule
+from .dropped import Dropped
 from .engines import Fleet
 from .ledger import ABORTED, CoordinatorError, Ledger, PromptStage
 from .lengths.predictor import LengthPredictor
@@ -342,12 +343,15 @@ class Coordinator:
         `CoordinatorError` while a step is trained."""
         if Train in self.awaiting:
             raise CoordinatorError(f"step {self.step + 1} is being trained: state is taken between steps")
+        ledger = self.ledger.state_dict()
+        if self.failure:  # whoever mends the reward begins to count anew
+            ledger["dropped"] = Dropped().state_dict()
         return {
             "step": self.step,
             "version": self.version,
             "evaluated": list(self._evaluated),
             "saved": self._saved,
-            "ledger": self.ledger.state_dict(),
+            "ledger": ledger,
             "lengths": self.lengths.state_dict(),
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             "parallelism": self.parallelism.state_dict() if self.parallelism is not None else {},

@@ -58,7 +58,7 @@ class Checkpoints:
 
         A checkpoint that cannot be written (a full disk) is logged and counted in `failed` and the run goes on:
         earlier checkpoints are untouched, the next one tries again. Returns whether all went well so far. A step that
-        has a checkpoint keeps it: the same steps of the same run lead to the same state.
+        has a checkpoint keeps it.
         """
         ok = self._settle()
         if step in self._manager.all_steps():

@@ -172,8 +172,8 @@ class FluxTrainer:
         return run_async(measure())
 
     def stop(self) -> None:
-        """Ends `fit` at the next step boundary, with a checkpoint; a warm start is completed first. From any thread
-        or signal handler."""
+        """Ends `fit` at the next step boundary, or within a step for which dynamic sampling would draw on, with a
+        checkpoint; a warm start is completed first. From any thread or signal handler."""
         self._stopping = True
         if self._runtime is not None:
             self._runtime.request_stop(_STOPPED)
@@ -355,7 +355,7 @@ class FluxTrainer:
     # --- parts ----------------------------------------------------------------------------------
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """For the runtime: starts a checkpoint; see `runtime.Checkpointer`."""
+        """For the runtime: starts a checkpoint; see `runtime.ports.Checkpointer`."""
         with self.summary.stage("checkpoint"):
             self._save(step, state)
 

@@ -21,7 +21,7 @@ from ..config import Config, ConfigError, Policy
 
 
 class EnginePool:
-    """See `collaborators.EnginePool`. `engines` is one list that changes; its first engine is always the same.
+    """See `ports.Engines`. `engines` is one list that changes; its first engine is always the same.
 
     Engines of one device take turns on the devices that there are; engines of several need so many of their own. Raises
     `ConfigError` where there are too few, where half of the engines are lent to training and their devices could not
@@ -68,7 +68,7 @@ class EnginePool:
 
     async def set_parallelism(self, degree: int) -> Sequence[JaxEngine]:
         """Engines on `degree` devices each, awake, which serve what the first one does; the others are closed first,
-        so that no device ever holds the weights of more than two."""
+        so that no device ever holds the weights more than three times."""
         dealt = self._deal(degree)
         if not dealt:
             raise ValueError(f"{len(self.devices)} devices make no engine of {degree}")
@@ -78,9 +78,10 @@ class EnginePool:
         for engine, devices in zip(self.engines, dealt, strict=False):
             await engine.set_parallelism(devices)
             await engine.wake()
-        first = self.engines[0]
-        for devices in dealt[len(self.engines) :]:
-            self.engines.append(self._make(first.model, devices, first.stats().version))
+        if rest := dealt[len(self.engines) :]:
+            first = self.engines[0]
+            model = first.model  # a copy, since layers are stacked for it
+            self.engines += [self._make(model, devices, first.stats().version) for devices in rest]
         return self.engines
 
     def _check_lent(self, model: Decoder) -> None:

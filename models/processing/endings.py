@@ -37,8 +37,7 @@ class Ending:
         """Takes note of a packet of any stream, in the file's order."""
         if packet.size == 0:  # flushes a decoder
             return
-        if packet.stream_index == self._stream:
-            self._incomplete = packet.is_corrupt
+        self._incomplete = packet.is_corrupt  # of whichever stream comes last
         time = packet.dts if packet.pts is None else packet.pts
         if time is not None:
             end = (time + (packet.duration or 0)) * self._seconds[packet.stream_index]

@@ -195,7 +195,7 @@ def _execute(
     The barriers make the order a fact of the program and not a scheduler's choice: no round's exchange starts before
     the one ahead of it has arrived, and none is computed before all ahead of it are. What is left to the scheduler is
     to start an exchange as soon as it may, that is, together with the computation of the round before it; on GPUs it
-    does so under `overlap.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
+    does so under `gpu_flags.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
     """
     back, kept = list(outgoing), list[Any](outgoing)
     alone = [j for j, view in enumerate(views) if view.degree == 1]

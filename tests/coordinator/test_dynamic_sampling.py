@@ -200,6 +200,21 @@ def test_sources_and_their_rewards_are_told_apart(monkeypatch) -> None:
     assert "source 'b' has 0" in str(caught.value)
 
 
+def test_whoever_mends_the_reward_begins_to_count_anew(monkeypatch) -> None:
+    monkeypatch.setattr(policy_cases, "reward", lambda rid: Reward(0.0, correct=False))
+    world = world_of("synchronous", 1, max_num_gen_batches=9)
+    with pytest.raises(CoordinatorError, match="max_num_gen_batches"):
+        world.go()
+    assert world.coordinator.ledger.dropped.count > 0
+    resumed = Ledger()
+    resumed.load_state_dict(
+        world.coordinator.state_dict()["ledger"], {d: e.prompt for d, e in world.coordinator.ledger.entries.items()}
+    )
+    assert resumed.dropped.count == resumed.dropped.in_a_row == 0, (
+        "else the first group that is dropped would end it again"
+    )
+
+
 def test_checkpoints_of_earlier_releases_have_no_such_count() -> None:
     state = Ledger().state_dict()
     assert state.pop("dropped") == {"groups": [], "in_a_row": 0}

@@ -5,7 +5,7 @@ projects KV-cache use with it. ln(tokens) of response j of prompt i is modelled 
 
     weights[source] . features(i) + effect(i) + noise(j),
 
-weights by ridge regression (`length_fit.py`), each source's shrunk towards those of all sources; the prompt's effect
+weights by ridge regression (`ridge.py`), each source's shrunk towards those of all sources; the prompt's effect
 shrunk by how many of its responses are known; both variances estimated a source. The rest is `survival.py`.
 """
 
