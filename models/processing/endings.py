@@ -31,13 +31,13 @@ class Ending:
         self._declared = (container.duration or 0) / 1e6  # seconds
         self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # of a tick
         self._reached = 0.0  # seconds: where the last packet of any stream ends, sound and subtitles included
-        self._incomplete = False
+        self._incomplete: dict[int, bool] = {}  # whether the last packet of each stream is
 
     def saw(self, packet: Packet) -> None:
         """Takes note of a packet of any stream, in the file's order."""
         if packet.size == 0:  # flushes a decoder
             return
-        self._incomplete = packet.is_corrupt  # of whichever stream comes last
+        self._incomplete[packet.stream_index] = packet.is_corrupt
         time = packet.dts if packet.pts is None else packet.pts
         if time is not None:
             end = (time + (packet.duration or 0)) * self._seconds[packet.stream_index]
@@ -46,7 +46,7 @@ class Ending:
     def cut_off(self, file: OpenFile, times: list[int | None], damaged: list[int]) -> str:
         """Why the file must have been cut off, or "". `times` are those of all frames in ticks, `damaged` the indices
         of the damaged frames."""
-        if self._incomplete:
+        if any(self._incomplete.values()):
             return "the last packet is incomplete"
         if damaged and len(times) - damaged[-1] <= REORDERED:
             return f"frame {damaged[-1]} of {len(times)} is damaged"

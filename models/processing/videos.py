@@ -104,13 +104,7 @@ class _Reader:
         for _ in range(MAX_PASSES):
             container, stream = open_container(self.file, self.name, self.limits)
             with container:
-                if stream.frames > self.limits.frames:
-                    raise MediaError(
-                        self.name,
-                        f"too many frames: {stream.frames}, at most {self.limits.frames} are decoded "
-                        "(data.max_decoded_frames)",
-                    )
-                if not decoded:  # first the header's word
+                if not decoded and stream.frames <= self.limits.frames:  # first the header's word
                     total, seconds = stream.frames, _rated(stream.frames, stream)
                 try:
                     indices = self._sample(total, seconds)

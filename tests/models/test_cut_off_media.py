@@ -47,8 +47,10 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path, kind):
     data = whole(tmp_path, kind)
     assert load(data).indices.tolist() == [0, 6, 12, 18]
     for percent in (35, 50, 65, 80):
+        cut = len(data) * percent // 100
         with pytest.raises(MediaError):
-            load(data[: len(data) * percent // 100 + 7])  # between two packets, some formats show nothing
+            load(data[:cut])
+            load(data[: cut + 20])  # the first may have been between two packets, where some formats show nothing
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("mkv", r"of 2\.00 seconds are there"), ("ts", "is damaged|within a")])
