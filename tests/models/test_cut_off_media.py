@@ -42,15 +42,21 @@ def load(data):
     return load_video(data, LAYOUT, PIXELS, FRAMES)
 
 
+def frames_in(data):
+    with av.open(io.BytesIO(data)) as container:
+        return sum(1 for _ in container.decode(video=0))
+
+
 @pytest.mark.parametrize("kind", CODECS)
 def test_a_file_that_was_cut_off_is_refused(tmp_path, kind):
     data = whole(tmp_path, kind)
     assert load(data).indices.tolist() == [0, 6, 12, 18]
     for percent in (35, 50, 65, 80):
-        cut = len(data) * percent // 100
+        cut = data[: len(data) * percent // 100 + 7]  # between two packets, some formats show nothing
+        if kind == "asf" and frames_in(cut) == 24:  # what ends an ASF file is padding and an index
+            continue
         with pytest.raises(MediaError):
-            load(data[:cut])
-            load(data[: cut + 20])  # the first may have been between two packets, where some formats show nothing
+            load(cut)
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("mkv", r"of 2\.00 seconds are there"), ("ts", "is damaged|within a")])
