@@ -4,7 +4,7 @@
     python -m fluxjax.train --config=configs/vlm.py:debug      (the whole loop in less than a minute)
 
 Expect, on two CPU cores in three to five minutes: strips from about 35 % held out after the warm start to between 90
-and 97 % by RL, clips from about 40 % to between 94 and 99 % (eight runs of five seeds in docs/log.md).
+and 97 % by RL, clips from about 38 % to between 97 and 99 % (three seeds in docs/log.md).
 
 Nothing is downloaded: strips of handwritten digits (PNG) and clips panned over photographs (h264) are built once
 from data inside scikit-learn and scikit-image.
