@@ -18,7 +18,7 @@ PALE, DARK = 0.12, 0.95
 INK, LIMIT = "#222222", "#c0392b"
 
 
-def draw(plan: ShardPlan, *, alpha: float, tolerance: float) -> Figure:
+def draw(plan: ShardPlan, *, alpha: float = 1.1, tolerance: float = 0.025) -> Figure:
     """Three rows of bars over devices: attention and tokens over the mean of a device, and the token vectors that leave
     it in one all-to-all over the same mean of tokens. Stacked and coloured by degree."""
     from matplotlib import colormaps
