@@ -109,7 +109,8 @@ class Runtime:
         self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
         self._early: list[Group] = []  # of the step under way, those whose gradients are computed
         self._reports: list[StepReport] = []  # of steps trained, not yet published
-        self._weights: tuple[int, Mapping[str, Any]] | None = None  # of the last step, with their version
+        self._weights: tuple[int, Mapping[str, Any]] | None = None  # of the last step that the coordinator knows of
+        self._new_weights = self._weights  # of the last step, with their version
 
     async def run(self) -> Finish:
         """Runs until the coordinator is finished; once. Raises what a collaborator raised, or `CoordinatorError`."""
@@ -140,6 +141,8 @@ class Runtime:
     async def _serve(self) -> Finish:
         while True:
             event = await self._events.get()
+            if isinstance(event, Trained):  # from now on the coordinator may ask for this version
+                self._weights = self._new_weights
             for heard in [self._time(), event] if self._tick else [event]:
                 try:
                     instructions = self.coordinator.handle(heard)
@@ -188,7 +191,7 @@ class Runtime:
                 work = self._train if isinstance(instruction, Train) else self._accumulate
                 self._spawn(work, instruction, {draw: self._prepared.pop(draw) for draw in draws})
             case PublishWeights():
-                self._spawn(self._publish, instruction, self.coordinator.step)
+                self._spawn(self._publish, instruction, self.coordinator.step, self._weights)
             case SetParallelism():
                 self._spawn(self._set_parallelism, instruction, self.coordinator.step)
             case Evaluate():
@@ -316,7 +319,7 @@ class Runtime:
         before, self._preempted = self._preempted, self._preemptions()
         metrics = {**metrics, "rollout/preemptions": float(self._preempted - before)}
         version = self._trainer.version
-        self._weights = version, weights
+        self._new_weights = version, weights
         groups = tuple(sorted([*self._early, *order.groups], key=lambda group: group.prompt.draw))
         self._early.clear()
         self._reports.append(StepReport(order.step, version, groups, metrics, {}))
@@ -340,10 +343,10 @@ class Runtime:
         self._preempted = self._preemptions()
         self._post(ParallelismSet(order.degree, len(self._engines)))
 
-    async def _publish(self, order: PublishWeights, step: int) -> None:
-        if self._weights is None:  # no step was trained since the start
-            self._weights = self._trainer.version, await self._in_thread(self._trainer.weights)
-        version, params = self._weights
+    async def _publish(self, order: PublishWeights, step: int, weights: tuple[int, Mapping[str, Any]] | None) -> None:
+        if weights is None:  # no step was trained since the start
+            weights = self._trainer.version, await self._in_thread(self._trainer.weights)
+        version, params = weights
         if version != order.version:
             raise CoordinatorError(f"the trainer holds version {version}, not {order.version}")
         numbers = set(order.engines or range(len(self._engines)))
