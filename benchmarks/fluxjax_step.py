@@ -32,7 +32,7 @@ from compile_clock import CompileClock
 import models
 from fluxjax.algorithms import ALGORITHMS
 from fluxjax.base.types import Group, MediaKind, Prompt, Response, Reward, Sample
-from fluxjax.batch.composer import compose
+from fluxjax.batch.composer import Composer
 from fluxjax.config import Config
 from fluxjax.config.cli import load
 from fluxjax.data import Source, open_sources
@@ -62,7 +62,7 @@ class Steps:
                 raise SystemExit("TRL's GRPOTrainer takes no videos, and every source of this configuration has some")
         weights = {name: config.data.sources[name].weight for name in sources}
         loader = PromptLoader(sources, weights, config.seed)
-        self.prompts = loader.draw(config.rollout.prompts_per_step)
+        self.prompts = [loader.order[draw] for draw in range(config.rollout.prompts_per_step)]
         self.preparer = Preparer(self.processor, loader, config)
         self.prepared = self._prepare()
 
@@ -87,7 +87,8 @@ class Steps:
             learner = Learner(config, self.model, token_loss, never_sampled=self.sampling.forbidden_ids)
             reference = learner.params if config.algorithm.kl_coefficient else None
             self.learner = learner
-            self.trainer = PolicyTrainer(config, learner, self.vision, reference)
+            self.composer = Composer(config, learner.mesh.size, self.vision, learner.text)
+            self.trainer = PolicyTrainer(config, learner, self.composer, reference)
         self.step_number = 0
 
     async def run(self) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class Steps:
             if self.stage != "rollout":
                 with watch("train"):
                     by_draw = {one.prompt.draw: one for one in prepared}
-                    metrics = self.trainer.train(self.step_number, groups, by_draw)
+                    metrics = self.trainer.train(self.step_number, groups, by_draw).metrics
             if self.stage == "step":
                 with watch("sync"):
                     await self.engine.update_weights(self.learner.version, self.trainer.weights())
@@ -171,7 +172,7 @@ class Steps:
     def _batch(self, groups: Sequence[Group]) -> dict[str, Any]:
         """How the groups are packed; counted once, outside of what is timed."""
         prepared = {one.prompt.draw: one for one in self.prepared}
-        batches = compose(groups, prepared, self.config, self.learner.mesh.size, vision=self.vision).batches
+        batches = self.composer.compose(groups, prepared).batches
         return {
             "packing": {
                 "microbatches": len(batches),

@@ -7,6 +7,9 @@
 Prints one JSON line. Nothing here is measured: schedules are those of `sharding.planner.packing`, lengths are drawn
 from distributions (`lengths.py`) of which one bubble rate each is fitted, compute is a formula, and communication is
 free. Everything but the fitted cells is a prediction; `simulated_errors` counts those only.
+
+`collective_native` is verl's own scheduler, which balances a whole rollout before it is cut into minibatches. fluxjax
+trains a rollout as one minibatch, where that scheduler is `lb_micro`: runs offer no choice of its name.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import models
 from fluxjax.algorithms import sft
 from fluxjax.base.allocator import keep_freed_memory
 from fluxjax.base.types import PreparedPrompt, Prompt
-from fluxjax.batch.composer import compose, sft_groups
+from fluxjax.batch.composer import Composer, sft_groups
 from fluxjax.config import Config, Remat, Strategy
 from fluxjax.learner.learner import Learner
 from models.decoder import parameter_count
@@ -87,10 +87,11 @@ class Composed:
             for draw, length in enumerate(lengths)
         ]
         groups = sft_groups([*prepared.values()], answers)
-        made = compose(groups, prepared, config, self._mesh.size, text=self._model.config.text)
+        composer = Composer(config, self._mesh.size, text=self._model.config.text)
+        microbatches = composer.compose(groups, prepared).microbatches
 
         def gradients() -> Any:
-            grads, tally = self._learner.accumulate(made.batches, made.devices, made.work)
+            grads, tally = self._learner.accumulate(microbatches)
             return tally.sums["loss"], None, grads
 
         return gradients

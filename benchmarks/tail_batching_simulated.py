@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 
 from fluxjax.config import cli
 from fluxjax.simulation.options import SimulateConfig
-from fluxjax.simulation.run import make_cluster, run, summary
+from fluxjax.simulation.simulated_run import make_cluster, run, summary
 from fluxjax.simulation.step_records import StepRecord
 
 MODELS = ("7b", "14b", "32b")

@@ -32,26 +32,23 @@ def main(argv: list[str]) -> int:
     from .config import ConfigError
     from .config.run_folder import read_config
 
+    errors: tuple[type[Exception], ...] = (ConfigError,)
     try:
         config = read_config(args.run)
         if args.samples is not None:
             config.evaluation.samples = args.samples
         config.validate()
-        config.sharding.devices = 0  # those of this machine
+        config.sharding.devices = 0  # all of this machine's
         from .base.compile_cache import use_compile_cache
         from .run.trainer import USER_ERRORS, FluxTrainer
 
+        errors = USER_ERRORS
         absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax remarks that the folder is read only; it should be
         use_compile_cache()
-        try:
-            trainer = FluxTrainer(config, read_only=True)
+        with FluxTrainer(config, read_only=True) as trainer:
             step = trainer.load_checkpoint(args.step)
             accuracy = trainer.evaluate(blind=args.blind)
-            trainer.close()
-        except USER_ERRORS as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-    except ConfigError as error:
+    except errors as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     counts = {source: len(prompts) for source, prompts in trainer.held_out.prompts.items()}

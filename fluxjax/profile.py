@@ -18,14 +18,14 @@ from .config.cli import parse
 
 
 def main(argv: list[str]) -> int:
-    """0, or 2 for what the user can mend: the file, degrees without devices, lengths without room."""
-    own = argparse.ArgumentParser(prog="python -m fluxjax.profile", add_help=False, allow_abbrev=False)
-    own.add_argument("--out", default="profile.json")
+    """Returns 0, or 2 for an error that the user can mend: in the file, or in the degrees, batches or lengths."""
+    parser = argparse.ArgumentParser(prog="python -m fluxjax.profile", add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", default="profile.json")
     for name in ("degrees", "batches", "lengths"):
-        own.add_argument(f"--{name}", type=int, nargs="+", default=[])
-    own.add_argument("--repeats", type=int, default=5)
-    args, rest = own.parse_known_args(argv)
-    config = parse(rest, f"{__doc__}\n{own.format_usage()}")
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=[])
+    parser.add_argument("--repeats", type=int, default=5)
+    args, rest = parser.parse_known_args(argv)
+    config = parse(rest, f"{__doc__}\n{parser.format_usage()}")
     return run(config, args)
 
 
@@ -64,7 +64,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
             compute_dtype=config.model.compute_dtype.value,
             devices=devices[:1],
         )
-        told = measure(
+        measuring = measure(
             engine,
             devices,
             degrees=degrees,
@@ -75,7 +75,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
             vocabulary=model.config.text.vocab_size,
             progress=_progress,
         )
-        points = asyncio.run(told)
+        points = asyncio.run(measuring)
         profile = Profile(devices[0].device_kind, len(devices), sizes(model.config.text), points)
         profile.save(args.out)
     except (ConfigError, DataError, EngineError, OSError) as error:
@@ -83,8 +83,8 @@ def run(config: Config, args: argparse.Namespace) -> int:
         return 2
     print(f"{profile.device}, {profile.devices} devices; tokens a second of one engine")
     print(f"{'degree':>8}{'batch':>8}{'length':>8}{'prefill':>12}{'decode':>12}")
-    for one in points:
-        print(f"{one.degree:>8}{one.batch:>8}{one.length:>8}{one.prefill:>12.0f}{one.decode:>12.0f}")
+    for point in points:
+        print(f"{point.degree:>8}{point.batch:>8}{point.length:>8}{point.prefill:>12.0f}{point.decode:>12.0f}")
     print(f"written to {args.out}")
     return 0
 

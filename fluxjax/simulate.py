@@ -25,33 +25,32 @@ DEFAULT_CONFIG = "configs/simulation.py"
 
 
 def main(argv: list[str]) -> int:
-    """0; 1 where a history went wrong or the run can't go on; 2 for arguments that are no good; 130 after Ctrl-C."""
+    """Returns 0; 1 if a history went wrong or the run cannot go on; 2 for wrong arguments; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage="python -m fluxjax.simulate --help")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--gantt", type=pathlib.Path)
     parser.add_argument("--seeds", type=int, default=0)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    own, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     config = parse(rest, __doc__ or "", SimulateConfig, DEFAULT_CONFIG)
-    if own.gantt and not own.gantt.absolute().parent.is_dir():
-        print(f"error: --gantt {own.gantt}: there is no folder {own.gantt.parent}", file=sys.stderr)
+    if options.gantt and not options.gantt.absolute().parent.is_dir():
+        print(f"error: --gantt {options.gantt}: there is no folder {options.gantt.parent}", file=sys.stderr)
         return 2
-    if min(own.seeds, own.first_seed, own.jobs - 1) < 0:
+    if min(options.seeds, options.first_seed, options.jobs - 1) < 0:
         print("error: --seeds and --first-seed must not be negative, --jobs must be at least 1", file=sys.stderr)
         return 2
-    if own.seeds:
+    if options.seeds:
         from .simulation.histories import check_many
 
-        return check_many(range(own.first_seed, own.first_seed + own.seeds), own.jobs, own.json)
-    return _simulate(config, own.gantt, own.json)
+        return check_many(range(options.first_seed, options.first_seed + options.seeds), options.jobs, options.json)
+    return _simulate(config, options.gantt, options.json)
 
 
 def _simulate(config: SimulateConfig, gantt: pathlib.Path | None, as_json: bool) -> int:
     from .coordinator import CoordinatorError  # the types of a run load JAX, after the command line is known to be good
     from .simulation.cluster import StuckError
-    from .simulation.run import make_cluster, run, summary
-    from .simulation.show import ProgressLine, show
+    from .simulation.simulated_run import ProgressLine, make_cluster, run, show, summary
 
     progress = ProgressLine(config.steps)
     cluster = make_cluster(config, on_step=progress)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+JsonObject: TypeAlias = Mapping[str, Any]  # the content of a JSON file, before its fields are read into types
 
 
 class ModelConfigError(ValueError):
@@ -16,7 +19,7 @@ class ModelConfigError(ValueError):
 
 
 class NameLayout(enum.Enum):
-    """The two ways in which Qwen2.5-VL weights are named on disk."""
+    """Two ways to name the weights of Qwen2.5-VL on disk."""
 
     FLAT = "flat"  # `visual.*`, `model.*`: the published checkpoints
     NESTED = "nested"  # `model.visual.*`, `model.language_model.*`
@@ -130,7 +133,7 @@ class Qwen2Config:
     """Qwen2 and Qwen2.5 text models (`Qwen2ForCausalLM`)."""
 
     text: TextConfig
-    extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # the config.json it came from
+    extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # the config.json that it was read from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Qwen25VLConfig:
     video_token_id: int = 151656
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
-    names: NameLayout = NameLayout.FLAT  # of the weights in the checkpoint
+    names: NameLayout = NameLayout.FLAT  # layout of the weights' names in the checkpoint
     extra: str = dataclasses.field(default="{}", compare=False, repr=False)
 
     def __post_init__(self) -> None:

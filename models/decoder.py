@@ -1,13 +1,13 @@
-"""The decoder as a stack of layers: embed -> layer[i] ... -> norm -> head. Attention is handed in.
+"""The decoder of Qwen2 and Qwen2.5 as a stack of layers: embed -> layer[i] ... -> norm -> head.
 
-Callers differ in how they walk the stack (`sharding.walk`) and in how tokens see each other (`attend`): training
-masks packed rows, decoding writes a cache and reads it. The layer knows neither.
+Attention is handed in. Callers differ in how they walk the stack (`sharding.walk`) and in how tokens see each other
+(`attend`): training masks packed rows, decoding writes a cache and reads it. The layer knows neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from sharding.strategy import Params
 from sharding.walk import Walk
 from sharding.weights import WeightSpec, weight
 
@@ -23,7 +24,8 @@ from .inputs import VisionInput
 from .layers import Embedding, GatedMLP, Normal, RMSNorm, add_bias, rotary_frequencies, rotate, zeros
 
 Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, H], float32
-Attend: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Any]]
+Aux = TypeVar("Aux")  # what attention hands back beside its output: keys and values for a cache, or None
+Attend: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Aux]]
 
 
 class SelfAttention(nnx.Module):
@@ -40,7 +42,9 @@ class SelfAttention(nnx.Module):
         self.k_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
         self.v_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
 
-    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend) -> tuple[Float[Array, "B T D"], Any]:
+    def __call__(
+        self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend[Aux]
+    ) -> tuple[Float[Array, "B T D"], Aux]:
         q = add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias[...])
         k = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias[...])
         v = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias[...])
@@ -50,19 +54,15 @@ class SelfAttention(nnx.Module):
 
 class DecoderLayer(nnx.Module):
     def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs, stack)
+        D, F, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        self.attention_norm = RMSNorm(D, config.rms_norm_eps, rngs, stack)
         self.attention = SelfAttention(config, rngs, stack)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs, stack)
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            bias=False,
-            std=config.initializer_range,
-            rngs=rngs,
-            stack=stack,
-        )
+        self.mlp_norm = RMSNorm(D, config.rms_norm_eps, rngs, stack)
+        self.mlp = GatedMLP(D, F, bias=False, std=std, rngs=rngs, stack=stack)
 
-    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend) -> tuple[Float[Array, "B T D"], Any]:
+    def __call__(
+        self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend[Aux]
+    ) -> tuple[Float[Array, "B T D"], Aux]:
         """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k; `aux` is handed back."""
         out, aux = self.attention(self.attention_norm(x), rotary, attend)
         x = x + out
@@ -70,7 +70,10 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Base of every model: what a strategy or an engine walks. `embed` is where architectures differ."""
+    """The model that a strategy or an engine walks: `Qwen2ForCausalLM`, and the base of all other architectures.
+
+    Architectures differ in `embed`. Without `mrope_section`, only row 0 of `positions_3BT` is read.
+    """
 
     config: AnyConfig
 
@@ -118,6 +121,17 @@ class Decoder(nnx.Module):
         return walk.use(self.embedding if tied else self.head).table[...]
 
 
+def split(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Params]:
+    """(structure, parameters as a pure nested dict). The structure is hashable and static."""
+    graphdef, state = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def merge(graphdef: nnx.GraphDef[Decoder], params: Params) -> Decoder:
+    """The model of a structure and its parameters; cheap inside `jax.jit`, where it belongs."""
+    return nnx.merge(graphdef, params)
+
+
 def parameter_count(model: nnx.Module) -> int:
-    """Number of weights; works on abstract models too."""
+    """The number of weights of a model, which may be abstract."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -1,16 +1,22 @@
-"""Checkpoint folders that are not there: one line, which says how a Hub id becomes a folder."""
+"""Checkpoint folders: their JSON files, and one line for a folder that is not there, on how a Hub id becomes one."""
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
+from typing import Any
 
 HUB_ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+")  # as in Qwen/Qwen2.5-VL-3B-Instruct
 
 
+class CheckpointError(ValueError):
+    """A checkpoint can't be read. The message names the file and, where there is one, the tensor."""
+
+
 def why_missing(path: str | os.PathLike[str]) -> str:
-    """What to tell somebody who gave `path`; empty where it is a folder."""
+    """The message for a user who gave `path`; empty where it is a folder."""
     if pathlib.Path(path).is_dir():
         return ""
     name = os.fspath(path)
@@ -21,3 +27,18 @@ def why_missing(path: str | os.PathLike[str]) -> str:
         f"{name}: no such folder, and models are not downloaded by themselves; "
         f"if this is a Hub id: hf download {name} --local-dir {folder}, then give {folder}"
     )
+
+
+def read_json(path: pathlib.Path, *, needed: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file, unless it is `needed`. Raises CheckpointError."""
+    if not needed and not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; a checkpoint folder must hold it") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content

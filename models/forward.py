@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from sharding.kernels.attention import Mask, attention
-from sharding.spread.ulysses import spread_attention
+from sharding.spread.ulysses import Attention, spread_attention
 from sharding.vocab import token_logprobs
 from sharding.walk import Walk
 
@@ -19,7 +17,7 @@ from .inputs import PackedTokens
 
 
 def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T D"]:
-    """Normed hidden states of every token, under the attention rules of `PackedTokens`."""
+    """The normed hidden states of every token, under the attention rules of `PackedTokens`."""
     inputs = jax.tree.map(jnp.asarray, inputs)
     x = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
     rotary = model.rotary(inputs.positions_3BT)
@@ -32,8 +30,8 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     return model.final_norm(walk, x)
 
 
-def _attention(inputs: PackedTokens) -> Callable[[Array, Array, Array], Array]:
-    """Attention within the rows, or over the groups of devices that share sequences."""
+def _attention(inputs: PackedTokens) -> Attention:
+    """The attention of a batch: within the rows, or over the groups of devices that share sequences."""
     if inputs.spread is not None:
         return spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
     mask = Mask(inputs.segments_BT, inputs.branches_BT)
@@ -41,7 +39,7 @@ def _attention(inputs: PackedTokens) -> Callable[[Array, Array, Array], Array]:
 
 
 def logits(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T V"]:
-    """Next-token logits of every token, float32. Whole in memory: for tests and small models."""
+    """The next-token logits of every token, float32. They are whole in memory: for tests and small models."""
     hidden = hidden_states(model, inputs, walk)
     return jnp.einsum("BTD,VD->BTV", hidden, model.head_weight(walk), preferred_element_type=jnp.float32)
 
@@ -55,11 +53,12 @@ def logprobs(
     vocab_chunk: int = 0,
     never_sampled: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), float32.
+    """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), in nats.
 
-    Both under `softmax(logits / temperature)`, with the token's own temperature where `inputs` has them. Where a token
-    has no predecessor (the first of a segment, padding) the values are finite and meaningless. `vocab_chunk` bounds the
-    tokens whose logits exist at once; 0 chooses. The softmax leaves `never_sampled` ids out, as the engine does.
+    Both are float32, under `softmax(logits / temperature)`, with the token's own temperature where `inputs` has them.
+    Where a token has no predecessor (the first of a segment, padding) the values are finite and meaningless.
+    `vocab_chunk` bounds the tokens whose logits exist at once; 0 chooses. The softmax leaves `never_sampled` ids out,
+    as the engine does.
     """
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)

@@ -12,68 +12,56 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from sharding.strategy import Params
+
 from . import registry
-from .config import AnyConfig, ModelConfigError, Qwen25VLConfig
+from .config import AnyConfig, JsonObject, ModelConfigError, Qwen25VLConfig
 from .decoder import Decoder
-from .folder import why_missing
+from .folder import CheckpointError, read_json, why_missing
 from .hf_config import write_config
-from .qwen2.params import tensor_names as qwen2_names
-from .qwen2_5_vl.params import name_layout
-from .qwen2_5_vl.params import tensor_names as qwen2_5_vl_names
-from .tensor_names import TensorName
+from .qwen2_5_vl import params as qwen2_5_vl
+from .tensor_names import TensorName, decoder_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # as `transformers` splits by default
 HEAD = "lm_head.weight"
 DTYPES = ("BF16", "F16", "F32")  # as safetensors names them
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
-
-
-class CheckpointError(ValueError):
-    """A checkpoint can't be read. The message names the file and, where there is one, the tensor."""
+Path: TypeAlias = tuple[str, ...]  # the keys of a parameter in the nested dict
 
 
 def tensor_names(config: AnyConfig) -> list[TensorName]:
     """Every weight of the architecture with its name and layout on disk."""
-    return qwen2_5_vl_names(config) if isinstance(config, Qwen25VLConfig) else qwen2_names(config)
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; a checkpoint folder must hold it") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return content
+    if isinstance(config, Qwen25VLConfig):
+        return qwen2_5_vl.tensor_names(config)
+    return decoder_names(config.text, "model")
 
 
 class _Files:
-    """The open safetensors files of a folder, and which of them holds which tensor."""
+    """The open safetensors files of a folder; `where` has the file of each tensor."""
 
     def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
         self.folder = folder
         claims: dict[str, str] = {}
         if (folder / INDEX).exists():
-            claims = read_json(folder / INDEX).get("weight_map", {})
+            claims = read_json(folder / INDEX, needed=True).get("weight_map", {})
             files = sorted(set(claims.values()))
         elif (folder / SINGLE).exists():
             files = [SINGLE]
         else:
             raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}")
         self.where: dict[str, str] = {}
-        self.open: dict[str, Any] = {}
+        self.open: dict[str, safe_open] = {}
         for file in files:
             try:
                 self.open[file] = stack.enter_context(safe_open(folder / file, framework="numpy"))
@@ -90,10 +78,11 @@ class _Files:
                 raise CheckpointError(f"{folder / file}: tensor {name} is missing, but {INDEX} says that it is there")
 
     def path(self, name: str) -> pathlib.Path:
+        """The file that holds a tensor, or should: what a message about it names."""
         return self.folder / self.where.get(name, INDEX if len(self.open) > 1 else next(iter(self.open)))
 
     def check_dtypes(self) -> None:
-        """Quantised tensors are refused by name before any is read."""
+        """Refuses quantised tensors by name, before any is read."""
         for name, file in self.where.items():
             dtype = self.open[file].get_slice(name).get_dtype()
             if dtype not in DTYPES and not name.endswith(IGNORED_SUFFIXES):
@@ -103,6 +92,7 @@ class _Files:
                 )
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A tensor as it is on disk. Raises CheckpointError where it is missing or has another shape."""
         if name not in self.where:
             raise CheckpointError(f"{self.path(name)}: tensor {name} is missing")
         file = self.open[self.where[name]]
@@ -114,8 +104,8 @@ class _Files:
         return file.get_tensor(name)
 
 
-def _check_names(files: _Files, names: list[TensorName], layers: Mapping[tuple[str, ...], int]) -> None:
-    """Missing and unexpected tensors are found before anything large is read."""
+def _check_names(files: _Files, names: list[TensorName], layers: Mapping[Path, int]) -> None:
+    """Raises CheckpointError for a missing or unexpected tensor, before anything large is read."""
     wanted = {full for entry in names for full in _full_names(entry, layers[entry.path])}
     for name in sorted(wanted - files.where.keys()):
         raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
@@ -125,7 +115,7 @@ def _check_names(files: _Files, names: list[TensorName], layers: Mapping[tuple[s
         raise CheckpointError(f"{files.path(name)}: tensor {name} is unexpected; this architecture has no such weight")
 
 
-def _tied_or_not(files: _Files, config: AnyConfig, raw: Mapping[str, Any]) -> AnyConfig:
+def _tied_or_not(files: _Files, config: AnyConfig, raw: JsonObject) -> AnyConfig:
     """The configuration, untied where transformers does not tie: the file stores a head of its own.
 
     transformers ties if config.json says so at the top or in `text_config`, but keeps a stored head that differs from
@@ -144,7 +134,7 @@ def _tied_or_not(files: _Files, config: AnyConfig, raw: Mapping[str, Any]) -> An
 
 
 def _is_tied_copy(files: _Files, config: AnyConfig) -> bool:
-    """Some tied checkpoints also store the head. It is redundant only if it equals the embedding."""
+    """Says whether a stored head equals the embedding: some tied checkpoints store the head, too."""
     entry = next(entry for entry in tensor_names(config) if entry.path == ("embedding", "table"))
     head, embedding = (files.read(name, entry.disk_shape) for name in (HEAD, entry.name))
     return head.dtype == embedding.dtype and head.tobytes() == embedding.tobytes()
@@ -154,15 +144,15 @@ def _full_names(entry: TensorName, layers: int) -> list[str]:
     return [entry.name.format(layer) for layer in range(layers)] if entry.stacked else [entry.name]
 
 
-def _layers(config: AnyConfig) -> dict[tuple[str, ...], int]:
-    """How many layers the stack has that a parameter belongs to."""
+def _layers(config: AnyConfig) -> dict[Path, int]:
+    """The number of layers in the stack of each parameter; 1 where it is in none."""
     depth = {"layers": config.text.num_layers}
     if isinstance(config, Qwen25VLConfig):
         depth["visual"] = config.vision.depth
     return {entry.path: depth.get(entry.path[0], 1) for entry in tensor_names(config)}
 
 
-def _read_parameter(files: _Files, entry: TensorName, layers: int, dtype: Any) -> np.ndarray:
+def _read_parameter(files: _Files, entry: TensorName, layers: int, dtype: DTypeLike | None) -> np.ndarray:
     if not entry.stacked:
         value = entry.from_disk(files.read(entry.name, entry.disk_shape))
         return np.ascontiguousarray(value, dtype=dtype or value.dtype)
@@ -182,16 +172,22 @@ def _read_parameter(files: _Files, entry: TensorName, layers: int, dtype: Any) -
 
 @jax.jit
 def _drop_buffers(nothing: jax.Array) -> jax.Array:
-    """The runtime lets go of host buffers whose transfer is done at the next dispatch; this is that dispatch."""
+    """Makes the runtime let go of host buffers whose transfer is done, which it does at each dispatch."""
     return nothing
 
 
-def load(path: str | os.PathLike[str], dtype: Any = None, shardings: Mapping[str, Any] | None = None) -> Decoder:
-    """See `models.load`. `shardings` has the structure of the parameter dict: each parameter goes straight there."""
+def load(path: str | os.PathLike[str], dtype: DTypeLike | None = None, shardings: Params | None = None) -> Decoder:
+    """Reads a local Hugging Face checkpoint folder tensor by tensor.
+
+    `dtype` casts every weight (float32 masters of a bfloat16 checkpoint); None keeps the dtypes of the checkpoint.
+    `shardings` has the structure of the parameter dict: each parameter goes straight to its sharding's devices.
+    Raises CheckpointError naming file and tensor for anything missing, unexpected or mis-shaped, and ModelConfigError
+    for architectures and settings that are not supported.
+    """
     folder = pathlib.Path(path)
     if why := why_missing(path):
         raise CheckpointError(why)
-    raw = read_json(folder / "config.json")
+    raw = read_json(folder / "config.json", needed=True)
     try:
         config = registry.read_config(raw)
     except ModelConfigError as error:
@@ -200,11 +196,11 @@ def load(path: str | os.PathLike[str], dtype: Any = None, shardings: Mapping[str
         files = _Files(folder, stack)
         files.check_dtypes()
         if isinstance(config, Qwen25VLConfig):
-            config = dataclasses.replace(config, names=name_layout(files.where))
+            config = dataclasses.replace(config, names=qwen2_5_vl.name_layout(files.where))
         config = _tied_or_not(files, config, raw)
         names, layers = tensor_names(config), _layers(config)
         _check_names(files, names, layers)
-        params: dict[str, Any] = {}
+        params: Params = {}
         for entry in names:
             inner = params
             place: Any = shardings
@@ -221,8 +217,8 @@ def load(path: str | os.PathLike[str], dtype: Any = None, shardings: Mapping[str
     return nnx.merge(nnx.graphdef(registry.abstract(config)), params)
 
 
-def disk_tensors(config: AnyConfig, params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, tensor as on disk) of every weight, one after the other: for export and for weight sync."""
+def disk_tensors(config: AnyConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, tensor as on disk) of every weight, for export and for weight sync."""
     layers = _layers(config)
     for entry in tensor_names(config):
         value: Any = params
@@ -235,8 +231,14 @@ def disk_tensors(config: AnyConfig, params: Mapping[str, Any]) -> Iterator[tuple
             yield name, entry.to_disk(np.asarray(value[layer]))
 
 
-def save(model: Decoder, path: str | os.PathLike[str], dtype: Any = None, shard_bytes: int = SHARD_BYTES) -> None:
-    """See `models.save`. Files are replaced one by one, `config.json` last; older weight files are removed."""
+def save(
+    model: Decoder, path: str | os.PathLike[str], dtype: DTypeLike | None = None, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read; bit for bit what was loaded.
+
+    `dtype` casts every weight; None writes them as they are. Files are replaced one by one, `config.json` last; older
+    weight files are removed.
+    """
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     params = nnx.to_pure_dict(nnx.state(model))
@@ -275,8 +277,8 @@ def save(model: Decoder, path: str | os.PathLike[str], dtype: Any = None, shard_
     _write_json(folder / "config.json", _with_dtype(write_config(model.config), stored))
 
 
-def _with_dtype(config: dict[str, Any], stored: str) -> dict[str, Any]:
-    """The dictionary with the dtype of the weights in every place where it already says one, or at the top."""
+def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
+    """The dictionary with the dtype of the weights wherever it already names a dtype, or at the top."""
     said = ("dtype", "torch_dtype")
     top: dict[str, Any] = {} if any(config.get(key) for key in said) else {"torch_dtype": stored}
     for section in ("text_config", "vision_config"):
@@ -285,7 +287,7 @@ def _with_dtype(config: dict[str, Any], stored: str) -> dict[str, Any]:
     return {k: stored if k in said and v else v for k, v in config.items()} | top
 
 
-def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: pathlib.Path, content: JsonObject) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(part, path)

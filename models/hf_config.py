@@ -1,24 +1,34 @@
-"""`config.json` of Hugging Face, both generations: flat and nested text settings. Rotary embeddings: `hf_rope`."""
+"""Reads and writes a `config.json` of Hugging Face, with flat or nested text settings (rotary ones: `hf_rope`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from typing import Any
 
-from .config import AnyConfig, ModelConfigError, NameLayout, Qwen2Config, Qwen25VLConfig, TextConfig, VisionConfig
+from .config import (
+    AnyConfig,
+    JsonObject,
+    ModelConfigError,
+    NameLayout,
+    Qwen2Config,
+    Qwen25VLConfig,
+    TextConfig,
+    VisionConfig,
+)
 from .hf_rope import read_rope, read_vision_theta, write_rope
 
+_TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
-def _need(config: Mapping[str, Any], name: str, where: str) -> Any:
+
+def _need(config: JsonObject, name: str, where: str) -> Any:
     if config.get(name) is None:
         raise ModelConfigError(f"{where} has no {name!r}")
     return config[name]
 
 
-# Settings that change what other programs compute, and the value that means the computation done here.
-_DONE_HERE: dict[str, Any] = {
+# Settings that change what other programs compute, and the value of each that means the computation of this decoder.
+_SUPPORTED: dict[str, bool | int | None] = {
     "attention_bias": True,  # on q, k and v, as in every published checkpoint of these architectures
     "qkv_bias": True,
     "mlp_bias": False,
@@ -29,28 +39,31 @@ _DONE_HERE: dict[str, Any] = {
 }
 
 
-def _refuse_quantised(config: Mapping[str, Any], where: str) -> None:
+def _refuse_quantised(config: JsonObject, where: str) -> None:
     for name in ("quantization_config", "compression_config"):
         if (found := config.get(name)) is not None:
-            method = found.get("quant_method", "") if isinstance(found, Mapping) else found
+            method = found.get("quant_method", "") if isinstance(found, dict) else found
             raise ModelConfigError(
                 f"{name} ({method}) in {where} is not supported, weights must be full-precision ones: take the "
                 "checkpoint that was not quantised, or remove the field if these weights never were"
             )
 
 
-def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
-    """Raises ModelConfigError, naming the field, for what `config` asks of the decoder and would not get."""
+def _refuse_unsupported(config: JsonObject, where: str) -> None:
+    """Raises ModelConfigError, naming the field, where `config` asks the decoder for something that it can't do."""
     _refuse_quantised(config, where)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelConfigError(f"hidden_act {config['hidden_act']!r} in {where} is not supported; supported is silu")
-    for name, done in _DONE_HERE.items():
-        if config.get(name, done) not in (None, done):
-            raise ModelConfigError(f"{name}={config[name]!r} in {where} is not supported; supported is {done!r}")
+    for name, value in _SUPPORTED.items():
+        if config.get(name, value) not in (None, value):
+            raise ModelConfigError(f"{name}={config[name]!r} in {where} is not supported; supported is {value!r}")
 
 
-def _refuse_sliding_windows(config: Mapping[str, Any], layers: int, default_full_layers: int, where: str) -> None:
-    """Defaults are those of transformers, where a window of 4096 slides in layers from `max_window_layers` on."""
+def _refuse_sliding_windows(config: JsonObject, layers: int, default_full_layers: int, where: str) -> None:
+    """Raises ModelConfigError for attention within a sliding window.
+
+    Defaults are those of transformers, where a window of 4096 slides in layers from `max_window_layers` on.
+    """
     full = config.get("max_window_layers")
     full = default_full_layers if full is None else full
     if config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None and full < layers:
@@ -63,8 +76,8 @@ def _refuse_sliding_windows(config: Mapping[str, Any], layers: int, default_full
 
 
 def read_text(
-    config: Mapping[str, Any],
-    outer: Mapping[str, Any],
+    config: JsonObject,
+    outer: JsonObject,
     *,
     default_theta: float = 10000.0,
     default_eps: float = 1e-6,
@@ -80,10 +93,6 @@ def read_text(
     _refuse_unsupported(config, where)
     layers, heads = _need(config, "num_hidden_layers", where), _need(config, "num_attention_heads", where)
     _refuse_sliding_windows(config, layers, default_full_layers, where)
-    rope = read_rope(config, default_theta=default_theta, default_section=default_section)
-    beside = {name: outer[name] for name in ("rope_scaling", "rope_parameters", "rope_theta") if outer.get(name)}
-    if read_rope({**config, **beside}, default_theta=default_theta, default_section=default_section) != rope:
-        raise ModelConfigError(f"{', '.join(beside)} of config.json contradict {where}; keep what stands there")
     hidden = _need(config, "hidden_size", where)
     return TextConfig(
         vocab_size=_need(config, "vocab_size", where),
@@ -94,29 +103,24 @@ def read_text(
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
         rms_norm_eps=float(config.get("rms_norm_eps", default_eps)),
-        rope=rope,
+        rope=read_rope(config, outer, default_theta=default_theta, default_section=default_section),
         tie_word_embeddings=bool(outer.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
         max_position_embeddings=config.get("max_position_embeddings", 32768),
         initializer_range=float(config.get("initializer_range", 0.02)),
     )
 
 
-def read_vision(config: Mapping[str, Any]) -> VisionConfig:
+def read_vision(config: JsonObject) -> VisionConfig:
     where = "vision_config of config.json"
     _refuse_quantised(config, where)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelConfigError(f"vision hidden_act {config['hidden_act']!r} is not supported; supported is silu")
+    needed = ("hidden_size", "intermediate_size", "depth", "num_heads", "out_hidden_size")
+    optional = ("patch_size", "temporal_patch_size", "spatial_merge_size", "window_size")
     return VisionConfig(
-        hidden_size=_need(config, "hidden_size", where),
-        intermediate_size=_need(config, "intermediate_size", where),
-        depth=_need(config, "depth", where),
-        num_heads=_need(config, "num_heads", where),
-        out_hidden_size=_need(config, "out_hidden_size", where),
+        **{name: _need(config, name, where) for name in needed},
+        **{name: config[name] for name in optional if config.get(name) is not None},
         full_attention_layers=tuple(config.get("fullatt_block_indexes", (7, 15, 23, 31))),
-        patch_size=config.get("patch_size", 14),
-        temporal_patch_size=config.get("temporal_patch_size", 2),
-        spatial_merge_size=config.get("spatial_merge_size", 2),
-        window_size=config.get("window_size", 112),
         in_channels=config.get("in_channels") or config.get("in_chans") or 3,
         tokens_per_second=float(config.get("tokens_per_second", 4)),
         rope_theta=read_vision_theta(config),
@@ -124,13 +128,12 @@ def read_vision(config: Mapping[str, Any]) -> VisionConfig:
     )
 
 
-def read_qwen2(config: Mapping[str, Any]) -> Qwen2Config:
+def read_qwen2(config: JsonObject) -> Qwen2Config:
     return Qwen2Config(text=read_text(config, config), extra=json.dumps(config))
 
 
-def read_qwen2_5_vl(config: Mapping[str, Any]) -> Qwen25VLConfig:
+def read_qwen2_5_vl(config: JsonObject) -> Qwen25VLConfig:
     text = config.get("text_config") or config
-    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return Qwen25VLConfig(
         text=read_text(
             text,
@@ -141,73 +144,47 @@ def read_qwen2_5_vl(config: Mapping[str, Any]) -> Qwen25VLConfig:
             default_full_layers=80,
         ),
         vision=read_vision(_need(config, "vision_config", "config.json")),
-        **{name: config[name] for name in ids if config.get(name) is not None},
+        **{name: config[name] for name in _TOKEN_IDS if config.get(name) is not None},
         names=NameLayout.FLAT,
         extra=json.dumps(config),
     )
 
 
-def write_text(text: TextConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": text.vocab_size,
-        "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
-        "num_hidden_layers": text.num_layers,
-        "num_attention_heads": text.num_heads,
-        "num_key_value_heads": text.num_kv_heads,
-        "head_dim": text.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": text.rms_norm_eps,
-        "tie_word_embeddings": text.tie_word_embeddings,
-        "max_position_embeddings": text.max_position_embeddings,
-        "initializer_range": text.initializer_range,
-        "use_sliding_window": False,
-        **write_rope(text.rope),
-    }
+# The names in config.json of those fields of `TextConfig` that are called otherwise there.
+_TEXT_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
 
 
-def _whole(number: float) -> float | int:
-    return int(number) if number == int(number) else number
+def write_text(text: TextConfig) -> dict[str, object]:
+    fields = {_TEXT_NAMES.get(name, name): value for name, value in vars(text).items() if name != "rope"}
+    return {**fields, "hidden_act": "silu", "use_sliding_window": False, **write_rope(text.rope)}
 
 
-def write_vision(vision: VisionConfig) -> dict[str, Any]:
+def write_vision(vision: VisionConfig) -> dict[str, object]:
+    fields = {name: value for name, value in vars(vision).items() if name != "full_attention_layers"}
+    ticks = vision.tokens_per_second
     return {
         "model_type": "qwen2_5_vl",
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
-        "depth": vision.depth,
-        "num_heads": vision.num_heads,
+        **fields,
         "hidden_act": "silu",
-        "out_hidden_size": vision.out_hidden_size,
         "fullatt_block_indexes": list(vision.full_attention_layers),
-        "patch_size": vision.patch_size,
         "spatial_patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "spatial_merge_size": vision.spatial_merge_size,
-        "window_size": vision.window_size,
-        "in_channels": vision.in_channels,
         "in_chans": vision.in_channels,  # the name in the published files; other readers look for either
-        "tokens_per_second": _whole(vision.tokens_per_second),  # `transformers` insists on an integer
-        "rope_theta": vision.rope_theta,
-        "initializer_range": vision.initializer_range,
+        "tokens_per_second": int(ticks) if ticks == int(ticks) else ticks,  # `transformers` insists on an integer
     }
 
 
 def write_config(config: AnyConfig) -> dict[str, Any]:
-    """A `config.json` dictionary; what `config` was read from, with every typed field brought up to date."""
-    return write_qwen2(config) if isinstance(config, Qwen2Config) else write_qwen2_5_vl(config)
-
-
-def write_qwen2(config: Qwen2Config) -> dict[str, Any]:
+    """The `config.json` dictionary of a configuration: the one that it was read from, if that means the same."""
     source = json.loads(config.extra)
-    if source and read_qwen2(source) == config:
-        return source
-    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **write_text(config.text)}
-
-
-def write_qwen2_5_vl(config: Qwen25VLConfig) -> dict[str, Any]:
-    source = json.loads(config.extra)
-    # How weights are named is a property of the weight files, not of config.json.
+    if isinstance(config, Qwen2Config):
+        if source and read_qwen2(source) == config:
+            return source
+        return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **write_text(config.text)}
+    # The names of weights are a property of the weight files, not of config.json.
     if source and dataclasses.replace(read_qwen2_5_vl(source), names=config.names) == config:
         return source
     return {
@@ -215,8 +192,5 @@ def write_qwen2_5_vl(config: Qwen25VLConfig) -> dict[str, Any]:
         "model_type": "qwen2_5_vl",
         **write_text(config.text),
         "vision_config": write_vision(config.vision),
-        "image_token_id": config.image_token_id,
-        "video_token_id": config.video_token_id,
-        "vision_start_token_id": config.vision_start_token_id,
-        "vision_end_token_id": config.vision_end_token_id,
+        **{name: getattr(config, name) for name in _TOKEN_IDS},
     }

@@ -5,14 +5,15 @@ Values mean what they mean to transformers 5.23 (`modeling_rope_utils`); a value
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
-from .config import ModelConfigError, RopeConfig
+from .config import JsonObject, ModelConfigError, RopeConfig
 
+_FIELDS = ("rope_scaling", "rope_parameters")
 _ALWAYS = {"type", "rope_type", "rope_theta", "original_max_position_embeddings"}
 _YARN = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-# What is read of each rope type; `axial` is transformers' name of what the vision tower has.
+# The names that are read with each rope type; `axial` is transformers' name of what the vision tower has.
 _READ = {
     "default": _ALWAYS | {"mrope_section"},
     "linear": _ALWAYS | {"mrope_section", "factor"},
@@ -21,13 +22,13 @@ _READ = {
 _READ_BY_VISION = {"default": _ALWAYS, "axial": _ALWAYS}
 
 
-def _settings(config: Mapping[str, Any], read: Mapping[str, set[str]]) -> tuple[str, dict[str, Any], str]:
-    """(rope type, its settings, the field they stand in). `read` maps each supported type to the names it reads."""
-    fields = [name for name in ("rope_scaling", "rope_parameters") if config.get(name)]
-    if len(fields) == 2 and config["rope_scaling"] != config["rope_parameters"]:
-        raise ModelConfigError("rope_scaling and rope_parameters contradict each other; keep one of them")
-    field = fields[0] if fields else "rope_parameters"
-    rope = dict(config.get(field) or {})
+def _settings(config: JsonObject, read: Mapping[str, set[str]]) -> tuple[str, JsonObject, str]:
+    """(rope type, its settings, the field they stand in), of a dictionary with at most one of the two fields.
+
+    `read` maps each supported rope type to the names it reads.
+    """
+    field = next((name for name in _FIELDS if config.get(name)), "rope_parameters")
+    rope = config.get(field) or {}
     kinds = ["default" if name == "mrope" else name for name in (rope.get("rope_type"), rope.get("type")) if name]
     if len(set(kinds)) > 1 and rope["type"] != "mrope":
         raise ModelConfigError(f"{field} has the types {rope['rope_type']!r} and {rope['type']!r}; keep one of them")
@@ -36,8 +37,8 @@ def _settings(config: Mapping[str, Any], read: Mapping[str, set[str]]) -> tuple[
         raise ModelConfigError(f"{field}: rope type {kind!r} is not supported; supported are {', '.join(read)}")
     for name in sorted(rope.keys() - read[kind]):
         value = rope[name]
-        one = name.endswith("factor") and value == 1 and value is not True  # scales by nothing
-        if not (value is None or value is False or one):
+        scales_by_nothing = name.endswith("factor") and value == 1 and value is not True
+        if not (value is None or value is False or scales_by_nothing):
             raise ModelConfigError(
                 f"{field}: {name}={value!r} is not supported with rope type {kind!r}, which reads "
                 f"{', '.join(sorted(read[kind]))}"
@@ -45,14 +46,49 @@ def _settings(config: Mapping[str, Any], read: Mapping[str, set[str]]) -> tuple[
     return kind, rope, field
 
 
-def _theta(config: Mapping[str, Any], rope: Mapping[str, Any], default: float) -> float:
+def _theta(config: JsonObject, rope: JsonObject, default: float) -> float:
     theta = rope.get("rope_theta")
     theta = config.get("rope_theta") if theta is None else theta
     return float(default if theta is None else theta)
 
 
-def read_rope(config: Mapping[str, Any], *, default_theta: float, default_section: tuple[int, ...] = ()) -> RopeConfig:
-    """Of the decoder. Raises ModelConfigError naming a type or setting that is not supported."""
+def _notations(config: JsonObject) -> dict[str, JsonObject]:
+    """`config` once for each field that holds rotary settings, without the other such field."""
+    plain = {name: value for name, value in config.items() if name not in _FIELDS}
+    return {field: {**plain, field: config[field]} for field in _FIELDS if config.get(field)}
+
+
+def read_rope(
+    config: JsonObject, outer: JsonObject, *, default_theta: float, default_section: tuple[int, ...] = ()
+) -> RopeConfig:
+    """The decoder's rotary embedding in `config`; `outer` is the whole file, which may repeat the settings.
+
+    Raises ModelConfigError naming a type or setting that is not supported, or two fields that differ in what they mean.
+    """
+    readings = {
+        field: _read_notation(notation, default_theta, default_section)
+        for field, notation in (_notations(config) or {"the default of rope_parameters": config}).items()
+    }
+    rope = next(iter(readings.values()))
+    if outer is not config:
+        # transformers reads `text_config` only: what the top of the file leaves out is as it is there
+        repeated = {name: outer[name] for name in (*_FIELDS, "rope_theta") if outer.get(name)}
+        beside = {**config, "rope_theta": rope.theta, **dict.fromkeys(_FIELDS), **repeated}
+        readings = {f"{field} of text_config": reading for field, reading in readings.items()}
+        if "rope_theta" in repeated:
+            readings["rope_theta of config.json"] = dataclasses.replace(rope, theta=float(outer["rope_theta"]))
+        for field, notation in _notations(beside).items():
+            readings[f"{field} of config.json"] = _read_notation(notation, default_theta, default_section)
+    first, *others = readings
+    for field in others:
+        if differing := [name for name, value in vars(readings[field]).items() if value != getattr(rope, name)]:
+            raise ModelConfigError(
+                f"{first} and {field} contradict each other ({', '.join(differing)}); keep one of them"
+            )
+    return rope
+
+
+def _read_notation(config: JsonObject, default_theta: float, default_section: tuple[int, ...]) -> RopeConfig:
     kind, rope, field = _settings(config, _READ)
     theta = _theta(config, rope, default_theta)
     section = tuple(rope.get("mrope_section") or default_section)
@@ -60,10 +96,10 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float, default_sectio
         return RopeConfig(theta=theta, mrope_section=section)
     longest = config.get("max_position_embeddings", 32768)
     # transformers lets the field beside the rope settings count more than the one within
-    said = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     factor = rope.get("factor")
-    if factor is None and kind == "yarn" and said:
-        factor = longest / said
+    if factor is None and kind == "yarn" and original:
+        factor = longest / original
     if factor is None or factor <= 0:
         raise ModelConfigError(f"{field} of type {kind!r} needs a positive factor, not {factor!r}")
     if kind == "linear":
@@ -74,7 +110,7 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float, default_sectio
         mrope_section=section,
         kind=kind,
         factor=float(factor),
-        original_max_positions=int(said or longest),
+        original_max_positions=int(original or longest),
         beta_fast=float(rope.get("beta_fast") or 32.0),
         beta_slow=float(rope.get("beta_slow") or 1.0),
         attention_factor=None if attention_factor is None else float(attention_factor),
@@ -84,15 +120,18 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float, default_sectio
     )
 
 
-def read_vision_theta(config: Mapping[str, Any]) -> float:
-    """Of the vision tower, whose rotary embedding is always that of two spatial axes, unscaled."""
-    _, rope, _ = _settings(config, _READ_BY_VISION)
-    return _theta(config, rope, 10000.0)
+def read_vision_theta(config: JsonObject) -> float:
+    """The base of the vision tower's rotary embedding, which always has two spatial axes and no scaling."""
+    notations = _notations(config) or {"": config}
+    thetas = {field: _theta(alone, _settings(alone, _READ_BY_VISION)[1], 10000.0) for field, alone in notations.items()}
+    if len(set(thetas.values())) > 1:
+        raise ModelConfigError(f"{' and '.join(thetas)} of vision_config contradict each other; keep one of them")
+    return next(iter(thetas.values()))
 
 
-def write_rope(rope: RopeConfig) -> dict[str, Any]:
+def write_rope(rope: RopeConfig) -> dict[str, object]:
     """`rope_theta` and `rope_scaling`: the older form, which every reader understands."""
-    scaling: dict[str, Any] = {}
+    scaling: dict[str, object] = {}
     if rope.mrope_section:
         scaling = {"type": "mrope", "mrope_section": list(rope.mrope_section)}
     if rope.kind != "default":

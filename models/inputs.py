@@ -1,4 +1,4 @@
-"""What a model reads: one prepared sequence, and a packed batch of them.
+"""The inputs of a model: one prepared sequence, and a packed batch of them.
 
 Everything here is numpy on the host; the pytrees become device arrays at the `jit` boundary.
 Axis letters are those of the legend in `docs/structure.md`: `B` rows, `T` tokens a row, `P` patches,
@@ -8,15 +8,23 @@ Axis letters are those of the legend in `docs/structure.md`: `B` rows, `T` token
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import typing
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
+from jaxtyping import Float32, Int32
 
 from sharding.spread.buffers import Spread
 from sharding.spread.route import Route
 
+if TYPE_CHECKING:
+    AnyArray: TypeAlias = Any  # numpy on the host, JAX's behind `jit`: who reads a field knows which
+else:
+    AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
+
+@typing.no_type_check  # as a pytree it holds shardings, dimensions, ... in turn; tests check those that hold arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VisionInput:
@@ -31,10 +39,10 @@ class VisionInput:
     `frame_bound(frame_segments_P)`, or the maximum of the parts' bounds.
     """
 
-    patches_PX: Any  # f32, normalised pixels
-    positions_P2: Any  # i32, (row, column) of the patch in its frame, for the 2-D rotary embedding
-    frame_segments_P: Any  # i32, from 1; which frame pair a patch belongs to; 0 is padding
-    window_segments_P: Any  # i32, from 1; which attention window; 0 is padding
+    patches_PX: Float32[AnyArray, "P X"]  # normalised pixels
+    positions_P2: Int32[AnyArray, "P 2"]  # (row, column) of the patch in its frame, for the 2-D rotary embedding
+    frame_segments_P: Int32[AnyArray, " P"]  # from 1; which frame pair a patch belongs to; 0 is padding
+    window_segments_P: Int32[AnyArray, " P"]  # from 1; which attention window; 0 is padding
     frame_bound: int = dataclasses.field(default=0, metadata={"static": True})
     route: Route | None = None  # how features reach their tokens' devices; None: they are computed there
 
@@ -69,6 +77,7 @@ class ModelInput:
         return len(self.token_ids_T)
 
 
+@typing.no_type_check  # see `VisionInput`
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedTokens:
@@ -92,12 +101,12 @@ class PackedTokens:
     `temperatures_BT` is what each token was sampled at, where that differs between tokens.
     """
 
-    tokens_BT: Any  # i32
-    segments_BT: Any  # i32, from 1; 0 is padding
-    branches_BT: Any  # i32
-    positions_3BT: Any  # i32
-    predecessor_BT: Any  # i32
-    feature_index_BT: Any  # i32, -1 for text
+    tokens_BT: Int32[AnyArray, "B T"]
+    segments_BT: Int32[AnyArray, "B T"]  # from 1; 0 is padding
+    branches_BT: Int32[AnyArray, "B T"]
+    positions_3BT: Int32[AnyArray, "3 B T"]
+    predecessor_BT: Int32[AnyArray, "B T"]
+    feature_index_BT: Int32[AnyArray, "B T"]  # -1 for text
     vision: VisionInput | None
     spread: Spread | None = None
-    temperatures_BT: Any = None  # f32, positive, or None
+    temperatures_BT: Float32[AnyArray, "B T"] | None = None  # positive

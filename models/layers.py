@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from sharding.weights import WeightSpec, weight
@@ -30,7 +30,7 @@ class Normal:
 
     std: float
 
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         return self.std * jax.random.normal(key, shape, dtype)
 
     def on_host(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -112,7 +112,7 @@ def add_bias(x: Array, bias: Array) -> Array:
 
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angle a position step for each pair of the head, `[H/2]` float32, and the factor on cosine and sine.
+    """The angle a position step of each pair of the head, `[H/2]` float32, and the factor on cosine and sine.
 
     `linear` divides positions by `factor`; `yarn` interpolates slow frequencies only (Peng et al., arXiv 2309.00071).
     """
@@ -128,7 +128,7 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
 
 
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """How far each pair of the head is interpolated, `[H/2]` float32, from 0 (fast pairs) to 1 (slow ones).
+    """The share by which each pair of the head is interpolated, `[H/2]` float32: 0 for fast pairs, 1 for slow ones.
 
     Computed in float32 as in transformers: near 1, where little is left of a fast pair, rounding is seen.
     """

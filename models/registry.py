@@ -1,10 +1,9 @@
-"""Which class builds which configuration, and which names in a `config.json` mean it."""
+"""The class that builds each configuration, and the names in a `config.json` that mean it."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +12,22 @@ from flax import nnx
 
 from sharding.weights import WeightSpec
 
-from .config import AnyConfig, ModelConfigError, Qwen25VLConfig
+from .config import AnyConfig, JsonObject, ModelConfigError, Qwen25VLConfig
 from .decoder import Decoder
 from .hf_config import read_qwen2, read_qwen2_5_vl
 from .layers import Normal
-from .qwen2.modeling import Qwen2
 from .qwen2_5_vl.modeling import Qwen25VL
 
 # Keys are the names of `architectures` in config.json (MiMo-VL's is that of Qwen2.5-VL).
-ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], AnyConfig]] = {
+ARCHITECTURES: dict[str, Callable[[JsonObject], AnyConfig]] = {
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
 }
 # For files without `architectures`.
-MODEL_TYPES: dict[str, Callable[[Mapping[str, Any]], AnyConfig]] = {"qwen2": read_qwen2, "qwen2_5_vl": read_qwen2_5_vl}
+MODEL_TYPES: dict[str, Callable[[JsonObject], AnyConfig]] = {"qwen2": read_qwen2, "qwen2_5_vl": read_qwen2_5_vl}
 
 
-def read_config(config: Mapping[str, Any]) -> AnyConfig:
+def read_config(config: JsonObject) -> AnyConfig:
     """The typed configuration of a `config.json`; `ModelConfigError` lists what is supported."""
     names = config.get("architectures") or []
     for name in names:
@@ -42,21 +40,24 @@ def read_config(config: Mapping[str, Any]) -> AnyConfig:
 
 
 def build(config: AnyConfig, rngs: nnx.Rngs) -> Decoder:
-    """The model of a configuration, every weight drawn from `rngs`."""
-    return Qwen25VL(config, rngs) if isinstance(config, Qwen25VLConfig) else Qwen2(config, rngs)
+    """The model of a configuration, every weight drawn from `rngs`. A Qwen2 text model is the plain decoder."""
+    return Qwen25VL(config, rngs) if isinstance(config, Qwen25VLConfig) else Decoder(config, rngs)
 
 
 def abstract(config: AnyConfig) -> Decoder:
-    """The model with `jax.ShapeDtypeStruct` weights."""
+    """The model with shapes (`jax.ShapeDtypeStruct`) for weights: counts parameters of any size, allocates nothing."""
     return nnx.eval_shape(lambda: build(config, nnx.Rngs(0)))
 
 
 def create(config: AnyConfig, seed: int = 0) -> Decoder:
-    """Weights are drawn on the host, each from a generator of its own (`seed` and its path): the values depend on no
-    other weight, no device and no compiler, and a tiny model is there at once."""
+    """The model with random weights, reproducible from `seed`.
+
+    Weights are drawn on the host, each from a generator of its own (`seed` and the weight's path): the values depend on
+    no other weight, no device and no compiler, and a tiny model is there at once.
+    """
     graphdef, state = nnx.split(abstract(config))
 
-    def draw(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
+    def draw(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         spec: WeightSpec = variable.get_metadata("spec")
         if isinstance(spec.init, Normal):
             name = ".".join(str(key.key) for key in path).encode()
@@ -66,5 +67,4 @@ def create(config: AnyConfig, seed: int = 0) -> Decoder:
             value = spec.init(jax.random.key(0), variable.shape, spec.dtype)
         return variable.replace(value)
 
-    state = jax.tree.map_with_path(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    return nnx.merge(graphdef, state)
+    return nnx.merge(graphdef, jax.tree.map_with_path(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))

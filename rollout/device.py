@@ -1,4 +1,4 @@
-"""The device side of the embedded engine: weights, cache, and the turns. Used by one thread at a time."""
+"""The device side of the embedded engine: weights, cache, and the turns. One thread at a time uses it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 import models
 from models.decoder import Decoder
@@ -16,7 +18,7 @@ from sharding.walk import Walk
 
 from .engine import EngineError
 from .kv_cache import KVCache
-from .layer_weights import abstract_by_layer, split_layers, stacked_layers
+from .layer_weights import LayerParams, abstract_by_layer, split_layers, stacked_layers
 from .programs import programs
 from .sampling import SlotSampling
 from .tensor_parallel import EngineLayout
@@ -30,11 +32,11 @@ class NewTokens:
     slots_B: np.ndarray
     tokens_BR: np.ndarray
     logprobs_BR: np.ndarray
-    count_B: np.ndarray  # how many of each row count
+    count_B: np.ndarray  # number of tokens of each row that count; the others are filling
 
     @property
     def finite_B(self) -> np.ndarray:
-        """Which slots have finite log-probs throughout. The others were given arbitrary tokens."""
+        """A boolean for each slot: all its log-probs are finite. The other slots were given arbitrary tokens."""
         counted_BR = np.arange(self.tokens_BR.shape[1]) < self.count_B[:, None]
         return (np.isfinite(self.logprobs_BR) | ~counted_BR).all(axis=1)
 
@@ -42,7 +44,7 @@ class NewTokens:
         return NewTokens(self.slots_B[rows_B], self.tokens_BR[rows_B], self.logprobs_BR[rows_B], self.count_B[rows_B])
 
 
-def _by_name(tree: Any) -> dict[str, Any]:
+def _by_name(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -51,11 +53,11 @@ def _ids(sampling: SlotSampling) -> tuple[int, int]:
 
 
 class DeviceState:
-    """`model` is copied, its weights are cast to `dtype` (None: as they are). `walk` and `steps` are those of the
-    programs."""
+    """Weights and cache on the devices. `model` is copied, its weights are cast to `dtype` (None: as they are); `walk`
+    and `steps` are those of the programs."""
 
     def __init__(
-        self, model: Decoder, walk: Walk, steps: int, limits: TurnLimits, layout: EngineLayout, dtype: Any
+        self, model: Decoder, walk: Walk, steps: int, limits: TurnLimits, layout: EngineLayout, dtype: DTypeLike | None
     ) -> None:
         self._graphdef, params = models.split(model)
         self._abstract, self._text = models.abstract(model.config), model.config.text
@@ -69,12 +71,12 @@ class DeviceState:
         self.cache: KVCache | None = None  # made when needed; None after a failure or while asleep
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # program and bucketed sizes of every call so far
 
-    @property
-    def model(self) -> Decoder:
+    def copy_model(self) -> Decoder:
+        """The model with a copy of the weights, its layers stacked."""
         return models.merge(self._graphdef, stacked_layers(self.params))
 
     def _settle(self, layout: EngineLayout) -> None:
-        """From now on, everything is made for these devices."""
+        """Prepares shardings and programs for these devices."""
         self.layout = layout
         self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
         by_layer = layout.weights(abstract_by_layer(self._abstract))
@@ -83,7 +85,7 @@ class DeviceState:
         self.programs = programs(self._graphdef, self._walk, self._steps, self._rows if several else None)
 
     def move(self, layout: EngineLayout) -> None:
-        """The weights, on other devices; the cache is gone."""
+        """Moves the weights to other devices and drops the cache."""
         self.cache = None
         before = self.layout
         self._settle(layout)
@@ -107,7 +109,7 @@ class DeviceState:
                 raise EngineError(f"weight {name} has dtype {dtype}, the engine serves {old[name].dtype}")
         self.params = self._copy(params)
 
-    def _copy(self, params: Mapping[str, Any]) -> Any:
+    def _copy(self, params: Mapping[str, Any]) -> LayerParams:
         return split_layers(params, self._dtype, self._stacked, self._by_layers)
 
     def start(self, plan: StartPlan) -> list[NewTokens]:
@@ -119,6 +121,7 @@ class DeviceState:
             batch.outputs = self.programs.prefill(self.params, batch.inputs)
         drawn = []
         for batch, slots_B, starts in plan.starts:
+            assert batch.outputs is not None, "prefilled above, or in an earlier turn"
             self.shapes.add(("start", (*batch.inputs.tokens_BT.shape, *starts.source_BT.shape, *_ids(starts.sampling))))
             self.cache, *new = self.programs.start(self.params, self._ready_cache(), *batch.outputs, starts)
             drawn.append((slots_B, new))

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from models.inputs import ModelInput
+from sharding.mesh import Device
 
 
 class FinishReason(enum.Enum):
@@ -22,7 +23,7 @@ class FinishReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens. `temperature=0` is greedy. Log-probs are those of `softmax(logits / temperature)`
+    """The way to draw tokens. `temperature=0` is greedy. Log-probs are those of `softmax(logits / temperature)`
     (`temperature=1` for greedy), not renormalised for top-p or top-k: the SGLang convention.
     Forbidden ids are out of the distribution, as with a logit bias of minus infinity."""
 
@@ -100,7 +101,7 @@ class Engine(Protocol):
         """Serve `params` as `version` from the next token on. Running samples go on under the new weights."""
         ...
 
-    async def set_parallelism(self, devices: Sequence[Any]) -> None:
+    async def set_parallelism(self, devices: Sequence[Device]) -> None:
         """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... of one host, numbered or
         named as the engine does it. Between requests only: `EngineError` while samples are running or waiting, and
         for devices that it can't use.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from models.processing import Processor
 
-MAX_TOKENS = 128  # where neither the flag nor the model's positions say otherwise
+MAX_TOKENS = 128  # applies where neither the flag nor the model's positions say otherwise
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
 
     import models
 
-    from .engine import SamplingParams
+    from .engine import SamplingParams, TokenChunk
     from .single import generate_once
     from .text_stream import TextStream
 
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
         if not options.json:
             print(text, end="", flush=True)
 
-    def take(chunk: Any) -> bool:
+    def take(chunk: TokenChunk) -> bool:
         logprobs.extend(chunk.logprobs)
         show(answer.add(chunk.token_ids))
         return answer.stopped
@@ -168,11 +168,12 @@ def _with_bounds(processor: Processor, options: argparse.Namespace) -> Processor
 
 
 def _max_tokens(options: argparse.Namespace, prompt_tokens: int) -> int:
-    """How many tokens may be generated. Raises ValueError where prompt and answer leave the model's positions."""
-    from models import hf, registry
+    """The number of tokens that may be generated. Raises ValueError where the model's positions don't suffice."""
+    from models import registry
+    from models.folder import read_json
 
     file = pathlib.Path(options.model) / "config.json"
-    positions = registry.read_config(hf.read_json(file)).text.max_position_embeddings
+    positions = registry.read_config(read_json(file, needed=True)).text.max_position_embeddings
     if not prompt_tokens:
         raise ValueError("the prompt has no tokens: there is nothing to answer")
     room = positions - prompt_tokens

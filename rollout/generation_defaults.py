@@ -1,4 +1,4 @@
-"""How a checkpoint wants to be sampled: `generation_config.json`, and what a caller says instead.
+"""Reads how a checkpoint wants to be sampled from `generation_config.json`, with what a caller gives instead.
 
 Values that the file leaves out are off: no top-k, no top-p, temperature 1. Without `do_sample: true` it means greedy.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
 
-from models.processing.settings import read_json
+from models.config import JsonObject
+from models.folder import read_json
 
 FILE = "generation_config.json"
 # Fields that change what is sampled and that the engine doesn't have, with the value that leaves all as it is.
@@ -27,7 +27,8 @@ UNKNOWN_TO_ENGINE = {
 
 @dataclasses.dataclass(frozen=True)
 class HowToSample:
-    """`temperature` 0 is greedy, `top_k` 0 is off. `ignored` has one line for all fields that are not honoured."""
+    """The sampling of a checkpoint: `temperature` 0 is greedy, `top_k` 0 is off. `ignored` is one line that names all
+    fields that are not applied."""
 
     temperature: float
     top_p: float
@@ -45,7 +46,7 @@ def how_to_sample(
     """
     said = read_json(folder / FILE)
 
-    def number(name: str, otherwise: float | int, low: float | int, high: float | int) -> Any:
+    def number(name: str, otherwise: float | int, low: float | int, high: float | int) -> float | int:
         value = said.get(name)
         if value is None:
             return otherwise
@@ -68,6 +69,6 @@ def how_to_sample(
     )
 
 
-def _ignored(folder: pathlib.Path, said: dict[str, Any]) -> str:
+def _ignored(folder: pathlib.Path, said: JsonObject) -> str:
     wanted = [f"{name}={said[name]}" for name, off in UNKNOWN_TO_ENGINE.items() if said.get(name) not in (None, off)]
-    return f"{folder / FILE}: not applied: {', '.join(wanted)}" if wanted else ""
+    return f"{folder / FILE}: the engine can't do this, so it is not applied: {', '.join(wanted)}" if wanted else ""

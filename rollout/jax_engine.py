@@ -14,12 +14,14 @@ import contextlib
 import functools
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import jax
+from jax.typing import DTypeLike
 
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count
+from sharding.mesh import Device
 from sharding.walk import Walk
 
 from . import turns
@@ -30,10 +32,11 @@ from .stream import Mailbox, TokenStream
 from .tensor_parallel import EngineLayout
 
 Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 
 class JaxEngine:
-    """See `rollout.engine.Engine`. All methods belong to one event loop (or to one after another).
+    """The embedded engine; see `rollout.engine.Engine`. All methods belong to one event loop (or to one after another).
 
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response.
     `steps_per_sync` tokens a sample are decoded between two looks of the host: more is cheaper, fewer lets chunks,
@@ -51,8 +54,8 @@ class JaxEngine:
         steps_per_sync: int = 4,
         prefill_tokens: int = 4096,
         prefill_patches: int = 4096,
-        compute_dtype: Any = None,
-        devices: Sequence[Any] | None = None,
+        compute_dtype: DTypeLike | None = None,
+        devices: Sequence[Device] | None = None,
         walk: Walk | None = None,
         version: int = 0,
     ) -> None:
@@ -126,7 +129,7 @@ class JaxEngine:
             self._version = version
             self._scheduler.invalidate()
 
-    async def set_parallelism(self, devices: Sequence[Any]) -> None:
+    async def set_parallelism(self, devices: Sequence[Device]) -> None:
         """Goes on with the same weights, as the same version, on these devices: they are moved there piece by piece."""
         layout = EngineLayout.of(devices)
         async with self._between_turns():
@@ -185,14 +188,13 @@ class JaxEngine:
         )
 
     @property
-    def devices(self) -> tuple[Any, ...]:
-        """Where it computes: whoever is lent the engine may use them."""
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that the engine computes on: whoever is lent the engine may use them."""
         return self._device.layout.devices
 
-    @property
-    def model(self) -> Decoder:
-        """The model with the weights that it serves; they are its own, not to be changed or deleted."""
-        return self._device.model
+    def copy_model(self) -> Decoder:
+        """The model with a copy of the weights that the engine serves: its layers are stacked anew at every call."""
+        return self._device.copy_model()
 
     @property
     def compiled_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -222,7 +224,7 @@ class JaxEngine:
 
     @contextlib.asynccontextmanager
     async def _between_turns(self) -> AsyncIterator[None]:
-        """No turn is in flight inside; what was aborted in the meantime ends on the way out."""
+        """Holds the device, so that no turn is in flight; samples aborted in the meantime end on the way out."""
         self._attach()
         async with self._turn:
             self._refuse_if_closed()  # in the meantime
@@ -250,7 +252,7 @@ class JaxEngine:
                 self._deliver(self._scheduler.reap())
 
     async def _one_turn(self) -> None:
-        """Serves what is running, and finds out whose fault it is if that fails."""
+        """Serves the running samples, and finds out whose fault it is if that fails."""
         self._scheduler.admit()
         try:
             results = await self._results()
@@ -261,7 +263,7 @@ class JaxEngine:
             self._blame(jobs, _described(error), error)
             return
         broken = [job for new in results for job in self._scheduler.holders(new.slots_B[~new.finite_B])]
-        for new in (each.only(each.finite_B) for each in results):
+        for new in (result.only(result.finite_B) for result in results):
             chunks = self._scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version)
             self._deliver(chunks)
         if broken:
@@ -278,7 +280,7 @@ class JaxEngine:
             self._decode_steps += max(int(new.count_B.max()) for new in results)
         return results
 
-    async def _in_thread(self, function: Callable[..., Result], *args: Any) -> Result:
+    async def _in_thread(self, function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
@@ -289,8 +291,11 @@ class JaxEngine:
                 job.sink.close()
 
     def _blame(self, jobs: list[Job], reason: str, cause: Exception | None = None) -> None:
-        """A turn failed for these jobs. The cache may be lost with it, or hold what is not finite: what is masked there
-        must be finite, too, so that even the next sample in such a slot would suffer."""
+        """Blames a failed turn on these jobs.
+
+        The cache may be lost with the turn, or hold values that are not finite: masked entries must be finite, too, or
+        the next sample in such a slot would suffer.
+        """
         self._device.cache = None
         self._lose(self._scheduler.blame(jobs), reason, cause)
 

@@ -8,16 +8,17 @@ not for all slots, and the loop over tokens never copies the cache.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from models.config import TextConfig
 
 Rows = tuple[Array, Array]  # keys and values [L, B, T, K, H] of a prefill
-LayerRows = tuple[Array, Array]  # those of one layer [B, K, T, H], of a view or a round: as attention reads them
+LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
 
 
 @jax.tree_util.register_dataclass
@@ -25,18 +26,16 @@ LayerRows = tuple[Array, Array]  # those of one layer [B, K, T, H], of a view or
 class KVCache:
     """Keys (rotated) and values of `B` slots and up to `S` tokens each. Entries beyond a slot's length are stale."""
 
-    k_LBSKH: Any
-    v_LBSKH: Any
+    k_LBSKH: PyTree  # arrays; JAX also builds this class of one sharding for each
+    v_LBSKH: PyTree
 
     @staticmethod
-    def create(text: TextConfig, slots: int, max_tokens: int, dtype: Any, device: Any = None) -> KVCache:
-        """`device` may be a sharding of `[L, B, S, K, H]`."""
+    def create(
+        text: TextConfig, slots: int, max_tokens: int, dtype: DTypeLike, device: Sharding | None = None
+    ) -> KVCache:
+        """An empty cache; `device` is the sharding of `[L, B, S, K, H]`."""
         shape = (text.num_layers, slots, max_tokens, text.num_kv_heads, text.head_dim)
         return KVCache(jnp.zeros(shape, dtype, device=device), jnp.zeros(shape, dtype, device=device))
-
-    @property
-    def max_tokens(self) -> int:
-        return self.k_LBSKH.shape[2]
 
     def view(self, slots_B: Int[Array, " B"], length: int) -> list[LayerRows]:
         """The first `length` entries of some slots, layer by layer. An out-of-range slot (padding) reads another slot's
@@ -64,7 +63,7 @@ class KVCache:
     ) -> KVCache:
         """Fills slots from prefilled rows: entry `t` of slot `slots_B[b]` becomes entry `source_BT[b, t]` of row
         `row_B[b]`. Several slots may read one row: that is how samples share the prefill of their prompt."""
-        length = min(source_BT.shape[1], self.max_tokens)
+        length = min(source_BT.shape[1], self.k_LBSKH.shape[2])
         source_BT = source_BT[:, :length]
 
         def write(x: Array, new: Array) -> Array:

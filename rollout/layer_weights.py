@@ -7,22 +7,34 @@ again, which is three times the memory traffic, and memory traffic is what decod
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 import models
 from models.decoder import Decoder, DecoderLayer
+from sharding.strategy import Params
 
 from .engine import EngineError
 
-Params = dict[str, Any]  # as of `models.split`, but `layers` is a list with the weights of one layer each
+LayerParams: TypeAlias = dict[str, Any]  # as of `models.split`, but `layers` is a list of the weights of one layer each
+
+# Engines copy the same weights at once, each in its thread. JAX lists the shards of an array when first asked, and two
+# threads that ask together may get lists that are too short or too long.
+_placing = threading.Lock()
 
 
-def split_layers(params: Mapping[str, Any], dtype: Any, stacked: Mapping[str, Any], whole: Params) -> Params:
+def split_layers(
+    params: Mapping[str, Any], dtype: DTypeLike | None, stacked: Params, whole: LayerParams
+) -> LayerParams:
     """A copy of `params` (as of `models.split`) by layers, complete when this returns; it shares no buffer with them.
 
     `dtype` casts the weights (None: as they are). `stacked` are the shardings of the weights as they come in, `whole`
@@ -30,10 +42,12 @@ def split_layers(params: Mapping[str, Any], dtype: Any, stacked: Mapping[str, An
     tensor, for NaN and infinity.
     """
 
-    def copied(path: Any, x: Any, sharding: Any) -> Any:
+    def copied(path: tuple, x: jax.Array | np.ndarray, sharding: Sharding) -> PyTree:
         # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
         layers = x.shape[0] if path[0].key == "layers" else None
-        copy, finite = _copied(jax.device_put(x, sharding), dtype or x.dtype, layers)
+        with _placing:
+            placed = jax.device_put(x, sharding)
+        copy, finite = _copied(placed, dtype or x.dtype, layers)
         if not finite:  # this waits for the copy, too
             name = jax.tree_util.keystr(path)
             raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
@@ -46,21 +60,21 @@ def split_layers(params: Mapping[str, Any], dtype: Any, stacked: Mapping[str, An
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _copied(x: jax.Array, dtype: Any, layers: int | None) -> tuple[Any, jax.Array]:
-    """A copy, a tuple of one a layer where there are layers, and whether all of it is finite."""
+def _copied(x: jax.Array, dtype: DTypeLike, layers: int | None) -> tuple[PyTree, jax.Array]:
+    """(a copy, or a tuple of one copy a layer where there are `layers`; a boolean: all of it is finite)."""
     if layers is None:
         copy = jnp.array(x, dtype=dtype, copy=True)
     else:
         copy = tuple(jnp.array(x[i], dtype=dtype, copy=True) for i in range(layers))
-    return copy, jnp.stack([jnp.isfinite(each).all() for each in jax.tree.leaves(copy)]).all()
+    return copy, jnp.stack([jnp.isfinite(part).all() for part in jax.tree.leaves(copy)]).all()
 
 
-def stacked_layers(params: Params) -> dict[str, Any]:
+def stacked_layers(params: LayerParams) -> Params:
     """The weights as of `models.split`; those of layers are copied into new stacks."""
     return {**params, "layers": jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])}
 
 
-def model_by_layers(graphdef: Any, params: Params) -> tuple[Decoder, list[DecoderLayer]]:
+def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:
     """(the model, its layers). The model's own `layers` is the first of them: what is stacked elsewhere is not here."""
     parts: list[Decoder] = [models.merge(graphdef, {**params, "layers": layer}) for layer in params["layers"]]
     return parts[0], [part.layers for part in parts]

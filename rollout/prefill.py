@@ -1,4 +1,4 @@
-"""From prompts, and responses already begun, to packed rows that one prefill computes.
+"""Packs prompts, and responses already begun, into rows that one prefill computes.
 
 A row is a prompt followed by what its samples already have, each as a branch (`models.inputs.PackedTokens`):
 samples share the computation of their prompt whether they start, are continued, or must be recomputed because
@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
+from jax import Array
 
 from models.inputs import ModelInput, PackedTokens, VisionInput
 from models.processing.vision_input import concatenate, pad
 
 from .buckets import doubling, geometric
+from .kv_cache import Rows
 
 LEAST_TOKENS = 16  # a row
 LEAST_AREA = 256  # rows x row length: for a small model less costs hardly less, and would be more shapes to compile
-LEAST_FEATURES = 16  # of the vision tower
+LEAST_FEATURES = 16  # features of the vision tower
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """A prompt to prefill and what each of some samples already has (may be empty), in sample order."""
+    """A prompt to prefill, and the tokens that each of its samples already has (may be none), in sample order."""
 
     prompt: ModelInput
     responses: tuple[np.ndarray, ...]
@@ -33,17 +34,12 @@ class Prefix:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a sample's entries stand: the row of the batch, and the start of its own tokens in that row."""
+    """The place of a sample's cache entries: the row of the batch, and the tokens of its response in that row."""
 
     row: int
     prompt_tokens: int
-    own_start: int
-    own_tokens: int
-
-    def source(self) -> np.ndarray:
-        """Index in the row of each of the sample's cache entries."""
-        own = np.arange(self.own_start, self.own_start + self.own_tokens, dtype=np.int32)
-        return np.concatenate([np.arange(self.prompt_tokens, dtype=np.int32), own])
+    response_start: int
+    response_tokens: int
 
 
 @dataclasses.dataclass
@@ -54,7 +50,7 @@ class PrefillBatch:
     inputs: PackedTokens
     places: list[list[Place]]
     tokens: int  # computed, padding not counted
-    outputs: Any = None
+    outputs: tuple[Rows, Array] | None = None
 
 
 def _layout(prefix: Prefix, row_tokens: int) -> tuple[list[int], list[Place]]:
@@ -116,7 +112,7 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
     visions: list[VisionInput] = []
     places: list[list[Place]] = []
     row = features = 0
-    for prefix, (row_lengths, own_places) in zip(prefixes, layouts, strict=True):
+    for prefix, (row_lengths, relative_places) in zip(prefixes, layouts, strict=True):
         prompt, end = prefix.prompt, row + len(row_lengths)
         P = len(prompt)
         tokens_BT[row:end, :P] = prompt.token_ids_T
@@ -125,12 +121,12 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
         feature_index_BT[row:end, :P] = np.where(index >= 0, index + features, -1)
         for r, length in enumerate(row_lengths, start=row):
             segments_BT[r, :length] = 1
-        places.append([dataclasses.replace(place, row=row + place.row) for place in own_places])
+        places.append([dataclasses.replace(place, row=row + place.row) for place in relative_places])
         for branch, (place, response) in enumerate(zip(places[-1], prefix.responses, strict=True), start=1):
-            own = slice(place.own_start, place.own_start + place.own_tokens)
-            tokens_BT[place.row, own] = response
-            branches_BT[place.row, own] = branch
-            positions_3BT[:, place.row, own] = prompt.next_position + np.arange(len(response), dtype=np.int32)
+            columns = slice(place.response_start, place.response_start + place.response_tokens)
+            tokens_BT[place.row, columns] = response
+            branches_BT[place.row, columns] = branch
+            positions_3BT[:, place.row, columns] = prompt.next_position + np.arange(len(response), dtype=np.int32)
         if prompt.vision is not None:
             visions.append(prompt.vision)
             features += prompt.vision.num_patches // merge_unit

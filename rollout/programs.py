@@ -1,27 +1,28 @@
 """The three compiled programs of the embedded engine: prefill prompts, start samples, decode a round.
 
 They are pure functions of weights, cache and small host arrays. Nothing depends on values, only on bucketed
-shapes, so that the number of compilations stays small (`Programs.compiled`).
+shapes, so that the number of compilations stays small.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.decoder import Decoder
+from models.decoder import Decoder, DecoderLayer
 from models.inputs import PackedTokens
 from sharding.kernels.attention import Mask, attention
 from sharding.walk import Walk
 
 from .kv_cache import KVCache, LayerRows, Rows, cached_attention
-from .layer_weights import model_by_layers
-from .sampling import SlotSampling, allowed_tokens, sample, sample_keys, stopped
+from .layer_weights import LayerParams, model_by_layers
+from .sampling import AnyArray, SlotSampling, allowed_tokens, sample, sample_keys, stopped
 
 T = TypeVar("T")
 
@@ -31,11 +32,11 @@ T = TypeVar("T")
 class Starts:
     """Samples to start from prefilled rows. `index_B` counts the tokens of the response so far (0 without prefix)."""
 
-    slots_B: Any  # i32; out of range: padding
-    row_B: Any  # i32
-    source_BT: Any  # i32, where in the row the sample's entries stand
-    last_B: Any  # i32, where in the row its last token stands
-    index_B: Any  # i32
+    slots_B: Int[AnyArray, " B"]  # out of range: padding
+    row_B: Int[AnyArray, " B"]
+    source_BT: Int[AnyArray, "B T"]  # the columns of the row in which the sample's entries stand
+    last_B: Int[AnyArray, " B"]  # the column of its last token
+    index_B: Int[AnyArray, " B"]
     sampling: SlotSampling
 
 
@@ -44,12 +45,12 @@ class Starts:
 class DecodeRound:
     """Samples to decode. Their last token is not in the cache yet: it is the first input."""
 
-    slots_B: Any  # i32; out of range: padding
-    token_B: Any  # i32, last token of the sample
-    position_B: Any  # i32, its rotary position
-    length_B: Any  # i32, entries in the cache
-    index_B: Any  # i32, tokens of the response so far
-    remaining_B: Any  # i32, tokens it may still get; 0: padding
+    slots_B: Int[AnyArray, " B"]  # out of range: padding
+    token_B: Int[AnyArray, " B"]  # last token of the sample
+    position_B: Int[AnyArray, " B"]  # its rotary position
+    length_B: Int[AnyArray, " B"]  # entries in the cache
+    index_B: Int[AnyArray, " B"]  # tokens of the response so far
+    remaining_B: Int[AnyArray, " B"]  # tokens it may still get; 0: padding
     sampling: SlotSampling
 
 
@@ -60,24 +61,21 @@ class EnginePrograms:
     so that a cache can be donated. All else follows from how the weights lie.
     """
 
-    def __init__(self, graphdef: Any, walk: Walk, steps: int, rows: Any = None) -> None:
+    def __init__(
+        self, graphdef: nnx.GraphDef[Decoder], walk: Walk, steps: int, rows: jax.sharding.Sharding | None = None
+    ) -> None:
         self.graphdef, self.walk, self.steps, self.rows = graphdef, walk, steps, rows
         self.prefill = jax.jit(self._prefill)
         self.start = jax.jit(self._start, donate_argnums=1)
         self.decode = jax.jit(self._decode, donate_argnums=1, static_argnums=3)
 
-    @property
-    def compiled(self) -> dict[str, int]:
-        """How many shapes of each program were compiled so far."""
-        return {name: getattr(self, name)._cache_size() for name in ("prefill", "start", "decode")}
-
-    def _prefill(self, params: Any, inputs: PackedTokens) -> tuple[Rows, Array]:
+    def _prefill(self, params: LayerParams, inputs: PackedTokens) -> tuple[Rows, Array]:
         """Keys, values `[L, B, T, K, H]` and final hidden states `[B, T, D]` of packed prompts."""
         model, layers = model_by_layers(self.graphdef, params)
         allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
         rotary = model.rotary(inputs.positions_3BT)
 
-        def step(layer: Any, x: Array, _: None) -> tuple[Array, Rows]:
+        def step(layer: DecoderLayer, x: Array, _: None) -> tuple[Array, Rows]:
             return layer(x, rotary, lambda q, k, v: (attention(q, k, v, allowed), (k, v)))
 
         x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
@@ -95,7 +93,7 @@ class EnginePrograms:
         return jax.lax.optimization_barrier(logits_VB).T
 
     def _start(
-        self, params: Any, cache: KVCache, rows: Rows, hidden_BTD: Float[Array, "R T D"], starts: Starts
+        self, params: LayerParams, cache: KVCache, rows: Rows, hidden_BTD: Float[Array, "R T D"], starts: Starts
     ) -> tuple[KVCache, Int[Array, " B"], Float[Array, " B"]]:
         """Copies prefilled rows into the samples' slots and draws each one's first token."""
         cache = self._placed(cache.insert(rows, starts.row_B, starts.source_BT, starts.slots_B))
@@ -107,7 +105,7 @@ class EnginePrograms:
         return cache, *sample(logits_BV, allowed_BV, sampling, keys_B, starts.index_B)
 
     def _decode(
-        self, params: Any, cache: KVCache, batch: DecodeRound, view_length: int
+        self, params: LayerParams, cache: KVCache, batch: DecodeRound, view_length: int
     ) -> tuple[KVCache, Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
         """Up to `steps` tokens a sample: tokens and log-probs `[B, steps]`, and how many of them count.
 
@@ -127,7 +125,7 @@ class EnginePrograms:
             positions_3B1 = jnp.broadcast_to((batch.position_B + i)[None, :, None], (3, B, 1))
             rotary = model.rotary(positions_3B1)
 
-            def step(layer: Any, x: Array, xs: tuple[LayerRows, LayerRows]) -> tuple[Array, LayerRows]:
+            def step(layer: DecoderLayer, x: Array, xs: tuple[LayerRows, LayerRows]) -> tuple[Array, LayerRows]:
                 old, new = xs
 
                 def attend(q: Array, k: Array, v: Array) -> tuple[Array, LayerRows]:
@@ -144,10 +142,10 @@ class EnginePrograms:
             x, fresh = self.walk.each(layers, x, step, zip(cached, fresh, strict=True))
             return model.final_norm(self.walk, x)[:, 0], fresh
 
-        def running(state: Any) -> Array:
+        def running(state: tuple) -> Array:
             return (state[0] < steps) & jnp.any(state[2])
 
-        def one(state: Any) -> Any:
+        def decode_token(state: tuple) -> tuple:
             i, token_B, alive_B, fresh, tokens_BR, logprobs_BR, count_B = state
             hidden_BD, fresh = forward(token_B, fresh, i)
             logits_BV = self._logits(model, hidden_BD)
@@ -167,11 +165,14 @@ class EnginePrograms:
             jnp.zeros((B, steps), jnp.float32),
             jnp.zeros((B,), jnp.int32),
         )
-        _, _, _, fresh, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(running, one, state)
+        _, _, _, fresh, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(running, decode_token, state)
         cache = self._placed(cache.append(fresh, batch.slots_B, batch.length_B))
         return cache, tokens_BR, logprobs_BR, count_B
 
 
 @functools.lru_cache(maxsize=32)
-def programs(graphdef: Any, walk: Walk, steps: int, rows: Any = None) -> EnginePrograms:
+def programs(
+    graphdef: nnx.GraphDef[Decoder], walk: Walk, steps: int, rows: jax.sharding.Sharding | None = None
+) -> EnginePrograms:
+    """The programs of these settings; engines of equal settings share what is compiled."""
     return EnginePrograms(graphdef, walk, steps, rows)

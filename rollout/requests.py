@@ -21,14 +21,14 @@ from models.inputs import ModelInput, VisionInput
 from .engine import EngineError, GenerateRequest, SamplingParams
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
-MOST_SAMPLES = 65536  # of one request
+MOST_SAMPLES = 65536  # that one request may ask for
 # Below this, logits divided by the temperature come near to the score of forbidden tokens, or leave float32.
 LEAST_TEMPERATURE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What an engine can serve. `vision` is None for a text-only model."""
+    """The requests that an engine can serve. `vision` is None for a text-only model."""
 
     max_sequence_tokens: int
     vocabulary: int

@@ -1,4 +1,4 @@
-"""Drawing tokens: every slot of a decode step has its own parameters, so that one compiled step serves them all.
+"""Draws tokens: every slot of a decode step has its own parameters, so that one compiled step serves them all.
 
 Log-probs follow the convention of `engine.SamplingParams`: `log_softmax(logits / temperature)` over the whole
 vocabulary (temperature 1 where greedy), without forbidden ids, not renormalised for top-k or top-p.
@@ -7,13 +7,17 @@ vocabulary (temperature 1 where greedy), without forbidden ids, not renormalised
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+if TYPE_CHECKING:
+    AnyArray: TypeAlias = Any
+else:  # numpy's on the host, JAX's in a compiled program: tests check shapes and dtypes, type checkers can't tell which
+    AnyArray = Array | np.ndarray
 CANDIDATES = 256  # most probable tokens that top-k and top-p look at before they sort a whole vocabulary
 NEVER = np.float32(-1e30)  # the score of a token that must not be drawn; finite, so that no NaN can arise
 
@@ -23,13 +27,13 @@ NEVER = np.float32(-1e30)  # the score of a token that must not be drawn; finite
 class SlotSampling:
     """`SamplingParams` and seeds of `B` slots as arrays. Lists of ids are filled up with -1."""
 
-    temperature_B: Any  # f32; 0 is greedy
-    top_p_B: Any  # f32
-    top_k_B: Any  # i32; 0 is off
-    stop_ids_BI: Any  # i32
-    forbidden_ids_BI: Any  # i32
-    seed_B2: Any  # u32, the words of the request's seed, high first
-    sample_B: Any  # i32, index of the sample in its request
+    temperature_B: Float[AnyArray, " B"]  # 0 is greedy
+    top_p_B: Float[AnyArray, " B"]
+    top_k_B: Int[AnyArray, " B"]  # 0 is off
+    stop_ids_BI: Int[AnyArray, "B I"]
+    forbidden_ids_BI: Int[AnyArray, "B J"]
+    seed_B2: UInt32[AnyArray, "B 2"]  # the words of the request's seed, high first
+    sample_B: Int[AnyArray, " B"]  # index of the sample in its request
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -43,7 +47,7 @@ def sample_keys(seed_B2: UInt32[Array, "B 2"], sample_B: Int[Array, " B"]) -> Ar
 
 
 def allowed_tokens(forbidden_ids_BI: Int[Array, "B I"], vocabulary: int) -> Bool[Array, "B V"]:
-    """Which tokens each slot may draw."""
+    """The tokens that each slot may draw."""
     B = forbidden_ids_BI.shape[0]
     ids = jnp.where(forbidden_ids_BI < 0, vocabulary, forbidden_ids_BI)  # out of range: dropped
     return jnp.ones((B, vocabulary), bool).at[jnp.arange(B)[:, None], ids].set(False, mode="drop")
@@ -104,7 +108,7 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
     rank_V = jnp.arange(V)[None, :]
     kept_BV = rank_V < jnp.where(top_k_B > 0, top_k_B, V)[:, None]
     probs_BV = jax.nn.softmax(jnp.where(kept_BV, -negated_BV, NEVER), axis=-1)
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # of all that are more probable
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # total of all tokens that are more probable
     enough_B = jnp.where(top_p_B < 1.0, top_p_B, jnp.inf)  # a rounded sum may reach 1 too early
     kept_BV &= (before_BV < enough_B[:, None]) | (rank_V == 0)
     best_B = jnp.argmax(jnp.where(kept_BV, noise_BV - negated_BV, NEVER), axis=-1)

@@ -1,4 +1,4 @@
-"""Who runs in which slot: the engine's bookkeeping, pure host code without device, clock or event loop.
+"""The engine's bookkeeping of requests, samples and slots: pure host code without device, clock or event loop.
 
 Samples wait in the order of submission and take the lowest free slots in that order, so that equal submissions
 give equal batches. A slot whose sample has nothing in the cache (new, or the weights changed) is to be *started*
@@ -42,7 +42,7 @@ class RunningSample:
 @dataclasses.dataclass(eq=False)
 class Job:
     """A request in flight. `rows` is kept here for `rollout.turns`: the batch in which its prompt was prefilled and
-    the places of its samples in it, as long as samples wait for a slot. `sink` is whoever gets the chunks."""
+    the places of its samples in it, as long as samples wait for a slot. `sink` gets the chunks."""
 
     request: GenerateRequest
     sink: Any = None
@@ -131,7 +131,7 @@ class Scheduler:
         return slots_B.astype(np.int32)
 
     def _alone(self) -> Job | None:
-        """The first suspect in a slot: the next turn serves nobody else."""
+        """The first suspect that has a slot: the next turn serves nobody else."""
         return next((sample.job for sample in self.occupant if sample is not None and sample.job.suspect), None)
 
     def at_turn(self) -> list[Job]:
@@ -144,9 +144,9 @@ class Scheduler:
         return list(dict.fromkeys(sample.job for sample in samples if sample is not None))
 
     def blame(self, jobs: list[Job]) -> list[Job]:
-        """A turn failed for these jobs: returns the one that is lost, if there was only one; several are suspects.
+        """Takes in that a turn failed for these jobs: a single job is lost and returned, several become suspects.
 
-        What the cache holds can't be relied on after that: all running samples are to be started again.
+        The cache can't be relied on after that: all running samples are to be started again.
         """
         self.invalidate()
         if len(jobs) == 1:
@@ -157,7 +157,7 @@ class Scheduler:
         return []
 
     def response(self, sample: RunningSample) -> np.ndarray:
-        """What a sample has so far, its prefix included."""
+        """The tokens that a sample has so far, its prefix included."""
         if sample.slot < 0:
             return np.asarray(sample.job.prefix(sample.index), np.int32)
         return self.table.response(sample.slot)
@@ -227,7 +227,7 @@ class Scheduler:
         return [self._end(sample, FinishReason.ABORT) for sample in marked]
 
     def invalidate(self) -> None:
-        """The weights changed: nothing in the cache holds any more; running samples are to be started again."""
+        """Forgets the cache, as after a change of weights: running samples are to be started again."""
         self.cached_N[:] = False
         for job in self.jobs.values():
             job.rows = None

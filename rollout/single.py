@@ -1,4 +1,4 @@
-"""One prompt on an engine of its own: what the command line and notebooks need."""
+"""Answers one prompt on an engine that is made for it, as the command line and notebooks need it."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ LEAST_IDS = 8  # stop and forbidden ids a slot; doubled when a request brings mo
 
 
 class SlotTable:
-    """Per-slot state on the host. `N` slots; entries of free slots are stale."""
+    """The state of `N` slots on the host; entries of free slots are stale."""
 
     def __init__(self, slots: int, max_sequence_tokens: int) -> None:
         self.slots = slots
         self.prompt_N = np.zeros(slots, np.int32)  # tokens of the prompt
         self.next_position_N = np.zeros(slots, np.int32)  # rotary position of the response's first token
         self.produced_N = np.zeros(slots, np.int32)  # tokens of the response, prefix included
-        self.limit_N = np.zeros(slots, np.int32)  # of them
+        self.limit_N = np.zeros(slots, np.int32)  # the most tokens that the response may have
         self.response_NT = np.zeros((slots, max_sequence_tokens), np.int32)
         self.temperature_N = np.ones(slots, np.float32)
         self.top_p_N = np.ones(slots, np.float32)
@@ -73,7 +73,7 @@ class SlotTable:
         )
 
     def round(self, slots_B: np.ndarray, size: int) -> DecodeRound:
-        """What the decode program reads, filled up to `size` rows with slots out of range and nothing to do."""
+        """The input of the decode program, filled up to `size` rows with slots out of range and nothing to do."""
         padding = size - len(slots_B)
         produced_B = self.produced_N[slots_B]
         cached_B = self.prompt_N[slots_B] + produced_B - 1  # the last token is the round's first input

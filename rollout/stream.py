@@ -52,7 +52,7 @@ class Mailbox:
 
 
 class TokenStream(AsyncIterator[TokenChunk]):
-    """What `generate` returns. `abandon` is called once, on the event loop, when the consumer goes away."""
+    """The stream that `generate` returns. `abandon` is called once, on the event loop, when the consumer goes away."""
 
     def __init__(self, mailbox: Mailbox, abandon: Callable[[], None]) -> None:
         self._mailbox, self._abandon = mailbox, abandon

@@ -5,45 +5,68 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoders write it for the first bytes of a character
+WINDOW, KEPT = 32, 16  # tokens that are decoded again at each step, at most in ordinary text, and after it has moved
+CHARACTER_BYTES = 4  # bytes of a UTF-8 character, at most
 
 
 class TextStream:
-    """`decode` turns ids into text; the first of the `stops` that appears ends it and is left out.
+    """Decodes the tokens of a response as they come. The first of the `stops` that appears ends the text and is left
+    out; `decode` turns ids into text.
 
     Two things are held back until more is known: bytes that are no whole character yet, and an end that may be the
-    beginning of a stop string.
+    beginning of a stop string. Only a window of the last tokens is decoded again at each step.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = decode, tuple(stops)
         self.token_ids: list[int] = []  # up to the token that completed a stop string
-        self.text = ""  # handed out so far
         self.stopped = False
+        self._pieces: list[str] = []  # the text that was handed out
+        self._start = 0  # the token with which the window begins
+        self._shown = 0  # characters of the window's text that were handed out
+
+    @property
+    def text(self) -> str:
+        """The text that was handed out so far."""
+        return "".join(self._pieces)
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Takes in new tokens; returns the text that is sure since the last call."""
-        before = len(self.text)
+        before = len(self._pieces)
         # With stop strings token by token: what was sampled behind the one that completes a stop string does not count.
         for ids in [[id] for id in token_ids] if self._stops else [list(token_ids)]:
             if not self.stopped:
                 self.token_ids += ids
-                self._grow(self._decode(self.token_ids).rstrip(INCOMPLETE))
-        return self.text[before:]
+                self._grow()
+        return "".join(self._pieces[before:])
 
     def finish(self) -> str:
         """Returns what was held back: no more tokens will come."""
-        before = len(self.text)
-        if not self.stopped:
-            self.text = self._decode(self.token_ids)
-        return self.text[before:]
+        if self.stopped:
+            return ""
+        text = self._decode(self.token_ids[self._start :])
+        self._pieces.append(text[self._shown :])
+        self._shown = len(text)
+        return self._pieces[-1]
 
-    def _grow(self, text: str) -> None:
-        ends = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if ends:
-            self.text, self.stopped = text[: min(ends)], True
-            return
-        sure = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        self.text = text[: max(sure, len(self.text))]
+    def _grow(self) -> None:
+        decoded = self._decode(self.token_ids[self._start :])
+        text = decoded.rstrip(INCOMPLETE)
+        ends = [at for at in (text.find(stop, self._shown) for stop in self._stops) if at >= 0]
+        self.stopped = bool(ends)
+        sure = min(ends) if ends else len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._pieces.append(text[self._shown : sure])
+        self._shown = max(sure, self._shown)
+        if len(self.token_ids) - self._start > WINDOW:
+            self._move_window(decoded)
+
+    def _move_window(self, decoded: str) -> None:
+        """Leaves the first tokens out if their text was handed out and no character reaches over the cut: enough text
+        follows that the character at the cut is known."""
+        cut = len(self.token_ids) - KEPT
+        head, tail = self._decode(self.token_ids[self._start : cut]), self._decode(self.token_ids[cut:])
+        if head + tail == decoded and len(tail) >= CHARACTER_BYTES and len(head) <= self._shown:
+            self._start, self._shown = cut, self._shown - len(head)
 
 
 def _overlap(text: str, stop: str) -> int:

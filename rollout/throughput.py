@@ -1,4 +1,4 @@
-"""How fast an engine prefills and decodes, by tensor-parallel degree, batch and length: measured, and kept as a file.
+"""Measures how fast an engine prefills and decodes, by tensor-parallel degree, batch and length; kept as a file.
 
 The file is JSON: `{"version": 1, "device": "cpu", "devices": 4, "model": {"num_layers": 2, ...}, "points": [{"degree":
 1, "batch": 8, "length": 64, "prefill": 5000.0, "decode": 800.0}, ...]}`, rates in tokens a second of one engine.
@@ -14,15 +14,15 @@ import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import numpy as np
 
-from models.config import TextConfig
+from models.config import JsonObject, TextConfig
 from models.inputs import ModelInput
+from sharding.mesh import Device
 
-from .engine import Engine, GenerateRequest, SamplingParams
+from .engine import Engine, GenerateRequest, SamplingParams, TokenChunk
 
 VERSION = 1
 
@@ -67,7 +67,7 @@ class Profile:
         if version != VERSION:
             raise ProfileError(f"{path} is no profile of version {VERSION} (its version: {version})")
         try:
-            points = tuple(_point(one) for one in read["points"])
+            points = tuple(_point(fields) for fields in read["points"])
             profile = Profile(str(read["device"]), int(read["devices"]), dict(read["model"]), points)
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"{path} is damaged: {type(error).__name__}: {error}") from error
@@ -92,18 +92,18 @@ class Profile:
 
     def _decode(self, degree: int, batch: float, length: int) -> float:
         points = [point for point in self.points if point.degree == degree]
-        nearest = min({point.length for point in points}, key=lambda one: abs(math.log(one / max(length, 1))))
+        nearest = min({point.length for point in points}, key=lambda measured: abs(math.log(measured / max(length, 1))))
         known = sorted((math.log(point.batch), point.decode) for point in points if point.length == nearest)
         return float(np.interp(math.log(batch), [at for at, _ in known], [rate for _, rate in known]))
 
 
 def sizes(text: TextConfig) -> dict[str, int]:
-    """What a profile says of its model."""
+    """The sizes of a model by which a profile knows it."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     return {name: getattr(text, name) for name in names}
 
 
-def _point(read: Mapping[str, Any]) -> Point:
+def _point(read: JsonObject) -> Point:
     point = Point(
         int(read["degree"]), int(read["batch"]), int(read["length"]), float(read["prefill"]), float(read["decode"])
     )
@@ -114,7 +114,7 @@ def _point(read: Mapping[str, Any]) -> Point:
 
 async def measure(
     engine: Engine,
-    devices: Sequence[Any],
+    devices: Sequence[Device],
     *,
     degrees: Sequence[int],
     batches: Sequence[int],
@@ -142,7 +142,7 @@ async def measure(
             progress(turn * len(cases) + number + 1, (repeats + 1) * len(cases))
     points = []
     for degree, batch, length in cases:
-        prefill, decode = (statistics.median(one) for one in zip(*seconds[degree, batch, length], strict=True))
+        prefill, decode = (statistics.median(phase) for phase in zip(*seconds[degree, batch, length], strict=True))
         points.append(Point(degree, batch, length, batch * length / prefill, batch * (new_tokens - 1) / decode))
     return tuple(points)
 
@@ -153,7 +153,7 @@ async def _once(engine: Engine, batch: int, length: int, new_tokens: int, vocabu
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
     first = [0.0] * batch
 
-    async def read(number: int, stream: Any) -> None:
+    async def read(number: int, stream: AsyncIterator[TokenChunk]) -> None:
         async for _ in stream:
             first[number] = first[number] or time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""What the two kinds of turn have to do, planned on the host between turns (`rollout.device` carries it out).
+"""Plans the two kinds of turn on the host, between turns (`rollout.device` carries them out).
 
 A *start* prefills prompts and draws the first token of the samples that were given a slot; a *round* gives each
 running sample up to `steps_per_sync` tokens.
@@ -81,7 +81,7 @@ def plan_starts(scheduler: Scheduler, limits: TurnLimits) -> StartPlan:
         members.extend((sample, places[sample.index]) for sample in samples)
         if not any(sample.waiting for sample in job.samples):
             job.rows = None
-    return StartPlan(prefills, [_starts(scheduler, limits, *each) for each in by_batch.values()])
+    return StartPlan(prefills, [_starts(scheduler, limits, batch, members) for batch, members in by_batch.values()])
 
 
 def _starts(
@@ -89,9 +89,9 @@ def _starts(
 ) -> tuple[PrefillBatch, np.ndarray, Starts]:
     size = doubling(len(members), limits.least_rows, limits.slots)
     slots_B = np.array([sample.slot for sample, _ in members], np.int32)
-    places = [(p.row, p.prompt_tokens, p.own_start, p.own_tokens) for _, p in members]
-    row_B, prompt_B, start_B, own_B = np.pad(np.array(places, np.int32), ((0, size - len(places)), (0, 0))).T
-    entries_B = prompt_B + own_B
+    places = [(p.row, p.prompt_tokens, p.response_start, p.response_tokens) for _, p in members]
+    row_B, prompt_B, start_B, response_B = np.pad(np.array(places, np.int32), ((0, size - len(places)), (0, 0))).T
+    entries_B = prompt_B + response_B
     row_tokens = batch.inputs.tokens_BT.shape[1]
     entry_T = np.arange(min(geometric(int(entries_B.max()), LEAST_TOKENS), row_tokens), dtype=np.int32)
     source_BT = np.where(entry_T < prompt_B[:, None], entry_T, entry_T + (start_B - prompt_B)[:, None])
@@ -99,8 +99,8 @@ def _starts(
         slots_B=np.pad(slots_B, (0, size - len(slots_B)), constant_values=limits.slots),
         row_B=row_B,
         source_BT=np.minimum(source_BT, row_tokens - 1),
-        last_B=np.where(own_B > 0, start_B + own_B, prompt_B) - (entries_B > 0),
-        index_B=own_B,
+        last_B=np.where(response_B > 0, start_B + response_B, prompt_B) - (entries_B > 0),
+        index_B=response_B,
         sampling=scheduler.table.sampling(slots_B, size),
     )
     return batch, slots_B, starts

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Installs fluxjax with its test tools into .venv (made if missing) and runs the whole test suite.
+# Installs fluxjax with its test tools into .venv (made if missing) and runs the tests on all cores, but on four at most.
 #   bash scripts/test.sh                    without PyTorch: the parity tests against transformers are skipped, visibly
 #   bash scripts/test.sh parity             with PyTorch and transformers
-#   bash scripts/test.sh parity,aot         and with XLA's CUDA compiler, for what is compiled without a GPU; as CI does
+#   bash scripts/test.sh parity,aot         and with XLA's CUDA compiler, for what is compiled without a GPU
+#   bash scripts/test.sh --long ...         also the tests marked `long`; as CI does, with parity,aot
 #   bash scripts/test.sh "" -m "not slow"   further words go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
+lane=(-m "not long")
+[ "${1:-}" = --long ] && lane=() && shift
 extras="${1:-}"
 [ $# -gt 0 ] && shift
 pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
@@ -23,4 +26,4 @@ if [ "$aot" ]; then
         mv .aot/unfinished "$FLUXJAX_AOT"
     fi
 fi
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal "${lane[@]}" "$@"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests of models, sharding, learner and engine with the newest Python that is found (3.13 or 3.12) and the newest
-# JAX that pyproject.toml allows, in .venv-newest (made if missing). Says so and does nothing where there is no such Python.
+# Runs the tests of models, sharding, learner and engine, but the `long` ones, and a short run on four devices, with the
+# newest Python that is found (3.13 or 3.12) and the newest JAX that pyproject.toml allows, in .venv-newest (made if
+# missing). Says so and does nothing where there is no such Python.
 #   bash scripts/test_newest.sh             as CI does, in less than ten minutes on two cores
 #   bash scripts/test_newest.sh tests       another choice of tests; further words go to pytest
 set -euo pipefail
@@ -29,23 +30,17 @@ version="$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")')"
 .venv-newest/bin/python -m pip --quiet --disable-pip-version-check install --upgrade --upgrade-strategy eager -e ".[test]"
 .venv-newest/bin/python -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
 
-tests() { .venv-newest/bin/python -m pytest -q -p no:cacheprovider "$@"; }
+tests() { .venv-newest/bin/python -m pytest -q -p no:cacheprovider -n auto --maxprocesses 4 --dist worksteal "$@"; }
 if [ $# -gt 0 ]; then
     tests "$@"
     exit
 fi
-# Two halves at once. Without the slow tests, but for those that take each strategy through the learner with pictures.
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$work/xla}"
-tests -m "not slow" tests/sharding >"$work/sharding" 2>&1 &
-sharding=$!
 status=0
-tests -m "not slow" tests/models tests/rollout tests/test_{learner,decoupled,collective,odc_training,spread_equivalence}.py || status=1
-tests tests/test_spread_equivalence.py -k "every_strategy and shared and (flex or ulysses-2)" || status=1
-tests tests/test_odc_training.py -k longer_than_a_device || status=1
+tests -m "not long" tests/{sharding,models,rollout} tests/test_{learner,decoupled,collective,odc_training,spread_equivalence}.py ||
+    status=1
 XLA_FLAGS=--xla_force_host_platform_device_count=4 .venv-newest/bin/python -m fluxjax.train --config=configs/vlm.py:debug \
     --config.run_dir="$work/run" || status=1
-wait $sharding || status=1
-cat "$work/sharding"
 exit $status

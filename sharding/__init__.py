@@ -1,1 +1,1 @@
-"""How work and weights are spread over devices. Knows no model, no algorithm and no configuration."""
+"""Spreads work and weights over devices. This package knows no model, no algorithm and no configuration."""

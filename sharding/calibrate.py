@@ -18,20 +18,26 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .cost import CostModel, ModelSizes
+    import jax
+    from jax.sharding import Mesh
 
+    from .cost import CostModel, ModelSizes
+    from .kernels.tiles import Tiles
+
+Rows = list[tuple[str, float, float]]  # what was measured, seconds measured, seconds fitted
 CPU_DEVICES = 8  # forced where there is no accelerator
 FORCE = "xla_force_host_platform_device_count"
 
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationLoad:
-    """What is measured: one layer of `sizes`, in `dtype`. `attention` are (sequences, tokens of each) of a launch, the
-    others token counts."""
+    """The sizes that are measured: one layer of `sizes`, in `dtype`. `attention` are (sequences, tokens of each) of a
+    launch, the others token counts."""
 
     sizes: ModelSizes
     dtype: str
@@ -58,18 +64,18 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         model = named(options.model)
-        made, rows = calibrate(options.devices, quick=options.quick, repeats=options.repeats)
-        made.of(model).save(out)
+        cost, rows = calibrate(options.devices, quick=options.quick, repeats=options.repeats)
+        cost.of(model).save(out)
     except (CostError, MeshError) as error:
         return _fail(str(error))
     except OSError as error:
         return _fail(f"--out={out}: {error.strerror}")
-    _show(made, rows, out)
+    _show(cost, rows, out)
     return 0
 
 
-def calibrate(num_devices: int = 0, *, quick: bool = False, repeats: int = 0) -> tuple[CostModel, list[tuple]]:
-    """The cost model of one layer of what was measured, and rows (what, seconds measured, seconds fitted).
+def calibrate(num_devices: int = 0, *, quick: bool = False, repeats: int = 0) -> tuple[CostModel, Rows]:
+    """Measures and fits the cost model of one layer; returns it and rows (what, seconds measured, seconds fitted).
 
     Raises MeshError for more devices than there are, CostError if they do not make groups of two.
     """
@@ -109,26 +115,26 @@ def calibrate(num_devices: int = 0, *, quick: bool = False, repeats: int = 0) ->
         f"measured on {mesh.size} x {mesh.devices.flat[0].device_kind}{shared}: {load.dtype}, {load.sizes.heads}/"
         f"{load.sizes.kv_heads} heads of {load.sizes.head_size}, least of {load.repeats}, JAX {jax.__version__}"
     )
-    made = CostModel.fitted(
+    cost = CostModel.fitted(
         source,
         attention=(forward, load.sizes),
         all_to_all=(exchange, load.sizes),
         node=mesh.size,
         flops=(linear, vision),
     )
-    made = dataclasses.replace(made, backward_attention=max(statistics.median(backward) - 1, 0.0))
-    rows: list[tuple] = [
-        (f"attention, {count} x {length} tokens", seconds, made.launch_seconds([length] * count))
+    cost = dataclasses.replace(cost, backward_attention=max(statistics.median(backward) - 1, 0.0))
+    rows: Rows = [
+        (f"attention, {count} x {length} tokens", seconds, cost.launch_seconds([length] * count))
         for (count, length), seconds in forward.items()
     ]
     for (degree, tokens), seconds in exchange.items():
-        fitted = made.all_to_all_seconds(tokens, degree)
+        fitted = cost.all_to_all_seconds(tokens, degree)
         rows.append((f"all-to-all over {degree}, {tokens} tokens", seconds, fitted))
-    return made, rows
+    return cost, rows
 
 
 def _workload(platform: str, quick: bool, repeats: int) -> CalibrationLoad:
-    """Sizes of a real layer where there is an accelerator, of a toy on a CPU."""
+    """Chooses the sizes of a real layer where there is an accelerator, of a toy on a CPU."""
     from .cost import ModelSizes
 
     if platform == "cpu":
@@ -141,16 +147,15 @@ def _workload(platform: str, quick: bool, repeats: int) -> CalibrationLoad:
 
 
 def _cuts(longest: int) -> tuple[tuple[int, int], ...]:
-    """(sequences, tokens of each): one of several lengths, and the longest total in several pieces."""
-    cuts = (1, longest // 8), (1, longest // 4), (16, longest // 16), (4, longest // 4), (1, longest // 2), (1, longest)
-    return cuts
+    """Returns (sequences, tokens of each): one of several lengths, and the longest total in several pieces."""
+    return (1, longest // 8), (1, longest // 4), (16, longest // 16), (4, longest // 4), (1, longest // 2), (1, longest)
 
 
 # --- measurements: least seconds of one call ----------------------------------------------------------
 
 
 def _attention(load: CalibrationLoad, count: int, length: int, *, backward: bool) -> float:
-    """Of `count` packed sequences: forward, or forward and backward together."""
+    """Measures the attention of `count` packed sequences: forward, or forward and backward together."""
     import jax
     import jax.numpy as jnp
 
@@ -164,15 +169,15 @@ def _attention(load: CalibrationLoad, count: int, length: int, *, backward: bool
         for i, heads in enumerate((sizes.heads, sizes.kv_heads, sizes.kv_heads))
     )
 
-    def total(q: Any, k: Any, v: Any, tiles: Any) -> Any:
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles) -> jax.Array:
         return tile_attention(q, k, v, tiles).astype(jnp.float32).sum()
 
     run = jax.jit(jax.grad(total, argnums=(0, 1, 2)) if backward else tile_attention)
     return _least(lambda: run(q, k, v, tiles), load.repeats)
 
 
-def _all_to_all(mesh: Any, load: CalibrationLoad, degree: int, tokens: int) -> float:
-    """Queries, keys and values of `tokens` tokens there, outputs back, in all groups of the mesh at once."""
+def _all_to_all(mesh: Mesh, load: CalibrationLoad, degree: int, tokens: int) -> float:
+    """Measures queries, keys and values of `tokens` tokens going there and outputs back, in all groups at once."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -186,7 +191,7 @@ def _all_to_all(mesh: Any, load: CalibrationLoad, degree: int, tokens: int) -> f
     heads = queries + 2 * kv
     spec = P(mesh.axis_names)
 
-    def there_and_back(x: Any) -> Any:
+    def there_and_back(x: jax.Array) -> jax.Array:
         whole = lax.all_to_all(x, axes, split_axis=1, concat_axis=0, tiled=True)
         return lax.all_to_all(whole[:, : queries // degree], axes, split_axis=0, concat_axis=1, tiled=True)
 
@@ -197,7 +202,7 @@ def _all_to_all(mesh: Any, load: CalibrationLoad, degree: int, tokens: int) -> f
 
 
 def _matmul(load: CalibrationLoad, width: int, mlp: int) -> float:
-    """FLOP/s of an up and a down projection."""
+    """Measures the FLOP/s of an up and a down projection."""
     import jax
     import jax.numpy as jnp
 
@@ -206,7 +211,7 @@ def _matmul(load: CalibrationLoad, width: int, mlp: int) -> float:
     return 4.0 * load.linear * width * mlp / _least(lambda: run(x, up, down), load.repeats)
 
 
-def _least(call: Callable[[], Any], repeats: int) -> float:
+def _least(call: Callable[[], object], repeats: int) -> float:
     import jax
 
     for _ in range(2):  # compiles, and warms up
@@ -222,46 +227,37 @@ def _least(call: Callable[[], Any], repeats: int) -> float:
 # --- what the user sees -------------------------------------------------------------------------------
 
 
-def _progress(total: int) -> Any:
-    """A context that gives `step(text)`: the text of what begins now."""
-    import contextlib
-
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Shows a bar; `step(text)`, which the context gives, says what begins now."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    @contextlib.contextmanager
-    def running() -> Any:
-        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=total, completed=-1)
-
-            def step(text: str) -> None:
-                bar.update(task, advance=1, description=text)
-
-            yield step
-
-    return running()
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, completed=-1)
+        yield lambda text: bar.update(task, advance=1, description=text)
 
 
-def _show(made: CostModel, rows: Sequence[tuple], out: pathlib.Path) -> None:
+def _show(cost: CostModel, rows: Rows, out: pathlib.Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=made.source, caption_justify="left")
+    table = Table(title=cost.source, caption_justify="left")
     for name, justify in (("", "left"), ("measured ms", "right"), ("fitted ms", "right"), ("error", "right")):
         table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
     for name, measured, fitted in rows:
         table.add_row(name, f"{measured * 1e3:.3f}", f"{fitted * 1e3:.3f}", f"{fitted / measured - 1:+.0%}")
     console = Console()
     console.print(table)
-    for name, figures in made.goodness().items():
+    for name, figures in cost.goodness().items():
         console.print(
             f"{name}: R2 {figures['r2']:.3f}, relative error {figures['mean_relative_error']:.0%} on average, "
             f"{figures['worst_relative_error']:.0%} at worst"
         )
     console.print(
-        f"linear {made.linear_flops / 1e9:,.0f} GFLOP/s, vision tower {made.vision_flops / 1e9:,.0f} GFLOP/s, "
-        f"attention backward {made.backward_attention:.2f} times forward"
+        f"linear {cost.linear_flops / 1e9:,.0f} GFLOP/s, vision tower {cost.vision_flops / 1e9:,.0f} GFLOP/s, "
+        f"attention backward {cost.backward_attention:.2f} times forward"
     )
     console.print(f"written to {out}", soft_wrap=True)
 

@@ -10,7 +10,7 @@ reduce-scatter.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
 
 from .strategy import Forward, Loss, Params, Tally
 from .walk import Walk
 from .weights import ShardingRules, WeightSpec, shardings, specs
+
+Batch = TypeVar("Batch")  # a pytree of arrays
 
 
 class Fsdp:
@@ -31,6 +35,10 @@ class Fsdp:
     device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
     a pytree like the batch, or a prefix of it. Weights are kept in their declared dtype and cast to `compute_dtype`
     before they are sent, which halves the traffic of bf16; `remat` and `unroll` are those of the walk.
+
+    A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
+    where each sequence is computed, and the batch is composed after the plan, so a run may change planners between two
+    steps. `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
     """
 
     def __init__(
@@ -40,9 +48,9 @@ class Fsdp:
         *,
         forward: Forward,
         loss: Loss,
-        row_dims: Callable[[Any], Any],
+        row_dims: Callable[[PyTree], PyTree],
         rules: ShardingRules | None = None,
-        compute_dtype: Any = jnp.float32,
+        compute_dtype: DTypeLike = jnp.float32,
         remat: bool = False,
         unroll: int = Walk.unroll,
     ) -> None:
@@ -61,18 +69,23 @@ class Fsdp:
         self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat, unroll=unroll)
 
     def shard(self, params: Params, *, may_alias: bool | None = None) -> Params:
-        """`may_alias=False` copies what lies there already."""
+        """The parameters as they lie on the mesh; `may_alias=False` copies what lies there already."""
         return _put(params, self.shardings, may_alias)
 
-    def place(self, batch: Any) -> Any:
-        """Every process has the whole batch and keeps its devices' part. Raises ValueError if the devices do not divide
-        the rows."""
+    def place(self, batch: Batch) -> Batch:
+        """Host arrays of a batch (or its inputs) as they lie on the mesh.
+
+        Every process has the whole batch and keeps its devices' part. Raises ValueError if the devices do not divide
+        the rows.
+        """
         self._check(batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
         return _put(batch, placed)
 
-    def loss_and_grad(self, params: Params, batch: Any) -> tuple[jax.Array, Tally, Params]:
-        def local(params: Params, batch: Any) -> tuple[jax.Array, Tally, Params]:
+    def loss_and_grad(self, params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
+        """(loss, tally, gradients): loss and tally summed over all devices, gradients laid out like `params`."""
+
+        def local(params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
             def objective(params: Params) -> tuple[jax.Array, Tally]:
                 return self.loss(nnx.merge(self.graphdef, params), batch, self._walk)
 
@@ -83,13 +96,15 @@ class Fsdp:
         specs = self.param_specs()
         return self._on_mesh(local, (specs, self._row_specs(batch)), (P(), P(), specs))(params, batch)
 
-    def logprobs(self, params: Params, inputs: Any) -> Any:
-        def local(params: Params, inputs: Any) -> Any:
+    def logprobs(self, params: Params, inputs: PyTree) -> PyTree:
+        """The results of `forward`, rows spread over the devices."""
+
+        def local(params: Params, inputs: PyTree) -> PyTree:
             return self.forward(nnx.merge(self.graphdef, params), inputs, self._walk)
 
         return self._on_mesh(local, (self.param_specs(), self._row_specs(inputs)), self._rows(0))(params, inputs)
 
-    def _on_mesh(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    def _on_mesh(self, local: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
         # Replication is checked: an output claimed to be equal on all devices that is not ends in an error here.
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
@@ -103,21 +118,21 @@ class Fsdp:
             local = local.astype(self.compute_dtype)
         return local if cut is None else jax.lax.all_gather(local, cut.axes, axis=cut.dim, tiled=True)
 
-    def _reduce(self, reduction: Callable, tree: Any) -> Any:
+    def _reduce(self, reduction: Callable, tree: PyTree) -> PyTree:
         return reduction(tree, self._axes) if self._axes else tree
 
-    def param_specs(self) -> Any:
-        """How the parameters lie on the mesh."""
+    def param_specs(self) -> PyTree:
+        """The partition specs of the parameters on the mesh, in their structure."""
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
 
-    def _row_specs(self, batch: Any) -> Any:
+    def _row_specs(self, batch: PyTree) -> PyTree:
         return jax.tree.map(self._rows, self._row_dims(batch))
 
     def _rows(self, dim: int) -> P:
         return P(*[None] * dim, self._axes) if self._axes else P()
 
-    def _check(self, batch: Any) -> None:
-        def one(dim: int, arrays: Any) -> None:
+    def _check(self, batch: PyTree) -> None:
+        def check(dim: int, arrays: PyTree) -> None:
             for array in jax.tree.leaves(arrays):
                 if array.shape[dim] % self.mesh.size:
                     raise ValueError(
@@ -125,18 +140,18 @@ class Fsdp:
                         f"dimension {dim}; compose batches for {self.mesh.size} shards"
                     )
 
-        jax.tree.map(one, self._row_dims(batch), batch)
+        jax.tree.map(check, self._row_dims(batch), batch)
 
 
-def _put(tree: Any, shardings: Any, may_alias: bool | None = None) -> Any:
-    """Host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices."""
+def _put(tree: Batch, shardings: PyTree, may_alias: bool | None = None) -> Batch:
+    """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings, may_alias=may_alias)
 
-    def one(array: Any, sharding: NamedSharding) -> jax.Array:
+    def put(array: Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             return jax.device_put(array, sharding, may_alias=may_alias)  # it is on the mesh already
         whole = np.asarray(array)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-    return jax.tree.map(one, tree, shardings)
+    return jax.tree.map(put, tree, shardings)

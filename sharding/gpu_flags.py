@@ -1,4 +1,4 @@
-"""What XLA:GPU must be told so that all-to-alls run while attention is computed."""
+"""Compiler options for XLA:GPU by which all-to-alls run while attention is computed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ GPU_OVERLAP: Mapping[str, int | bool] = {
 
 
 def compiler_options(mesh: Mesh) -> dict[str, int | bool]:
-    """For `jax.jit(..., compiler_options=...)` of programs with `spread.ulysses` in them; empty but on GPUs."""
+    """Options for `jax.jit(..., compiler_options=...)` of programs with `spread.ulysses` in them; empty but on GPUs."""
     on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")
     return dict(GPU_OVERLAP) if on_gpus else {}

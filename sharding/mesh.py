@@ -7,12 +7,13 @@ axes, so that nested groups need no mesh of their own. FSDP shards over all axes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 REPLICA = "replica"  # the outer axis: whatever does not factor into twos, or more if asked
 
 
@@ -20,7 +21,7 @@ class MeshError(ValueError):
     """The devices can't be arranged as asked. The message says what is there and what was asked for."""
 
 
-def make_mesh(num_devices: int = 0, *, devices: Sequence[Any] | None = None, replicas: int = 0) -> Mesh:
+def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None, replicas: int = 0) -> Mesh:
     """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`.
 
     `num_devices=0` takes all of them; `devices` are all that JAX sees unless given. `replicas` is the size of the

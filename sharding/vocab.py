@@ -1,4 +1,4 @@
-"""Log-probabilities over the vocabulary in chunks of tokens: whole logits never exist, forward or backward.
+"""Computes log-probabilities over the vocabulary in chunks of tokens: whole logits never exist, forward or backward.
 
 With a vocabulary of 152k and 16k tokens, logits are 10 GB in float32 and their gradient as much again. Here a chunk's
 logits are computed, used and dropped; the backward pass computes them again from the saved log-normaliser.
@@ -6,13 +6,11 @@ logits are computed, used and dropped; the backward pass computes them again fro
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-CHUNK_LOGITS = 1 << 26  # logits of a chunk when the choice is ours: 256 MB in float32
+CHUNK_LOGITS = 1 << 26  # logits of a chunk whose size is not given: 256 MB in float32
 
 
 def token_logprobs(
@@ -25,7 +23,7 @@ def token_logprobs(
     allowed_V: Bool[Array, " V"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each target, entropy of its distribution) under `softmax(hidden @ head.T / temperature)`.
-    `temperature` is one for all tokens or one for each, which must be positive.
+    `temperature` is a positive number for all tokens, or one for each.
 
     `allowed_V` restricts the softmax to the tokens that an engine may sample. Without that, probability would leak to
     the others: they are never sampled, so no reward ever takes it back.
@@ -48,8 +46,7 @@ def token_logprobs(
     allowed_V = jnp.ones(head_VD.shape[0], bool) if allowed_V is None else allowed_V
     temperatures = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B, T)).reshape(tokens)
     temperatures = jnp.pad(temperatures, (0, padding), constant_values=1.0).reshape(chunks, chunk)
-    scores: Any = _chunked(hidden, head_VD, targets, allowed_V, temperatures)
-    logprobs, entropies = scores
+    logprobs, entropies = _chunked(hidden, head_VD, targets, allowed_V, temperatures)
     return logprobs.reshape(-1)[:tokens].reshape(B, T), entropies.reshape(-1)[:tokens].reshape(B, T)
 
 
@@ -66,7 +63,7 @@ def _chunked(
 def _forward(
     hidden_CTD: Array, head_VD: Array, targets_CT: Array, allowed_V: Array, temperatures_CT: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    def one(inputs: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def score(inputs: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         hidden_TD, targets_T, temperatures_T = inputs
         logits_TV = _logits(hidden_TD, head_VD, allowed_V, temperatures_T)
         normaliser_T = jax.nn.logsumexp(logits_TV, axis=-1)
@@ -74,7 +71,7 @@ def _forward(
         logprobs_T = jnp.take_along_axis(logs_TV, targets_T[:, None], axis=-1)[:, 0]
         return logprobs_T, -jnp.sum(jnp.exp(logs_TV) * logs_TV, axis=-1), normaliser_T
 
-    logprobs, entropies, normalisers = jax.lax.map(one, (hidden_CTD, targets_CT, temperatures_CT))
+    logprobs, entropies, normalisers = jax.lax.map(score, (hidden_CTD, targets_CT, temperatures_CT))
     residuals = (hidden_CTD, head_VD, allowed_V, targets_CT, temperatures_CT, entropies, normalisers)
     return (logprobs, entropies), residuals
 
@@ -82,7 +79,7 @@ def _forward(
 def _backward(residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None, None, None]:
     hidden_CTD, head_VD, allowed_V, *rest = residuals
 
-    def one(head_grad_VD: Array, inputs: tuple) -> tuple[Array, Array]:
+    def add_chunk(head_grad_VD: Array, inputs: tuple) -> tuple[Array, Array]:
         hidden_TD, targets_T, temperatures_T, entropies_T, normalisers_T, logprob_grads_T, entropy_grads_T = inputs
         logs_TV = _logits(hidden_TD, head_VD, allowed_V, temperatures_T) - normalisers_T[:, None]
         probs_TV = jnp.exp(logs_TV)
@@ -97,7 +94,7 @@ def _backward(residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Array,
         return head_grad_VD, hidden_grad_TD.astype(hidden_TD.dtype)
 
     zeros = jnp.zeros_like(head_VD, dtype=jnp.float32)
-    head_grad, hidden_grad = jax.lax.scan(one, zeros, (hidden_CTD, *rest, *cotangents))
+    head_grad, hidden_grad = jax.lax.scan(add_chunk, zeros, (hidden_CTD, *rest, *cotangents))
     return hidden_grad, head_grad.astype(head_VD.dtype), None, None, None
 
 

@@ -1,4 +1,4 @@
-"""How a strategy walks a stack of layers: where weights come from, and what is kept for the backward pass.
+"""Walks a stack of layers as a strategy wants it: it decides where weights come from and what the backward pass keeps.
 
 A model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights
 and `walk.scan(...)` over its stacked layers; FSDP gathers there, a single device does nothing.
@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
+import jax.extend
 from flax import nnx
+from jaxtyping import PyTree
 
 from .weights import WeightSpec
 
 Gather = Callable[[WeightSpec, jax.Array], jax.Array]
 Module = TypeVar("Module", bound=nnx.Module)
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 
-def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A rematerialisation policy: keep everything for the backward pass but what came out of an all-gather."""
+def _all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
+    """A rematerialisation policy: the backward pass keeps everything but what came out of an all-gather."""
     return not primitive.name.startswith("all_gather")
 
 
@@ -50,15 +55,15 @@ class Walk:
         return nnx.merge(graphdef, jax.tree.map(whole, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
 
     def scan(
-        self, layers: Module, carry: Any, step: Callable[[Module, Any, Any], tuple[Any, Any]], xs: Any = None
-    ) -> tuple[Any, Any]:
+        self, layers: Module, carry: Carry, step: Callable[[Module, Carry, X], tuple[Carry, Y]], xs: PyTree = None
+    ) -> tuple[Carry, PyTree]:
         """Runs `carry, y = step(layer, carry, x)` over the stack; returns the last carry and the stacked `y`.
 
         `layers` holds weights with a leading layer axis; `xs` is None or a pytree with the same leading axis.
         """
         graphdef, stacked = nnx.split(layers)
 
-        def body(carry: Any, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+        def body(carry: Carry, inputs: tuple[nnx.State, X]) -> tuple[Carry, Y]:
             state, x = inputs
             return step(self.use(nnx.merge(graphdef, state)), carry, x)
 
@@ -74,13 +79,14 @@ class Walk:
     def each(
         self,
         layers: Iterable[Module],
-        carry: Any,
-        step: Callable[[Module, Any, Any], tuple[Any, Any]],
-        xs: Iterable[Any],
-    ) -> tuple[Any, list[Any]]:
-        """`scan` over layers that are modules of their own, and so written out: the last carry and the list of `y`.
+        carry: Carry,
+        step: Callable[[Module, Carry, X], tuple[Carry, Y]],
+        xs: Iterable[X],
+    ) -> tuple[Carry, list[Y]]:
+        """Does what `scan` does over layers that are separate modules: returns the last carry and the list of `y`.
 
-        Nothing is copied out of a stack, which a decoding engine would pay for at every token.
+        The loop is written out, and nothing is copied out of a stack: a decoding engine would pay for that at every
+        token.
         """
         ys = []
         for layer, x in zip(layers, xs, strict=True):

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class WeightSpec:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Initializer = dataclasses.field(compare=False)
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -36,7 +37,7 @@ class WeightSpec:
 
 
 def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Param:
-    """Creates the declared weight, `stack` copies of it (drawn independently) along a leading axis if given."""
+    """Creates the declared weight; with `stack`, that many weights, drawn independently, along a leading axis."""
     if stack is None:
         value = spec.init(rngs.params(), spec.shape, spec.dtype)
     else:
@@ -47,7 +48,7 @@ def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Pa
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How one weight lies on a mesh: dimension `dim` of the (unstacked) weight is cut over `axes`, in their order."""
+    """The place of one weight on a mesh: its dimension `dim` (without layers) is cut over `axes`, in their order."""
 
     dim: int
     axes: tuple[str, ...]
@@ -55,7 +56,7 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
-    """Which logical axis of a weight FSDP cuts: the first of `order` whose size the mesh divides.
+    """The choice of the logical axis of a weight that FSDP cuts: the first of `order` whose size the mesh divides.
 
     Where the whole mesh divides none, the same with fewer mesh axes, outer ones left out first: the weight is then
     cut over the largest suffix that fits, and replicated over the rest (all of it on a mesh of 3, say).
@@ -69,7 +70,7 @@ class ShardingRules:
             raise ValueError(f"sharding rules name these axes more than once: {', '.join(repeated)}")
 
     def cut(self, spec: WeightSpec, mesh: Mesh) -> Cut | None:
-        """Where to cut this weight, or None to replicate it. Mesh axes of size one are left out."""
+        """The cut of this weight, or None to replicate it. Mesh axes of size one are left out."""
         names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
         for first in range(len(names)):
             axes = names[first:]
@@ -82,13 +83,13 @@ class ShardingRules:
 
 def specs(model: nnx.Module) -> dict[str, Any]:
     """The declarations of the model's weights, in the structure of its parameter dict."""
-    return _of_weights(model, lambda variable: variable.get_metadata("spec"))
+    return map_weights(lambda variable: variable.get_metadata("spec"), model)
 
 
 def shardings(model: nnx.Module, mesh: Mesh, rules: ShardingRules) -> dict[str, Any]:
-    """NamedShardings in the structure of the model's parameter dict. Works on abstract models."""
+    """NamedShardings in the structure of the model's parameter dict; the model may be abstract."""
 
-    def one(variable: nnx.Variable) -> NamedSharding:
+    def sharding(variable: nnx.Variable) -> NamedSharding:
         spec: WeightSpec = variable.get_metadata("spec")
         cut = rules.cut(spec, mesh)
         if cut is None:
@@ -96,9 +97,10 @@ def shardings(model: nnx.Module, mesh: Mesh, rules: ShardingRules) -> dict[str, 
         stacked = len(variable.shape) - len(spec.shape)
         return NamedSharding(mesh, P(*[None] * (cut.dim + stacked), cut.axes))
 
-    return _of_weights(model, one)
+    return map_weights(sharding, model)
 
 
-def _of_weights(model: nnx.Module, function: Callable[[nnx.Variable], Any]) -> dict[str, Any]:
+def map_weights(function: Callable[[nnx.Variable], object], model: nnx.Module) -> dict[str, Any]:
+    """The results of `function` for each weight, in the structure of the model's parameter dict."""
     state = nnx.state(model, nnx.Param)
     return nnx.to_pure_dict(jax.tree.map(function, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))

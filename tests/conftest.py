@@ -48,6 +48,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="session")
 def shared() -> pathlib.Path:
     """The folder of shared workloads and media that stands beside a developer's checkout."""

@@ -6,11 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from packing_cases import MODEL, Content, make_config, make_groups
+from packing_cases import MODEL, Content, compose, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo
-from fluxjax.batch.composer import compose, unpack
+from fluxjax.batch.composer import unpack
 from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
 
@@ -49,8 +49,8 @@ def random_groups(seed: int):
 
 
 def outcome(learner: Learner, composition):
-    grads, tally = learner.accumulate(composition.batches, composition.devices, composition.work)
-    scores = learner.scores([batch.inputs for batch in composition.batches], composition.devices)
+    grads, tally = learner.accumulate(composition.microbatches)
+    scores = learner.gradients.scores(learner.params, composition.microbatches)
     return tally, jax.tree.map(np.asarray, grads), unpack(composition, [logprobs for logprobs, _ in scores])
 
 

@@ -46,10 +46,10 @@ MUTANTS = [
     Mutant(
         "surplus winners skipped with a reason",
         TAIL,
-        "return [Park(entry.prompt) for entry in surplus]",
-        "from ..messages import Skip\n\n            bad = [*ledger.at(PromptStage.SCORED)[needed:]]\n"
+        "return [entry.park() for entry in surplus]",
+        "from ..messages import Skip\n\n            bad = scored[needed:]\n"
         '            return [Skip(entry.prompt, "not needed") for entry in bad] or '
-        "[Park(entry.prompt) for entry in surplus]",
+        "[entry.park() for entry in surplus]",
     ),
     Mutant(
         "adaptive limit one less",
@@ -57,9 +57,7 @@ MUTANTS = [
         "return math.floor(steps * settings.prompts_per_step) - coordinator.ledger.live",
         "return math.floor(steps * settings.prompts_per_step) - 1 - coordinator.ledger.live",
     ),
-    Mutant(
-        "dynamic sampling inverted", ROUNDS, "if not has_variance(entry.group())]", "if has_variance(entry.group())]"
-    ),
+    Mutant("dynamic sampling inverted", ROUNDS, "if not entry.varied]", "if entry.varied]"),
     Mutant(
         "no extra responses in short rounds",
         TAIL,
@@ -82,15 +80,15 @@ MUTANTS = [
     Mutant(
         "what loses is skipped",
         TAIL,
-        "return [Park(entry.prompt) for entry in late]",
+        "return [entry.park() for entry in late]",
         "from ..messages import Skip\n\n"
-        '            return [Park(e.prompt) for e in late] + [Skip(e.prompt, "slow") for e in late]',
+        '            return [e.park() for e in late] + [Skip(e.prompt, "slow") for e in late]',
     ),
     Mutant(
         "losers keep their tokens",
         TAIL,
-        "return [Park(entry.prompt) for entry in late]",
-        "return [Park(entry.prompt, keep=True) for entry in late]",
+        "return [entry.park() for entry in late]",
+        "return [entry.park(keep=True) for entry in late]",
     ),
     Mutant("dropped groups are not replaced", TAIL, "running - complete) > 0:", "running - complete) > 99:"),
     Mutant(
@@ -102,8 +100,8 @@ MUTANTS = [
     Mutant(
         "the last winners",
         TAIL,
-        "winners = ledger.at(PromptStage.SCORED)[:needed]",
-        "winners = ledger.at(PromptStage.SCORED)[-needed:]",
+        "*scored[needed:]]",
+        "*scored[:-needed]]",
     ),
     Mutant(
         "schedule of extra prompts ignored", TAIL, 'coordinator.scheduled("tail_prompts", self.prompts)', "self.prompts"
@@ -213,7 +211,7 @@ MUTANTS = [
         "keep=lambda entry: entry.born >= oldest",
         "keep=lambda entry: entry.born > oldest",
     ),
-    Mutant("what runs is thrown away", APRIL, "park = [Park(entry.prompt, keep=True)", "park = [Park(entry.prompt)"),
+    Mutant("what runs is thrown away", APRIL, "park = [entry.park(keep=True)", "park = [entry.park()"),
     Mutant(
         "nobody waits for what becomes too old",
         APRIL,

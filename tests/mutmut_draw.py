@@ -11,7 +11,7 @@ import pathlib
 import random
 import sys
 
-from mutmut.mutation.file_mutation import create_mutations, deep_replace
+from mutmut.mutation.file_mutation import create_mutations, deep_replace  # pyright: ignore[reportMissingImports]
 
 FOLDER = "fluxjax/coordinator"
 

@@ -68,7 +68,7 @@ def training(links: Links) -> None:
 
     import models
     from fluxjax.algorithms import grpo
-    from fluxjax.batch.composer import compose
+    from fluxjax.batch.composer import Composer
     from fluxjax.config import Strategy
     from fluxjax.learner.learner import Learner
     from fluxjax.run.checkpoint import Checkpoints, like
@@ -78,6 +78,7 @@ def training(links: Links) -> None:
     config.sharding.strategy, config.sharding.deterministic = Strategy.ODC, True
     model = models.create(Qwen2Config(text=tiny((4, 2)).config.text), seed=3)
     learner = Learner(config, model, grpo.token_loss, links=links)
+    composer = Composer(config, learner.mesh.size, text=model.config.text)
     checkpoints = Checkpoints(pathlib.Path(SETTINGS["checkpoints"]), keep=2)
     first = checkpoints.latest()
     if first is not None:
@@ -86,12 +87,10 @@ def training(links: Links) -> None:
     say(resumed_from=first)
     for step in range((first or 0) + 1, SETTINGS["steps"] + 1):
         groups, prepared = make_groups([[3]] * 8, [[9], [5], [200], [2], [150], [190], [30], [180]], seed=step)
-        composition = compose(
-            groups, prepared, config, learner.mesh.size, text=model.config.text, shapes=learner.shapes
-        )
+        composition = composer.compose(groups, prepared)
         if step == SETTINGS.get("fault_step"):
             break_down(SETTINGS["fault"])
-        learner.step(composition.batches, composition.devices, composition.work)
+        learner.step(composition.microbatches)
         checkpoints.save(step, learner.state(), {})
         checkpoints.wait()
     checkpoints.close()

@@ -1,8 +1,11 @@
 """Small groups with real patch and position layouts, and a tiny Qwen2.5-VL configuration, for packing tests."""
 
+from typing import Any
+
 import numpy as np
 
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
+from fluxjax.batch.composer import Composer, Composition
 from fluxjax.config import Config
 from models.config import Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput
@@ -92,7 +95,7 @@ def make_groups(
                 draw=draw,
                 sample=sample,
                 token_ids=tuple(rng.integers(0, vocabulary, size).tolist()),
-                logprobs=tuple(np.float32(-rng.uniform(0.1, 5.0, size)).tolist()),
+                logprobs=tuple((-rng.uniform(0.1, 5.0, size)).astype(np.float32).tolist()),
                 versions=tuple(rng.integers(0, 9, size).tolist()),
                 finish="stop",
             )
@@ -108,3 +111,18 @@ def make_config(tokens_per_row: int = 48, rows: int = 4, patches: int = 128, sha
     config.packing.patches_per_device = patches
     config.packing.share_prompts = share
     return config
+
+
+def compose(groups, prepared, config: Config, devices: int = 1, *, vision=None, text=None, shapes=None, **options):
+    """The composition of one step, by a composer of its own."""
+    return Composer(config, devices, vision, text, shapes).compose(groups, prepared, **options)
+
+
+def owners(composition: Composition) -> tuple[Any, ...]:
+    """The device of each microbatch, None for one of all devices."""
+    return tuple(microbatch.owner for microbatch in composition.microbatches)
+
+
+def works(composition: Composition) -> tuple[Any, ...]:
+    """The predicted work of each microbatch, None where nothing predicts it."""
+    return tuple(microbatch.work for microbatch in composition.microbatches)

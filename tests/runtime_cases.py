@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scripted_engine import ScriptedEngine
 
-from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward
+from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, TrainedStep
 from fluxjax.coordinator import Coordinator, SchedulingPolicy, Settings, Synchronous
 from fluxjax.coordinator.messages import Finish
 from fluxjax.runtime.ports import Observer, StepReport
@@ -68,12 +68,14 @@ class Trainer:
     early: list[tuple[int, tuple[Group, ...], tuple[int, ...]]] = dataclasses.field(default_factory=list)
     threads: set[str] = dataclasses.field(default_factory=set)
 
-    def train(self, step: int, groups: Any, prepared: Any) -> dict[str, float]:
+    def train(self, step: int, groups: Any, prepared: Any) -> TrainedStep:
         assert [g.prompt.draw for g in groups] == list(prepared)
         self.threads.add(threading.current_thread().name)
         self.trained.append(tuple(groups))
         self.version += 1
-        return {"loss": float(step)}
+        early = [group for number, some, _ in self.early if number == step for group in some]
+        whole = tuple(sorted([*early, *groups], key=lambda group: group.prompt.draw))
+        return TrainedStep(whole, {"loss": float(step)})
 
     def accumulate(self, step: int, groups: Any, prepared: Any, engines: Any = ()) -> None:
         assert [g.prompt.draw for g in groups] == list(prepared)
@@ -128,9 +130,9 @@ class Run:
         *engines: ScriptedEngine,
         state: dict[str, Any] | None = None,
         policy: SchedulingPolicy | None = None,
-        **settings: int,
+        **settings: Any,
     ) -> None:
-        options = {"steps": 3, "prompts_per_step": 3, "group_size": 3} | settings
+        options: dict[str, Any] = {"steps": 3, "prompts_per_step": 3, "group_size": 3} | settings
         self.engines = engines or (ScriptedEngine(),)
         self.coordinator = Coordinator(Settings(**options, engines=len(self.engines)), policy or Synchronous())
         self.source, self.scorer, self.trainer = Source(), Scorer(), Trainer()

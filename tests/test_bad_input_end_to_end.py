@@ -95,7 +95,7 @@ def odd_files(folder: pathlib.Path) -> dict[str, object]:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_odd_files_are_used_or_skipped_and_counted(commands, tmp_path):
     (tmp_path / "data").mkdir()
     settings = odd_files(tmp_path / "data")
@@ -158,6 +158,7 @@ def test_unknown_embedded_source(capsys, tmp_path):
     assert "digitz" in line and "digits, pans, reverse" in line
 
 
+@pytest.mark.slow
 def test_no_usable_record(capsys, tmp_path):
     records = [{"id": str(i), "prompt": "Colour?", "answer": "r", "images": ["gone.png"]} for i in range(3)]
     file = write_jsonl(tmp_path / "gone.jsonl", records)
@@ -276,7 +277,7 @@ def disk(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_disk_full_while_checkpointing(commands, data, disk, finished, tmp_path):
     """Room for one checkpoint, hardly for two: the run goes on to its end and says what it could not save."""
     run_dir = tmp_path / "run"
@@ -296,7 +297,7 @@ def test_disk_full_while_checkpointing(commands, data, disk, finished, tmp_path)
     assert summary(run_dir)["resumed_from"] == [kept]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_disk_full_of_other_things(commands, data, disk, tmp_path):
     """Not even a line of metrics can be written: one clear line, no hang; with room again, the run goes on."""
     run_dir = disk(tmp_path / "small", "4m") / "run"

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_cases import MODEL, make_config, make_groups
+from packing_cases import MODEL, compose, make_config, make_groups
 
-from fluxjax.batch.composer import compose, row_shapes, sft_groups, unpack, with_reference
-from fluxjax.batch.rows import Budget, Item, grid, pack
+from fluxjax.batch.composer import sft_groups, unpack, with_reference
+from fluxjax.batch.pieces import Item
+from fluxjax.batch.rows import Budget, grid, pack
 from fluxjax.config import ConfigError, LossAggregation
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
@@ -169,6 +170,7 @@ def ancestry(inputs, row, cell):
     return cells[::-1]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(case_strategy())
 def test_every_response_is_there_once_behind_its_own_prompt(case):
@@ -179,7 +181,7 @@ def test_every_response_is_there_once_behind_its_own_prompt(case):
     for batch in composition.batches:
         inputs = batch.inputs
         B, T = inputs.tokens_BT.shape
-        assert (B, T, inputs.vision.num_patches) in row_shapes(config, shards, MODEL.vision)
+        assert (B, T, inputs.vision.num_patches) in Budget.of(config, shards, MODEL.vision).shapes()
         trained = batch.lags_BT >= 0
         np.testing.assert_array_equal(trained, batch.loss_weights_BT > 0)
         ends = trained & ~np.pad(trained, ((0, 0), (0, 1)))[:, 1:]
@@ -289,7 +291,7 @@ def test_a_text_model_has_no_vision_buffer():
     groups, prepared = make_groups([[4], [5]], [[3, 2], [1]])
     for batch in compose(groups, prepared, make_config()).batches:
         assert batch.inputs.vision is None
-    assert set(row_shapes(make_config(rows=4), 2, None)) == {(2, 48, 0), (4, 48, 0), (8, 48, 0)}
+    assert set(Budget.of(make_config(rows=4), 2, None).shapes()) == {(2, 48, 0), (4, 48, 0), (8, 48, 0)}
 
 
 def test_all_microbatches_of_a_step_have_one_frame_bound():

@@ -51,7 +51,7 @@ def check_side(side: dict, stages: set[str], tokens: int) -> None:
     assert side["setup_rss_mib"] <= side["peak_rss_mib"]["step"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_json_line() -> None:
     line = result(*TINY)
     assert line["benchmark"] == "train_step" and line["repeats"] == 2
@@ -67,7 +67,7 @@ def test_one_json_line() -> None:
     assert "peer" not in line and "ratio" not in line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_peer() -> None:
     python = os.environ.get("FLUXJAX_PEER_PYTHON", sys.executable)
     if python == sys.executable and importlib.util.find_spec("trl") is None:
@@ -102,7 +102,7 @@ def test_help() -> None:
     assert done.returncode == 0 and "--peer-python" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_compute_the_same_under_every_plan():
     """Real processes with a device each: FSDP's gathers and Ulysses' all-to-alls between them."""
     command = [sys.executable, str(ROOT / "benchmarks" / "flex_ulysses_step.py"), "--part=measured"]
@@ -116,7 +116,7 @@ def test_two_processes_compute_the_same_under_every_plan():
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_generation_beside_transformers():
     """Both sides have the same weights and prompts, and so the same tokens. How fast they are is another matter."""
     pytest.importorskip("torch")
@@ -133,6 +133,7 @@ def test_generation_beside_transformers():
         assert ratio == pytest.approx(ours / peer, rel=1e-2) and ours > 0
 
 
+@pytest.mark.slow
 def test_the_plan_benchmark_takes_other_mixes(tmp_path):
     mixes = tmp_path / "mixes.json"
     lengths = [900, 30, 20, 200, 150, 80, 60, 40]

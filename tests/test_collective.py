@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_cases import MODEL, make_config, make_groups
+from packing_cases import MODEL, compose, make_config, make_groups, owners, works
 
-from fluxjax.batch.composer import compose, unpack
-from fluxjax.batch.fill import COLLECTIVE
-from fluxjax.batch.spreading import shape_book
+from fluxjax.batch.composer import unpack
 from fluxjax.config import ConfigError, Strategy
 from fluxjax.learner.policy_trainer import plan_metrics
 from sharding.planner.vision_units import surely_hold
+from sharding.spread.shapes import ShapeBook
 
 ROOM, PATCHES = 80, 96  # of a device
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
@@ -31,8 +30,7 @@ def composed(contents, lengths, devices, config=None, vision=None, seed=0):
 
 def plans(composition):
     """Those of the collective microbatches."""
-    pairs = zip(composition.layouts, composition.devices, strict=True)
-    return [layout.plan for layout, device in pairs if device == COLLECTIVE]
+    return [microbatch.layout.plan for microbatch in composition.microbatches if microbatch.owner is None]
 
 
 def places(composition):
@@ -56,17 +54,17 @@ def check_responses(groups, composition):
 
 def check_buffers(composition, devices, config):
     """Collective ones first, then in order of device and work; every row and its patches within a device's."""
-    owners, work = composition.devices, composition.work
-    count = owners.count(COLLECTIVE)
-    assert len(owners) == len(work) == len(composition.batches) and set(owners) <= {COLLECTIVE, *range(devices)}
-    assert all(owner == COLLECTIVE for owner in owners[:count]) and min(work) > 0
-    own = [*zip(owners[count:], work[count:], strict=True)]
+    whose, work = owners(composition), works(composition)
+    count = whose.count(None)
+    assert len(whose) == len(work) == len(composition.batches) and set(whose) <= {None, *range(devices)}
+    assert all(owner is None for owner in whose[:count]) and min(work) > 0
+    own = [*zip(whose[count:], work[count:], strict=True)]
     assert own == sorted(own, key=lambda pair: (pair[0], -pair[1]))
-    for owner, batch in zip(owners, composition.batches, strict=True):
+    for owner, batch in zip(whose, composition.batches, strict=True):
         rows, columns = batch.inputs.tokens_BT.shape
-        assert rows == (devices if owner == COLLECTIVE else 1) and columns <= ROOM
+        assert rows == (devices if owner is None else 1) and columns <= ROOM
         degrees = {degree for degree, _ in batch.inputs.spread.rounds}
-        assert max(degrees) <= (config.sharding.max_degree or devices) if owner == COLLECTIVE else degrees == {1}
+        assert max(degrees) <= (config.sharding.max_degree or devices) if owner is None else degrees == {1}
         if batch.inputs.vision is not None:
             assert batch.inputs.vision.num_patches <= rows * PATCHES
 
@@ -115,7 +113,7 @@ def test_only_what_is_too_long_and_what_fills_is_collective(case, seed, devices_
     groups, composition = composed(contents, lengths, devices, config, seed=seed)
     check_responses(groups, composition)
     check_buffers(composition, devices, config)
-    together = {key for key, number in places(composition).items() if composition.devices[number] == COLLECTIVE}
+    together = {key for key, number in places(composition).items() if composition.microbatches[number].owner is None}
     sizes = {(100 + 3 * i, k): contents[i][0] + n for i, own in enumerate(lengths) for k, n in enumerate(own) if n}
     assert {key for key, size in sizes.items() if size > ROOM} <= together
     for plan in plans(composition):
@@ -148,7 +146,7 @@ def test_media_keep_within_their_buffers_too(case, seed, devices_degree, share):
     for index, group in enumerate(groups):
         for sample in (s.response for s in group.samples if s.response.token_ids):
             if patches[index] > PATCHES:
-                assert composition.devices[where[sample.draw, sample.sample]] == COLLECTIVE
+                assert composition.microbatches[where[sample.draw, sample.sample]].owner is None
 
 
 def test_devices_that_the_long_sequence_leaves_idle_compute_shorter_ones():
@@ -158,25 +156,25 @@ def test_devices_that_the_long_sequence_leaves_idle_compute_shorter_ones():
     assert plan.lengths == (120, 53, 50, 43, 34, 9) and plan.degrees == (2, 1, 1, 1, 1, 1)  # 60 tokens a device
     assert plan.firsts == (0, 2, 3, 4, 5, 6)
     assert composition.batches[0].inputs.tokens_BT.shape == (8, 64)
-    assert len(composition.batches) == 2 and composition.devices[1] in range(8)  # 75 tokens alone, none at 7 others
+    assert len(composition.batches) == 2 and owners(composition)[1] in range(8)  # 75 tokens alone, none at 7 others
     metrics = plan_metrics(composition, 8)
     assert metrics["sharding/collective"] == 1 and metrics["sharding/sharded_tokens"] == pytest.approx(120 / 384)
     assert (metrics["sharding/microbatches_max"], metrics["sharding/microbatches_min"]) == (2, 1)
-    busy = sum(plan.compute()) + composition.work[1]
-    assert composition.work[0] == pytest.approx(plan.compute().max())
-    assert metrics["sharding/bubble"] == pytest.approx(1 - busy / (8 * sum(composition.work)))
+    busy = sum(plan.compute()) + works(composition)[1]
+    assert works(composition)[0] == pytest.approx(plan.compute().max())
+    assert metrics["sharding/bubble"] == pytest.approx(1 - busy / (8 * sum(works(composition))))
 
 
 def test_where_all_devices_share_the_long_sequence_nothing_is_added():
     _, composition = composed([[10]] * 7, [[150], [5], [40], [30], [20], [9], [8]], 4)
     [plan] = plans(composition)
     assert plan.lengths == (160,) and plan.degrees == (4,)
-    assert len(composition.keys) == 7 and set(composition.devices) == {COLLECTIVE, 0, 1, 2, 3}
+    assert len(composition.keys) == 7 and set(owners(composition)) == {None, 0, 1, 2, 3}
 
 
 def test_a_step_of_long_sequences_only():
     _, composition = composed([[100], [90]], [[5, 6], [9]], 2)
-    assert set(composition.devices) == {COLLECTIVE} and len(composition.keys) == 3
+    assert set(owners(composition)) == {None} and len(composition.keys) == 3
     metrics = plan_metrics(composition, 2)
     assert metrics["sharding/microbatches_max"] == metrics["sharding/microbatches_min"] == len(composition.batches)
     assert 0 <= metrics["sharding/bubble"] < 0.1
@@ -193,10 +191,10 @@ def test_responses_of_a_long_prompt_stay_together():
 
 
 def test_shapes_of_one_device_and_of_all_are_remembered_apart():
-    config, book = odc(), shape_book(odc())
+    config, book = odc(), ShapeBook(odc().sharding.max_shapes)
     groups, prepared = make_groups([[10], [10]], [[150], [5]])
     compose(groups, prepared, config, 4, text=MODEL.text, shapes=book)
     assert {devices: len(own) for devices, own in book.entries.items()} == {4: 1, 1: 1} and len(book) == 2
-    again = shape_book(config)
+    again = ShapeBook(config.sharding.max_shapes)
     again.load_state(book.state())
     assert again == book

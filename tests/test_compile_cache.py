@@ -1,6 +1,7 @@
 """Programs on disk: what one device compiled, the others load."""
 
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import pytest
 
 from fluxjax.base.compile_cache import share_between_devices
 
+OPTIONS: Any = jax.config  # attributes made at run time
+
 
 @pytest.fixture
 def every_program():
     """Also those that compile at once are kept."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    before = OPTIONS.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     yield
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
@@ -31,7 +34,7 @@ def test_what_one_device_compiled_the_others_load(every_program):
     for device, result in zip(jax.devices(), results, strict=True):
         assert all(part.devices() == {device} for part in result)
         jax.tree.map(np.testing.assert_array_equal, result, results[0])
-    kept = pathlib.Path(jax.config.jax_compilation_cache_dir).glob("jit_found_by_all_devices-*-cache")
+    kept = pathlib.Path(OPTIONS.jax_compilation_cache_dir).glob("jit_found_by_all_devices-*-cache")
     assert len(list(kept)) == 1
 
 
@@ -44,5 +47,5 @@ def test_programs_of_several_devices_are_told_apart(every_program):
     for devices in (jax.devices()[:2], jax.devices()[2:4]):
         place = jax.sharding.NamedSharding(jax.make_mesh((2,), ("i",), devices=devices), jax.P("i"))
         assert jax.jit(found_by_nobody_else)(jax.device_put(np.ones(4, np.float32), place)) == 4
-    kept = pathlib.Path(jax.config.jax_compilation_cache_dir).glob("jit_found_by_nobody_else-*-cache")
+    kept = pathlib.Path(OPTIONS.jax_compilation_cache_dir).glob("jit_found_by_nobody_else-*-cache")
     assert len(list(kept)) == 2

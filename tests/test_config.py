@@ -1,6 +1,8 @@
 """Configuration: every shipped file against its golden text, and one clear line for each kind of mistake."""
 
+import inspect
 import json
+import operator
 import os
 import pathlib
 import re
@@ -9,7 +11,7 @@ import sys
 
 import pytest
 
-from fluxjax.config import Config, ConfigError, DType, Importance, cli, from_json, to_json
+from fluxjax.config import Config, ConfigError, DType, Importance, cli, from_json, scheduling, sections, to_json
 from fluxjax.config.unread import NEEDS, remarks
 from fluxjax.simulation.options import SimulateConfig as SimulatedConfig
 
@@ -95,7 +97,7 @@ def test_overrides_are_typed():
         ("--config.name=a/b", "name is 'a/b'"),
         ("--config.seed=3000000000", "seed is 3000000000"),
         ("--config.algorithm.name=sft", "algorithm.name is sft"),
-        ("--config.sharding.balance=lb", "'lb' is not one of lb_mini, lb_micro, local_sort, verl_native"),
+        ("--config.sharding.balance=lb", "'lb' is not one of lb_mini, lb_micro, local_sort"),
         ("--config.sharding.hybrid=true", "sharding.hybrid needs sharding.strategy odc, not fsdp"),
         ("--config.sharding.deterministic=true", "sharding.deterministic needs sharding.strategy odc, not fsdp"),
         ("--config.sharding.live_layers=4", "strategy odc, not fsdp; set the one or leave the other at 3"),
@@ -295,12 +297,86 @@ def test_command_line_reports_a_typo_in_one_line_and_imports_nothing_heavy():
         assert f"--config.{name}=" in shown.stdout
 
 
-def test_every_number_field_has_a_range_check_or_is_free():
-    """`validate` knows its fields by name; a renamed field must not silently lose its check."""
-    from fluxjax.config.sections import _NOT_NEGATIVE, _POSITIVE
+BOUNDED = """
+    steps seed name model.intermediate_size model.vision_hidden_size model.vision_intermediate_size
+    model.vision_depth model.vision_num_heads model.patch_size model.window_size model.rope_theta
+    model.initializer_range model.num_layers model.num_heads model.num_kv_heads model.hidden_size
+    packing.tokens_per_row packing.rows_per_device packing.patches_per_device packing.rounds_per_degree
+    packing.short packing.group_cap rollout.max_sequence_tokens rollout.prompts_per_step rollout.group_size
+    rollout.max_new_tokens rollout.slots rollout.temperature rollout.top_p rollout.top_k optim.lr optim.eps
+    optim.beta1 optim.beta2 optim.warmup_steps optim.weight_decay optim.max_grad_norm warm_start.lr
+    warm_start.batch_size warm_start.steps sharding.max_shapes sharding.devices_per_host sharding.devices
+    sharding.vocab_chunk sharding.max_degree sharding.tolerance sharding.alpha sharding.live_layers
+    checkpoint.keep checkpoint.every evaluation.samples evaluation.samples_during evaluation.every
+    data.video_frames data.max_decoded_pixels data.max_decoded_frames data.min_pixels data.max_pixels
+    report.logprob_gap_alarm report.timeline_steps report.prometheus_port report.dump_samples_every
+    report.dump_samples algorithm.clip_low algorithm.clip_high algorithm.kl_coefficient
+    algorithm.entropy_coefficient algorithm.importance.low algorithm.importance.high algorithm.importance.decay
+    tail_batching.prompts tail_batching.responses april.oversample april.max_staleness adaptive_async.min_ratio
+    adaptive_async.ratio adaptive_async.max_ratio adaptive_async.ema adaptive_async.kp adaptive_async.ki
+    adaptive_async.kd adaptive_async.kl_normalizer adaptive_async.variance_normalizer
+    adaptive_async.sync_interval adaptive_async.max_staleness policy.max_num_gen_batches policy.engines
+    parallelism.degree parallelism.min_degree parallelism.max_degree parallelism.rise parallelism.calm
+    stream_trainer.first stream_trainer.last stream_trainer.every stream_trainer.chunk
+    speculative_sync.confidence
+"""
 
-    names = {name for name, _ in cli.flatten(Config())}
-    assert set(_POSITIVE) | set(_NOT_NEGATIVE) <= names
+
+@pytest.mark.parametrize("name", BOUNDED.split())
+def test_every_bound_refuses_what_lies_beyond_it(name):
+    """A field must not silently lose its bound; the error names the field, the value and what is allowed."""
+    config = cli.load([])
+    section = operator.attrgetter(name.rpartition(".")[0])(config) if "." in name else config
+    field = name.rpartition(".")[2]
+    wrong = "a/b" if name == "name" else type(getattr(section, field))(-1)
+    setattr(section, field, wrong)
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is {wrong!r}; it must ")):
+        config.validate()
+
+
+def test_a_bound_takes_its_ends():
+    config = cli.load([])
+    config.rollout.top_p, config.optim.beta1, config.seed, config.adaptive_async.ema = 1.0, 0.0, 2**31 - 1, 1.0
+    config.validate()
+    config.optim.beta2 = 1.0
+    with pytest.raises(ConfigError, match=r"optim\.beta2 is 1\.0; it must be in \[0, 1\)"):
+        config.validate()
+
+
+def test_help_shows_bounds():
+    (line,) = [line for line in cli.help_text("").splitlines() if line.startswith("  --config.optim.beta1=")]
+    assert line.endswith("must be in [0, 1)")
+    (line,) = [line for line in cli.help_text("").splitlines() if line.startswith("  --config.sharding.live_layers=")]
+    assert line.endswith("  odc: layers whose weights are on a device at once, at most; must be at least 2")
+
+
+def test_every_comment_of_a_field_is_shown_by_the_help():
+    """A comment that does not stand behind the field's name is not found; a formatter may move it."""
+    for module in (sections, scheduling):
+        source = inspect.getsource(module)
+        assert not re.findall(r"^    \)  #.*", source, re.MULTILINE)
+
+
+@pytest.mark.parametrize("value", ["verl_native", "VERL_NATIVE"])
+def test_the_scheduler_of_verl_is_called_lb_micro(tmp_path, value):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from fluxjax.config import Balance, Config\n\n\ndef get_config(variant=''):\n"
+        "    return Config(sharding=Balance.VERL_NATIVE)\n"
+    )
+    for attempt in (
+        lambda: cli.load(["--config.sharding.strategy=odc", f"--config.sharding.balance={value}"]),
+        lambda: cli.load([f"--config={file}"]),
+        lambda: from_json({"sharding": {"balance": value}}),
+    ):
+        with pytest.raises(ConfigError, match="set lb_micro: verl_native is the same"):
+            attempt()
+
+
+@pytest.mark.parametrize("value", [None, 3, ["odc"]])
+def test_a_saved_choice_that_is_no_text_is_refused_by_name(value):
+    with pytest.raises(ConfigError, match=r"the saved configuration has sharding\.strategy: "):
+        from_json({"sharding": {"strategy": value}})
 
 
 def test_a_shipped_config_is_found_from_any_folder(tmp_path, monkeypatch):

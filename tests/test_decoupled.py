@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import alone, assert_equal, learner, outcome, random_groups, tiny
-from packing_cases import MODEL, make_config, make_groups
+from packing_cases import MODEL, compose, make_config, make_groups, owners, works
 
-from fluxjax.batch.composer import check_strategy, compose, unpack, with_reference
-from fluxjax.batch.own_pace import estimate
-from fluxjax.batch.spreading import model_sizes, shape_book
+from fluxjax.batch.composer import Composer, unpack, with_reference
+from fluxjax.batch.work import estimate, model_sizes
 from fluxjax.config import Balance, ConfigError, Strategy
 from fluxjax.data.prepare import PromptLimits
 from fluxjax.learner.policy_trainer import plan_metrics
 from sharding.cost import QWEN2_5_VL_7B, CostModel
 from sharding.planner.packing import SCHEDULERS
+from sharding.spread.shapes import ShapeBook
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
 HEADS = (8, 2)
@@ -54,7 +54,7 @@ options = {
     "seed": st.integers(0, 99),
     "devices": st.integers(1, 6),
     "share": st.booleans(),
-    "balance": st.sampled_from(sorted(SCHEDULERS)),
+    "balance": st.sampled_from(sorted(balance.value for balance in Balance)),
 }
 
 
@@ -87,10 +87,10 @@ def check(case, vision, seed, devices, share, balance):
 
 def check_microbatches(composition, vision, devices):
     """One row each, in order of device and work, within a device's 80 tokens and 96 patches, and never empty."""
-    owners, work = composition.devices, composition.work
-    assert len(composition.batches) == len(owners) == len(work) == len(composition.layouts)
-    assert set(owners) <= set(range(devices))
-    assert [*zip(owners, work, strict=True)] == sorted(zip(owners, work, strict=True), key=lambda x: (x[0], -x[1]))
+    whose, work = owners(composition), works(composition)
+    assert all(microbatch.layout is not None for microbatch in composition.microbatches)
+    assert set(whose) <= set(range(devices))
+    assert [*zip(whose, work, strict=True)] == sorted(zip(whose, work, strict=True), key=lambda x: (x[0], -x[1]))
     for inputs in (batch.inputs for batch in composition.batches):
         assert inputs.tokens_BT.shape[0] == 1 and inputs.tokens_BT.shape[1] <= 80
         assert {degree for degree, _ in inputs.spread.rounds} == {1} and inputs.spread.axes == ()
@@ -156,7 +156,7 @@ def test_lb_mini_is_at_least_as_even_as_lb_micro(case, seed, devices, share):
 
     def busiest(balance):
         composition = compose(groups, prepared, odc(share=share, balance=balance), devices, text=MODEL.text)
-        return np.bincount(composition.devices, composition.work).max()
+        return np.bincount(owners(composition), works(composition)).max()
 
     # A hundredth is not worth further copies of prompts, so that one of the two may do without them.
     assert busiest(Balance.LB_MINI) <= busiest(Balance.LB_MICRO) * (1 / 0.99 if share else 1) * (1 + 1e-12)
@@ -170,14 +170,14 @@ def test_order_of_arrival_does_not_matter(case, seed, devices, share):
         compose(some, prepared, odc(share=share), devices, vision=MODEL.vision, text=MODEL.text)
         for some in (groups, groups[::-1])
     )
-    assert first.keys == second.keys and first.devices == second.devices and first.work == second.work
+    assert first.keys == second.keys and owners(first) == owners(second) and works(first) == works(second)
     assert jax.tree.structure(first.batches) == jax.tree.structure(second.batches)
     for one, other in zip(jax.tree.leaves(first.batches), jax.tree.leaves(second.batches), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_every_schedule_can_be_chosen():
-    assert {balance.value for balance in Balance} == set(SCHEDULERS)
+    assert {balance.value for balance in Balance} == set(SCHEDULERS) - {"verl_native"}  # that is lb_micro here
 
 
 def test_media_split_what_tokens_would_let_stand_together():
@@ -185,14 +185,14 @@ def test_media_split_what_tokens_would_let_stand_together():
     config = odc(tokens_per_row=200, patches=99)
     composition = compose(groups, prepared, config, 1, vision=MODEL.vision, text=MODEL.text)
     used = [np.count_nonzero(batch.inputs.vision.frame_segments_P) for batch in composition.batches]
-    assert used == [96, 96] and composition.devices == (0, 0)
-    assert composition.work[0] > composition.work[1]  # the text is in the first one
+    assert used == [96, 96] and owners(composition) == (0, 0)
+    assert works(composition)[0] > works(composition)[1]  # the text is in the first one
 
 
 def test_devices_may_have_no_microbatch():
     groups, prepared = make_groups([[9], [9]], [[4], [4]])
     composition = compose(groups, prepared, odc(), 5, text=MODEL.text)
-    assert len(composition.batches) == 2 and len(set(composition.devices)) == 2
+    assert len(composition.batches) == 2 and len(set(owners(composition))) == 2
     metrics = plan_metrics(composition, 5)
     assert metrics["sharding/bubble"] == pytest.approx(3 / 5)
     assert (metrics["sharding/microbatches_max"], metrics["sharding/microbatches_min"]) == (1, 0)
@@ -202,7 +202,7 @@ def test_devices_may_have_no_microbatch():
 def test_groups_are_cut_where_devices_would_wait():
     groups, prepared = make_groups([[6], [6]], [[9] * 6, [9] * 6])
     composition = compose(groups, prepared, odc(), 4, text=MODEL.text)
-    assert composition.devices == (0, 1, 2, 3) and plan_metrics(composition, 4)["sharding/bubble"] < 0.01
+    assert owners(composition) == (0, 1, 2, 3) and plan_metrics(composition, 4)["sharding/bubble"] < 0.01
     prompts = sum(len(np.unique(b.inputs.segments_BT[b.inputs.segments_BT != 0])) for b in composition.batches)
     assert prompts == 4
     many, prepared = make_groups([[6]] * 8, [[9] * 6] * 8)
@@ -212,17 +212,17 @@ def test_groups_are_cut_where_devices_would_wait():
 def test_devices_have_as_many_microbatches_as_they_need():
     groups, prepared = make_groups([[75], [36], [36], [75]], [[5]] * 4)  # 80, 41, 41, 80 tokens
     composition = compose(groups, prepared, odc(), 3, text=MODEL.text)
-    assert sorted(np.bincount(composition.devices).tolist()) == [1, 1, 2]
+    assert sorted(np.bincount(owners(composition)).tolist()) == [1, 1, 2]
     assert plan_metrics(composition, 3)["sharding/bubble"] < 0.05
     sort = compose(groups, prepared, odc(balance=Balance.LOCAL_SORT), 3, text=MODEL.text)
-    assert sort.devices == (0, 0, 1, 2)  # no empty ones to make the numbers equal
+    assert owners(sort) == (0, 0, 1, 2)  # no empty ones to make the numbers equal
     assert plan_metrics(sort, 3)["sharding/bubble"] > 0.5
 
 
 def test_few_shapes_over_all_devices_and_steps():
     config = odc(tokens_per_row=200, patches=512)
     config.sharding.max_shapes = 4
-    book = shape_book(config)
+    book = ShapeBook(config.sharding.max_shapes)
     shapes = set()
     for step in range(60):
         groups, prepared = random_groups(step)
@@ -252,10 +252,10 @@ def test_what_no_device_holds_is_refused():
 def test_a_rollout_longer_than_the_devices_of_a_sequence_hold_is_refused_at_the_start():
     config = odc()
     config.rollout.max_sequence_tokens = 320
-    check_strategy(config, 4, MODEL.text, None)
+    Composer(config, 4, None, MODEL.text).check()
     config.rollout.max_sequence_tokens = 321
     with pytest.raises(ConfigError, match=r"max_sequence_tokens is 321, but the 4 devices .* hold 320"):
-        check_strategy(config, 8, MODEL.text, None)  # it has four heads
+        Composer(config, 8, None, MODEL.text).check()  # it has four heads
 
 
 def test_a_prompt_has_the_patches_of_all_devices():
@@ -310,7 +310,7 @@ def test_reference_logprobs_are_filled_in_on_every_device():
     groups, prepared = make_groups([[4], [5, (1, 2, 2)]], [[3, 2], [1]])
     composition = compose(groups, prepared, odc(), 2, vision=MODEL.vision, text=MODEL.text)
     filled = with_reference(composition, [np.full(b.loss_weights_BT.shape, -2.5) for b in composition.batches])
-    assert filled.devices == composition.devices == (0, 1) and filled.work == composition.work
+    assert owners(filled) == owners(composition) == (0, 1) and works(filled) == works(composition)
     for batch in filled.batches:
         expected = np.where(batch.lags_BT >= 0, np.float32(-2.5), np.float32(0))
         np.testing.assert_array_equal(batch.reference_logprobs_BT, expected)
@@ -323,6 +323,7 @@ def test_sum_over_the_microbatches_of_three_devices_equals_one_ordinary_batch(sh
     config = odc(tokens_per_row=32, patches=112, share=share)
     config.sharding.max_shapes = 1  # every shape is compiled
     composition = compose(groups, prepared, config, 3, vision=MODEL.vision, text=tiny(HEADS).config.text)
-    assert set(composition.devices) == {0, 1, 2} and len(composition.batches) > 3
-    by_one = dataclasses.replace(composition, devices=(), work=())  # whoever computes them
+    assert set(owners(composition)) == {0, 1, 2} and len(composition.batches) > 3
+    shared = tuple(dataclasses.replace(microbatch, owner=None) for microbatch in composition.microbatches)
+    by_one = dataclasses.replace(composition, microbatches=shared)  # whoever computes them
     assert_equal(outcome(learner(HEADS, 1), by_one), alone(HEADS, groups, prepared))

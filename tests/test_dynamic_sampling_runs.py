@@ -42,6 +42,7 @@ def configuration(folder, policy: str, **own: object):
     return load(["--config=configs/text.py", *flags(**settings)])
 
 
+@pytest.mark.slow
 @every_policy
 def test_a_broken_reward_ends_the_run_in_one_line(policy, rule, tmp_path, capsys) -> None:
     assert main(configuration(tmp_path, policy, policy__max_num_gen_batches=3)) == 2
@@ -62,6 +63,7 @@ class BreaksAfter(Callback):
         self.rule.watch = lambda calls: trainer.stop() if calls == last else None
 
 
+@pytest.mark.slow
 @every_policy
 def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path) -> None:
     """Without any bound. What was dropped is in the checkpoint; once the reward is mended, the same command goes on."""

@@ -37,6 +37,7 @@ def files(folder):
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_run_and_nothing_is_changed(run, capsys):
     folder, result = run
     before = files(folder)

@@ -6,12 +6,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-from packing_cases import MODEL, make_config, make_groups
+from packing_cases import MODEL, compose, make_config, make_groups
 from test_importance import TOLERANCE, weight_of
 
 import models
 from fluxjax.algorithms import grpo
-from fluxjax.batch.composer import compose, unpack, with_importance
+from fluxjax.batch.composer import Composer, unpack, with_importance
 from fluxjax.config import Config, Importance, ImportanceConfig, ImportanceLevel, Strategy
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
@@ -55,7 +55,7 @@ def key_of(sample):
 @functools.cache
 def near_policy():
     """Groups with advantages, of mixed versions, whose behaviour log-probs lie near the policy's; the policy's own."""
-    groups, prepared = make_groups(CONTENTS, LENGTHS, seed=5)
+    groups, prepared = make_groups([[*content] for content in CONTENTS], LENGTHS, seed=5)
     config = config_for(ImportanceConfig(), tokens_per_row=128)
     composition = compose(groups, prepared, config)
     learner = Learner(config, models.create(TEXT, seed=1), grpo.token_loss, mesh=make_mesh(1))
@@ -76,7 +76,7 @@ def expected(cfg: ImportanceConfig):
     groups, _, own = near_policy()
     found = {}
     for sample in samples_of(groups):
-        ratios = np.exp(np.float64(own[key_of(sample)]) - sample.response.logprobs)
+        ratios = np.exp(np.float64(own[key_of(sample)]) - np.array(sample.response.logprobs))
         level = np.full_like(ratios, np.prod(ratios) ** (1 / len(ratios)))
         level = level if cfg.level is ImportanceLevel.SEQUENCE else ratios
         lags = VERSION - np.array(sample.response.versions)
@@ -136,11 +136,13 @@ def trained(cfg_name: str, layout_name: str):
     groups, prepared, _ = near_policy()
     learner = Learner(config, models.create(TEXT, seed=1), grpo.token_loss, mesh=make_mesh(devices))
     learner.version = VERSION
-    metrics = PolicyTrainer(config, learner, None, None).train(0, groups, prepared)
+    composer = Composer(config, devices, text=learner.text)
+    metrics = PolicyTrainer(config, learner, composer, None).train(0, groups, prepared).metrics
     assert learner.version == VERSION + 1
     return metrics, learner.params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["token", "sequence"])
 def test_a_step_has_the_weights_of_the_formula(name):
     cfg = {"token": TOKEN, "sequence": SEQUENCE}[name]
@@ -163,6 +165,7 @@ def test_a_step_has_the_weights_of_the_formula(name):
     assert 0.0 < metrics["importance/clipped"] < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

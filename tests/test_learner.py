@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from packing_cases import MODEL, make_config, make_groups
+from packing_cases import MODEL, compose, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo, sft
-from fluxjax.batch.composer import compose
+from fluxjax.batch.composer import Microbatch
 from fluxjax.config import DType, OptimConfig, Remat, Schedule
 from fluxjax.learner.learner import GAP, Learner, learning_rate
 from fluxjax.run.checkpoint import Checkpoints, like
@@ -51,10 +52,10 @@ def config_for(rows=8, **optim):
     return config
 
 
-def batches_for(kind, config, num_shards=1, seed=0):
+def microbatches_for(kind, config, num_shards=1, seed=0):
     groups, prepared = make_groups(CONTENTS[kind], LENGTHS, seed)
     vision = MODEL.vision if kind == "vision" else None
-    return compose(groups, prepared, config, num_shards, vision=vision).batches
+    return compose(groups, prepared, config, num_shards, vision=vision).microbatches
 
 
 def plain_logprobs(model, inputs, temperature=1.0):
@@ -83,18 +84,19 @@ def gradients(learner, batches):
 
 # Adam divides by the root of the second moment, which turns rounding of near-zero gradients into whole steps.
 # A large epsilon keeps parameters comparable after several steps.
-SMOOTH = {"eps": 1e-2, "lr": 1e-2, "weight_decay": 0.1}
+SMOOTH: dict[str, Any] = {"eps": 1e-2, "lr": 1e-2, "weight_decay": 0.1}
 
 
 @functools.cache
 def on_one_device(kind):
     config = config_for(**SMOOTH)
     learner = Learner(config, tiny(kind), grpo.token_loss, mesh=make_mesh(1))
-    first = gradients(learner, batches_for(kind, config))
-    metrics = [learner.step(batches_for(kind, config, seed=seed)) for seed in range(3)]
+    first = gradients(learner, microbatches_for(kind, config))
+    metrics = [learner.step(microbatches_for(kind, config, seed=seed)) for seed in range(3)]
     return first, metrics, learner.params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vision", "text"])
 @pytest.mark.parametrize("devices", [2, 3, 6, 8])
 def test_any_number_of_devices_equals_one(kind, devices):
@@ -102,12 +104,12 @@ def test_any_number_of_devices_equals_one(kind, devices):
     (loss, grads), want_metrics, want_params = on_one_device(kind)
     config = config_for(rows=2, **SMOOTH)
     learner = Learner(config, tiny(kind), grpo.token_loss, mesh=make_mesh(devices))
-    assert_close(gradients(learner, batches_for(kind, config, devices)), (loss, grads))
+    assert_close(gradients(learner, microbatches_for(kind, config, devices)), (loss, grads))
     for seed in range(3):
-        metrics = learner.step(batches_for(kind, config, devices, seed))
+        metrics = learner.step(microbatches_for(kind, config, devices, seed))
         assert metrics == pytest.approx(want_metrics[seed], rel=1e-4, abs=1e-6)
     assert_close(learner.params, want_params)
-    layout = learner._strategy.shardings
+    layout = learner.gradients.strategy.shardings
     for tree in (learner.params, learner.opt_state[1].mu, learner.opt_state[1].nu):
         assert jax.tree.map(lambda leaf: leaf.sharding, tree) == layout
 
@@ -120,18 +122,20 @@ def test_state_is_spread_over_the_devices():
     assert table.addressable_shards[0].data.size * 8 == table.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 def test_rematerialisation_changes_nothing(devices):
     config = config_for(rows=2)
     config.sharding.remat = Remat.LAYER
     learner = Learner(config, tiny("vision"), grpo.token_loss, mesh=make_mesh(devices))
-    assert_close(gradients(learner, batches_for("vision", config, devices)), on_one_device("vision")[0])
+    assert_close(gradients(learner, microbatches_for("vision", config, devices)), on_one_device("vision")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vision", "text"])
 def test_a_scan_over_layers_equals_layers_written_out(kind):
     """Short stacks are written out, long ones scanned, with or without rematerialisation: these two layers all ways."""
-    batch = batches_for(kind, config_for())[0]
+    batch = microbatches_for(kind, config_for())[0].batch
     graphdef, params = models.split(tiny(kind))
 
     def loss(walk, params):
@@ -146,12 +150,13 @@ def test_a_scan_over_layers_equals_layers_written_out(kind):
     assert_close(run(Walk(remat=True)), scanned, 1e-6)  # the same scan, computed again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 def test_bfloat16_compute_with_float32_masters(devices):
     config = config_for(rows=2, **SMOOTH)
     config.model.compute_dtype = DType.BFLOAT16
     learner = Learner(config, tiny("vision"), grpo.token_loss, mesh=make_mesh(devices))
-    batches = batches_for("vision", config, devices)
+    batches = microbatches_for("vision", config, devices)
     metrics = learner.step(batches)
     _, want, _ = on_one_device("vision")
     assert {leaf.dtype for leaf in jax.tree.leaves(learner.params)} == {jnp.dtype(jnp.float32)}
@@ -160,17 +165,18 @@ def test_bfloat16_compute_with_float32_masters(devices):
     assert metrics["grad_norm"] != pytest.approx(want[0]["grad_norm"], rel=1e-5)  # it was another precision
 
 
+@pytest.mark.slow
 def test_metrics_against_numpy():
     """Everything reported about one step, recomputed from the log-probs of a plain forward pass."""
     config = config_for(lr=0.25, weight_decay=0.0, max_grad_norm=0.5)
     model = tiny("text")
     learner = Learner(config, model, grpo.token_loss, mesh=make_mesh(1))
-    batches = batches_for("text", config)
+    batches = microbatches_for("text", config)
     _, grads = gradients(learner, batches)
     metrics = learner.step(batches)
 
     gaps, entropies, loss = [], [], 0.0
-    for batch in jax.tree.map(jnp.asarray, batches):
+    for batch in jax.tree.map(jnp.asarray, [microbatch.batch for microbatch in batches]):
         logprobs, entropy = (np.asarray(x) for x in plain_logprobs(model, batch.inputs))
         trained = batch.loss_weights_BT != 0
         token_loss, _ = grpo.token_loss(jnp.asarray(logprobs), jnp.asarray(entropy), batch, config.algorithm)
@@ -197,10 +203,10 @@ def test_a_step_is_clipped_adamw(most):
     config = config_for(lr=0.1, eps=0.01, weight_decay=0.3, max_grad_norm=most)
     learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(1))
     before = jax.tree.map(np.asarray, learner.params)
-    _, grads = gradients(learner, batches_for("text", config))
+    _, grads = gradients(learner, microbatches_for("text", config))
     norm = float(optax.tree_utils.tree_norm(grads))
     assert norm > 0.5
-    learner.step(batches_for("text", config))
+    learner.step(microbatches_for("text", config))
 
     def expected(weight, grad):
         grad = grad * (most / norm if most else 1.0)
@@ -209,9 +215,10 @@ def test_a_step_is_clipped_adamw(most):
     assert_close(learner.params, jax.tree.map(expected, before, grads), 1e-5)
 
 
+@pytest.mark.slow
 def test_microbatches_add_up():
     config = config_for(rows=1)
-    many = batches_for("vision", config)
+    many = microbatches_for("vision", config)
     assert len(many) > 2
     learner = Learner(config, tiny("vision"), grpo.token_loss, mesh=make_mesh(1))
     assert_close(gradients(learner, many), on_one_device("vision")[0])
@@ -219,15 +226,18 @@ def test_microbatches_add_up():
         learner.step([])
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_change_nothing():
     config = config_for()
     learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(2))
-    good = batches_for("text", config, 2)
+    good = microbatches_for("text", config, 2)
     learner.step(good)
     before = jax.tree.map(np.array, (learner.params, learner.opt_state))
-    poisoned = good[0].behaviour_logprobs_BT.copy()
-    poisoned[good[0].loss_weights_BT != 0] = -np.inf  # an infinite importance ratio
-    metrics = learner.step([dataclasses.replace(good[0], behaviour_logprobs_BT=poisoned), *good[1:]])
+    batch = good[0].batch
+    poisoned = batch.behaviour_logprobs_BT.copy()
+    poisoned[batch.loss_weights_BT != 0] = -np.inf  # an infinite importance ratio
+    bad = dataclasses.replace(good[0], batch=dataclasses.replace(batch, behaviour_logprobs_BT=poisoned))
+    metrics = learner.step([bad, *good[1:]])
     assert metrics["skipped_nonfinite"] == 1
     assert not np.isfinite(metrics["grad_norm"])
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, (learner.params, learner.opt_state)), before)
@@ -235,6 +245,7 @@ def test_gradients_that_are_not_finite_change_nothing():
     assert learner.version == 3
 
 
+@pytest.mark.slow
 def test_parameters_handed_out_survive_later_steps():
     """Engines, references and checkpoints keep what they were given, the model its own weights."""
     model = tiny("text")
@@ -242,19 +253,20 @@ def test_parameters_handed_out_survive_later_steps():
     learner = Learner(config, model, grpo.token_loss, mesh=make_mesh(1))
     held, held_values = learner.params, jax.tree.map(np.array, learner.params)
     for _ in range(2):
-        learner.step(batches_for("text", config))
+        learner.step(microbatches_for("text", config))
     jax.tree.map(np.testing.assert_array_equal, held, held_values)
     jax.tree.map(np.testing.assert_array_equal, models.split(model)[1], held_values)
-    inputs = batches_for("text", config)[0].inputs
+    inputs = microbatches_for("text", config)[0].batch.inputs
     then = learner.logprobs(inputs, held)
     assert_close(then, plain_logprobs(model, inputs))
     assert np.abs(np.asarray(learner.logprobs(inputs)[0]) - np.asarray(then[0])).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_sampling_temperature():
     config = config_for()
     config.rollout.temperature = 0.5
-    inputs = batches_for("text", config, 2)[0].inputs
+    inputs = microbatches_for("text", config, 2)[0].batch.inputs
 
     def learned(learner):
         return learner.logprobs(inputs)
@@ -268,12 +280,14 @@ def test_logprobs_are_those_of_the_sampling_temperature():
     assert_close(learned(learner), plain_logprobs(tiny("text"), inputs))
 
 
+@pytest.mark.slow
 def test_warm_start_then_rl():
     """SFT brings the likelihood of its answers up; the reset keeps what was learned and forgets the optimizer."""
     config = config_for()
     learner = Learner(config, tiny("text"), sft.token_loss, mesh=make_mesh(2))
-    batches = batches_for("text", config, 2)
-    batches = [dataclasses.replace(b, lags_BT=np.full_like(b.lags_BT, -1)) for b in batches]
+    batches = microbatches_for("text", config, 2)
+    answers = [dataclasses.replace(m.batch, lags_BT=np.full_like(m.batch.lags_BT, -1)) for m in batches]
+    batches = [Microbatch(batch) for batch in answers]
     losses = [learner.step(batches) for _ in range(8)]
     assert losses[-1]["nll"] < losses[0]["nll"] - 0.1
     assert GAP not in losses[0]  # nothing here was generated by an engine
@@ -282,11 +296,12 @@ def test_warm_start_then_rl():
     jax.tree.map(np.testing.assert_array_equal, learner.params, trained)
     assert learner.version == 0
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(learner.opt_state))
-    metrics = learner.step(batches_for("text", config, 2))
+    metrics = learner.step(microbatches_for("text", config, 2))
     assert metrics["lr"] == 0.5
     assert GAP in metrics
 
 
+@pytest.mark.slow
 def test_a_reset_compiles_again_only_what_changed():
     """`fit` after `fit`, of other length, is no reason; another clipping range is."""
     config, traced = config_for(), []
@@ -296,7 +311,7 @@ def test_a_reset_compiles_again_only_what_changed():
         return grpo.token_loss(*args)
 
     learner = Learner(config, tiny("text"), token_loss, mesh=make_mesh(1))
-    batches = batches_for("text", config, 1)
+    batches = microbatches_for("text", config, 1)
     learner.step(batches)
     count = len(traced)
     learner.reset(token_loss, optim=OptimConfig(lr=0.5), steps=7)
@@ -308,6 +323,7 @@ def test_a_reset_compiles_again_only_what_changed():
     assert len(traced) > count
 
 
+@pytest.mark.slow
 def test_state_goes_through_a_checkpoint_onto_another_mesh(tmp_path):
     """Three steps in a row equal one step, a checkpoint, a restore and two more: exactly on the same mesh."""
     config = config_for(rows=2, **SMOOTH)
@@ -317,11 +333,11 @@ def test_state_goes_through_a_checkpoint_onto_another_mesh(tmp_path):
 
     def two_more(learner, devices):
         for seed in (1, 2):
-            learner.step(batches_for("text", config, devices, seed))
+            learner.step(microbatches_for("text", config, devices, seed))
         return jax.tree.map(np.asarray, learner.params)
 
     first = learner_on(2)
-    first.step(batches_for("text", config, 2))
+    first.step(microbatches_for("text", config, 2))
     checkpoints = Checkpoints(tmp_path, keep=1)
     assert checkpoints.save(1, first.state(), {})
     straight = two_more(first, 2)
@@ -344,7 +360,7 @@ def test_rows_must_divide_over_the_devices():
     config = config_for(rows=1)
     learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(8))
     with pytest.raises(ValueError, match="can't be divided over 8 devices"):
-        learner.step(batches_for("text", config, 3))
+        learner.step(microbatches_for("text", config, 3))
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
@@ -353,7 +369,7 @@ def test_learning_rate(schedule, warmup):
     steps, lr = 20, 2.0
     rate = learning_rate(OptimConfig(lr=lr, schedule=schedule, warmup_steps=warmup), steps)
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
-        rates = np.array([float(rate(jnp.int32(step))) for step in range(steps + 1)])
+        rates = np.array([np.asarray(rate(jnp.int32(step))).item() for step in range(steps + 1)])
     np.testing.assert_allclose(rates[:warmup], [lr * (i + 1) / warmup for i in range(warmup)], rtol=1e-6)
     progress = np.arange(steps + 1 - warmup) / (steps - warmup)
     shape = {Schedule.CONSTANT: np.ones_like(progress), Schedule.LINEAR: 1 - progress}

@@ -12,13 +12,13 @@ import sys
 import jax
 import numpy as np
 import pytest
-from packing_cases import MODEL, make_config
+from packing_cases import MODEL, compose, make_config
 from plain_decode import generate
 
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
-from fluxjax.batch.composer import compose, unpack
+from fluxjax.batch.composer import unpack
 from fluxjax.learner.learner import Learner
 from models.processing import tiny
 from models.processing.settings import PatchLayout
@@ -71,6 +71,7 @@ def test_decoding_depends_on_where_the_answer_stands(model, prompt, plain):
     assert np.abs(np.subtract(moved.logprobs, plain.logprobs))[1 : same + 1].max() > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [0, 4])
 def test_the_engine_answers_like_plain_decoding(model, prompt, plain, known: int):
     """Also where it computes the first tokens of the answer again, as after a migration."""
@@ -107,7 +108,7 @@ def test_the_trainer_scores_like_plain_decoding(model, prompt, plain):
     np.testing.assert_array_equal(positions[:, composition.cells], [expected] * 3)
 
     learner = Learner(config, model, grpo.token_loss, mesh=make_mesh(1))
-    scores = learner.scores([batch.inputs for batch in composition.batches], composition.devices)
+    scores = learner.gradients.scores(learner.params, composition.microbatches)
     found = unpack(composition, [jax.device_get(logprobs) for logprobs, _ in scores])
     for k, ids in enumerate(answers):
         np.testing.assert_allclose(found[5, k], plain.logprobs[: len(ids)], atol=TOLERANCE, rtol=0)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 WORKER = pathlib.Path(__file__).with_name("odc_process.py")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 class Run:

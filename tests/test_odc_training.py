@@ -6,12 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import alone, assert_equal, learner, outcome, random_groups, tiny
-from packing_cases import MODEL, make_config, make_groups
+from packing_cases import MODEL, compose, make_config, make_groups, owners
 
 import models
 from fluxjax.algorithms import grpo
-from fluxjax.batch.composer import compose
-from fluxjax.batch.fill import COLLECTIVE
 from fluxjax.config import Balance, ConfigError, Strategy
 from fluxjax.learner.learner import Learner
 from models.config import Qwen2Config
@@ -38,7 +36,7 @@ def composed(config, seed, devices):
 SHAPES = ShapeBook(2)  # few: every one is compiled on every device
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("devices", "balance"), [(2, Balance.LB_MINI), (3, Balance.LB_MICRO)])
 @given(seed=st.integers(0, 2**20), share=st.booleans())
 @settings(deadline=None, max_examples=2)
@@ -56,18 +54,19 @@ def test_sequences_longer_than_a_device_are_computed_by_several():
     config.packing.tokens_per_row = config.rollout.max_sequence_tokens = 16
     config.packing.rows_per_device, config.packing.patches_per_device = 2, 64
     composition = composed(config, 58, 4)
-    assert composition.devices == (COLLECTIVE, 0, 1, 2, 3)
-    assert composition.layouts[0].plan.degrees == (2, 1)
+    assert owners(composition) == (None, 0, 1, 2, 3)
+    assert composition.microbatches[0].layout.plan.degrees == (2, 1)
     one = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(4))
     first = outcome(one, composition)
     assert_equal(first, alone(HEADS, *random_groups(58)))
-    again, tally = one.accumulate(composition.batches, composition.devices, composition.work)
+    again, tally = one.accumulate(composition.microbatches)
     assert_close((again, tally), (first[1], first[0]), 0)
-    only = composition.batches[:1], composition.devices[:1], composition.work[:1]
-    assert one.step(*only)["seconds/idle"] == 0 and one.version == 1  # no device has anything of its own
+    assert (
+        one.step(composition.microbatches[:1])["seconds/idle"] == 0 and one.version == 1
+    )  # no device has anything of its own
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_strategies_may_change_between_steps():
     """ODC, with and without hybrid sharding, leaves parameters and optimizer state where FSDP has them."""
     order = [(Strategy.ODC, False), (Strategy.FSDP, False), (Strategy.ODC, True)]
@@ -79,9 +78,9 @@ def test_strategies_may_change_between_steps():
         metrics = []
         for seed, (strategy, hybrid) in enumerate(steps):
             config.sharding.strategy, config.sharding.hybrid = strategy, hybrid
-            one._odc = None  # as a new process would begin
+            vars(one.gradients).pop("odc", None)  # as a new process would begin
             composition = composed(config, seed, 2)
-            found = one.step(composition.batches, composition.devices, composition.work)
+            found = one.step(composition.microbatches)
             assert (strategy is Strategy.ODC) == ("seconds/idle" in found)
             metrics.append({name: value for name, value in found.items() if name != "seconds/idle"})
         ends.append((one.params, metrics))
@@ -91,7 +90,7 @@ def test_strategies_may_change_between_steps():
     assert_close(got, want, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fifty_steps_coincide_with_fsdp():
     """A text model learns from responses of 1 to 40 tokens. Two runs of ODC in a fixed order end in equal bits."""
     model = models.create(Qwen2Config(text=tiny(HEADS).config.text), seed=3)
@@ -108,7 +107,7 @@ def test_fifty_steps_coincide_with_fsdp():
             lengths = np.minimum(rng.lognormal(2.0, 1.0, 6).astype(int) + 1, 40).tolist()
             groups, prepared = make_groups([[3]] * 6, [[n] for n in lengths], seed=step % 5)
             composition = compose(groups, prepared, config, 2, text=model.config.text, shapes=SHAPES)
-            losses.append(one.step(composition.batches, composition.devices, composition.work)["loss"])
+            losses.append(one.step(composition.microbatches)["loss"])
         curves.append(np.array(losses))
         ends.append(one.params)
     fsdp, odc, again = curves

@@ -5,17 +5,18 @@ Float32, the tiny Qwen2.5-VL of `packing_cases`, groups with images, videos, bot
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packing_cases import MODEL, make_config, make_groups
+from packing_cases import MODEL, compose, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.base.types import TrainBatch
-from fluxjax.batch.composer import compose, unpack, with_reference
+from fluxjax.batch.composer import unpack, with_reference
 from fluxjax.config import AlgorithmConfig, LossAggregation
 from models.forward import logprobs
 from models.inputs import PackedTokens
@@ -183,7 +184,7 @@ def shards_of(batch, num_shards):
 
     inputs = batch.inputs
     for shard in range(num_shards):
-        rows = {
+        rows: dict[str, Any] = {
             field.name: part(getattr(inputs, field.name), 1 if "3BT" in field.name else 0)[shard]
             for field in dataclasses.fields(PackedTokens)
             if field.name not in ("vision", "spread", "temperatures_BT")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import pytest
@@ -50,7 +52,7 @@ class Changing(Run):
 
         self.trainer.train = preempting
 
-    async def set_parallelism(self, degree: int) -> list[ScriptedEngine]:
+    async def set_parallelism(self, degree: int) -> Sequence[ScriptedEngine]:
         assert not any(engine.open_streams for engine in self.engines)
         version = min(engine.version for engine in self.engines)
         self.engines = [Preempting() for _ in range(4 // degree)]
@@ -110,7 +112,7 @@ class Diary(Callback):
         self.responses: dict[str, tuple] = {}
         self.engines: list[int] = []
 
-    def on_step(self, trainer, step, groups, metrics) -> None:
+    def on_step(self, trainer: Any, step, groups, metrics) -> None:
         self.engines.append(len(trainer.engines))
         for sample in (sample for group in groups for sample in group.samples):
             self.responses[sample.response.rid] = (sample.response.token_ids, sample.response.logprobs)
@@ -174,7 +176,7 @@ def test_a_policy_without_rounds_is_refused(tmp_path):
 
 
 def model(**changes):
-    settings = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_layers": 1} | changes
+    settings: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_layers": 1} | changes
     return models.create(Qwen2Config(TextConfig(**settings, num_heads=2, num_kv_heads=1, head_dim=8)))
 
 

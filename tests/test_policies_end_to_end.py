@@ -7,6 +7,7 @@ import pytest
 from run_cases import flags, letters
 
 from fluxjax.config.cli import load
+from fluxjax.coordinator import TailBatching
 from fluxjax.learner.learner import GAP
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
@@ -76,6 +77,7 @@ def test_stopped_and_resumed(policy: str, tmp_path) -> None:
     mixed = [response for response in responses if len(set(response.versions)) > 1]
     if policy == "tail_batching":
         assert max(lags) == 0 and not mixed
+        assert isinstance(trainer.coordinator.policy, TailBatching)
         rounds = trainer.coordinator.policy.rounds
         assert rounds["long"] and rounds["short"] + rounds["long"] == STEPS
         temperatures = [groups[0].samples[0].response.temperature for _, groups in sorted(steps.items())]

@@ -2,6 +2,7 @@
 
 import io
 import json
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -15,6 +16,8 @@ from fluxjax.report.display import Display
 from fluxjax.report.metrics import MetricsLog, read
 from fluxjax.report.samples import dump_samples
 from fluxjax.report.summary import Summary
+
+EVENTS: Any = event_pb2  # generated, without types
 
 
 def test_a_resumed_log_has_every_step_once(tmp_path):
@@ -50,7 +53,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     content, events = file.read_bytes(), []
     while content:  # records: length, its checksum, data, their checksum
         length = int.from_bytes(content[:8], "little")
-        events.append(event_pb2.Event.FromString(content[12 : 12 + length]))
+        events.append(EVENTS.Event.FromString(content[12 : 12 + length]))
         content = content[16 + length :]
     assert [e.step for e in events if e.HasField("session_log")] == [5], "later steps of a killed run are forgotten"
     values = {(e.step, value.tag): value.simple_value for e in events for value in e.summary.value}

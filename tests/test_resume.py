@@ -70,7 +70,10 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param(name, marks=() if name == "as a step is logged" else pytest.mark.long) for name in MOMENTS],
+)
 def test_killed(moment, commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
     when, left = MOMENTS[moment]
@@ -85,6 +88,7 @@ def test_killed(moment, commands, text, reference, tmp_path):
     assert not list((run_dir / "checkpoints").glob("*tmp*"))
 
 
+@pytest.mark.long
 def test_killed_before_the_first_periodic_checkpoint(commands, text, reference, tmp_path):
     """The warm start is not repeated; how often checkpoints are written changes nothing."""
     run_dir, rarely = tmp_path / "run", [*text, "--config.checkpoint.every=0"]
@@ -95,12 +99,22 @@ def test_killed_before_the_first_periodic_checkpoint(commands, text, reference, 
     assert_same_run(run_dir, reference)
 
 
+@pytest.mark.long
 def test_killed_again_and_again(commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
     for step in (0, 3):
         signal_when(commands.start(run_dir, TEXT, text), lambda step=step: step in checkpoint_steps(run_dir))
     commands.run(run_dir, TEXT, text)
     assert len(summary(run_dir)["resumed_from"]) == 2
+    assert_same_run(run_dir, reference)
+
+
+def test_killed_with_worker_processes(commands, text, reference, tmp_path):
+    """How prompts are prepared changes nothing: neither the prompts nor where a checkpoint goes on."""
+    run_dir = tmp_path / "run"
+    signal_when(commands.start(run_dir, TEXT, [*text, "--config.data.workers=2"]), logged(run_dir, "rl", 5))
+    assert checkpoint_steps(run_dir)
+    commands.run(run_dir, TEXT, [*text, "--config.data.workers=1"])
     assert_same_run(run_dir, reference)
 
 
@@ -116,6 +130,7 @@ def test_sigterm_ends_cleanly(commands, text, reference, tmp_path):
     assert_same_run(run_dir, reference)
 
 
+@pytest.mark.long
 def test_a_complete_run_started_again_stays_as_it_is(commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(reference, run_dir)
@@ -124,6 +139,7 @@ def test_a_complete_run_started_again_stays_as_it_is(commands, text, reference, 
     assert_same_run(run_dir, reference)
 
 
+@pytest.mark.long
 def test_resumed_on_another_mesh(commands, text, reference, tmp_path):
     """From one device to four: the checkpoint is the same, sums are taken in another order."""
     run_dir = tmp_path / "run"
@@ -139,6 +155,7 @@ def test_resumed_on_another_mesh(commands, text, reference, tmp_path):
         np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)
 
 
+@pytest.mark.long
 def test_resumed_with_another_strategy(commands, text, reference, tmp_path):
     """From FSDP on one device to FlexUlysses on four: only places and the order of sums change."""
     run_dir = tmp_path / "run"
@@ -152,6 +169,7 @@ def test_resumed_with_another_strategy(commands, text, reference, tmp_path):
         np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)  # as above
 
 
+@pytest.mark.long
 def test_sequences_spread_over_devices(commands, text, tmp_path):
     """Buffer shapes depend on earlier batches; a resumed run remembers them, and ends with the same bits."""
     spread = [*text, "--config.sharding.devices=4", "--config.sharding.strategy=flex_ulysses"]
@@ -165,6 +183,7 @@ def test_sequences_spread_over_devices(commands, text, tmp_path):
     assert_same_run(resumed, whole)
 
 
+@pytest.mark.long
 def test_every_device_at_its_own_pace(commands, tmp_path):
     """ODC on four devices, killed and started again: in deterministic order the bits are those of a run left alone.
     Some prompts are too long for a device, and computed by two together."""
@@ -185,6 +204,7 @@ def test_every_device_at_its_own_pace(commands, tmp_path):
     assert_same_run(killed, whole)
 
 
+@pytest.mark.long
 def test_images_and_videos(commands, tmp_path):
     """Decoding in threads ahead of use, two sources mixed, a frozen reference model in the checkpoint."""
     (tmp_path / "data").mkdir()

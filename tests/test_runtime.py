@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from runtime_cases import SECONDS, Boom, Run, Scorer, clean, limited, on_attempt
 from scripted_engine import ScriptedEngine
 
 from fluxjax.base.timeline import Span, Timeline
-from fluxjax.base.types import Group, Prompt, Response, Reward
-from fluxjax.coordinator import CoordinatorError, EngineLost
-from fluxjax.coordinator.messages import Finish
-from rollout.engine import EngineError
+from fluxjax.base.types import Group, Prompt, Response, Reward, TrainedStep
+from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, Synchronous
+from fluxjax.coordinator.messages import Finish, Instruction, PublishWeights, Tick, Train
+from rollout.engine import EngineError, EngineStats
 
 
 class TestRun:
@@ -143,6 +144,19 @@ _COLLABORATORS = [
 ]
 
 
+class PublishesOnceMore(Synchronous):
+    """Says `PublishWeights` when it hears a `Tick` while a step is trained."""
+
+    asked = False
+
+    def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        if coordinator.now and not self.asked:
+            assert Train in coordinator.awaiting and coordinator.version == 1
+            self.asked = True
+            return [PublishWeights(coordinator.version)]
+        return super().decide(coordinator)
+
+
 class TestFailures:
     @pytest.mark.parametrize("fate", ["error", "refuse", "short", "stray", "abort"])
     def test_retry(self, fate: str) -> None:
@@ -221,9 +235,9 @@ class TestFailures:
         run = Run()
         weights = run.trainer.weights
 
-        def late_train(step: int, groups: Any, prepared: Any) -> dict[str, float]:
+        def late_train(step: int, groups: Any, prepared: Any) -> TrainedStep:
             run.trainer.version += 2 if step == 2 else 1
-            return {}
+            return TrainedStep((), {})
 
         run.trainer.train, run.trainer.weights = late_train, weights
         run.go()
@@ -234,6 +248,44 @@ class TestFailures:
         other.coordinator.settings = dataclasses.replace(other.coordinator.settings, steps=9)
         with pytest.raises(CoordinatorError, match="trainer holds version 5, not 4"):
             other.go()
+
+    def test_weights_are_those_that_the_coordinator_knows(self) -> None:
+        """Rule 52: a version asked for while the trainer has just finished the next one is the one that is served."""
+        run = Run(policy=(policy := PublishesOnceMore()), steps=3)
+        [engine] = run.engines
+        stats, update, served = engine.stats, engine.update_weights, []
+
+        def stats_after_training() -> EngineStats:
+            if run.trainer.version == 2 and not policy.asked:
+                run.runtime._post(Tick(1.0))  # an event that the coordinator hears before `Trained`
+            return stats()
+
+        async def watched(version: int, params: Any) -> None:
+            served.append((version, params))
+            await update(version, params)
+
+        engine.stats, engine.update_weights = stats_after_training, watched
+        assert run.go().step == 3 and policy.asked
+        assert served == [(version, {"w": version}) for version in (1, 1, 2, 3)]
+
+    def test_old_weights_take_no_memory(self) -> None:
+        """Beside those of the trainer itself, none are kept while a step is trained or generated."""
+        run = Run()
+        [engine] = run.engines
+        train, generate = run.trainer.train, engine.generate
+        held: list[set[int]] = []
+
+        def watched(step: int, groups: Any, prepared: Any) -> TrainedStep:
+            held.append(set(run.runtime._weights) - {run.trainer.version})
+            return train(step, groups, prepared)
+
+        def watched_generate(*args: Any, **kwargs: Any) -> Any:
+            held.append(set(run.runtime._weights) - {run.trainer.version})
+            return generate(*args, **kwargs)
+
+        run.trainer.train, engine.generate = watched, watched_generate
+        assert run.go().step == 3
+        assert len(held) >= 6 and not any(held)
 
     def test_inner_cancellation(self) -> None:
         """Rule 53: a cancellation that leaks out of a collaborator is an error, not a silent hang."""
@@ -263,11 +315,11 @@ class TestCancellation:
         run = Run()
         begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
-        def train(step: int, groups: Any, prepared: Any) -> dict[str, float]:
+        def train(step: int, groups: Any, prepared: Any) -> TrainedStep:
             begun.set()
             assert go_on.wait(SECONDS)
             ended.set()
-            return {}
+            return TrainedStep((), {})
 
         run.trainer.train = train
 
@@ -293,7 +345,7 @@ class TestStopAndResume:
         run = Run(steps=50)
         train = run.trainer.train
 
-        def stop_in_second(step: int, groups: Any, prepared: Any) -> dict[str, float]:
+        def stop_in_second(step: int, groups: Any, prepared: Any) -> TrainedStep:
             if step == 2:
                 run.runtime.request_stop("enough")  # this is the trainer's thread
             return train(step, groups, prepared)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import alone, assert_equal, learner, outcome, random_groups, tiny
-from packing_cases import MODEL, make_config, make_groups
+from packing_cases import MODEL, compose, make_config, make_groups
 
 from fluxjax.algorithms import grpo
 from fluxjax.batch import spreading
-from fluxjax.batch.composer import compose
+from fluxjax.batch.composer import Composer
 from fluxjax.config import ConfigError, Strategy, cli
 from fluxjax.learner.learner import Learner
 from sharding.cost import CostModel
@@ -21,6 +21,9 @@ from sharding.planner.plan import ShardPlan, rounds
 
 DEVICES = 8
 HEADS = [(28, 4), (32, 8), (40, 8), (8, 2), (4, 1)]
+both_ways = pytest.mark.parametrize(
+    "share", [pytest.param(True, id="shared"), pytest.param(False, id="plain", marks=pytest.mark.long)]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +53,7 @@ def spread_config(strategy=Strategy.FLEX_ULYSSES, share=True, max_degree=0):
     return config
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}-{heads[1]}")
 @given(seed=st.integers(0, 2**20), share=st.booleans())
 @settings(deadline=None, max_examples=2)
@@ -58,15 +61,21 @@ def test_any_plan_equals_one_device(heads, seed, share):
     groups, prepared = random_groups(seed)
     config = spread_config(share=share)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spreading, "planner", lambda *_: random_plan(seed, min(heads[0], DEVICES)))
+        degree = min(heads[0], DEVICES)
+        patch.setattr(spreading, "planner", lambda *_: (degree, random_plan(seed, degree)))
         composition = compose(groups, prepared, config, DEVICES, vision=MODEL.vision, text=tiny(heads).config.text)
     assert_equal(outcome(learner(heads, DEVICES), composition), alone(heads, groups, prepared))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
+@both_ways
 @pytest.mark.parametrize(
-    ("strategy", "degree"), [("flex_ulysses", 0), ("ulysses", 1), ("ulysses", 2), ("ulysses", 4), ("ulysses", 8)]
+    ("strategy", "degree"),
+    [
+        ("flex_ulysses", 0),
+        ("ulysses", 2),
+        *(pytest.param("ulysses", degree, marks=pytest.mark.long) for degree in (1, 4, 8)),
+    ],
 )
 def test_every_strategy_equals_one_device(strategy, degree, share):
     heads = (8, 2)
@@ -79,7 +88,7 @@ def test_every_strategy_equals_one_device(strategy, degree, share):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
+@both_ways
 def test_replicas_are_never_spanned(share):
     """Six devices are three replicas of two: degrees stay at two, features and exports within their replica, even if
     responses to one image are in several."""
@@ -90,7 +99,7 @@ def test_replicas_are_never_spanned(share):
     assert_equal(outcome(learner((8, 2), 6), composition), alone((8, 2), groups, prepared))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_short_text_on_all_devices():
     """Seven devices have no token and none has a patch; all take part in the collectives, vision tower's included."""
     groups, prepared = make_groups([[5]], [[4]])
@@ -111,14 +120,14 @@ def test_a_calibration_decides_what_is_spread(tmp_path):
     CostModel.published().on(bandwidth=1e-9).save(tmp_path / "slow.json")
     config.sharding.calibration = str(tmp_path / "slow.json")
     dear = compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
-    degrees = [max(layout.plan.degrees) for one in (free, dear) for layout in one.layouts]
+    degrees = [max(one.layout.plan.degrees) for step in (free, dear) for one in step.microbatches]
     assert degrees[0] > 1 and degrees[1] == 1
     config.sharding.calibration = str(tmp_path / "none.json")
     with pytest.raises(ConfigError, match=r"sharding\.calibration.*none\.json"):
         compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_strategies_may_change_between_steps():
     """Parameters and optimizer state have one layout: a run that changes its strategy at every step ends as FSDP."""
     heads, order = (8, 2), [Strategy.FSDP, Strategy.FLEX_ULYSSES, Strategy.ULYSSES, Strategy.FSDP]
@@ -132,7 +141,7 @@ def test_strategies_may_change_between_steps():
             config.sharding.strategy = strategy
             groups, prepared = random_groups(seed)
             composition = compose(groups, prepared, config, DEVICES, vision=MODEL.vision, text=tiny(heads).config.text)
-            metrics.append(one.step(composition.batches))
+            metrics.append(one.step(composition.microbatches))
         ends.append((one.params, metrics))
     (want, want_metrics), (got, got_metrics) = ends
     for mine, theirs in zip(got_metrics, want_metrics, strict=True):
@@ -151,7 +160,7 @@ def test_strategies_may_change_between_steps():
 )
 def test_a_degree_that_can_not_be_is_refused_before_anything_runs(degree, devices, heads, says):
     with pytest.raises(ConfigError, match=says) as caught:
-        spreading.planner(spread_config(max_degree=degree), dataclasses.replace(MODEL.text, num_heads=heads), devices)
+        Composer(spread_config(max_degree=degree), devices, text=dataclasses.replace(MODEL.text, num_heads=heads))
     assert "sharding.max_degree" in str(caught.value)
 
 
@@ -191,10 +200,10 @@ def test_rollouts_may_be_longer_than_a_row_but_not_than_all_devices_of_a_sequenc
         cli.load(longer)
     config, text = spread_config(), tiny((8, 2)).config.text  # 256 tokens a device
     config.rollout.max_sequence_tokens = 2048
-    spreading.planner(config, text, DEVICES)
+    Composer(config, DEVICES, text=text).check()
     config.rollout.max_sequence_tokens = 2049
     with pytest.raises(ConfigError, match=r"max_sequence_tokens is 2049.*hold 2048"):
-        spreading.planner(config, text, DEVICES)
+        Composer(config, DEVICES, text=text).check()
 
 
 def test_a_mesh_with_further_replicas_is_refused():

@@ -3,19 +3,26 @@ what is complete is trained on early, and the run is that of the same configurat
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import jax
 import numpy as np
 import pytest
 from run_cases import flags, letters
 
 from fluxjax.config.cli import load
+from fluxjax.coordinator import PromptStage
+from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.learner.learner import GAP
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
+from rollout.engine import FinishReason, GenerateRequest, TokenChunk
+from rollout.jax_engine import JaxEngine
 
 pytestmark = pytest.mark.slow
 
-STEPS = 3
+STEPS, PROMPTS = 3, 8
 
 
 class Diary(Callback):
@@ -32,10 +39,48 @@ class Diary(Callback):
         }
 
 
-def run(folder, **changes):
-    """Four devices train, the first two of them also generate."""
+def held_back(trainer: FluxTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of each step's prompts does not end before a group is trained on, however busy the machine is.
+
+    Their last chunk waits for that; if the request is aborted meanwhile, as it is when its engine is lent, the response
+    is cut off before that chunk and goes on elsewhere.
+    """
+
+    def hold(engine: JaxEngine) -> None:
+        generate, abort, aborted = engine.generate, engine.abort, set()
+
+        async def generate_held(request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+            draw, of_training, _ = request.rid.partition(".")  # not of an evaluation
+            held = of_training and int(draw) % PROMPTS >= 3 * PROMPTS // 4
+            async for chunk in generate(request):
+                while held and chunk.finish not in (None, FinishReason.ABORT):
+                    if trainer.coordinator.ledger.count(PromptStage.TRAINING):
+                        break
+                    if request.rid in aborted:
+                        chunk = TokenChunk(chunk.rid, chunk.sample, (), (), (), FinishReason.ABORT)
+                    await asyncio.sleep(0.001)
+                yield chunk
+
+        async def abort_noted(rid: str) -> None:
+            aborted.add(rid)
+            await abort(rid)
+
+        monkeypatch.setattr(engine, "generate", generate_held)
+        monkeypatch.setattr(engine, "abort", abort_noted)
+
+    for engine in trainer.engines:
+        hold(engine)
+
+
+def run(folder, *, hold: pytest.MonkeyPatch | None = None, **changes):
+    """Four devices train, the first two of them also generate. `hold`: see `held_back`."""
     # Rounds are so long that groups end one by one, on two cores at least: engines and trainer must run side by side.
-    settings = {"steps": STEPS, "policy__engines": 2, "rollout__max_new_tokens": 64, "rollout__prompts_per_step": 8}
+    settings = {
+        "steps": STEPS,
+        "policy__engines": 2,
+        "rollout__max_new_tokens": 64,
+        "rollout__prompts_per_step": PROMPTS,
+    }
     settings |= {"warm_start__steps": 2, "checkpoint__every": 0, "evaluation__every": 0, "rollout__slots": 64}
     settings |= {"sharding__devices": 4, "optim__eps": 1e-2, "rollout__max_sequence_tokens": 112}
     settings |= letters(folder, count=60) | {"packing__tokens_per_row": 128} | changes
@@ -43,6 +88,8 @@ def run(folder, **changes):
     config = load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
     diary = Diary()
     with FluxTrainer(config) as trainer:
+        if hold:
+            held_back(trainer, hold)
         assert trainer.fit(callbacks=[diary]).summary.complete
         prefilled = sum(engine.stats().tokens_prefilled for engine in trainer.engines)
         return diary, trainer.learner.params, trainer.coordinator, prefilled
@@ -66,11 +113,12 @@ def check_same(plain, diary, params) -> None:
     assert max(jax.tree.leaves(difference)) < 1e-5, "after several steps, from 1e-6 each"
 
 
-def test_stream_trainer(plain, tmp_path) -> None:
+def test_stream_trainer(plain, tmp_path, monkeypatch) -> None:
     """Responses that were moved in the middle are those never moved."""
     diary, params, coordinator, prefilled = run(
-        tmp_path, stream_trainer__enabled=True, stream_trainer__chunk=1, stream_trainer__last=0.8
+        tmp_path, hold=monkeypatch, stream_trainer__enabled=True, stream_trainer__chunk=1, stream_trainer__last=0.8
     )
+    assert isinstance(coordinator.policy, Rounds) and coordinator.policy.stream is not None
     assert coordinator.policy.stream.lent == STEPS
     assert all(metrics["stream/groups"] >= 1 for metrics in diary.metrics.values())
     assert prefilled > plain[3], "prefixes were computed again"
@@ -80,6 +128,7 @@ def test_stream_trainer(plain, tmp_path) -> None:
 def test_speculative_sync(plain, tmp_path) -> None:
     """The pace is measured in the run, so nothing begins early in its first step."""
     diary, params, coordinator, _ = run(tmp_path, speculative_sync__enabled=True, speculative_sync__confidence=1e-6)
+    assert isinstance(coordinator.policy, Rounds) and coordinator.policy.speculative is not None
     assert coordinator.policy.speculative.begun >= 1
     assert "stream/groups" not in diary.metrics[1]
     assert any("stream/groups" in metrics for metrics in diary.metrics.values())

@@ -13,7 +13,7 @@ import pytest
 from runtime_cases import Boom, Run
 from scripted_engine import ScriptedEngine
 
-from fluxjax.base.types import Group
+from fluxjax.base.types import Group, TrainedStep
 from fluxjax.config import ConfigError, Policy, SpeculativeSyncConfig, StreamTrainerConfig
 from fluxjax.config.cli import load
 from fluxjax.coordinator import April, SpeculativeSync, StreamTrainer, Synchronous, TailBatching
@@ -25,7 +25,7 @@ SETTINGS = StreamTrainerConfig(enabled=True, first=0.1, last=0.8, every=0.01, ch
 
 def stream(make: Any = Synchronous, *, engines: int = 2, seed: int = 0, script: Any = None, **options: Any) -> Run:
     fleet = [ScriptedEngine(script or (lambda request: "ok"), random.Random(seed + i)) for i in range(engines)]
-    sizes = {"steps": 4, "prompts_per_step": 6, "group_size": 4} | options
+    sizes: dict[str, Any] = {"steps": 4, "prompts_per_step": 6, "group_size": 4} | options
     return Run(*fleet, policy=make(stream=StreamTrainer(SETTINGS)), **sizes)
 
 
@@ -90,20 +90,20 @@ def test_lost_after_migration(fate: str) -> None:
     assert len(lost) == 6 and steps(run) == steps(plain)
 
 
-def test_error_in_accumulate() -> None:
+def test_error_in_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 62: an error of the trainer in the middle of a round ends the run with that very error."""
     run, boom = stream(), Boom("accumulate")
 
     def fail(*_: Any) -> None:
         raise boom
 
-    run.trainer.accumulate = fail
+    monkeypatch.setattr(run.trainer, "accumulate", fail)
     with pytest.raises(Boom) as error:
         run.go()
     assert error.value is boom
 
 
-def test_stop_and_resume() -> None:
+def test_stop_and_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 63: a stop while gradients are being added up ends after the step, and the resumed run goes on as if there
     had been none."""
     run = stream(steps=4, checkpoint_every=1)
@@ -114,7 +114,7 @@ def test_stop_and_resume() -> None:
             run.runtime.request_stop("enough")
         accumulate(step, *rest)
 
-    run.trainer.accumulate = stop_in_second
+    monkeypatch.setattr(run.trainer, "accumulate", stop_in_second)
     finish = run.go()
     assert finish.step == 2 and not finish.complete
     resumed = stream(steps=4, state=run.checkpointer.saved[2])
@@ -159,11 +159,11 @@ def test_speculative_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     run.tick = 3600.0  # never: events are told of with the time
     train = run.trainer.train
 
-    def slow(*order: Any) -> dict[str, float]:
+    def slow(*order: Any) -> TrainedStep:
         collections.deque(itertools.islice(clock, 100), maxlen=0)
         return train(*order)
 
-    run.trainer.train = slow
+    monkeypatch.setattr(run.trainer, "train", slow)
     run.go()
     plain = Run(steps=6, prompts_per_step=6, group_size=4)
     plain.go()

@@ -14,6 +14,7 @@ import models
 from fluxjax.algorithms import grpo
 from fluxjax.algorithms.loss import normaliser, response_weights
 from fluxjax.base.types import Group
+from fluxjax.batch.composer import Composer
 from fluxjax.config import Config, ImportanceLevel, LossAggregation, Strategy
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
@@ -54,7 +55,7 @@ def trainer(config: Config, devices: int = 4, reference: bool = False) -> Policy
     learner.version = VERSION
     engines = [Engine((device,)) for device in jax.devices()[:2]]
     frozen = jax.tree.map(lambda weight: 0.9 * weight, learner.params) if reference else None
-    return PolicyTrainer(config, learner, None, frozen, engines)
+    return PolicyTrainer(config, learner, Composer(config, devices, text=learner.text), frozen, engines)
 
 
 def scored(idle: tuple[int, ...] = ()):
@@ -101,11 +102,12 @@ def test_equals_the_step_at_once(aggregation: LossAggregation) -> None:
     for step in (1, 2):
         got, want = streamed(one, groups, prepared, PORTIONS, step), other.train(step, groups, prepared)
         assert difference(one, other) < TOLERANCE
+        assert [g.prompt.draw for g in got.groups] == [g.prompt.draw for g in groups]
+        got, want = dict(got.metrics), want.metrics
         assert got.pop("stream/groups") == 5.0
         for name in want:
             if not name.startswith("packing/"):
                 assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-6), name
-        assert [g.prompt.draw for g in one.last_groups] == [g.prompt.draw for g in groups]
     assert one.version == other.version == VERSION + 2
 
 
@@ -142,7 +144,22 @@ def test_idle_groups(idle, portions) -> None:
     one, other = trainer(config), trainer(config)
     got, want = streamed(one, groups, prepared, portions), other.train(1, groups, prepared)
     assert difference(one, other) < TOLERANCE
-    assert got["trained_tokens"] == want["trained_tokens"]
+    assert got.metrics["trained_tokens"] == want.metrics["trained_tokens"]
+
+
+def test_an_own_algorithm_gets_all_groups() -> None:
+    """Groups without any advantage have no gradient under the built-in ones; nobody knows what another loss does."""
+    config = config_for(LossAggregation.TOKEN_MEAN)
+    groups, prepared = scored((0, 1, 2, 3))
+    built_in, own = trainer(config), trainer(config)
+    own = PolicyTrainer(config, own._learner, own._composer, None, algorithm=OwnAlgorithm())
+    sizes = [one.train(1, groups, prepared).metrics["trained_tokens"] for one in (built_in, own)]
+    assert sizes == [sum(map(sum, LENGTHS[4:])), sum(map(sum, LENGTHS))]
+
+
+class OwnAlgorithm:
+    advantages = staticmethod(grpo.advantages)
+    token_loss = staticmethod(grpo.token_loss)
 
 
 def test_reference_and_sequence_weights() -> None:
@@ -154,7 +171,7 @@ def test_reference_and_sequence_weights() -> None:
     one, other = trainer(config, 1, reference=True), trainer(config, 1, reference=True)
     got, want = streamed(one, groups, prepared, PORTIONS[:2]), other.train(1, groups, prepared)
     assert difference(one, other) < TOLERANCE
-    assert got["reference_kl"] == pytest.approx(want["reference_kl"], rel=1e-5) != 0
+    assert got.metrics["reference_kl"] == pytest.approx(want.metrics["reference_kl"], rel=1e-5) != 0
 
 
 def test_odc() -> None:

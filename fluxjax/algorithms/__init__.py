@@ -8,7 +8,7 @@ the batch's loss weights, so a step's loss is `sum(loss_weights_BT * token_loss_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -17,6 +17,7 @@ from ..config import Algorithm, AlgorithmConfig
 from . import grpo, sft
 
 
+@runtime_checkable
 class AlgorithmModule(Protocol):
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
         """The same groups with `Sample.advantage` filled in, from their rewards alone."""
@@ -30,6 +31,9 @@ class AlgorithmModule(Protocol):
         cfg: AlgorithmConfig,
     ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
         """The loss of each token, and named per-token metrics; both are 0 where the loss weight is 0.
+
+        That of a built-in algorithm is proportional to the advantage, but for terms scaled by `kl_coefficient` and
+        `entropy_coefficient`: where both are 0, groups without any advantage are not computed.
 
         A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The learner
         adds what is the same for all: entropy, and the gap between the engine's log-probs and the trainer's.

@@ -1,4 +1,4 @@
-"""Where data sets that were built and programs that were compiled are kept."""
+"""The folder for data sets that were built and programs that were compiled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import pathlib
 
 
 def cache_folder() -> pathlib.Path:
-    """`$XDG_CACHE_HOME/fluxjax`, by default `~/.cache/fluxjax`."""
+    """Returns `$XDG_CACHE_HOME/fluxjax`, by default `~/.cache/fluxjax`."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache") / "fluxjax"

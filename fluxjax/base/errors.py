@@ -1,4 +1,4 @@
-"""What a user can mend, in one line each that names the field, the file or the record, and the fix."""
+"""Errors that a user can mend: one line that names the field, the file or the record, and the fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class DataError(ValueError):
 
 
 class RecordError(ValueError):
-    """One record cannot be used; the others can. `reason` is short and without names, so that it can be counted."""
+    """One record cannot be used; others can. `reason` is short and holds no names, so that equal ones are counted."""
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(f"{id}: {reason}")

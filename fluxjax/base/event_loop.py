@@ -1,4 +1,4 @@
-"""Running a coroutine to its end: from a script, from a notebook, and until somebody presses Ctrl-C."""
+"""Runs a coroutine to its end, from a script or a notebook, and ends it cleanly after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import contextlib
 import logging
 import signal
 import threading
+import types
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -17,13 +18,16 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run cleanly at the next step; a second one does what it always does."""
+    """Calls `stop` at the first Ctrl-C or SIGTERM within its body; a second one does what it always does.
+
+    In other threads than the main one it does nothing: Python hands signals to the main thread only.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     previous = {}
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: types.FrameType | None) -> None:
         signal.signal(number, previous[number])
         log.warning("stopping after this step; once more to stop at once")
         stop()
@@ -38,9 +42,10 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def run_async(work: Coroutine[Any, Any, T], on_interrupt: Callable[[], None] | None = None) -> T:
-    """`asyncio.run`, also from within a running loop (a notebook), where it takes a thread of its own.
+    """Does `asyncio.run(work)`; within a running loop (a notebook), in a thread of its own.
 
-    There, an interrupt calls `on_interrupt` and goes on waiting; without it, it is raised once the work is done.
+    An interrupt of a notebook calls `on_interrupt`, and the wait goes on; without `on_interrupt` it is raised once the
+    work is done.
     """
     try:
         asyncio.get_running_loop()

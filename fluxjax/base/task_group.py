@@ -1,24 +1,26 @@
-"""Tasks of a group, none of whose failures is overlooked."""
+"""Tasks of an `asyncio.TaskGroup` none of whose failures is overlooked."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from rollout.engine import Engine
 
 
-async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
-    """At the same time; the first failure ends the others."""
-    async with asyncio.TaskGroup() as group:
+async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
+    """Calls all engines at the same time; the first failure cancels the other calls."""
+    async with asyncio.TaskGroup() as tasks:
         for engine in engines:
-            group.create_task(not_silently_cancelled(call, engine))
+            tasks.create_task(not_silently_cancelled(call, engine))
 
 
-async def not_silently_cancelled(work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-    """A task group overlooks a task that ends as cancelled. Where nobody cancelled it, a collaborator's own inner
-    cancellation leaked out, and the event that everyone waits for would never come."""
+async def not_silently_cancelled(work: Callable[..., Awaitable[None]], *args: object) -> None:
+    """Awaits `work(*args)`; raises RuntimeError if that ends as cancelled although nobody cancelled this task.
+
+    A task group overlooks a task that ends as cancelled. If a cancellation leaked out of a collaborator, the event that
+    everyone waits for would never come.
+    """
     try:
         await work(*args)
     except asyncio.CancelledError as error:
@@ -29,6 +31,6 @@ async def not_silently_cancelled(work: Callable[..., Coroutine[Any, Any, None]],
 
 
 def first_of(failures: BaseExceptionGroup) -> BaseException:
-    """The first error, however deep in groups."""
+    """Returns the first error within groups of errors, however deep."""
     error = failures.exceptions[0]
     return first_of(error) if isinstance(error, BaseExceptionGroup) else error

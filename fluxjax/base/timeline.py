@@ -1,4 +1,4 @@
-"""Where the time of a run goes: named spans on lanes, for the stage times of each step and the Gantt picture."""
+"""Records where the time of a run goes: named spans on lanes, for each step's times and the Gantt picture."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """`name` is the stage (data, rollout, reward, train, sync, eval, checkpoint), `lane` who was busy with it.
-    `start` and `end` are seconds on the timeline's clock; `step` is the step (from 1) it was done for."""
+    """Time that one lane was busy. `name` is the stage (data, rollout, reward, train, sync, eval, checkpoint), `lane`
+    who was busy, such as an engine. `start` and `end` are seconds on the timeline's clock; `step` counts from 1."""
 
     name: str
     lane: str
@@ -30,7 +30,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str, step: int) -> Iterator[None]:
-        """Records the time its body takes, also when that fails."""
+        """Records the time that its body takes, also if the body fails."""
         start = self._clock()
         try:
             yield
@@ -43,7 +43,7 @@ class Timeline:
             del self._steps[step]
 
     def spans(self) -> list[Span]:
-        """Of the steps kept, by start. What one lane did for one stage of one step is joined where it overlaps."""
+        """Returns the spans of the steps kept, by start. Overlapping ones of one stage, lane and step are joined."""
         by_bar: dict[tuple[str, str, int], list[Span]] = {}
         for span in (span for spans in self._steps.values() for span in spans):
             by_bar.setdefault((span.name, span.lane, span.step), []).append(span)
@@ -55,7 +55,7 @@ class Timeline:
         return sorted(bars, key=lambda bar: (bar.start, bar.lane))
 
     def seconds(self, step: int) -> dict[str, float]:
-        """The wall seconds during which each stage of `step` was under way; what overlaps counts once a stage."""
+        """Returns the wall seconds during which each stage of `step` was under way on at least one lane."""
         stages: dict[str, list[Span]] = {}
         for span in self._steps.get(step, ()):
             stages.setdefault(span.name, []).append(span)
@@ -63,7 +63,7 @@ class Timeline:
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Disjoint intervals, ascending, that cover the same time."""
+    """Returns disjoint intervals, ascending, that cover the same time as the spans."""
     merged: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if merged and span.start <= merged[-1][1]:

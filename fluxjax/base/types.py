@@ -1,18 +1,20 @@
-"""The data of one RL step, token-aligned. This is the one place where these things are defined.
+"""The data of one RL step, aligned with tokens, from a prompt to a batch that is trained on.
 
-Lengths: `T` is the number of tokens of a response (or of a packed row), `G` responses a group, `B` rows.
-Everything is host data (numpy, tuples); `TrainBatch` is a pytree that crosses into `jit`.
+`T` is the number of tokens of a response or of a packed row, `G` the responses of a group, `B` the rows of a batch.
+Everything is host data (numpy, tuples) but `TrainBatch`, a pytree that crosses into `jit`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+import typing
+from collections.abc import Mapping
 
 import jax
+from jaxtyping import Float32, Int32
 
-from models.inputs import ModelInput, PackedTokens
+from models.inputs import AnyArray, ModelInput, PackedTokens
 
 
 class MediaKind(enum.Enum):
@@ -22,8 +24,8 @@ class MediaKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Media:
-    """A media file, by reference: pixels are decoded where they are used. `data` holds encoded bytes for
-    records that embed them (parquet)."""
+    """A media file by reference: pixels are decoded where they are used. `data` holds the encoded bytes if the record
+    embeds them (parquet)."""
 
     kind: MediaKind
     path: str
@@ -32,11 +34,11 @@ class Media:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A question as the controller knows it: metadata only.
+    """A question as the coordinator knows it: no pixels and no tokens.
 
-    `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source;
-    `draw` counts prompts drawn in this run (unique; the order key for everything deterministic); `row` is where the
-    record stands in its source.
+    `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source; `draw`
+    counts the prompts drawn in this run, and orders everything that must not depend on time; `row` is the record's
+    number in its source.
     """
 
     id: str
@@ -47,12 +49,12 @@ class Prompt:
     draw: int = 0
     epoch: int = 0
     row: int = 0
-    tokens: int = 0  # of the prepared prompt; 0: not known
+    tokens: int = 0  # tokens of the prepared prompt; 0: not known
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt whose media are decoded and whose text is tokenised: what engine and trainer both read."""
+    """A prompt whose media are decoded and whose text is tokenised, as engines and trainer read it."""
 
     prompt: Prompt
     inputs: ModelInput
@@ -60,20 +62,20 @@ class PreparedPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """What an engine generated for one sample of a prompt. The three tuples have one entry a token.
+    """The tokens that an engine generated for one sample of a prompt. The three tuples have one entry for each token.
 
-    `logprobs`: natural log of the probability under the sampling distribution (behaviour policy).
-    `versions`: the weight version that produced each token.
+    `logprobs` are natural logs of the probability under the sampling distribution (the behaviour policy); `versions`
+    are the weight versions that the tokens come from. Raises ValueError if the tuples differ in length.
     """
 
     rid: str
-    draw: int  # of its prompt
+    draw: int  # `Prompt.draw` of its prompt
     sample: int  # 0 <= sample < G
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: str  # a `FinishReason` value: stop, length, abort
-    temperature: float | None = None  # of sampling; None: `rollout.temperature`
+    temperature: float | None = None  # sampling temperature; None: `rollout.temperature`
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -85,8 +87,8 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """A score with its parts. `value` enters the advantage; `correct` is the exact-match used as accuracy.
-    A reward that crashed or timed out has value 0 and says so in `reason`."""
+    """The score of a response. `value` enters the advantage; `correct` is the exact match that accuracy counts. A
+    reward that crashed or timed out has the value 0 and says so in `reason`."""
 
     value: float
     correct: bool
@@ -95,7 +97,7 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A scored response. `advantage` is one number a response, broadcast over its tokens in the batch."""
+    """A scored response. `advantage` is one number, broadcast over the response's tokens in the batch."""
 
     response: Response
     reward: Reward
@@ -104,18 +106,27 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All samples of one prompt: the unit of GRPO, never split between batches."""
+    """All samples of one prompt, the unit of GRPO; a group is never split between steps."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainedStep:
+    """What an optimizer step was made of and what it found: its groups by draw, with their advantages; its metrics."""
+
+    groups: tuple[Group, ...]
+    metrics: Mapping[str, float]
+
+
 def has_variance(group: Group) -> bool:
-    """Whether rewards differ within the group. Where they don't, it teaches nothing: all right, or all wrong (DAPO's
-    dynamic sampling, arXiv:2503.14476, section 3.2)."""
+    """Says whether rewards differ within the group. If they do not, all advantages are 0, and the group teaches nothing
+    (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
     return any(sample.reward.value != group.samples[0].reward.value for sample in group.samples)
 
 
+@typing.no_type_check  # see `models.inputs.VisionInput`
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
@@ -127,9 +138,11 @@ class TrainBatch:
     """
 
     inputs: PackedTokens
-    loss_weights_BT: Any  # f32, 0 where a token is not trained on
-    advantages_BT: Any  # f32
-    behaviour_logprobs_BT: Any  # f32, as reported by the engine
-    reference_logprobs_BT: Any  # f32, of the frozen reference model; 0 where there is none
-    response_log_ratios_BT: Any  # f32, mean of log(trainer / engine) over the token's response; 0 until filled in
-    lags_BT: Any  # i32, steps since the weights that generated the token; -1 for prompts, given answers and padding
+    loss_weights_BT: Float32[AnyArray, "B T"]  # 0 where a token is not trained on
+    advantages_BT: Float32[AnyArray, "B T"]
+    behaviour_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, as reported by the engine
+    reference_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, of the frozen reference model; 0 where there is none
+    # In nats, mean of log(trainer / engine) over the token's response; 0 until filled in.
+    response_log_ratios_BT: Float32[AnyArray, "B T"]
+    # Optimizer steps since the weights that generated the token; -1 for prompts, given answers and padding.
+    lags_BT: Int32[AnyArray, "B T"]

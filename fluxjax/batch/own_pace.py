@@ -1,9 +1,9 @@
-"""Groups whose sequences are dealt to devices that keep their own pace (`sharding.strategy` `odc`), then laid out.
+"""Sequences dealt to devices that keep their own pace (`sharding.strategy` `odc`).
 
 Devices wait for one another at the end of a minibatch only, so what has to be even is the work of each over all of its
 microbatches, not the number or the size of these (ODC paper, section 4). A microbatch is one row of one device, laid
-out like any other that `spreading` makes, by a plan of a single device; the device computes its own media, too.
-What one device can't hold is computed by all together, before: see `collective`.
+out like any spread one, by a plan of a single device; the device computes its own media, too. What one device can't
+hold is computed by all together, before: see `collective`.
 """
 
 from __future__ import annotations
@@ -13,153 +13,113 @@ from collections.abc import Sequence
 import numpy as np
 
 from models.config import TextConfig, VisionConfig
-from sharding.cost import CostError
 from sharding.planner import Limits
 from sharding.planner.packing import SCHEDULERS, MicrobatchSchedule, makespan
 from sharding.planner.plan import ShardPlan, rounds
 from sharding.spread.shapes import ShapeBook
 
-from ..config import Config, ConfigError
-from .collective import Estimate, parted, together
-from .fill import COLLECTIVE, Composition, TrainGroup
-from .rows import Piece
-from .spreading import (
-    Part,
-    calibrated,
-    forward_seconds,
-    joined,
-    model_sizes,
-    pieces_of,
-    squares_of,
-    tokens_of,
-    tokens_per_device,
-)
+from ..config import Config
+from .collective import Collective
+from .composition import Composition
+from .fill import lay_out_parts
+from .part import Part, Room
+from .pieces import Item, Piece, TrainGroup, pieces_of, squares_of, tokens_of
+from .work import estimate
 
-VERL_LINEAR = 24576.0  # verl's work of a token where that of attention is length**2
 CUTS = 3  # further sizes of pieces that are tried where prompts are shared
 WORTH = 0.01  # of the time that a step is predicted to take: what must be saved to compute prompts more than once
 
 
-def compose_decoupled(
-    entries: Sequence[TrainGroup],
-    config: Config,
-    num_devices: int,
-    vision: VisionConfig | None,
-    text: TextConfig | None,
-    book: ShapeBook,
-) -> Composition:
-    """Microbatches of all devices together, for what no single one holds; then those of one device each, device after
-    device, the heaviest of each first; `sharding.balance` deals.
+class OwnPace:
+    """Deals sequences to devices by `sharding.balance`, after those that no single device holds.
 
-    With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt, as
-    long as a device's row holds it and devices do not wait for it; otherwise each response is a sequence of its own.
-    A device may have no microbatch of its own. `book` keeps the shapes few.
-
-    Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence do not hold, and
-    for a calibration that can't be read.
+    Raises ConfigError for degrees that the devices or the heads of `text` do not allow, and for a calibration that
+    can't be read.
     """
-    work_of = estimate(config, text, vision)
-    large, rest = parted(entries, config, num_devices, vision, text)
-    parts: list[Part] = []
-    work: list[float] = []
-    if large:
-        parts, work, rest = together(large, rest, config, num_devices, vision, text, work_of)
-    devices = [COLLECTIVE] * len(parts)
-    for device, part, load in _alone(rest, config, num_devices, vision, work_of) if rest else ():
-        parts.append(part)
-        devices.append(device)
-        work.append(load)
-    return joined([part.fill(book) for part in parts], tuple(devices), tuple(work))
 
-
-def _alone(
-    entries: Sequence[TrainGroup], config: Config, num_devices: int, vision: VisionConfig | None, work_of: Estimate
-) -> list[tuple[int, Part, float]]:
-    """(device, microbatch, its work) of everything that a device computes alone."""
-    pieces, schedule = _dealt(entries, config, num_devices, work_of)
-    work = np.array(schedule.work)
-    owners, media = [piece.item for piece in pieces], [entry.item.patches for entry in entries]
-    found: list[tuple[int, Part, float]] = []
-    for device, own in enumerate(schedule.microbatches):
-        made = [part for members in own for part in _within(members, owners, media, config.packing.patches_per_device)]
-        for members in sorted(made, key=lambda members: (-work[members].sum(), members)):
-            part = Part(entries, [pieces[i] for i in members], _on_one, config, vision)
-            found.append((device, part, float(work[members].sum())))
-    return found
-
-
-def _dealt(
-    entries: Sequence[TrainGroup], config: Config, num_devices: int, work_of: Estimate
-) -> tuple[list[Piece], MicrobatchSchedule]:
-    """The pieces, and which device computes them in which microbatch.
-
-    Fewer groups than devices, or a few more, can't be even. So smaller pieces are tried, too: groups whose responses
-    are cut at a device's share of all tokens, a half or a quarter of it, at the cost of further copies of the prompts.
-    """
-    room, share = tokens_per_device(config), config.packing.share_prompts
-    whole = pieces_of(entries, room, share)
-    mean = -(-sum(tokens_of(entries, piece) for piece in whole) // num_devices)
-    choices = [whole, *(pieces_of(entries, room, True, max(mean >> k, 1)) for k in range(CUTS) if share)]
-    deal, limits = SCHEDULERS[config.sharding.balance.value], Limits(tokens_per_device=room)
-    best: tuple[list[Piece], MicrobatchSchedule] | None = None
-    for pieces in choices:
-        tokens = [tokens_of(entries, piece) for piece in pieces]
-        squares = np.array([squares_of(entries, piece) for piece in pieces])
-        patches = np.array([entries[piece.item].item.patches for piece in pieces], float)
-        made = deal(tokens, num_devices, limits, work=work_of(np.array(tokens, float), squares, patches))
-        if best is None or makespan(made, "minibatch") < (1 - WORTH) * makespan(best[1], "minibatch"):
-            best = pieces, made
-    assert best is not None
-    return best
-
-
-def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
-    """What a sequence costs beside others: seconds where `sharding.calibration` is given, else FLOPs; without `text`,
-    the decoder's sizes, verl's formula.
-
-    `squares` are twice the (query, key) pairs of attention, and the media count for each sequence that shows them.
-    Raises ConfigError for a calibration that can't be read.
-    """
-    if config.sharding.calibration:
-        try:
-            cost = calibrated(config, text, vision)
-        except CostError as error:
-            raise ConfigError(f"sharding.calibration: {error}") from error
-        return lambda tokens, squares, patches: (
-            forward_seconds(cost, tokens, squares) + (cost.vision_seconds(patches) if vision is not None else 0.0)
+    def __init__(
+        self, config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None, shapes: ShapeBook
+    ) -> None:
+        self._num_devices, self._shapes, self._room = num_devices, shapes, Room.of(config, vision)
+        self._deal, self._limits = (
+            SCHEDULERS[config.sharding.balance.value],
+            Limits(tokens_per_device=self._room.tokens),
         )
-    if text is None:
-        return lambda tokens, squares, patches: VERL_LINEAR * tokens + squares
-    # Of a forward pass; a backward pass takes about twice as much of either. Matrix products cost two FLOPs a token and
-    # weight. A pair costs two for its score and two for its value, in each channel of all heads of each layer, and
-    # `squares` count a pair twice. So in units of `squares` a token costs
-    #     weights / (layers * heads * head_size),    weights = those of all matrices, the output head's among them,
-    # which is 70,000 for Qwen2.5-VL-7B. ODC's fit to measured times of a 7B model has 64,500; verl's 24,576 counts the
-    # pairs behind the mask, too.
-    sizes = model_sizes(config, text, vision)
-    token, square = sizes.linear_flops(), 2.0 * sizes.layers * sizes.heads * sizes.head_size
-    patch = sizes.vision_flops() if vision is not None else 0.0
-    return lambda tokens, squares, patches: token * tokens + square * squares + patch * patches
+        self._work_of = estimate(config, text, vision)
+        self._collective = Collective(config, num_devices, vision, text, shapes, self._work_of)
+
+    def check(self) -> None:
+        """Raises ConfigError for rollouts longer than the devices of one sequence hold."""
+        self._collective.spreading.check()
+
+    def compose(self, groups: Sequence[TrainGroup]) -> Composition:
+        """Microbatches of all devices together, for what no single one holds; then those of one device each, device
+        after device, the heaviest of each first.
+
+        With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt,
+        as long as a device's row holds it and devices do not wait for it; otherwise each response is a sequence of its
+        own. A device may have no microbatch of its own.
+
+        Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence do not hold.
+        """
+        parts, rest = self._collective.parts(groups)
+        return lay_out_parts([*parts, *(self._alone(rest) if rest else ())], self._room, self._shapes)
+
+    def _alone(self, groups: Sequence[TrainGroup]) -> list[Part]:
+        """The microbatches that a device computes alone."""
+        items = [group.item for group in groups]
+        pieces, schedule = self._schedule(items)
+        work, patches = np.array(schedule.work), self._room.patches
+        found: list[Part] = []
+        for device, microbatches in enumerate(schedule.microbatches):
+            fitting = [part for members in microbatches for part in _within(members, pieces, items, patches)]
+            for members in sorted(fitting, key=lambda members: (-work[members].sum(), members)):
+                chosen, load = [pieces[i] for i in members], float(work[members].sum())
+                found.append(Part(groups, chosen, _on_one_device(items, chosen), self._room, device, load))
+        return found
+
+    def _schedule(self, items: Sequence[Item]) -> tuple[list[Piece], MicrobatchSchedule]:
+        """The pieces, and which device computes them in which microbatch.
+
+        Fewer groups than devices, or a few more, can't be even. So smaller pieces are tried, too: groups whose
+        responses are cut at a device's share of all tokens, a half or a quarter of it, at the cost of further copies
+        of the prompts.
+        """
+        room, share = self._room.tokens, self._room.share_prompts
+        whole = pieces_of(items, room, share)
+        mean = -(-sum(tokens_of(items, piece) for piece in whole) // self._num_devices)
+        choices = [whole, *(pieces_of(items, room, True, max(mean >> k, 1)) for k in range(CUTS) if share)]
+        best: tuple[list[Piece], MicrobatchSchedule] | None = None
+        for pieces in choices:
+            tokens = [tokens_of(items, piece) for piece in pieces]
+            squares = np.array([squares_of(items, piece) for piece in pieces])
+            patches = np.array([items[piece.item].patches for piece in pieces], float)
+            work = self._work_of(np.array(tokens, float), squares, patches)
+            schedule = self._deal(tokens, self._num_devices, self._limits, work=work)
+            if best is None or makespan(schedule, "minibatch") < (1 - WORTH) * makespan(best[1], "minibatch"):
+                best = pieces, schedule
+        assert best is not None
+        return best
 
 
-def _on_one(lengths: Sequence[int], work: Sequence[float]) -> ShardPlan:
-    """All of it on one device."""
+def _on_one_device(items: Sequence[Item], pieces: Sequence[Piece]) -> ShardPlan:
+    lengths = tuple(tokens_of(items, piece) for piece in pieces)
     degrees, firsts = (1,) * len(lengths), (0,) * len(lengths)
-    return ShardPlan(1, tuple(lengths), tuple(map(float, work)), degrees, firsts, rounds(1, lengths, degrees, firsts))
+    work = tuple(squares_of(items, piece) for piece in pieces)
+    return ShardPlan(1, lengths, work, degrees, firsts, rounds(1, lengths, degrees, firsts))
 
 
-def _within(members: Sequence[int], item: Sequence[int], patches: Sequence[int], cap: int) -> list[list[int]]:
-    """The members of a microbatch in as few parts of at most `cap` patches as first-fit-decreasing finds.
-
-    `item[i]` is that of piece `i`; its `patches` stand once in a microbatch, so its pieces stay together.
-    """
+def _within(members: Sequence[int], pieces: Sequence[Piece], items: Sequence[Item], cap: int) -> list[list[int]]:
+    """The members of a microbatch in as few parts of at most `cap` patches as first-fit-decreasing finds. An item's
+    patches stand once in a microbatch, so its pieces stay together."""
     parts: list[set[int]] = []
     used: list[int] = []
-    for one in sorted({item[i] for i in members}, key=lambda one: (-patches[one], one)):
-        place = next((k for k, n in enumerate(used) if n + patches[one] <= cap), len(parts))
+    for item in sorted({pieces[i].item for i in members}, key=lambda item: (-items[item].patches, item)):
+        patches = items[item].patches
+        place = next((k for k, n in enumerate(used) if n + patches <= cap), len(parts))
         if place == len(parts):
             parts.append(set())
             used.append(0)
-        parts[place].add(one)
-        used[place] += patches[one]
-    return [sorted(i for i in members if item[i] in part) for part in parts]
+        parts[place].add(item)
+        used[place] += patches
+    return [sorted(i for i in members if pieces[i].item in part) for part in parts]

@@ -1,4 +1,4 @@
-"""Bin packing: which responses share a row, and which rows a shard. Sizes only, no tokens, no JAX.
+"""Bin packing (`sharding.strategy` `fsdp`): which responses share a row, and which rows a shard.
 
 Everything is a pure function of the sizes in their order, so a resumed run packs as the interrupted one did.
 """
@@ -10,30 +10,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..config import ConfigError
+from models.config import VisionConfig
+
+from ..config import Config, ConfigError
+from .composition import Composition
+from .fill import lay_out_rows
+from .pieces import Item, PackedRows, Piece, Row, TrainGroup, check, pieces_of, tokens_of
 
 GRID = 3  # sizes of a buffer: its cap, half and a quarter of it
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """A group to pack: the tokens of its prompt and of each of its responses (all positive), its patches."""
-
-    name: str  # of the prompt, for error messages
-    prompt: int
-    responses: tuple[int, ...]
-    patches: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Responses of one item (indices, ascending) in one row, behind one copy of the prompt."""
-
-    item: int
-    responses: tuple[int, ...]
-
-
-Row = tuple[Piece, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +29,38 @@ class Budget:
     patches: tuple[int, ...]
     num_shards: int = 1
 
+    @classmethod
+    def of(cls, config: Config, num_shards: int, vision: VisionConfig | None) -> Budget:
+        """The sizes that `config.packing` allows. Raises ConfigError if they can hold nothing."""
+        packing = config.packing
+        unit = vision.merge_unit if vision is not None else 0
+        for field, least in (("tokens_per_row", 2), ("rows_per_device", 1), ("patches_per_device", unit)):
+            if getattr(packing, field) < least:
+                raise ConfigError(f"packing.{field} = {getattr(packing, field)} must be at least {least}")
+        patches = grid(packing.patches_per_device, unit) if unit else (0,)
+        return cls(packing.tokens_per_row, grid(packing.rows_per_device), patches, num_shards)
 
-@dataclasses.dataclass(frozen=True)
-class PackedRows:
-    """`shards[s][r]` is row `r` of shard `s`; each shard is padded to `rows` rows and `patches` patches."""
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """All (rows, tokens a row, patches) that a microbatch may have: the bound on compiled shapes."""
+        shards = self.num_shards
+        return [
+            (rows * shards, self.tokens_per_row, patches * shards) for rows in self.rows for patches in self.patches
+        ]
 
-    rows: int
-    patches: int
-    shards: tuple[tuple[Row, ...], ...]
+
+class RowPacking:
+    """Packs groups into rows of one length, which the devices share out evenly."""
+
+    def __init__(self, config: Config, num_shards: int, vision: VisionConfig | None) -> None:
+        self._budget = Budget.of(config, num_shards, vision)
+        self._share, self._vision = config.packing.share_prompts, vision
+
+    def check(self) -> None:
+        """Nothing depends on the devices here."""
+
+    def compose(self, groups: Sequence[TrainGroup]) -> Composition:
+        plan = pack([group.item for group in groups], self._budget, share_prompts=self._share)
+        return lay_out_rows(plan, groups, self._budget.tokens_per_row, self._share, self._vision)
 
 
 def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
@@ -76,36 +84,15 @@ def pack(items: Sequence[Item], budget: Budget, *, share_prompts: bool = True) -
     An item's patches count once for each shard that has rows of it. Raises ConfigError if a prompt with one
     response exceeds `tokens_per_row`, or its media the patches of a shard.
     """
-    check(items, budget)
+    check(items, budget.tokens_per_row, budget.patches[-1])
     if share_prompts:
-        whole = [piece for index in range(len(items)) for piece in cut(items, index, budget)]
+        whole = pieces_of(items, budget.tokens_per_row, share_prompts=True)
         candidates = [_first_fit(items, _by_size(items, whole), budget), _chain(items, budget)]
     else:
-        single = [Piece(i, (k,)) for i, item in enumerate(items) for k in range(len(item.responses))]
+        single = pieces_of(items, 0, share_prompts=False)
         candidates = [_first_fit(items, pieces, budget) for pieces in (single, _by_size(items, single))]
     plans = [_spread(items, rows, budget) for rows in candidates]
     return min(plans, key=lambda plan: _cost(plan, budget))
-
-
-def check(
-    items: Sequence[Item],
-    budget: Budget,
-    row: str = "packing.tokens_per_row",
-    media: str = "packing.patches_per_device",
-) -> None:
-    """Raises ConfigError for a prompt of which a response or the media fit nowhere; `row` and `media` are what the
-    bounds are made of."""
-    for item in items:
-        tokens = item.prompt + max(item.responses)
-        if tokens > budget.tokens_per_row:
-            raise ConfigError(
-                f"prompt {item.name}: {item.prompt} prompt tokens and a response of {max(item.responses)} make "
-                f"{tokens}, more than {row} = {budget.tokens_per_row}"
-            )
-        if item.patches > budget.patches[-1]:
-            raise ConfigError(
-                f"prompt {item.name}: its media have {item.patches} patches, more than {media} = {budget.patches[-1]}"
-            )
 
 
 def _cost(plan: list[PackedRows], budget: Budget) -> int:
@@ -113,31 +100,8 @@ def _cost(plan: list[PackedRows], budget: Budget) -> int:
     return sum(micro.rows * budget.tokens_per_row + micro.patches for micro in plan)
 
 
-def _size(items: Sequence[Item], piece: Piece) -> int:
-    item = items[piece.item]
-    return item.prompt + sum(item.responses[k] for k in piece.responses)
-
-
 def _by_size(items: Sequence[Item], pieces: Iterable[Piece]) -> list[Piece]:
-    return sorted(pieces, key=lambda piece: -_size(items, piece))  # stable: ties stay in order
-
-
-def cut(items: Sequence[Item], index: int, budget: Budget) -> list[Piece]:
-    """The item in as few pieces of at most a row as first-fit-decreasing finds; nearly always one."""
-    item = items[index]
-    room = budget.tokens_per_row - item.prompt
-    if sum(item.responses) <= room:
-        return [Piece(index, tuple(range(len(item.responses))))]
-    parts: list[list[int]] = []
-    free: list[int] = []
-    for k in sorted(range(len(item.responses)), key=lambda k: -item.responses[k]):
-        part = next((p for p, left in enumerate(free) if left >= item.responses[k]), len(parts))
-        if part == len(parts):
-            parts.append([])
-            free.append(room)
-        parts[part].append(k)
-        free[part] -= item.responses[k]
-    return [Piece(index, tuple(sorted(part))) for part in parts]
+    return sorted(pieces, key=lambda piece: -tokens_of(items, piece))  # stable: ties stay in order
 
 
 def _first_fit(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget) -> list[Row]:
@@ -147,7 +111,7 @@ def _first_fit(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget) -
     patches: list[int] = []
     members: list[set[int]] = []
     for piece in pieces:
-        size, media = _size(items, piece), items[piece.item].patches
+        size, media = tokens_of(items, piece), items[piece.item].patches
         for row in np.flatnonzero(free[: len(rows)] >= size):
             added = 0 if piece.item in members[row] else media
             if patches[row] + added <= budget.patches[-1]:

@@ -1,89 +1,39 @@
 """The typed configuration of a run, as users import it: `from fluxjax.config import Config, SourceConfig`."""
 
-from ..base.errors import ConfigError
-from .scheduling import (
-    AdaptiveAsyncConfig,
-    AprilConfig,
-    ComposerConfig,
-    Importance,
-    ImportanceConfig,
-    ImportanceLevel,
-    Order,
-    ParallelismConfig,
-    Policy,
-    PolicyConfig,
-    SchedulesConfig,
-    SpeculativeSyncConfig,
-    StreamTrainerConfig,
-    TailBatchingConfig,
-    check,
-)
-from .sections import (
-    Algorithm,
-    AlgorithmConfig,
-    Balance,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    DType,
-    EvaluationConfig,
-    LossAggregation,
-    ModelConfig,
-    OptimConfig,
-    PackingConfig,
-    Remat,
-    ReportConfig,
-    RolloutConfig,
-    Schedule,
-    ShardingConfig,
-    SourceConfig,
-    Strategy,
-    WarmStartConfig,
-    check_types,
-    from_json,
-    get,
-    to_json,
-)
-
-__all__ = [
-    "AdaptiveAsyncConfig",
-    "Algorithm",
-    "AlgorithmConfig",
-    "AprilConfig",
-    "Balance",
-    "CheckpointConfig",
-    "ComposerConfig",
-    "Config",
-    "ConfigError",
-    "DType",
-    "DataConfig",
-    "EvaluationConfig",
-    "Importance",
-    "ImportanceConfig",
-    "ImportanceLevel",
-    "LossAggregation",
-    "ModelConfig",
-    "OptimConfig",
-    "Order",
-    "PackingConfig",
-    "ParallelismConfig",
-    "Policy",
-    "PolicyConfig",
-    "Remat",
-    "ReportConfig",
-    "RolloutConfig",
-    "Schedule",
-    "SchedulesConfig",
-    "ShardingConfig",
-    "SourceConfig",
-    "SpeculativeSyncConfig",
-    "Strategy",
-    "StreamTrainerConfig",
-    "TailBatchingConfig",
-    "WarmStartConfig",
-    "check",
-    "check_types",
-    "from_json",
-    "get",
-    "to_json",
-]
+from ..base.errors import ConfigError as ConfigError
+from .run_folder import from_json as from_json
+from .run_folder import to_json as to_json
+from .scheduling import AdaptiveAsyncConfig as AdaptiveAsyncConfig
+from .scheduling import AprilConfig as AprilConfig
+from .scheduling import ComposerConfig as ComposerConfig
+from .scheduling import Importance as Importance
+from .scheduling import ImportanceConfig as ImportanceConfig
+from .scheduling import ImportanceLevel as ImportanceLevel
+from .scheduling import Order as Order
+from .scheduling import ParallelismConfig as ParallelismConfig
+from .scheduling import Policy as Policy
+from .scheduling import PolicyConfig as PolicyConfig
+from .scheduling import SchedulesConfig as SchedulesConfig
+from .scheduling import SpeculativeSyncConfig as SpeculativeSyncConfig
+from .scheduling import StreamTrainerConfig as StreamTrainerConfig
+from .scheduling import TailBatchingConfig as TailBatchingConfig
+from .sections import Algorithm as Algorithm
+from .sections import AlgorithmConfig as AlgorithmConfig
+from .sections import Balance as Balance
+from .sections import CheckpointConfig as CheckpointConfig
+from .sections import Config as Config
+from .sections import DataConfig as DataConfig
+from .sections import DType as DType
+from .sections import EvaluationConfig as EvaluationConfig
+from .sections import LossAggregation as LossAggregation
+from .sections import ModelConfig as ModelConfig
+from .sections import OptimConfig as OptimConfig
+from .sections import PackingConfig as PackingConfig
+from .sections import Remat as Remat
+from .sections import ReportConfig as ReportConfig
+from .sections import RolloutConfig as RolloutConfig
+from .sections import Schedule as Schedule
+from .sections import ShardingConfig as ShardingConfig
+from .sections import SourceConfig as SourceConfig
+from .sections import Strategy as Strategy
+from .sections import WarmStartConfig as WarmStartConfig

@@ -1,6 +1,6 @@
-"""Command line to `Config`: `--config=FILE[:variant]` and `--config.section.field=value`, through config_flags.
+"""Reads a command line into a `Config`: `--config=FILE[:variant]` and `--config.section.field=value`.
 
-Parsed before any heavy import, so that `--help` and a typo answer at once.
+It imports nothing heavy, so that `--help` and a typo answer at once.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ import pathlib
 import re
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from absl import flags
 from ml_collections import config_flags
 
+from ..base.errors import ConfigError
 from . import sections as config_module
-from .sections import Config, ConfigError
+from .bounds import Bound, Section, children, flatten, lies_in
+from .sections import Config, SourceConfig, renamed
 from .unread import unread
 
 DEFAULT_CONFIG = "configs/vlm.py"
+_OBVIOUS = ("be greater than 0", "not be negative")  # bounds that the help leaves out
 C = TypeVar("C", bound=Config)
 
 
 def parse(argv: Sequence[str], doc: str, kind: type[C] = Config, default: str = DEFAULT_CONFIG) -> C:
-    """The validated configuration of a command line (without the program name). Commands that need more than `Config`
-    have a `kind` of their own, and a file of their own as the `default`.
+    """Returns the validated configuration of a command line (without the program's name).
 
-    Exits with status 0 after `--help`, with status 2 and one line on standard error if anything is wrong.
+    A command that needs more than `Config` has its own `kind`, and its own file as the `default`. Exits with status 0
+    after `--help`, with status 2 and one line on standard error if anything is wrong.
     """
     if any(arg in ("--help", "-h", "-help") for arg in argv):
         print(help_text(doc, kind))
@@ -44,7 +47,7 @@ def parse(argv: Sequence[str], doc: str, kind: type[C] = Config, default: str = 
 
 
 def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CONFIG) -> C:
-    """Like `parse`, but raises `ConfigError`."""
+    """Does what `parse` does, but raises `ConfigError` instead of exiting."""
     selected, overrides = default, []
     for arg in argv:
         name, equals, value = arg.removeprefix("-").removeprefix("-").partition("=")
@@ -62,16 +65,16 @@ def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CON
         config = _override(config, field, value)
     config.validate()
     given = {field for field, _ in overrides}
-    if idle := [one.complaint for one in unread(config) if one.field in given]:
+    if idle := [setting.complaint for setting in unread(config) if setting.field in given]:
         raise ConfigError(f"--config.{idle[0]}")
     return config
 
 
 def read_file(selected: str, kind: type[C] = Config) -> C:
-    """Runs `get_config(variant)` of a configuration file given as `FILE[:variant]`."""
+    """Runs `get_config(variant)` of the configuration file, and returns its result; `selected` is `FILE[:variant]`."""
     path, _, variant = selected.partition(":")
     file = pathlib.Path(path)
-    if not file.exists() and not file.is_absolute():  # also from outside the checkout
+    if not file.exists() and not file.is_absolute():  # the command runs outside the checkout
         file = pathlib.Path(__file__).resolve().parents[2] / path
     if not file.is_file():
         raise ConfigError(f"--config={selected}: there is no file {path!r}")
@@ -98,7 +101,7 @@ def _explain(error: AttributeError, kind: type[Config]) -> str:
     module = sys.modules[kind.__module__]
     section = getattr(module, match[1], getattr(config_module, match[1], None)) if match else None
     if not match or not dataclasses.is_dataclass(section):
-        return str(error)
+        return str(error) + renamed(str(error))
     names = [field.name for field in dataclasses.fields(section)]
     near = difflib.get_close_matches(match[2], names, 1)
     return f"{match[1]} has no field {match[2]!r}; " + (
@@ -107,7 +110,7 @@ def _explain(error: AttributeError, kind: type[Config]) -> str:
 
 
 def _override(config: C, field: str, value: str) -> C:
-    """The configuration with one field set from text, as the type it has."""
+    """Returns the configuration with one field set from text, as the type that the field has."""
     current = _current(config, field)
     values = flags.FlagValues()
     flag = f"--config.{field}={value}"
@@ -118,39 +121,31 @@ def _override(config: C, field: str, value: str) -> C:
         assert isinstance(changed, type(config))
         return changed
     except (flags.Error, ValueError, TypeError):
-        raise ConfigError(f"--config.{field}: {value!r} is not {_kind(current)}") from None
+        raise ConfigError(f"--config.{field}: {value!r} is not {_kind(current)}{renamed(value)}") from None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, enum.Enum):
         return "one of " + ", ".join(member.value for member in type(value))
     kinds = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
-def _is_section(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) or isinstance(value, dict)
-
-
-def _names(value: Any) -> list[str]:
-    return list(value) if isinstance(value, dict) else [f.name for f in dataclasses.fields(value)]
-
-
-def _current(config: Config, field: str) -> Any:
-    """The value of a dotted field; `ConfigError` with the nearest valid name if there is none."""
-    value: Any = config
-    done: list[str] = []
+def _current(config: Config, field: str) -> object:
+    """Returns the value of a dotted field; raises `ConfigError` with the nearest valid name if there is none."""
+    value: object = config
+    where = ""
     for part in field.split("."):
-        where = ".".join(done)
-        if not _is_section(value):
+        if not isinstance(value, Section | Mapping):
             raise ConfigError(f"--config.{field}: {where} is a value and has no field {part!r}")
-        if part not in _names(value):
-            raise ConfigError(f"--config.{field}: no such field; {_hint(config, field, where, part, _names(value))}")
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
-        done.append(part)
-    if _is_section(value):
+        names = children(value)
+        if part not in names:
+            raise ConfigError(f"--config.{field}: no such field; {_hint(config, field, where, part, list(names))}")
+        value = names[part]
+        where = f"{where}.{part}" if where else part
+    if isinstance(value, Section | Mapping):
         raise ConfigError(
-            f"--config.{field} is a section; set its fields: " + ", ".join(f"{field}.{n}" for n in _names(value))
+            f"--config.{field} is a section; set its fields: " + ", ".join(f"{field}.{n}" for n in children(value))
         )
     return value
 
@@ -166,37 +161,26 @@ def _hint(config: Config, field: str, where: str, part: str, names: list[str]) -
     return f"did you mean --config.{near[0]}?" if near else f"{where or 'config'} has {', '.join(names)}"
 
 
-def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All fields as (dotted name, value), depth first in order of declaration."""
-    for name in _names(config):
-        value = config[name] if isinstance(config, dict) else getattr(config, name)
-        if _is_section(value):
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def help_text(doc: str, kind: type[Config] = Config) -> str:
-    """What `--help` prints: the command's own words, then every field with its default and its comment."""
+    """Returns what `--help` prints: `doc`, then every field with its default, its comment and its bound."""
     lines = [doc.strip(), "", "Settings, with the defaults that a configuration file starts from:"]
-    config, unread = kind(), tuple(getattr(kind, "unread", ()))
-    for name, value in flatten(config):
-        if not any(name == one or name.startswith(f"{one}.") for one in unread):
-            shown = value.value if isinstance(value, enum.Enum) else value
-            lines.append(f"  --config.{name}={shown}".ljust(56) + f"  {_comment(name, config)}")
-    if "data" in unread:
-        return "\n".join(line.rstrip() for line in lines)
-    lines += ["  --config.data.sources.NAME.FIELD=...", "      for a source that the file declares; its fields:"]
-    source = config_module.SourceConfig()
-    lines += [f"      {n}={v}".ljust(56) + f"  {_comment(n, source)}" for n, v in flatten(source)]
-    return "\n".join(line.rstrip() for line in lines)
+    lines += [_line(f"  --config.{n}", n, kind()) for n, _ in flatten(kind()) if not lies_in(n, kind.unread)]
+    if "data" not in kind.unread:
+        lines += ["  --config.data.sources.NAME.FIELD=...", "      for a source that the file declares; its fields:"]
+        lines += [_line(f"      {n}", n, SourceConfig()) for n, _ in flatten(SourceConfig())]
+    return "\n".join(lines)
 
 
-def _comment(name: str, section: Any) -> str:
-    """The comment behind a field where it is declared, the one place where fields are explained."""
+def _line(shown: str, name: str, section: Section) -> str:
+    """Returns a field's line: its default, and the comment behind its declaration, the one place that explains it."""
     *sections, name = name.split(".")
     for part in sections:
         section = getattr(section, part)
+    value = getattr(section, name)
     declared = "".join(inspect.getsource(owner) for owner in type(section).__mro__ if dataclasses.is_dataclass(owner))
     match = re.search(rf"^    {name}: [^#\n]*#\s*(.*)$", declared, re.MULTILINE)
-    return match[1] if match else ""
+    bound: Bound | None = section.__dataclass_fields__[name].metadata.get("bound")
+    allowed = bound.allowed.partition(": ")[0] if bound and bound.allowed not in _OBVIOUS else ""
+    notes = [note for note in (match and match[1], allowed and f"must {allowed}") if note]
+    text = f"{shown}={value.value if isinstance(value, enum.Enum) else value}"
+    return f"{text.ljust(56)}  {'; '.join(notes)}".rstrip()

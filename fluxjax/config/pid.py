@@ -1,4 +1,4 @@
-"""A PID controller that moves a value between bounds: what steers by a measurement uses this one."""
+"""A PID controller, which moves a value between bounds; whatever steers by a measurement uses it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class Pid:
-    """`value` goes up while the error is positive (Flux, component 1), a unit of time is from one update to the next.
+    """Moves `value` up while the error is positive (Flux, component 1); the unit of time is one update.
 
-    Each update adds `kp * error + ki * sum of errors + kd * change of the error`. Anti-windup: where that would leave
-    the bounds, the sum of errors is cut back to what just reaches them. So it does not hold the value at a bound: when
-    the error turns, the value follows at once.
+    Each update adds `kp * error + ki * sum of errors + kd * change of the error`. Anti-windup: if that would leave the
+    bounds, the sum of errors is cut back to what just reaches them. So no sum keeps the value at a bound: when the
+    error changes its sign, the value follows at once.
     """
 
     def __init__(self, value: float, low: float, high: float, *, kp: float, ki: float, kd: float) -> None:
@@ -21,10 +21,10 @@ class Pid:
         self.value, self.low, self.high = value, low, high
         self._kp, self._ki, self._kd = kp, ki, kd
         self._sum = 0.0
-        self._last: float | None = None  # the error before
+        self._last: float | None = None  # the error of the update before
 
     def update(self, error: float) -> float:
-        """The new value. An error that is no finite number changes nothing."""
+        """Returns the new value. An error that is no finite number changes nothing."""
         if not math.isfinite(error):
             return self.value
         change = 0.0 if self._last is None else error - self._last
@@ -39,10 +39,10 @@ class Pid:
         self.value = bounded
         return self.value
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"value": self.value, "sum": self._sum, "last": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A value outside of the bounds, which may be others now, is moved to the nearest one."""
+        """Restores the state. A value outside of the bounds, which may have changed, moves to the nearer one."""
         self.value = min(max(state["value"], self.low), self.high)
         self._sum, self._last = state["sum"], state["last"]

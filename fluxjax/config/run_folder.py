@@ -1,20 +1,26 @@
-"""Where a run lives: `runs/<name>-<date>` or the folder that the configuration names."""
+"""The folder of a run, `runs/<name>-<date>` or the one that the configuration names, and the settings kept in it."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import enum
 import json
-import os
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
-from .sections import Config, ConfigError, from_json, to_json
+from ..base.errors import ConfigError
+from ..base.replace_text import replace_text
+from .bounds import Section
+from .sections import Config, SourceConfig, renamed
 
 CONFIG = "config.json"
 
 
 def create(config: Config) -> pathlib.Path:
-    """The run's folder, made if missing, with the configuration written into it (also when a run is resumed: the
-    settings may have changed). Raises `ConfigError` if it cannot be written."""
+    """Returns the run's folder, made if missing, and writes the configuration into it, also if the run is resumed:
+    settings may have changed. Raises `ConfigError` if it cannot be written."""
     if config.run_dir:
         folder = pathlib.Path(config.run_dir)
     else:
@@ -29,14 +35,12 @@ def create(config: Config) -> pathlib.Path:
 
 
 def write(config: Config, folder: pathlib.Path) -> None:
-    """Replaces the folder's configuration at once: a kill or a full disk leaves the old one."""
-    temporary = folder / f"{CONFIG}.tmp"
-    temporary.write_text(json.dumps(to_json(config), indent=2) + "\n")
-    os.replace(temporary, folder / CONFIG)
+    """Replaces the folder's configuration in one step: a kill or a full disk leaves the old one."""
+    replace_text(folder / CONFIG, json.dumps(to_json(config), indent=2) + "\n")
 
 
 def read_config(folder: pathlib.Path) -> Config:
-    """The configuration of an existing run. Raises `ConfigError` if the folder holds none."""
+    """Returns the configuration of an existing run. Raises `ConfigError` if the folder holds none."""
     file = folder / CONFIG
     if not file.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG}")
@@ -46,3 +50,37 @@ def read_config(folder: pathlib.Path) -> Config:
         raise ConfigError(f"{file} is damaged: {error}") from None
     config.run_dir = str(folder)
     return config
+
+
+def to_json(config: Config) -> dict[str, object]:
+    """Returns the configuration as plain values, which `json` can write."""
+    return dataclasses.asdict(
+        config, dict_factory=lambda items: {k: v.value if isinstance(v, enum.Enum) else v for k, v in items}
+    )
+
+
+def from_json(values: Mapping[str, Any]) -> Config:
+    """Returns the configuration that `to_json` took. Raises `ConfigError` for fields that this version lacks."""
+    config = Config()
+    _fill(config, values, "")
+    return config
+
+
+def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
+    for name, value in values.items():
+        if not hasattr(section, name):
+            raise ConfigError(f"the saved configuration has a field {prefix}{name} that this version does not know")
+        current = getattr(section, name)
+        if isinstance(current, Section):
+            _fill(current, value, f"{prefix}{name}.")
+        elif isinstance(current, dict):
+            for source, fields in value.items():
+                current[source] = SourceConfig()
+                _fill(current[source], fields, f"{prefix}{name}.{source}.")
+        elif isinstance(current, enum.Enum):
+            try:
+                setattr(section, name, type(current)(value))
+            except ValueError as error:
+                raise ConfigError(f"the saved configuration has {prefix}{name}: {error}{renamed(str(value))}") from None
+        else:
+            setattr(section, name, tuple(value) if isinstance(current, tuple) else value)

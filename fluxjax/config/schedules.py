@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import bisect
+import dataclasses
 import itertools
 import math
 import re
@@ -34,36 +35,34 @@ _GROUPS = 64  # over which a source's success is averaged
 
 
 class RunSchedule(abc.ABC):
-    """A value that may change during a run."""
+    """A value that may change during a run, between `bounds`, its smallest and its largest value."""
+
+    bounds: tuple[float, float]
 
     @abc.abstractmethod
     def value(self, progress: float, prompt: Prompt | None = None) -> float:
-        """The value at `progress` (clipped to [0, 1]), for a prompt where there is one."""
+        """Returns the value at `progress` (clipped to [0, 1]), for a prompt if there is one."""
 
-    @property
-    @abc.abstractmethod
-    def bounds(self) -> tuple[float, float]:
-        """The smallest and the largest value that it can have."""
-
-    def observe(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 - most have nothing to learn
+    def observe(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 - most schedules have nothing to learn
         """Takes in the metrics of a training step."""
 
     def observe_group(self, group: Group) -> None:  # noqa: B027
         """Takes in how a prompt's responses were scored."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON; empty for what depends on progress only."""
+    def state_dict(self) -> dict[str, object]:
+        """Returns JSON; empty if the value depends on progress only."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Goes on where `state_dict` was taken."""
+        """Restores what `state_dict` returned."""
 
 
 class Ramp(RunSchedule):
-    """From `start` to `end`: in a straight line, or along half a cosine (slow, fast, slow). A constant is flat."""
+    """Goes from `start` to `end` in a straight line, or along half a cosine (slow, fast, slow). A constant is flat."""
 
     def __init__(self, start: float, end: float, *, cosine: bool = False) -> None:
         self.start, self.end, self.cosine = start, end, cosine
+        self.bounds = min(start, end), max(start, end)
 
     def value(self, progress: float, prompt: Prompt | None = None) -> float:
         done = min(max(progress, 0.0), 1.0)
@@ -71,23 +70,16 @@ class Ramp(RunSchedule):
             done = 0.5 * (1 - math.cos(math.pi * done))
         return (1 - done) * self.start + done * self.end if self.start != self.end else self.start
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return min(self.start, self.end), max(self.start, self.end)
-
 
 class Phases(RunSchedule):
-    """Flux, insight 3. `values[i]` from progress `starts[i]` on; `starts` grow from 0."""
+    """Has `values[i]` from progress `starts[i]` on; `starts` grow from 0 (Flux, insight 3)."""
 
     def __init__(self, values: Sequence[float], starts: Sequence[float]) -> None:
         self.values, self.starts = tuple(values), tuple(starts)
+        self.bounds = min(values), max(values)
 
     def value(self, progress: float, prompt: Prompt | None = None) -> float:
         return self.values[max(bisect.bisect_right(self.starts, progress) - 1, 0)]
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return min(self.values), max(self.values)
 
 
 class Controller(RunSchedule):
@@ -95,19 +87,16 @@ class Controller(RunSchedule):
 
     def __init__(self, metric: str, target: float, pid: Pid) -> None:
         self.metric, self.target, self.pid = metric, target, pid
+        self.bounds = pid.low, pid.high
 
     def value(self, progress: float, prompt: Prompt | None = None) -> float:
         return self.pid.value
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.pid.low, self.pid.high
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         if self.metric in metrics:
             self.pid.update(self.target - float(metrics[self.metric]))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return self.pid.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,12 +105,14 @@ class Controller(RunSchedule):
 
 
 class Success(RunSchedule):
-    """From `none` for a prompt that no response of its last group solved, to `all` for one that all of them did.
+    """Goes from `none`, for a prompt that no response of its last group solved, to `all`, for one that all solved.
 
-    A prompt that is new counts like its source so far; before anything is known, one half is solved."""
+    A new prompt counts like its source so far; before anything is known, one half counts as solved.
+    """
 
     def __init__(self, none: float, all: float) -> None:
         self.none, self.all = none, all
+        self.bounds = min(none, all), max(none, all)
         self._solved: dict[str, dict[str, float]] = {}  # share of the last group, by source and prompt
         self._sources: dict[str, float] = {}  # moving average of such shares
 
@@ -131,10 +122,6 @@ class Success(RunSchedule):
             share = self._solved.get(prompt.source, {}).get(prompt.id, self._sources.get(prompt.source, share))
         return (1 - share) * self.none + share * self.all
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return min(self.none, self.all), max(self.none, self.all)
-
     def observe_group(self, group: Group) -> None:
         source = group.prompt.source
         share = sum(sample.reward.correct for sample in group.samples) / len(group.samples)
@@ -142,7 +129,7 @@ class Success(RunSchedule):
         before = self._sources.get(source, share)
         self._sources[source] = before + (share - before) / _GROUPS
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {
             "solved": {source: dict(shares) for source, shares in self._solved.items()},
             "sources": dict(self._sources),
@@ -154,10 +141,12 @@ class Success(RunSchedule):
 
 
 class PerSource(RunSchedule):
-    """A schedule for each source. Asking for a source that has none raises `ConfigError`."""
+    """A schedule for each source. `value` raises `ConfigError` for a prompt of a source that has none."""
 
     def __init__(self, schedules: Mapping[str, RunSchedule], field: str) -> None:
         self.schedules, self.field = dict(schedules), field
+        lows, highs = zip(*(schedule.bounds for schedule in schedules.values()), strict=True)
+        self.bounds = min(lows), max(highs)
 
     def _of(self, source: str) -> RunSchedule | None:
         return self.schedules.get(source) or self.schedules.get(OTHERS)
@@ -171,11 +160,6 @@ class PerSource(RunSchedule):
             )
         return schedule.value(progress, prompt)
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        lows, highs = zip(*(schedule.bounds for schedule in self.schedules.values()), strict=True)
-        return min(lows), max(highs)
-
     def observe(self, metrics: Mapping[str, float]) -> None:
         for schedule in self.schedules.values():
             schedule.observe(metrics)
@@ -184,7 +168,7 @@ class PerSource(RunSchedule):
         if (schedule := self._of(group.prompt.source)) is not None:
             schedule.observe_group(group)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {source: schedule.state_dict() for source, schedule in self.schedules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -192,30 +176,24 @@ class PerSource(RunSchedule):
             schedule.load_state_dict(state.get(source, {}))
 
 
-_BOUNDS = {  # of what a schedule may say
-    "temperature": (1e-3, 100.0),
-    "target_staleness": (0.0, 1.0),
-    "tail_prompts": (1.0, 8.0),
-    "tail_responses": (1.0, 8.0),
-}
-
-
 def make_schedules(settings: SchedulesConfig) -> dict[str, RunSchedule]:
-    """The schedules that `settings` has, by the names of its fields."""
+    """Returns the schedules that `settings` has, by the names of its fields."""
     return {
-        name: parse(text, f"schedules.{name}", *bounds, per_prompt=name == "temperature")
-        for name, bounds in _BOUNDS.items()
-        if (text := getattr(settings, name))
+        field.name: parse(
+            text, f"schedules.{field.name}", *field.metadata["values"], per_prompt=field.name == "temperature"
+        )
+        for field in dataclasses.fields(settings)
+        if (text := getattr(settings, field.name))
     }
 
 
 def parse(
     text: str, field: str, low: float = -math.inf, high: float = math.inf, *, per_prompt: bool = True
 ) -> RunSchedule:
-    """The schedule that `text` (see the module's docstring) describes; `field` is where it stands.
+    """Returns the schedule that `text` describes, as the module's docstring says; `field` is the field that holds it.
 
-    Raises `ConfigError` that names the field, the text and what is allowed: for text that says nothing, and for
-    values outside of [low, high]; also for sources or prompts where the field knows none (`per_prompt` False).
+    Raises `ConfigError`, naming the field, the text and what is allowed, for a text that is no schedule, for values
+    outside of [low, high], and, unless `per_prompt`, for schedules that differ between sources or prompts.
     """
     parts = [part.strip() for part in text.split(";") if part.strip()]
     if any(":" in part for part in parts):
@@ -265,7 +243,7 @@ def _number(part: str, text: str, field: str) -> float:
 
 
 def _read(part: str, text: str, field: str) -> RunSchedule:
-    """One schedule; `text` is all that stands in the field."""
+    """Reads one schedule; `text` is the whole field, for errors."""
     call = _CALL.fullmatch(part)
     if call is None:
         number = _number(part, text, field)

@@ -1,20 +1,21 @@
-"""Settings that would do nothing: a field that was changed, while another one says that nothing reads it.
+"""Settings that would do nothing: a field was changed, but another setting says that nothing reads it.
 
 On the command line that is a mistake, and refused (`fluxjax.config.cli`). A configuration file may prepare more than
-one choice, as `configs/vlm.py` does for several policies: what is not read of it is told when a run begins (`remarks`).
-Only choices of behaviour are here; a number of nothing, such as `warm_start.lr` of 0 steps, explains itself.
+one choice, as `configs/vlm.py` does for several policies; `remarks` then tells which of its settings are not read.
+Only choices of behaviour are listed: that `warm_start.lr` does nothing in 0 steps explains itself.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
 
+from .bounds import flatten, lies_in
 from .scheduling import Importance, Policy
-from .sections import Config, ModelConfig, Strategy, get
+from .sections import Config, ModelConfig, Strategy
 
 
 class Need(NamedTuple):
-    """`fields` (or whole sections) are read if `met`, which is to say: if `setting` is `wanted`."""
+    """`fields` (or all fields of a section) are read only if `met`: for users, only if `setting` is `wanted`."""
 
     fields: tuple[str, ...]
     setting: str
@@ -27,8 +28,8 @@ class Unread(NamedTuple):
 
     field: str
     need: Need
-    current: str  # value of the setting that is needed otherwise
-    default: str
+    current: str  # value of `need.setting`
+    default: str  # of the field
 
     @property
     def complaint(self) -> str:
@@ -38,116 +39,95 @@ class Unread(NamedTuple):
         )
 
 
-def _under(policy: Policy, *fields: str) -> Need:
-    return Need(fields, "policy.name", policy.value, lambda config: config.policy.name is policy)
+def _when(setting: str, values: tuple[object, ...], *fields: str) -> Need:
+    """Says that `fields` are read only if the setting has one of the values."""
+    read = operator.attrgetter(setting)
+    return Need(fields, setting, " or ".join(map(_text, values)), lambda config: read(config) in values)
 
 
-def _enabled(setting: str, *fields: str) -> Need:
-    return Need(fields, setting, "True", lambda config: get(config, setting))
-
-
-def _unscheduled(schedule: str, field: str) -> Need:
-    """A schedule stands in the place of the constant."""
-    return Need((field,), schedule, "empty", lambda config: not get(config, schedule))
-
-
-def _with(strategies: tuple[Strategy, ...], *fields: str) -> Need:
-    names = " or ".join(strategy.value for strategy in strategies)
-    return Need(fields, "sharding.strategy", names, lambda config: config.sharding.strategy in strategies)
+def _text(value: object) -> str:
+    return str(getattr(value, "value", value)) or "empty"
 
 
 def _corrected(config: Config) -> bool:
-    """Whether the ratios between the policies count for more than the clipped objective."""
+    """Says whether the ratios between the policies count for more than the clipped objective."""
     importance = config.algorithm.importance
     return importance.decoupled or importance.kind is not Importance.NONE
 
 
-def _stale(config: Config) -> bool:
-    return config.policy.name in (Policy.APRIL, Policy.ADAPTIVE_ASYNC)
-
-
-_IMPORTANCE = "algorithm.importance"
-_TINY_MODEL = tuple(
-    f"model.{field.name}"
-    for field in dataclasses.fields(ModelConfig)
-    if field.name not in ("path", "compute_dtype")  # the architecture is the checkpoint's
+_KIND = "algorithm.importance.kind"
+_STALE = (Policy.APRIL, Policy.ADAPTIVE_ASYNC)  # policies that train on older versions
+_TINY_MODEL = (  # with model.path, the architecture is the checkpoint's
+    f"model.{name}" for name, _ in flatten(ModelConfig()) if name not in ("path", "compute_dtype")
 )
 _SPREAD = (Strategy.ULYSSES, Strategy.FLEX_ULYSSES, Strategy.ODC)
 NEEDS = (
-    _under(Policy.TAIL_BATCHING, "tail_batching", "schedules.tail_prompts", "schedules.tail_responses"),
-    _under(Policy.APRIL, "april"),
-    _under(Policy.ADAPTIVE_ASYNC, "adaptive_async", "composer", "schedules.target_staleness"),
-    _enabled("policy.dynamic_sampling", "policy.max_num_gen_batches"),
-    _enabled("stream_trainer.enabled", *(f"stream_trainer.{name}" for name in ("first", "last", "every", "chunk"))),
-    _enabled("speculative_sync.enabled", "speculative_sync.confidence"),
-    _enabled("parallelism.enabled", "parallelism.rise", "parallelism.calm"),
-    _unscheduled("schedules.temperature", "rollout.temperature"),
-    _unscheduled("schedules.target_staleness", "adaptive_async.target_staleness"),
-    _unscheduled("schedules.tail_prompts", "tail_batching.prompts"),
-    _unscheduled("schedules.tail_responses", "tail_batching.responses"),
-    Need(
-        (f"{_IMPORTANCE}.high",),
-        f"{_IMPORTANCE}.kind",
-        "truncate or mask",
-        lambda config: config.algorithm.importance.kind is not Importance.NONE,
+    _when(
+        "policy.name", (Policy.TAIL_BATCHING,), "tail_batching", "schedules.tail_prompts", "schedules.tail_responses"
     ),
-    Need(
-        (f"{_IMPORTANCE}.low",),
-        f"{_IMPORTANCE}.kind",
-        "mask",
-        lambda config: config.algorithm.importance.kind is Importance.MASK,
+    _when("policy.name", (Policy.APRIL,), "april"),
+    _when("policy.name", (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
+    _when("policy.dynamic_sampling", (True,), "policy.max_num_gen_batches"),
+    _when(
+        "stream_trainer.enabled", (True,), *(f"stream_trainer.{name}" for name in ("first", "last", "every", "chunk"))
     ),
-    Need((f"{_IMPORTANCE}.level",), f"{_IMPORTANCE}.kind", "truncate or mask", _corrected),
+    _when("speculative_sync.enabled", (True,), "speculative_sync.confidence"),
+    _when("parallelism.enabled", (True,), "parallelism.rise", "parallelism.calm"),
+    _when("schedules.temperature", ("",), "rollout.temperature"),  # the schedule takes the place of the constant
+    _when("schedules.target_staleness", ("",), "adaptive_async.target_staleness"),
+    _when("schedules.tail_prompts", ("",), "tail_batching.prompts"),
+    _when("schedules.tail_responses", ("",), "tail_batching.responses"),
+    _when(_KIND, (Importance.TRUNCATE, Importance.MASK), "algorithm.importance.high"),
+    _when(_KIND, (Importance.MASK,), "algorithm.importance.low"),
+    Need(("algorithm.importance.level",), _KIND, "truncate or mask", _corrected),
     Need(
-        (f"{_IMPORTANCE}.normalize",),
-        f"{_IMPORTANCE}.kind",
+        ("algorithm.importance.normalize",),
+        _KIND,
         "truncate or mask",
         lambda config: _corrected(config) or config.algorithm.importance.decay < 1,
     ),
-    Need((f"{_IMPORTANCE}.decay",), "policy.name", "april or adaptive_async", _stale),
-    Need(
-        ("algorithm.clip_low", "algorithm.clip_high"),
-        f"{_IMPORTANCE}.decoupled",
-        "False",
-        lambda config: not config.algorithm.importance.decoupled,
+    _when("policy.name", _STALE, "algorithm.importance.decay"),
+    _when("algorithm.importance.decoupled", (False,), "algorithm.clip_low", "algorithm.clip_high"),
+    _when(
+        "sharding.strategy",
+        (Strategy.ODC,),
+        *(f"sharding.{name}" for name in ("balance", "hybrid", "deterministic", "live_layers")),
     ),
-    _with((Strategy.ODC,), *(f"sharding.{name}" for name in ("balance", "hybrid", "deterministic", "live_layers"))),
-    _with(_SPREAD, "sharding.max_degree", "sharding.devices_per_host", "sharding.max_shapes"),
-    _with((Strategy.FLEX_ULYSSES, Strategy.ODC), "sharding.calibration", "sharding.alpha", "sharding.tolerance"),
-    _with(_SPREAD, "packing.rounds_per_degree", "packing.short", "packing.group_cap"),
+    _when("sharding.strategy", _SPREAD, "sharding.max_degree", "sharding.devices_per_host", "sharding.max_shapes"),
+    _when(
+        "sharding.strategy",
+        (Strategy.FLEX_ULYSSES, Strategy.ODC),
+        *("sharding.calibration", "sharding.alpha", "sharding.tolerance"),
+    ),
+    _when("sharding.strategy", _SPREAD, "packing.rounds_per_degree", "packing.short", "packing.group_cap"),
     Need(
         ("packing.short", "packing.group_cap"),
         "packing.rounds_per_degree",
         "above 1",
         lambda config: config.packing.rounds_per_degree > 1,
     ),
-    Need(
-        _TINY_MODEL,
-        "model.path",
-        "empty",
-        lambda config: not config.model.path,
-    ),
+    _when("model.path", ("",), *_TINY_MODEL),
 )
 
 
 def unread(config: Config) -> list[Unread]:
-    """All such fields, in the order of `NEEDS`."""
-    default = type(config)()
+    """Lists the fields that were changed and are not read, in the order of `NEEDS`."""
+    values, defaults = dict(flatten(config)), dict(flatten(type(config)()))
     found: dict[str, Unread] = {}
     for need in NEEDS:
         if need.met(config):
             continue
-        for field in (name for given in need.fields for name in _fields(config, given)):
-            if get(config, field) != get(default, field):
-                found.setdefault(field, Unread(field, need, _text(config, need.setting), _text(default, field)))
+        for field, default in defaults.items():
+            if lies_in(field, need.fields) and values[field] != default:
+                found.setdefault(field, Unread(field, need, _text(values[need.setting]), _text(default)))
     return list(found.values())
 
 
 def remarks(config: Config) -> list[str]:
-    """What somebody who starts a run with these settings should know, a line each."""
+    """Says what somebody who starts a run with these settings should know, a line each."""
     idle: dict[tuple[str, str], list[str]] = {}
-    for one in unread(config):
-        idle.setdefault((one.need.setting, one.current), []).append(one.field)
+    for setting in unread(config):
+        idle.setdefault((setting.need.setting, setting.current), []).append(setting.field)
     lines = [
         f"settings without effect here, because {setting} is {value}: {', '.join(names)}"
         for (setting, value), names in idle.items()
@@ -158,23 +138,9 @@ def remarks(config: Config) -> list[str]:
             "warning: algorithm.importance.decoupled clips around the policy at the start of the step, so with one "
             "optimizer step a batch, as here, nothing is clipped; leave it off unless you know why"
         )
-    if _stale(config) and not _corrected(config):
+    if config.policy.name in _STALE and not _corrected(config):
         lines.append(
             f"warning: {config.policy.name.value} trains on older versions without an importance correction; set "
             "algorithm.importance.kind=truncate or mask"
         )
     return lines
-
-
-def _fields(config: Config, name: str) -> Iterator[str]:
-    value = get(config, name)
-    if not dataclasses.is_dataclass(value):
-        yield name
-        return
-    for field in dataclasses.fields(value):
-        yield f"{name}.{field.name}"
-
-
-def _text(config: Config, field: str) -> str:
-    value: Any = get(config, field)
-    return str(getattr(value, "value", value)) or "empty"

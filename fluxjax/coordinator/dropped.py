@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping
-from typing import Any
 
 from ..base.types import Group
 from .run_settings import Settings
+from .saved import SavedState, State
 
 _NAMED = 3  # rewards of a source that a complaint names, the most frequent ones
 
 
 class Dropped:
-    """A part of the ledger."""
+    """Counts the groups that were dropped; a part of the ledger."""
 
     def __init__(self) -> None:
         self.groups: collections.Counter[tuple[str, float]] = collections.Counter()  # of this step, by source, reward
@@ -33,7 +33,7 @@ class Dropped:
         self.in_a_row += 1
 
     def complaint(self, step: int, kept: int, settings: Settings) -> str:
-        """Why `step` will not be complete, while it has `kept` groups to train on; empty while it may be.
+        """Returns why `step` will never be complete with the `kept` groups that it has; empty while it may be.
 
         verl's bound: all of the step's groups, kept and dropped, come from so many batches of `prompts_per_step`.
         """
@@ -50,7 +50,7 @@ class Dropped:
         )
 
     def _told(self, rewards: Mapping[str, str]) -> str:
-        """Each source with its rewards, the most frequent first."""
+        """Lists each source with its rewards, the most frequent first."""
         sources: dict[str, list[str]] = {}
         for (source, value), count in self.groups.most_common():
             sources.setdefault(source, []).append(f"{value:g} ({count})")
@@ -61,10 +61,10 @@ class Dropped:
             parts.append(f"source {source!r}{rule} has {', '.join(values[:_NAMED])}{more}")
         return "; ".join(parts)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         groups = [[source, value, count] for (source, value), count in self.groups.items()]
         return {"groups": groups, "in_a_row": self.in_a_row}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         self.groups = collections.Counter({(source, value): count for source, value, count in state["groups"]})
         self.in_a_row = state["in_a_row"]

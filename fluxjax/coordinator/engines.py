@@ -17,7 +17,7 @@ class _Open:
 
 
 class Fleet:
-    """Policies read it and ask for a route; only the `Coordinator` writes."""
+    """The engines' weights and loads. Policies read it and ask for a route; only the `Coordinator` writes."""
 
     def __init__(self, engines: int, degree: int = 1, kv_tokens: int = 0) -> None:
         self.degree = degree  # devices of each engine
@@ -33,10 +33,10 @@ class Fleet:
         return len(self.served)
 
     def route(self, loads: Sequence[float], usable: Sequence[int], avoid: int = -1) -> int:
-        """The engine among `usable` with the least of `loads`; none that is lent, and not `avoid` unless there is no
-        other."""
+        """Returns the engine among `usable` with the least of `loads`: none that is lent, and not `avoid` unless there
+        is no other."""
         if avoid < 0 and not self.lent and len(usable) == len(loads):
-            return loads.index(min(loads))  # the same, with a thousand engines much sooner
+            return loads.index(min(loads))  # as below, but much faster with a thousand engines
         choices = [engine for engine in usable if engine not in self.lent]
         others = [engine for engine in choices if engine != avoid]
         return min(others or choices, key=lambda engine: (loads[engine], engine))
@@ -48,12 +48,12 @@ class Fleet:
         self.oldest, self.newest = min(self.served), max(self.served)
 
     def begin(self, request: Request, tokens: float) -> None:
-        """`tokens` are those that a response of it is predicted to have."""
+        """A request starts; each of its responses is predicted to have `tokens` tokens."""
         begun = request.begun or (None,) * request.n
         left = {
-            i: max(tokens - (0 if one is None else len(one.token_ids)), 1.0)
-            for i, one in enumerate(begun)
-            if one is None or one.finish == "abort"
+            i: max(tokens - (0 if before is None else len(before.token_ids)), 1.0)
+            for i, before in enumerate(begun)
+            if before is None or before.finish == "abort"
         }
         if left:
             self._open[request.rid] = _Open(request.engine, left)
@@ -61,7 +61,7 @@ class Fleet:
             self.running[request.engine] += len(left)
 
     def end_sample(self, request: str, sample: int) -> bool:
-        """Whether it was still running."""
+        """A sample of a request ends. Returns whether it was still running."""
         opened = self._open.get(request)
         if opened is None or sample not in opened.left:
             return False
@@ -72,7 +72,7 @@ class Fleet:
         return True
 
     def end(self, request: str) -> None:
-        """All that is left of a request."""
+        """All samples of a request that still run end."""
         opened = self._open.get(request)
         for sample in list(opened.left) if opened is not None else ():
             self.end_sample(request, sample)

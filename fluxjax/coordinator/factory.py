@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from rollout.throughput import Profile, ProfileError
 
@@ -23,15 +23,28 @@ from . import (
 from .parallelism import ParallelismPlanner
 
 
-def make_coordinator(config: Config) -> Coordinator:
-    """With the policy and the schedules of `config`. Raises `ConfigError` for a schedule that can't be read."""
+def make_coordinator(config: Config, policy: Callable[[], SchedulingPolicy] | None = None) -> Coordinator:
+    """Builds the coordinator that `config` describes, with another `policy` if one is given.
+
+    Raises `ConfigError` for a schedule that can't be read, and for settings that only built-in policies read."""
+    switches = {
+        "policy.dynamic_sampling": config.policy.dynamic_sampling,
+        "stream_trainer.enabled": config.stream_trainer.enabled,
+        "speculative_sync.enabled": config.speculative_sync.enabled,
+    }
+    if policy and any(switches.values()):
+        names = " and ".join(name for name, on in switches.items() if on)
+        raise ConfigError(f"{names} would do nothing: a policy of your own is given; hand it what it needs yourself")
     return Coordinator(
-        Settings.of(config), make_policy(config), make_schedules(config.schedules), make_parallelism(config)
+        Settings.of(config),
+        policy() if policy else make_policy(config),
+        make_schedules(config.schedules),
+        make_parallelism(config),
     )
 
 
 def make_parallelism(config: Config) -> ParallelismPlanner | None:
-    """The planner of `config.parallelism`, if it is enabled. Raises `ConfigError` for a profile that can't be used."""
+    """Builds the planner of `config.parallelism`, if enabled. Raises `ConfigError` for a profile that can't be used."""
     settings, rollout = config.parallelism, config.rollout
     if not settings.enabled:
         return None
@@ -46,20 +59,21 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
 
 
 def make_policy(config: Config) -> SchedulingPolicy:
-    """The policy of `config.policy`, with the settings of its own section."""
+    """Builds the policy of `config.policy`, with the settings of its own section."""
     dynamic = config.policy.dynamic_sampling
     stream = StreamTrainer(config.stream_trainer) if config.stream_trainer.enabled else None
     speculative = SpeculativeSync(config.speculative_sync) if config.speculative_sync.enabled else None
-    early: Any = {"stream": stream, "speculative": speculative}
     match config.policy.name:
         case Name.SYNCHRONOUS:
-            return Synchronous(**early, dynamic_sampling=dynamic)
+            return Synchronous(stream=stream, speculative=speculative, dynamic_sampling=dynamic)
         case Name.TAIL_BATCHING:
             tail = config.tail_batching
-            return TailBatching(tail.prompts, tail.responses, **early, dynamic_sampling=dynamic)
+            prompts, responses = tail.prompts, tail.responses
+            return TailBatching(prompts, responses, stream=stream, speculative=speculative, dynamic_sampling=dynamic)
         case Name.APRIL:
             april = config.april
-            return April(april.oversample, april.max_staleness, **early, dynamic_sampling=dynamic)
+            excess, oldest = april.oversample, april.max_staleness
+            return April(excess, oldest, stream=stream, speculative=speculative, dynamic_sampling=dynamic)
         case Name.ADAPTIVE_ASYNC:
             return AdaptiveAsync(
                 config.adaptive_async, composition=config.composer, seed=config.seed, dynamic_sampling=dynamic

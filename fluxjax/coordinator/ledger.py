@@ -12,18 +12,31 @@ import collections
 import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from ..base.types import Group, Prompt, Response, Reward, Sample, has_variance
 from .dropped import Dropped
 from .messages import Park, Request, response_id
-from .saved import responses_from_json, responses_to_json, rewards_from_json, rewards_to_json
+from .saved import SavedState, State, responses_from_json, responses_to_json, rewards_from_json, rewards_to_json
 
 ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
 
 
 class CoordinatorError(RuntimeError):
     """The coordinator heard or was about to say something that contradicts its books."""
+
+    before: Sequence[str] = ()  # the last lines of the coordinator's log
+
+    def __str__(self) -> str:
+        lines = [f"\n  {line}" for line in self.before]
+        return super().__str__() + "".join(["\nthe last that was heard and said:", *lines] if lines else [])
+
+
+class RunGivenUp(CoordinatorError):
+    """The data, a reward or the engines let no further step be completed. Its message says what a user can mend, in one
+    line; the books are not contradicted."""
+
+    def __str__(self) -> str:
+        return RuntimeError.__str__(self)
 
 
 class PromptStage(enum.Enum):
@@ -40,8 +53,8 @@ class PromptStage(enum.Enum):
 
 @dataclasses.dataclass
 class Entry:
-    """One prompt on its way. `responses` and `rewards` are those that its group is made of, `begun` what aborted
-    responses had, all by sample."""
+    """One prompt on its way. Its group is made of `responses` and `rewards`; `begun` has what aborted responses had.
+    All three are by sample."""
 
     prompt: Prompt
     stage: PromptStage = PromptStage.WAITING
@@ -55,15 +68,19 @@ class Entry:
     responses: dict[int, Response] = dataclasses.field(default_factory=dict)
     rewards: dict[int, Reward] = dataclasses.field(default_factory=dict)
     begun: dict[int, Response] = dataclasses.field(default_factory=dict)
+    varied: bool = False  # scored, with rewards that differ
 
     def group(self) -> Group:
         samples = tuple(Sample(self.responses[i], self.rewards[i]) for i in sorted(self.responses))
         return Group(self.prompt, samples)
 
     def so_far(self) -> tuple[Response | None, ...]:
-        """What there is of each response, for `Request.begun`; nothing if there is nothing of any."""
+        """Returns what there is of each response, for `Request.begun`; empty if there is nothing of any."""
         kept = tuple(self.responses.get(i) or self.begun.get(i) for i in range(self.n))
         return kept if any(kept) else ()
+
+    def park(self, *, keep: bool = False) -> Park:
+        return Park(self.prompt, self.attempt, keep)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +94,7 @@ class Skipped:
 
 
 class Ledger:
-    """See the module's docstring. Policies read it; only the `Coordinator` writes."""
+    """The books of the module's docstring. Policies read them; only the `Coordinator` writes."""
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}  # by draw: prompts neither trained nor skipped yet
@@ -100,11 +117,11 @@ class Ledger:
 
     @property
     def live(self) -> int:
-        """Prompts drawn and neither trained nor skipped yet."""
+        """The number of prompts that are drawn and neither trained on nor skipped yet."""
         return len(self.entries)
 
     def at(self, stage: PromptStage) -> list[Entry]:
-        """The prompts at a stage, in draw order."""
+        """Returns the prompts at a stage, in draw order."""
         entries = self._stages[stage]
         return [entries[draw] for draw in sorted(entries)] if entries else []
 
@@ -134,9 +151,9 @@ class Ledger:
             self.skipped.append(Skipped(prompt.draw, prompt.id, prompt.source, reason))
 
     def finish(self, response: Response, newest_version: int) -> None:
-        """A response has ended. No token of it can be of a version that was never published."""
+        """A response has ended. Raises `CoordinatorError` for a token of a version that was never published."""
         versions = response.versions
-        # Most are of one version: to count it is several times as fast as to look for the largest.
+        # Most responses are of one version: to count it is several times as fast as to look for the largest.
         newest = versions[0] if versions and versions.count(versions[0]) == len(versions) else max(versions, default=-1)
         if newest > newest_version:
             raise CoordinatorError(
@@ -163,7 +180,7 @@ class Ledger:
             self._lose(entry, "a response was aborted")
 
     def reward(self, rid: str, reward: Reward) -> Entry | None:
-        """A response is scored. Answers the entry whose group is scored with it, if any."""
+        """A response is scored. Returns the entry if its whole group is scored now."""
         draw, _, sample = _parse(rid)
         entry = self.entries.get(draw)
         response = entry.responses.get(sample) if entry is not None else None
@@ -183,7 +200,7 @@ class Ledger:
         return None
 
     def fail(self, request_ids: Iterable[str], reason: str) -> None:
-        """The engine lost these requests. One whose responses are all here has lost nothing."""
+        """The engine lost these requests. A request whose responses are all here has lost nothing."""
         for request in request_ids:
             entry = self._current(f"{request}/0", "failure")
             if entry is not None and entry.stage in (PromptStage.RUNNING, PromptStage.STOPPING):
@@ -201,7 +218,7 @@ class Ledger:
     # --- decisions ------------------------------------------------------------------------------
 
     def generate(self, request: Request, served: int) -> None:
-        """`served` is the weight version of the engine."""
+        """A request is begun, on an engine that serves weight version `served`."""
         entry = self._at(request.prompt, PromptStage.WAITING, PromptStage.DEFERRED, PromptStage.LOST)
         need = request.need or request.n
         if request.attempt != entry.attempt + 1 or not 1 <= need <= request.n:
@@ -219,14 +236,13 @@ class Ledger:
         entry = self._at(
             order.prompt, PromptStage.RUNNING, *(() if order.keep else (PromptStage.COMPLETE, PromptStage.SCORED))
         )
+        if order.attempt != entry.attempt:
+            raise CoordinatorError(f"{order.request} is parked, but attempt {entry.attempt} is the newest one")
         if order.keep:
             self._move(entry, PromptStage.STOPPING)
         else:
             self._forget(entry)
             self._move(entry, PromptStage.DEFERRED)
-
-    def abort(self, rid: str) -> None:
-        self.surplus.pop(rid, None)
 
     def score(self, response: Response) -> None:
         if self.unscored.pop(response.rid, None) is None:
@@ -234,7 +250,7 @@ class Ledger:
         self._scoring.add(response.rid)
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Their gradients are computed, now or with others of the step; `train_done` when the step is."""
+        """The gradients of these groups are computed, now or with others of the step; `train_done` ends the step."""
         for group in groups:
             entry = self._at(group.prompt, PromptStage.SCORED)
             if group != entry.group():
@@ -258,7 +274,8 @@ class Ledger:
         return entry
 
     def _current(self, rid: str, kind: str) -> Entry | None:
-        """The entry that `rid` belongs to, None if it comes too late to matter; raises for an id never given out."""
+        """Returns the entry that `rid` belongs to; None if the fact comes too late to matter. Raises `CoordinatorError`
+        for an id that was never given out."""
         draw, attempt, sample = _parse(rid)
         entry = self.entries.get(draw)
         if entry is None:
@@ -290,7 +307,8 @@ class Ledger:
 
     def _scored(self, entry: Entry) -> None:
         self._move(entry, PromptStage.SCORED)
-        if has_variance(entry.group()):
+        entry.varied = has_variance(entry.group())
+        if entry.varied:
             self.dropped.in_a_row = 0
 
     def _stopped(self, entry: Entry) -> None:
@@ -328,8 +346,8 @@ class Ledger:
 
     # --- state ----------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is generated at this moment is saved as deferred: with the responses that it has, without the others.
+    def state_dict(self) -> State:
+        """Saves what is generated at this moment as deferred: with the responses that it has, without the others.
         Gradients computed early are not saved: their groups are scored, and trained on again."""
         return {
             "last_draw": self.last_draw,
@@ -344,8 +362,9 @@ class Ledger:
             "entries": [_entry_to_json(self.entries[draw]) for draw in sorted(self.entries)],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], prompts: Mapping[int, Prompt]) -> None:
-        """`prompts` has those of all `entries` in the state, by draw; a missing one can't be prepared any more."""
+    def load_state_dict(self, state: SavedState, prompts: Mapping[int, Prompt]) -> None:
+        """`prompts` has the prompt of each of the `entries` in the state, by draw; a missing one can't be prepared any
+        more, and is skipped."""
         self.last_draw = state["last_draw"]
         self.drawn = state["drawn"]
         self.trained = state["trained"]
@@ -363,12 +382,13 @@ class Ledger:
                 continue
             entry = _entry_from_json(saved, prompts[saved["draw"]])
             self.entries[saved["draw"]] = self._stages[entry.stage][saved["draw"]] = entry
+            entry.varied = entry.stage is PromptStage.SCORED and has_variance(entry.group())
             for sample, response in entry.responses.items():
                 if sample not in entry.rewards:
                     self.unscored[response.rid] = response
 
 
-def _entry_to_json(entry: Entry) -> dict[str, Any]:
+def _entry_to_json(entry: Entry) -> State:
     stage = PromptStage.SCORED if entry.stage is PromptStage.TRAINING else entry.stage
     finished = stage in (PromptStage.COMPLETE, PromptStage.SCORED)
     return {
@@ -390,7 +410,7 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _entry_from_json(saved: Mapping[str, Any], prompt: Prompt) -> Entry:
+def _entry_from_json(saved: SavedState, prompt: Prompt) -> Entry:
     plain = ("n", "need", "attempt", "failures", "failure", "born")
     return Entry(
         prompt,

@@ -15,7 +15,7 @@ _KEPT_RESPONSE, _KEPT_STEP = 0.98, 0.7  # weight of what was measured, when one 
 
 
 class _Rate:
-    """Amount a second, over what was measured lately."""
+    """The amount a second in what was measured lately."""
 
     def __init__(self, kept: float) -> None:
         self._kept = kept
@@ -27,12 +27,13 @@ class _Rate:
 
     @property
     def value(self) -> float:
-        """0 as long as nothing is known."""
+        """The rate; 0 as long as nothing is known."""
         return self._amount / self._seconds if self._seconds > 0 else 0.0
 
 
 class Pace:
-    """Policies read it; only the `Coordinator` writes. Not part of a checkpoint: a resumed run may be elsewhere."""
+    """Measures the pace of responses and of training. Policies read it; only the `Coordinator` writes. It is no part of
+    a checkpoint: a resumed run may be on another machine."""
 
     def __init__(self) -> None:
         self._responses, self._training = _Rate(_KEPT_RESPONSE), _Rate(_KEPT_STEP)
@@ -41,16 +42,16 @@ class Pace:
 
     @property
     def growth(self) -> float:
-        """Tokens a second of one response, waiting for a slot included; 0: not known."""
+        """Tokens by which one response grows a second, its wait for a slot included; 0: not known."""
         return self._responses.value
 
     @property
     def training(self) -> float:
-        """Tokens a second whose gradients are computed on all devices of the trainer; 0: not known."""
+        """Tokens a second of which all devices of the trainer together compute the gradients; 0: not known."""
         return self._training.value
 
     def tokens(self, rid: str, now: float) -> int:
-        """Those that a running response is estimated to have by now."""
+        """Estimates how many tokens a running response has by now."""
         began, tokens = self._open.get(rid, (now, 0))
         return tokens + int(self.growth * (now - began))
 
@@ -67,7 +68,7 @@ class Pace:
             self._responses.add(tokens - before, now - began)
 
     def lose(self, request: str) -> None:
-        """All responses of a request."""
+        """Forgets all responses of a request."""
         for rid in [rid for rid in self._open if rid.startswith(f"{request}/")]:
             del self._open[rid]
 
@@ -81,5 +82,5 @@ class Pace:
 
 
 def trained_tokens(groups: Iterable[Group]) -> int:
-    """Tokens that the trainer computes: prompts once."""
+    """Counts the tokens that the trainer computes: a group's prompt once, and its responses."""
     return sum(g.prompt.tokens + sum(len(sample.response.token_ids) for sample in g.samples) for g in groups)

@@ -7,17 +7,15 @@ preemptions doubles the degree, and some steps without any halve it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ..config import ParallelismConfig
+from .saved import SavedState, State
 
 
 class ParallelismPlanner:
-    """`degree` is what engines are to have now: a power of two within `[least, most]`.
+    """`degree` is how many devices an engine is to have now: a power of two within `[least, most]`.
 
-    `devices` are those that all engines have together, 0 if not known; `start` is the degree at the start, 0 for that
-    of the settings. Engines stay within a host: `settings.max_degree` is the number of its devices.
+    `devices` is the number that all engines have together, 0 if not known; `start` is the degree at the start, 0 for
+    that of the settings. Engines stay within a host: `settings.max_degree` is the number of its devices.
     """
 
     def __init__(self, settings: ParallelismConfig, devices: int = 0, start: int = 0) -> None:
@@ -30,10 +28,10 @@ class ParallelismPlanner:
         self._calm = 0  # steps without, since the last with some or the last change
 
     def next(self, preemptions: int) -> int:
-        """The degree for the next step, after one with so many preemptions in all engines together.
+        """Returns the degree for the next step, after a step with so many preemptions in all engines together.
 
-        More than `rise` times those of the step before double it; any is more than none. The first step has none before
-        it, and sets the measure. `calm` steps at zero halve it.
+        The degree doubles where they are more than `rise` times those of the step before (after none, any are more);
+        the first step has no step before it and only sets the measure. `calm` steps without preemptions halve it.
         """
         if preemptions < 0:
             raise ValueError(f"a step can't have {preemptions} preemptions")
@@ -51,10 +49,10 @@ class ParallelismPlanner:
     def _within(self, degree: int) -> int:
         return max(min(degree, self.most), self.least)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"degree": self.degree, "before": self._before, "calm": self._calm}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The devices may be others now: the degree stays within what they allow."""
+    def load_state_dict(self, state: SavedState) -> None:
+        """Restores the degree, within what the devices of this run allow."""
         self.degree = self._within(state["degree"])
         self._before, self._calm = state["before"], state["calm"]

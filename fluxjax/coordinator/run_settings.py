@@ -1,4 +1,4 @@
-"""What the coordinator needs of the configuration."""
+"""The part of the configuration that the coordinator needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..config import Config
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the coordinator needs of the configuration."""
+    """See the fields. Raises `ValueError` for counts with which no run is possible."""
 
     steps: int  # optimizer steps of the run
     prompts_per_step: int

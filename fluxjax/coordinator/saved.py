@@ -1,4 +1,4 @@
-"""Responses and rewards as JSON values: what the books remember of a prompt that is neither trained nor skipped."""
+"""What a checkpoint holds of the coordinator: JSON. Responses and rewards of prompts neither trained on nor skipped."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 from ..base.types import Response, Reward
 
+State = dict[str, Any]  # JSON-serialisable
+SavedState = Mapping[str, Any]  # as it was read from JSON
 
-def responses_to_json(responses: Mapping[int, Response]) -> list[dict[str, Any]]:
-    """Versions as runs of [version, tokens]."""
+
+def responses_to_json(responses: Mapping[int, Response]) -> list[State]:
+    """Writes versions as runs of [version, tokens]."""
     return [
         dataclasses.asdict(response)
         | {
@@ -23,19 +26,19 @@ def responses_to_json(responses: Mapping[int, Response]) -> list[dict[str, Any]]
     ]
 
 
-def responses_from_json(values: list[dict[str, Any]]) -> dict[int, Response]:
+def responses_from_json(values: list[State]) -> dict[int, Response]:
     responses = {}
     for value in values:
         versions = tuple(version for version, count in value["versions"] for _ in range(count))
         tokens = {"token_ids": tuple(value["token_ids"]), "logprobs": tuple(value["logprobs"]), "versions": versions}
-        plain: dict[str, Any] = value | tokens
-        responses[value["sample"]] = Response(**plain)
+        fields: State = value | tokens
+        responses[value["sample"]] = Response(**fields)
     return responses
 
 
-def rewards_to_json(rewards: Mapping[int, Reward]) -> dict[str, Any]:
+def rewards_to_json(rewards: Mapping[int, Reward]) -> State:
     return {str(sample): dataclasses.asdict(reward) for sample, reward in sorted(rewards.items())}
 
 
-def rewards_from_json(values: Mapping[str, Any]) -> dict[int, Reward]:
+def rewards_from_json(values: SavedState) -> dict[int, Reward]:
     return {int(sample): Reward(**value) for sample, value in values.items()}

@@ -21,18 +21,18 @@ _CHOICE = 2  # candidates looked at for each one taken, where lengths are to be 
 
 
 def staleness(group: Group, version: int) -> int:
-    """Versions between the trainer's weights and the oldest that a token of the group was generated with."""
+    """Counts the versions between the trainer's weights and the oldest that generated a token of the group."""
     oldest = min((v for sample in group.samples for v in sample.response.versions), default=version)
     return version - oldest
 
 
 def total_tokens(group: Group) -> int:
-    """Generated tokens of all responses."""
+    """Counts the generated tokens of all responses."""
     return sum(len(sample.response.token_ids) for sample in group.samples)
 
 
 def difficulty(group: Group) -> float:
-    """Share of the responses that are not correct, in [0, 1]."""
+    """Returns the share of the responses that are not correct, in [0, 1]."""
     return 1 - sum(sample.reward.correct for sample in group.samples) / max(len(group.samples), 1)
 
 
@@ -48,7 +48,7 @@ def compose(
     step: int,
     difficulties: Mapping[int, float] | None = None,
 ) -> tuple[Group, ...]:
-    """`count` of `groups`, in draw order.
+    """Chooses `count` of `groups`; returns them in draw order.
 
     A group whose staleness is at least `max_staleness - 1`, and which could therefore become too old in the next step,
     is taken first, the stalest before others. With everything off the rest is the first ones in draw order.
@@ -88,7 +88,7 @@ def _stratum(group: Group, age: int, config: ComposerConfig) -> Hashable:
 
 
 def _easy_first(ranking: Sequence[int], hard: Sequence[float], progress: float, rng: np.random.Generator) -> list[int]:
-    """By chance at the start of the run, by difficulty at its end, and in between a mixture of both."""
+    """Orders by chance at the start of the run, by difficulty at its end, and by a mixture of both in between."""
     by_difficulty = sorted(ranking, key=lambda i: hard[i])
     chance = 1 - min(max(progress, 0.0), 1.0)
     places = (1 - chance) * np.arange(len(ranking)) + chance * len(ranking) * rng.random(len(ranking))
@@ -122,7 +122,8 @@ def _choose(
 def _quotas(
     sizes: Mapping[Hashable, int], least: Mapping[Hashable, int], count: int, rng: np.random.Generator
 ) -> dict[Hashable, int]:
-    """How many of each stratum, proportional to its size and at least `least`; largest remainders, ties by chance."""
+    """Returns how many to take of each stratum: proportional to its size and at least `least`, by largest remainders;
+    chance breaks ties."""
     quotas: dict[Hashable, int] = {}
     open_, left, total = dict(sizes), count, sum(sizes.values())
     while over := [key for key, size in open_.items() if least.get(key, 0) * total > size * left]:

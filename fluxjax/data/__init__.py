@@ -25,7 +25,7 @@ __all__ = [
 
 
 def open_sources(config: DataConfig) -> dict[str, Source]:
-    """The training records of every source; embedded data sets are built when they are missing.
+    """Opens the training records of every source; embedded data sets are built when they are missing.
 
     Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
     """
@@ -36,7 +36,7 @@ def open_sources(config: DataConfig) -> dict[str, Source]:
 
 
 def open_held_out(config: DataConfig) -> dict[str, Source]:
-    """The held-out records of every source that has some."""
+    """Opens the held-out records of every source that has some."""
     result: dict[str, Source] = {}
     for name, source in config.sources.items():
         if source.eval_path or not source.path:
@@ -51,14 +51,14 @@ def open_held_out(config: DataConfig) -> dict[str, Source]:
 
 
 def open_warm_start(config: DataConfig) -> dict[str, Source]:
-    """The records whose answers the warm start sees: a source's own, or else its training records."""
+    """Opens the records whose answers the warm start sees: those meant for it, or else the training records."""
     result: dict[str, Source] = {}
     for name, source in config.sources.items():
         path = source.warm_start_path
         if not path and not source.path:
             folder = _embedded(config, name)
-            own = folder / "warm_start.jsonl"
-            path = own if own.exists() else folder / "train.jsonl"
+            manifest = folder / "warm_start.jsonl"
+            path = manifest if manifest.exists() else folder / "train.jsonl"
         result[name] = open_source(path or source.path, name, _fields(source))
     return result
 

@@ -1,4 +1,4 @@
-"""Which field of a record is which: names as found in the wild, detected or given, with typos caught.
+"""Finds out which field of a record is which: names as found in the wild, detected or given, with typos caught.
 
 A record is a mapping with a question, an answer and perhaps media. Manifests of this project say `prompt`,
 `answer`, `images`, `videos`, `id`; published data sets say `problem`, `question`, `solution` and so on.
@@ -39,7 +39,7 @@ class Fields:
 
 
 def resolve(found: Iterable[str], wanted: Fields, where: str) -> Fields:
-    """The fields of a file (or line) that has the names `found`. `where` opens every error message.
+    """Finds the fields of a file (or line) that has the names `found`. `where` opens every error message.
 
     Raises `DataError` when a name given in `wanted` is absent, when prompt or answer cannot be found, and when
     an unknown name is so near to a known one that it must be a typo: dropping images silently would be worse.
@@ -74,19 +74,16 @@ def _nearest(expected: Iterable[str], found: list[str]) -> str:
 
 
 def place_marks(text: str, kinds: list[MediaKind]) -> str:
-    """`text` with one mark for each media item. Text without any mark gets them in front, which is how records
+    """Returns `text` with one mark for each media item. Text without any mark gets them in front, which is how records
     without marks are meant; text with some must have exactly the right ones in the right order.
 
     Raises `ValueError` with a short reason otherwise.
     """
     marks = _MARK.findall(text)
     wanted = [MARKS[kind] for kind in kinds]
-    if marks == wanted:
-        return text
     if not marks:
         return "".join(wanted) + text
-    if sorted(marks) == sorted(wanted):
-        # Images come before videos in a record, but the text may ask for another order: the caller reorders.
+    if sorted(marks) == sorted(wanted):  # a record has images before videos, its text may not: the caller reorders
         return text
     raise ValueError(
         f"{marks.count('<image>')} <image> and {marks.count('<video>')} <video> marks in the prompt for "
@@ -95,5 +92,5 @@ def place_marks(text: str, kinds: list[MediaKind]) -> str:
 
 
 def order_by_marks(text: str) -> list[MediaKind]:
-    """The kinds of the marks in `text`, in order."""
+    """Returns the kinds of the marks in `text`, in order."""
     return [MediaKind.IMAGE if mark == "<image>" else MediaKind.VIDEO for mark in _MARK.findall(text)]

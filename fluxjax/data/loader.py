@@ -1,16 +1,18 @@
-"""The order in which prompts are drawn: a seeded shuffle an epoch and a weighted mixture of sources, over Grain.
+"""The order in which prompts are drawn, as a Grain data set: every source shuffled anew each epoch, mixed by weight.
 
-The order is a pure function of (seed, source names and sizes, weights, draw), so that the whole state of the
-loader is a few counters: a resumed run draws exactly what the interrupted one would have drawn.
+The order is a pure function of (seed, source names and sizes, weights, draw). So the next draw's number is all that a
+resumed run needs in order to go on exactly where the interrupted one was, and any draw can be read again by its number.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import logging
 import zlib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import SupportsIndex, TypeAlias, TypedDict, TypeVar
 
 import grain
 
@@ -20,28 +22,36 @@ from .sources import Source
 
 log = logging.getLogger("fluxjax.data")
 T = TypeVar("T")
-_ENDLESS = 1 << 40  # draws of one source; more than any run makes
+_ENDLESS = 1 << 40  # draws; more than any run makes
 
 
-class _Rows:
-    """The row numbers of a source, for Grain to permute; the records themselves are read afterwards."""
+@dataclasses.dataclass(frozen=True)
+class SkippedPrompt:
+    """A draw that cannot be used. `reason` is short and without names, so that it can be counted; `detail` is for the
+    log."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    prompt: Prompt
+    reason: str
+    detail: str
 
-    def __len__(self) -> int:
-        return self.size
 
-    def __getitem__(self, index: int) -> int:
-        return index
+Drawn: TypeAlias = Prompt | SkippedPrompt
+
+
+class Mixture(TypedDict):
+    """The weights by which sources are mixed from draw `start` on, and the number of records of each source."""
+
+    start: int
+    weights: dict[str, float]
+    sizes: dict[str, int]
 
 
 class PromptLoader:
-    """Draws prompts from several sources in proportion to their weights.
+    """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`.
 
     Every source is shuffled anew for each of its own epochs and gives every record exactly once an epoch. With
-    `epochs`, drawing ends when the first source has been through that many: the proportions hold to the end.
-    Not thread-safe: one thread draws. Raises `DataError` for weights that name no source or are not positive.
+    `epochs`, the data ends where a source would begin one more (`is_end`): the proportions hold to the end.
+    Raises `DataError` for weights that name no source or are not positive.
     """
 
     def __init__(
@@ -58,118 +68,104 @@ class PromptLoader:
         self.weights = {name: float(weights[name]) for name in self.sources}
         self.seed = seed
         self.epochs = epochs
-        self._names = list(self.sources)
-        self._orders = {
-            name: grain.MapDataset.source(_Rows(len(source)))
-            .shuffle(seed=zlib.crc32(f"{seed}/{name}".encode()))
-            .repeat(epochs)
-            for name, source in self.sources.items()
-        }
-        self._schedule = self._mixture()
-        self._draw = 0  # prompts drawn in this run
-        self._position = 0  # in the schedule
-        self._offset = dict.fromkeys(self._names, 0)  # draws of each source before the schedule began
-        self._taken = dict.fromkeys(self._names, 0)  # draws of each source in all
+        self.mixtures = [self._mixture_from(0)]  # one more for each time that a resumed run had other weights
+        self.order = self._make_order()
 
-    def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, fewer only when the data is exhausted. Raises `RecordError` for a bad one."""
-        prompts = []
-        while len(prompts) < count and (taken := self.take()) is not None:
-            prompt, reason = taken
-            if reason:
-                raise RecordError(prompt.id, reason)
-            prompts.append(prompt)
-        return prompts
-
-    def take(self) -> tuple[Prompt, str] | None:
-        """The next prompt and, if its record is unusable, the reason; None at the end of the data."""
-        if self.exhausted:
-            return None
-        name, _ = self._next()
-        index = self._taken[name]
-        source = self.sources[name]
-        row, epoch = self._at(self._orders[name], index), index // len(source)
-        try:
-            prompt, reason = source[row], ""
-        except RecordError as error:
-            prompt, reason = Prompt(error.id, name, "", ""), error.reason
-        prompt = dataclasses.replace(prompt, draw=self._draw, epoch=epoch, row=row)
-        self._draw += 1
-        self._position += 1
-        self._taken[name] += 1
-        return prompt, reason
-
-    def again(self, draw: int, source: str, row: int, epoch: int) -> Prompt:
-        """A prompt that was drawn before. Raises `DataError` if its source is not here any more, `RecordError` if the
-        record has become unusable."""
-        if source not in self.sources or row >= len(self.sources[source]):
-            raise DataError(f"the checkpoint has a prompt of row {row} of data source {source!r}, which is not here")
-        return dataclasses.replace(self.sources[source][row], draw=draw, epoch=epoch, row=row)
-
-    @property
-    def exhausted(self) -> bool:
-        if self.epochs is None:
-            return False
-        name, _ = self._next()
-        return self._taken[name] >= self.epochs * len(self.sources[name])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the next draw depends on, as JSON values."""
-        return {
-            "seed": self.seed,
-            "weights": dict(self.weights),
-            "sizes": {name: len(source) for name, source in self.sources.items()},
-            "draw": self._draw,
-            "position": self._position,
-            "offset": dict(self._offset),
-            "taken": dict(self._taken),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken.
+    def resume(self, seed: int, mixtures: list[Mixture], draw: int) -> None:
+        """Continues the order of a checkpoint from `draw` on.
 
         Other weights, more sources or fewer are allowed: each source goes on where it was, in a new mixture.
         Raises `DataError` when the seed or the size of a source differs: the order would be another.
         """
-        if state["seed"] != self.seed:
-            raise DataError(f"the checkpoint was made with seed {state['seed']}; resume it with that, not {self.seed}")
-        for name, source in self.sources.items():
-            size = state["sizes"].get(name, len(source))
-            if size != len(source):
+        if seed != self.seed:
+            raise DataError(f"the checkpoint was made with seed {seed}; resume it with that, not {self.seed}")
+        for name, size in itertools.chain.from_iterable(mixture["sizes"].items() for mixture in mixtures):
+            if name in self.sources and size != (now := len(self.sources[name])):
                 raise DataError(
-                    f"data source {name!r} had {size} records when the checkpoint was made and has {len(source)} now"
+                    f"data source {name!r} had {size} records when the checkpoint was made and has {now} now"
                 )
-        self._draw = state["draw"]
-        self._taken = {name: state["taken"].get(name, 0) for name in self._names}
-        if state["weights"] == self.weights:
-            self._position = state["position"]
-            self._offset = dict(state["offset"])
-        else:
-            log.warning("the mixture changed from %s to %s", state["weights"], self.weights)
-            self._position = 0
-            self._offset = dict(self._taken)
+        self.mixtures = list(mixtures)
+        if mixtures[-1]["weights"] != self.weights:
+            log.warning("the mixture changed from %s to %s", mixtures[-1]["weights"], self.weights)
+            self.mixtures.append(self._mixture_from(draw))
+        self.order = self._make_order()
 
-    def _next(self) -> tuple[str, int]:
-        """The source of the next draw and the index within the source's own sequence."""
-        which, index = self._at(self._schedule, self._position)
-        name = self._names[which]
-        index += self._offset[name]
-        if index != self._taken[name]:  # Grain promises in-order mixtures; without that, resuming would be wrong
-            raise AssertionError(f"the mixture asks for draw {index} of {name}, which is at {self._taken[name]}")
-        return name, index
+    def is_end(self, prompt: Prompt) -> bool:
+        """Returns True for the first prompt behind the end of the data: its source has been through all `epochs`."""
+        return self.epochs is not None and prompt.epoch >= self.epochs
 
-    @staticmethod
-    def _at(dataset: grain.MapDataset[T], index: int) -> T:
-        element = dataset[index]
-        assert element is not None  # Grain's way to say "filtered out"; nothing is filtered here
-        return element
+    def _mixture_from(self, start: int) -> Mixture:
+        sizes = {name: len(source) for name, source in self.sources.items()}
+        return Mixture(start=start, weights=self.weights, sizes=sizes)
 
-    def _mixture(self) -> grain.MapDataset[tuple[int, int]]:
-        """(source number, index within the source) for each position."""
-        parts = [
-            grain.MapDataset.range(_ENDLESS).map(lambda index, which=which: (which, index))
-            for which in range(len(self._names))
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        return grain.MapDataset.mix(parts, weights=list(self.weights.values()))
+    def _make_order(self) -> grain.MapDataset[Drawn]:
+        parts: list[grain.MapDataset[Drawn]] = []
+        drawn: collections.Counter[str] = collections.Counter()  # by source, in earlier mixtures
+        ends = [mixture["start"] for mixture in self.mixtures[1:]]
+        for mixture, end in zip(self.mixtures, [*ends, _ENDLESS], strict=True):
+            weights, length = mixture["weights"], end - mixture["start"]
+            sources = {name: self._shuffled(name, mixture["sizes"][name])[drawn[name] :] for name in sorted(weights)}
+            parts.append(_mix(sources, weights)[:length])
+            if end != _ENDLESS:
+                drawn.update(_count(weights, length))
+        order = parts[0] if len(parts) == 1 else grain.MapDataset.concatenate(parts)
+        return order.map_with_index(lambda index, item: _placed(item, draw=index))
+
+    def _shuffled(self, name: str, size: int) -> grain.MapDataset[Drawn]:
+        records = grain.MapDataset.source(_Records(name, size, self.sources.get(name)))
+        shuffled = records.shuffle(seed=zlib.crc32(f"{self.seed}/{name}".encode())).repeat()
+        return shuffled.map_with_index(lambda index, item: _placed(item, epoch=index // size))
+
+
+class _Records:
+    """A source as Grain reads it: a record that cannot be used is a value, not an error.
+
+    Draws of a source that the configuration does not name any more (`source` is None) keep their places in the order.
+    """
+
+    def __init__(self, name: str, size: int, source: Source | None) -> None:
+        self.name, self.size, self.source = name, size, source
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: SupportsIndex) -> Drawn:
+        row = index.__index__()
+        if self.source is None:
+            raise DataError(f"the checkpoint has a prompt of row {row} of data source {self.name!r}, which is not here")
+        try:
+            return dataclasses.replace(self.source[row], row=row)
+        except RecordError as error:
+            return SkippedPrompt(Prompt(error.id, self.name, "", "", row=row), error.reason, "unusable record")
+
+
+def _placed(item: Drawn, **place: int) -> Drawn:
+    if isinstance(item, SkippedPrompt):
+        return dataclasses.replace(item, prompt=dataclasses.replace(item.prompt, **place))
+    return dataclasses.replace(item, **place)
+
+
+def at(dataset: grain.MapDataset[T], index: int) -> T:
+    """Returns an element of a data set from which nothing is filtered."""
+    element = dataset[index]
+    assert element is not None  # Grain's way to say "filtered out"
+    return element
+
+
+def _mix(sources: Mapping[str, grain.MapDataset[T]], weights: Mapping[str, float]) -> grain.MapDataset[T]:
+    if len(sources) == 1:
+        return next(iter(sources.values()))
+    return grain.MapDataset.mix(list(sources.values()), weights=[weights[name] for name in sources])
+
+
+def _count(weights: Mapping[str, float], length: int) -> dict[str, int]:
+    """Counts the elements of each source among the first `length` of a mixture: the index of its next one."""
+    endless = grain.MapDataset.range(_ENDLESS)
+    numbers = {name: endless.map(lambda index, name=name: (name, index)) for name in sorted(weights)}
+    mixture, counts = _mix(numbers, weights), {}
+    for position in itertools.count(length):
+        name, index = at(mixture, position)
+        counts.setdefault(name, index)
+        if len(counts) == len(weights):
+            break
+    return counts

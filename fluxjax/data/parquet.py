@@ -11,7 +11,6 @@ import collections
 import pathlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,7 +36,7 @@ class ParquetSource:
         self.paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
         if not self.paths:
             raise DataError(f"{path}: the folder has no .parquet files")
-        self._files = [_open(shard) for shard in self.paths]
+        self._open_files()
         self.fields = resolve(self._files[0].schema_arrow.names, fields or Fields(), str(self.paths[0]))
         self._columns = [column for column in vars(self.fields).values() if column]
         self._groups: list[tuple[int, int]] = []  # (file, row group)
@@ -62,8 +61,19 @@ class ParquetSource:
                 largest >> 20,
             )
         self._check_ids()
+
+    def _open_files(self) -> None:
+        self._files = [_open(shard) for shard in self.paths]
         self._cache: collections.OrderedDict[int, pa.Table] = collections.OrderedDict()
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leaves out what each process opens for itself."""
+        return {name: value for name, value in vars(self).items() if name not in ("_files", "_cache", "_lock")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._open_files()
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -89,10 +99,12 @@ class ParquetSource:
         for file in self._files:
             file.close()
 
-    def _to_prompt(self, row: dict[str, Any], id: str, folder: pathlib.Path, where: str) -> Prompt:
+    def _to_prompt(self, row: dict[str, object], id: str, folder: pathlib.Path, where: str) -> Prompt:
         text, answer = row[self.fields.prompt], answer_text(row[self.fields.answer])
-        if text is None or answer is None:
-            raise RecordError(id, "no prompt" if text is None else "no answer")
+        if not isinstance(text, str):
+            raise RecordError(id, "no prompt")
+        if answer is None:
+            raise RecordError(id, "no answer")
         media: dict[MediaKind, list[Media]] = {}
         for kind, column in ((MediaKind.IMAGE, self.fields.images), (MediaKind.VIDEO, self.fields.videos)):
             value = row[column] if column else None
@@ -169,13 +181,13 @@ def _is_media(kind: pa.DataType) -> bool:
     )
 
 
-def _media(kind: MediaKind, item: Any, folder: pathlib.Path, label: str, id: str) -> Media:
+def _media(kind: MediaKind, item: object, folder: pathlib.Path, label: str, id: str) -> Media:
     data, path = item, None
     if isinstance(item, dict):
         data, path = item.get("bytes"), item.get("path")
     elif isinstance(item, str):
         data, path = None, item
-    if data is not None:
+    if isinstance(data, bytes):
         return Media(kind, label, data)
     if path:
         return Media(kind, str(folder / path))

@@ -1,32 +1,38 @@
-"""From drawn prompts to prepared ones: media decoded and text tokenised in threads, ahead of their use."""
+"""From drawn prompts to prepared ones: media decoded and text tokenised by Grain, ahead of their use."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import logging
+import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import grain
 import jax
 import numpy as np
+from absl import flags
 
 from models.inputs import ModelInput, VisionInput
 from models.processing.bad_media import MediaError, PromptError
 from sharding.planner.vision_units import surely_hold
 
-from ..base.errors import DataError, RecordError
+from ..base.errors import DataError
 from ..base.types import PreparedPrompt, Prompt
 from ..config import Config
-from .loader import PromptLoader
+from .loader import Drawn, Mixture, PromptLoader, SkippedPrompt, at
 
 log = logging.getLogger("fluxjax.data")
 _LOGGED = 5  # skips of one reason that are logged one by one; the rest is counted
-_PLACE = ("draw", "source", "row", "epoch")
+Result: TypeAlias = PreparedPrompt | SkippedPrompt
+Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usable, and skipped with the reason
 _HOPELESS = 1000  # skips in a row that end the run: the data, or where it is looked for, must be wrong
 
 
@@ -41,8 +47,8 @@ class TextAndMedia(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PromptLimits:
-    """What a prompt may be at most, so that the engine's cache and a microbatch can hold it. Its media are computed by
-    `devices` devices, one frame pair by one of them."""
+    """The most that a prompt may need, so that the engine's cache and a microbatch can hold it. Its media are computed
+    by `devices` devices, each frame pair by one of them."""
 
     tokens: int
     patches: int  # of a device
@@ -58,190 +64,185 @@ class PromptLimits:
         )
 
     def hold(self, vision: VisionInput) -> bool:
-        """Whether the devices surely can."""
+        """Returns True where the devices surely can compute `vision`, however it is dealt out."""
         frame = int(np.bincount(vision.frame_segments_P).max())
         return surely_hold(vision.num_patches, frame, self.devices, self.patches)
 
 
-def prepare_prompt(
-    processor: TextAndMedia, prompt: Prompt, limits: PromptLimits, chat_template: bool = False
-) -> PreparedPrompt | str:
-    """The prompt ready for engine and trainer, or a short reason why it cannot be used (for counting: the log
-    has the file's name)."""
+def prepare_prompt(processor: TextAndMedia, prompt: Drawn, limits: PromptLimits, chat_template: bool = False) -> Result:
+    """Decodes and tokenises a prompt for engine and trainer, or says why it cannot be used. A skipped one stays so."""
+    if isinstance(prompt, SkippedPrompt):
+        return prompt
     media = [(item.kind.value, item.path if item.data is None else item.data) for item in prompt.media]
     try:
         inputs = (processor.prepare_chat if chat_template else processor.prepare)(prompt.text, media)
     except MediaError as error:
-        return _skip(prompt, error.reason.partition(":")[0], str(error))
+        return SkippedPrompt(prompt, error.reason.partition(":")[0], str(error))
     except PromptError as error:
-        return _skip(prompt, error.reason, str(error))
+        return SkippedPrompt(prompt, error.reason, str(error))
     except MemoryError:
         raise
     except Exception as error:  # a decoder's surprise about one file must not end the run
-        return _skip(prompt, f"failed with {type(error).__name__}", str(error))
+        return SkippedPrompt(prompt, f"failed with {type(error).__name__}", str(error))
     if len(inputs) > limits.tokens:
-        return _skip(prompt, "prompt too long", f"{len(inputs)} tokens, at most {limits.tokens} leave room to answer")
+        detail = f"{len(inputs)} tokens, at most {limits.tokens} leave room to answer"
+        return SkippedPrompt(prompt, "prompt too long", detail)
     if inputs.vision is not None and not limits.hold(inputs.vision):
         room = f"{limits.devices} devices of {limits.patches} (packing.patches_per_device)"
-        return _skip(prompt, "too many patches", f"{inputs.vision.num_patches}, more than fit {room}")
+        return SkippedPrompt(prompt, "too many patches", f"{inputs.vision.num_patches}, more than fit {room}")
     return PreparedPrompt(dataclasses.replace(prompt, tokens=len(inputs)), inputs)
 
 
-def _skip(prompt: Prompt, reason: str, detail: str) -> str:
-    _SKIPS.say(prompt, reason, detail)
-    return reason
+def _begin_worker(index: int, count: int) -> None:
+    """Runs first in a worker process, which ends with the run; Ctrl-C and SIGTERM are left to the run."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
 
-class _SkipLog:
-    """Logs the first few skips of each reason."""
-
-    def __init__(self) -> None:
-        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.lock = threading.Lock()
-
-    def say(self, prompt: Prompt, reason: str, detail: str) -> None:
-        with self.lock:
-            self.counts[prompt.source, reason] += 1
-            count = self.counts[prompt.source, reason]
-        if count <= _LOGGED:
-            more = "; more of this kind are only counted" if count == _LOGGED else ""
-            log.warning("skipped prompt %s of %s: %s (%s)%s", prompt.id, prompt.source, reason, detail, more)
-
-
-_SKIPS = _SkipLog()
-
-
-@dataclasses.dataclass
-class _Item:
-    """A drawn prompt on its way, with the loader's state just after it was drawn."""
-
-    prompt: Prompt
-    result: concurrent.futures.Future[PreparedPrompt | str]
-    state: dict[str, Any]
+    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm sends it to every process of a job
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True, name="end-with-parent").start()
 
 
 class Preparer:
-    """The prompt source of the runtime: draws in order, prepares in threads, keeps one step's worth ahead.
+    """The prompt source of the runtime: draws in order, prepares in threads or processes, a step's worth ahead.
 
     `state_dict` describes what has been handed out, not what was read ahead. Prompts that cannot be used come
     back with a reason, in place: whoever needs more draws again. One draw at a time.
     """
 
-    def __init__(self, processor: TextAndMedia, loader: PromptLoader, config: Config, workers: int = 0) -> None:
+    def __init__(self, processor: TextAndMedia, loader: PromptLoader, config: Config, *, ahead: int = 0) -> None:
+        """Keeps `ahead` prompts prepared beyond those that were drawn, `rollout.prompts_per_step` by default."""
         self.processor = processor
         self.loader = loader
-        self.limits = PromptLimits.of(config)
-        self.chat_template = config.data.chat_template
         self.skipped: collections.Counter[str] = collections.Counter()  # by reason, of handed-out draws
-        self._workers = concurrent.futures.ThreadPoolExecutor(
-            workers or min(8, os.cpu_count() or 1), thread_name_prefix="prepare"
+        self._prepare = functools.partial(
+            prepare_prompt, processor, limits=PromptLimits.of(config), chat_template=config.data.chat_template
         )
-        self._reader = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")  # keeps the draw order
-        self._reading: concurrent.futures.Future[None] | None = None
-        self._queue: collections.deque[_Item] = collections.deque()
-        self._state = loader.state_dict()
-        self._ahead = 0
+        self._workers = config.data.workers
+        self._ahead = ahead or config.rollout.prompts_per_step
+        self._next_index = 0  # the draw after the last one that was handed out
+        self._iterator: grain.DatasetIterator[Result] | None = None  # begins with the first draw
+        self._lock = threading.Lock()  # of the iterator: an abandoned draw may still be reading
+        self._logged: collections.Counter[tuple[str, str]] = collections.Counter()  # by source and reason
         self._skips_in_a_row = 0
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
 
-    async def draw(self, count: int) -> tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]:
-        """The next `count` draws: those prepared and those skipped, with reasons; fewer when the data is exhausted.
+    async def draw(self, count: int) -> Sorted:
+        """Returns the next `count` draws: those prepared and those skipped, with reasons; fewer at the end of the data.
 
-        Raises `DataError` when so many prompts in a row were skipped that the data must be wrong as a whole.
+        Raises `DataError` when so many prompts in a row were skipped that the data must be wrong as a whole, when a
+        file cannot be read, and when a worker process has ended.
         """
-        self._ahead = max(self._ahead, count)
-        await self._read(count)
-        items = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
-        self._start_reading(self._ahead)  # the next draw is prepared while this one is generated and trained on
-        prepared: list[PreparedPrompt] = []
-        skipped: list[tuple[Prompt, str]] = []
+        items = await asyncio.to_thread(self._take, count)
+        prepared, skipped = self._sort(items)
         for item in items:
-            result = await asyncio.wrap_future(item.result)
-            if isinstance(result, str):
-                skipped.append((item.prompt, result))
-                self.skipped[result] += 1
-                self._skips_in_a_row += 1
-                if self._skips_in_a_row >= self._patience:
-                    raise DataError(
-                        f"{self._skips_in_a_row} prompts in a row could not be used; the last, {item.prompt.id} "
-                        f"of {item.prompt.source}: {result}; by reason: {dict(self.skipped)}"
-                    )
-            else:
-                prepared.append(result)
+            if not isinstance(item, SkippedPrompt):
                 self._skips_in_a_row = 0
-        if items:
-            self._state = items[-1].state
+                continue
+            self.skipped[item.reason] += 1
+            self._skips_in_a_row += 1
+            if self._skips_in_a_row >= self._patience:
+                raise DataError(
+                    f"{self._skips_in_a_row} prompts in a row could not be used; the last, {item.prompt.id} "
+                    f"of {item.prompt.source}: {item.reason}; by reason: {dict(self.skipped)}"
+                )
+        self._next_index += len(items)
         return prepared, skipped
 
-    def prepare_all(self, prompts: Iterable[Prompt]) -> tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]:
-        """Prepare prompts that are not drawn, such as the held-out ones; in order, in threads, blocking."""
-        prompts = list(prompts)
-        prepared: list[PreparedPrompt] = []
-        skipped: list[tuple[Prompt, str]] = []
-        for prompt, result in zip(prompts, self._workers.map(self._prepare, prompts), strict=True):
-            if isinstance(result, str):
-                skipped.append((prompt, result))
-            else:
-                prepared.append(result)
-        return prepared, skipped
+    def prepare_all(self, prompts: Iterable[Drawn]) -> Sorted:
+        """Prepares prompts that are not drawn, such as the held-out ones; in order, in threads, blocking."""
+        return self._prepare_each(grain.MapDataset.source(list(prompts)))
 
-    def again(self, held: Iterable[Mapping[str, Any]]) -> list[PreparedPrompt]:
-        """Prompts that were drawn before a checkpoint, from the `draw`, `source`, `row` and `epoch` of each. What can't
-        be prepared any more is logged and left out."""
-        prompts = []
-        for one in held:
-            try:
-                prompts.append(self.loader.again(**{name: one[name] for name in _PLACE}))
-            except RecordError as error:
-                log.warning("prompt %s of %s can't be read any more: %s", error.id, one["source"], error.reason)
-        return self.prepare_all(prompts)[0]
+    def again(self, draws: Iterable[int]) -> list[PreparedPrompt]:
+        """Prepares prompts again that were drawn before a checkpoint. A prompt that cannot be used any more is logged
+        and left out. Raises `DataError` if its source is not here any more."""
+        return self._prepare_each(grain.MapDataset.source(list(draws)).map(functools.partial(at, self.loader.order)))[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last completed draw, as JSON values."""
-        return {"loader": self._state, "skipped": dict(self.skipped)}
+        """Returns the state after the last completed draw, as JSON values: `next_index` is that of Grain's iterator."""
+        order = {"seed": self.loader.seed, "mixtures": self.loader.mixtures}
+        return {"next_index": self._next_index, **order, "skipped": dict(self.skipped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the draw at which `state` was taken; what was read ahead is dropped."""
-        self._drop()
-        self.loader.load_state_dict(state["loader"])
-        self._state = self.loader.state_dict()
+        """Continues after the draw at which `state` was taken; what was read ahead is dropped. Raises `DataError` where
+        the data is not what it was."""
+        self.close()
+        if "loader" in state:
+            state = _from_earlier_release(state)
+        self._next_index = state["next_index"]
+        self.loader.resume(state["seed"], state["mixtures"], self._next_index)
         self.skipped = collections.Counter(state["skipped"])
 
     def close(self) -> None:
-        self._drop()
-        self._reader.shutdown()
-        self._workers.shutdown()
+        """Ends threads and processes; a later draw starts them again."""
+        with self._lock:
+            if self._iterator is not None:
+                self._iterator.close()
+                self._iterator = None
 
-    def _prepare(self, prompt: Prompt) -> PreparedPrompt | str:
-        return prepare_prompt(self.processor, prompt, self.limits, self.chat_template)
+    def _take(self, count: int) -> list[Result]:
+        """Reads the next `count` items, fewer at the end of the data. Blocks."""
+        with self._lock:
+            if self._iterator is None:
+                self._iterator = self._iterate(self.loader.order[self._next_index :], self._workers)
+            items: list[Result] = []
+            while len(items) < count:
+                try:
+                    item = next(self._iterator)
+                except RuntimeError as error:
+                    if "terminated unexpectedly" not in str(error):  # Grain's words; other errors are a source's own
+                        raise
+                    raise DataError(f"data.workers={self._workers}: {error} Fewer, or 0, need less memory.") from error
+                if self.loader.is_end(item.prompt):
+                    self._iterator.close()
+                    self._iterator = None
+                    break
+                items.append(item)
+            return items
 
-    async def _read(self, count: int) -> None:
-        """Make the queue hold `count` items, if the data has as many."""
-        if self._reading is not None:
-            await asyncio.wrap_future(self._reading)
-        if len(self._queue) < count:
-            self._start_reading(count)
-            if self._reading is not None:
-                await asyncio.wrap_future(self._reading)
+    def _iterate(self, dataset: grain.MapDataset[Drawn], workers: int = 0) -> grain.DatasetIterator[Result]:
+        prepared = dataset.map(self._prepare)
+        if not workers:
+            threads = min(8, max(2, os.cpu_count() or 1))
+            return iter(prepared.to_iter_dataset(grain.ReadOptions(threads, max(threads, self._ahead))))
+        buffer = max(1, self._ahead // workers // 2)  # of a process; Grain keeps as many again on this side
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own, which only absl's `app.run` would parse
+        processes = grain.MultiprocessingOptions(workers, buffer)
+        return iter(prepared.to_iter_dataset(grain.ReadOptions(0, 0)).mp_prefetch(processes, _begin_worker))
 
-    def _start_reading(self, count: int) -> None:
-        self._reading = self._reader.submit(self._fill, count)
+    def _prepare_each(self, dataset: grain.MapDataset[Drawn]) -> Sorted:
+        with contextlib.closing(self._iterate(dataset)) as iterator:
+            return self._sort(list(iterator))
 
-    def _fill(self, count: int) -> None:
-        """Runs in the reader thread, which alone touches the loader."""
-        while len(self._queue) < count and (taken := self.loader.take()) is not None:
-            prompt, reason = taken
-            if reason:
-                future: concurrent.futures.Future[PreparedPrompt | str] = concurrent.futures.Future()
-                future.set_result(_skip(prompt, reason, "unusable record"))
-            else:
-                future = self._workers.submit(self._prepare, prompt)
-            self._queue.append(_Item(prompt, future, self.loader.state_dict()))
+    def _sort(self, items: Sequence[Result]) -> Sorted:
+        """Splits prepared prompts from skipped ones, of which it logs the first few of each source and reason."""
+        prepared = [item for item in items if isinstance(item, PreparedPrompt)]
+        skipped: list[tuple[Prompt, str]] = []
+        for item in items:
+            if isinstance(item, PreparedPrompt):
+                continue
+            prompt, reason = item.prompt, item.reason
+            skipped.append((prompt, reason))
+            self._logged[prompt.source, reason] += 1
+            count = self._logged[prompt.source, reason]
+            if count <= _LOGGED:
+                more = "; more of this kind are only counted" if count == _LOGGED else ""
+                log.warning("skipped prompt %s of %s: %s (%s)%s", prompt.id, prompt.source, reason, item.detail, more)
+        return prepared, skipped
 
-    def _drop(self) -> None:
-        if self._reading is not None:
-            concurrent.futures.wait([self._reading])  # its error, if any, belongs to draws that nobody asks for now
-            self._reading = None
-        for item in self._queue:
-            item.result.cancel()
-        self._queue.clear()
+
+def _from_earlier_release(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reads the state as it was before the order of draws was Grain's."""
+    loader = state["loader"]
+    if loader["draw"] != loader["position"]:
+        raise DataError(
+            "the checkpoint is of an earlier release, and the weights of data.sources were changed during its run: "
+            "finish the run with that release"
+        )
+    mixture = Mixture(start=0, weights=loader["weights"], sizes=loader["sizes"])
+    return {"next_index": loader["draw"], "seed": loader["seed"], "mixtures": [mixture], "skipped": state["skipped"]}

@@ -6,8 +6,8 @@ import collections
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from ..base.errors import DataError
 from ..base.types import Media, MediaKind, Prompt
@@ -20,7 +20,8 @@ _MARK = re.compile("<image>|<video>")
 
 @runtime_checkable
 class Source(Protocol):
-    """A fixed number of prompts, read one at a time in any order, from any thread."""
+    """Holds a fixed number of prompts, read one at a time in any order, from any thread. A source that can be pickled
+    can be read by worker processes (`data.workers`)."""
 
     def __len__(self) -> int: ...
 
@@ -29,30 +30,15 @@ class Source(Protocol):
         ...
 
     def texts(self) -> Iterator[str]:
-        """Every prompt and every answer, without reading media."""
+        """Yields every prompt and every answer, without reading media."""
         ...
 
 
-class JsonlSource:
-    """A manifest: one JSON object a line, e.g. `{"id": "a", "prompt": "<image>How many?", "answer": "3",
-    "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder.
+class PromptList:
+    """A source whose prompts are in memory."""
 
-    The whole file is checked when it is opened (media files are not touched): `DataError` names file and line.
-    """
-
-    def __init__(self, path: pathlib.Path, name: str, fields: Fields | None = None) -> None:
-        self.path = path
-        self.prompts: list[Prompt] = []
-        lines: dict[str, int] = {}
-        for number, record in _read_lines(path):
-            where = f"{path}:{number}"
-            prompt = _to_prompt(record, name, str(number), path.parent, fields or Fields(), where)
-            if prompt.id in lines:
-                raise DataError(f"{where}: the id {prompt.id!r} was already used in line {lines[prompt.id]}")
-            lines[prompt.id] = number
-            self.prompts.append(prompt)
-        if not self.prompts:
-            raise DataError(f"{path}: the file has no records")
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self.prompts = prompts
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -62,12 +48,33 @@ class JsonlSource:
 
     def texts(self) -> Iterator[str]:
         for prompt in self.prompts:
-            yield prompt.text
-            yield prompt.answer
+            yield from (prompt.text, prompt.answer)
+
+
+class JsonlSource(PromptList):
+    """A manifest: one JSON object a line, e.g. `{"id": "a", "prompt": "<image>How many?", "answer": "3",
+    "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder.
+
+    The whole file is checked when it is opened (media files are not touched): `DataError` names file and line.
+    """
+
+    def __init__(self, path: pathlib.Path, name: str, fields: Fields | None = None) -> None:
+        prompts: list[Prompt] = []
+        lines: dict[str, int] = {}
+        for number, record in _read_lines(path):
+            where = f"{path}:{number}"
+            prompt = _to_prompt(record, name, str(number), path.parent, fields or Fields(), where)
+            if prompt.id in lines:
+                raise DataError(f"{where}: the id {prompt.id!r} was already used in line {lines[prompt.id]}")
+            lines[prompt.id] = number
+            prompts.append(prompt)
+        if not prompts:
+            raise DataError(f"{path}: the file has no records")
+        super().__init__(prompts)
 
 
 def _how_to_download(path: pathlib.Path) -> str:
-    """A hint where `path` looks like a Hub id, ORGANISATION/NAME."""
+    """Returns a hint where `path` looks like a Hub id, ORGANISATION/NAME."""
     if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".jsonl", ".ndjson", ".parquet"):
         return ""
     return (
@@ -77,7 +84,7 @@ def _how_to_download(path: pathlib.Path) -> str:
 
 
 def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None) -> Source:
-    """A `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards. Raises `DataError`."""
+    """Opens a `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards. Raises `DataError`."""
     path = pathlib.Path(path).expanduser()
     if not path.exists():
         raise DataError(f"data.sources.{name}: {path} does not exist{_how_to_download(path)}")
@@ -90,7 +97,7 @@ def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = Non
     raise DataError(f"data.sources.{name}: {path} is neither .jsonl nor .parquet nor a folder of .parquet files")
 
 
-def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, Mapping[str, object]]]:
     try:
         with open(path, "rb") as file:
             for number, raw in enumerate(file, start=1):
@@ -110,7 +117,7 @@ def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _to_prompt(
-    record: Mapping[str, Any], source: str, default_id: str, folder: pathlib.Path, wanted: Fields, where: str
+    record: Mapping[str, object], source: str, default_id: str, folder: pathlib.Path, wanted: Fields, where: str
 ) -> Prompt:
     fields = resolve(record, wanted, where)
     text = record[fields.prompt]
@@ -136,14 +143,14 @@ def _to_prompt(
 
 
 def all_texts(sources: Iterable[Source]) -> Iterator[str]:
-    """Every prompt and answer: what a tokenizer built for these sources must be able to write."""
+    """Yields every prompt and answer: what a tokenizer built for these sources must be able to write."""
     for source in sources:
         yield from source.texts()
 
 
 def common_words(sources: Iterable[Source], share: float = 0.02) -> list[str]:
-    """Words of two letters or more that stand in at least `share` of the texts of some source: the words of its
-    questions and of a small set of answers. Sorted."""
+    """Returns, sorted, the words of two letters or more that stand in at least `share` of the texts of some source: the
+    words of its questions and of a small set of answers."""
     words: set[str] = set()
     for source in sources:
         counts: collections.Counter[str] = collections.Counter()

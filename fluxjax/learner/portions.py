@@ -10,21 +10,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sharding.strategy import Params, Tally
+from sharding.strategy import Tally
 
 from ..algorithms.loss import normaliser
 from ..base.types import Group, PreparedPrompt
-from ..batch.fill import Composition
+from ..batch.composition import Composition
 from ..config import Config
-from .learner import Learner
-
-Outcome = tuple[Params, Tally]
+from .gradients import Gradients, Outcome
 
 
 @dataclasses.dataclass
@@ -34,13 +31,13 @@ class Portion:
     groups: Sequence[Group]
     prepared: Mapping[int, PreparedPrompt]
     size: int  # of the step's normaliser
-    learner: Learner | None = None  # whose mesh the gradients are on
+    gradients: Gradients | None = None  # whose mesh the outcome is on
     composition: Composition | None = None  # the last one that was computed
     outcome: Outcome | None = None
 
 
 def portion(groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], config: Config) -> Portion:
-    """One without gradients yet."""
+    """A portion without gradients yet."""
     lengths = np.array([len(sample.response.token_ids) for group in groups for sample in group.samples], np.int64)
     size = normaliser(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
     return Portion(groups, prepared, size)
@@ -52,24 +49,25 @@ def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
     return any(not skip_idle or sample.advantage != 0.0 for sample in samples)
 
 
-def joined(learner: Learner, portions: Sequence[Portion]) -> Portion:
-    """One portion of all of their groups. Its gradients, if any of them has some, are on `learner`'s mesh; theirs are
-    donated. Those without gradients count for the normaliser only."""
-    size = sum(one.size for one in portions)
-    computed = [one for one in portions if one.outcome is not None]
+def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
+    """One portion of all of their groups. Its outcome, if any of them has one, is on the mesh of `gradients`; theirs
+    are donated. Those without an outcome count for the normaliser only."""
+    size = sum(portion.size for portion in portions)
+    composition: Composition | None = None
     total: Outcome | None = None
-    for one in computed:
-        assert one.outcome is not None
-        grads, tally = one.outcome if one.size == size else _scaled(one.outcome, np.float32(one.size / size))
-        brought = learner.bring(grads, tally)
-        total = brought if total is None else learner.add(total, brought)
-    groups = sorted((group for one in portions for group in one.groups), key=lambda group: group.prompt.draw)
-    prepared = {draw: prompt for one in portions for draw, prompt in one.prepared.items()}
-    return Portion(groups, prepared, size, learner, computed[-1].composition if computed else None, total)
+    for portion in portions:
+        if portion.outcome is not None:
+            share = np.float32(portion.size / size)
+            brought = gradients.bring(portion.outcome if portion.size == size else _scaled(portion.outcome, share))
+            total = brought if total is None else gradients.add(total, brought)
+            composition = portion.composition
+    groups = sorted((group for portion in portions for group in portion.groups), key=lambda group: group.prompt.draw)
+    prepared = {draw: prompt for portion in portions for draw, prompt in portion.prepared.items()}
+    return Portion(groups, prepared, size, gradients, composition, total)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _scaled(outcome: Outcome, share: Any) -> Outcome:
+def _scaled(outcome: Outcome, share: jax.Array | np.float32) -> Outcome:
     """What is weighted by the loss weights; counts and sums over tokens stay."""
     grads, tally = outcome
     sums = tally.sums | {"loss": tally.sums["loss"] * share}

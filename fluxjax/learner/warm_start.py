@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from models.config import VisionConfig
 from models.processing import Processor, PromptError
 
 from ..algorithms import sft
-from ..batch.composer import compose, sft_groups
+from ..batch.composer import Composer, sft_groups
 from ..config import Config, OptimConfig
 from ..data import Source
 from ..data.loader import PromptLoader
@@ -19,9 +18,9 @@ from .learner import Learner
 async def warm_start(
     config: Config,
     learner: Learner,
+    composer: Composer,
     sources: Mapping[str, Source],
     processor: Processor,
-    vision: VisionConfig | None,
     count_skip: Callable[[str], None],
 ) -> AsyncIterator[tuple[int, dict[str, float]]]:
     """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) after each.
@@ -38,33 +37,26 @@ async def warm_start(
         steps=settings.steps,
         temperature=1.0,
     )
-    source = Preparer(processor, PromptLoader(sources, weights, seed=config.seed + 1_000_003), config)
+    loader = PromptLoader(sources, weights, seed=config.seed + 1_000_003)
+    source = Preparer(processor, loader, config, ahead=settings.batch_size)
     try:
         for step in range(1, settings.steps + 1):
             drawn, skipped = await source.draw(settings.batch_size)
             for _, reason in skipped:
                 count_skip(reason)
             prepared, answers = [], []
-            for one in drawn:
-                answer = answer_ids(processor, one.prompt.answer)
+            for candidate in drawn:
+                answer = answer_ids(processor, candidate.prompt.answer)
                 if answer and len(answer) <= config.rollout.max_new_tokens:
-                    prepared.append(one)
+                    prepared.append(candidate)
                     answers.append(answer)
                 else:
                     count_skip("warm start: answer too long" if answer else "warm start: answer not in the vocabulary")
             if not prepared:
                 continue
-            by_draw = {one.prompt.draw: one for one in prepared}
-            batch = compose(
-                sft_groups(prepared, answers),
-                by_draw,
-                config,
-                learner.mesh.size,
-                vision=vision,
-                text=learner.text,
-                shapes=learner.shapes,
-            )
-            yield step, learner.step(batch.batches, batch.devices, batch.work)
+            by_draw = {candidate.prompt.draw: candidate for candidate in prepared}
+            composition = composer.compose(sft_groups(prepared, answers), by_draw)
+            yield step, learner.step(composition.microbatches)
     finally:
         source.close()
 

@@ -1,4 +1,4 @@
-"""The live view of a run: a rich panel on a terminal, one plain line every few seconds elsewhere."""
+"""The live view of a run: a panel on a terminal, elsewhere a plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN_SECONDS = 5.0
 
 
 class Display:
-    """Shows where a run stands. Use as a context manager; `note` prints a line that stays."""
+    """Shows where a run stands while used as a context manager; `note` prints a line that stays."""
 
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stdout, soft_wrap=True)
@@ -56,7 +56,7 @@ class Display:
         self._console.print(text, highlight=False)
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
-        """A new phase of the run of `total` steps begins, `done` of them already behind (resume)."""
+        """Begins a phase of `total` steps, of which `done` were done before the run was resumed."""
         self._phase = name
         self._ended.clear()
         self._ended.append(time.monotonic())
@@ -68,7 +68,7 @@ class Display:
         self._eval = dict(accuracy)
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """`step` steps are done; `metrics` as in `metrics.jsonl`; `seconds` a stage of this step."""
+        """Shows that `step` steps are done, with its `metrics` as in `metrics.jsonl` and its `seconds` by stage."""
         self._ended.append(time.monotonic())
         self._rewards.append(metrics.get("reward/mean", -metrics.get("loss", 0.0)))
         self._seconds = {name: value + 0.9 * self._seconds.get(name, 0.0) for name, value in seconds.items()}
@@ -105,9 +105,7 @@ class Display:
 
     def _shares(self) -> str:
         total = sum(self._seconds.values())
-        if not total:
-            return ""
-        return " ".join(f"{name} {value / total:.0%}" for name, value in self._seconds.items())
+        return " ".join(f"{name} {value / total:.0%}" for name, value in self._seconds.items() if total)
 
     def _table(self, metrics: Mapping[str, float]) -> Table:
         table = Table.grid(padding=(0, 2))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import prometheus_client
@@ -14,6 +14,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
+from ..base.replace_text import replace_text
 from ..config import ConfigError
 
 _FLUSH_SECONDS = 10.0
@@ -23,8 +24,8 @@ _EVENTS: Any = event_pb2  # generated, without types
 class MetricsLog:
     """Appends to `run_dir/metrics.jsonl` and `run_dir/tensorboard/`.
 
-    A resumed run passes the step it resumes from and the step of the last evaluation that its checkpoint knows of:
-    later lines, written by the run that was killed, are dropped, so that the file never holds a step twice.
+    A resumed run passes the step it resumes from and the step of the last evaluation that its checkpoint knows of. The
+    later lines, which the killed run wrote, are dropped, so that the file never holds a step twice.
     """
 
     def __init__(
@@ -35,8 +36,8 @@ class MetricsLog:
         evaluated_step: int | None = None,
         prometheus_port: int = 0,
     ) -> None:
-        """`evaluated_step` defaults to `resume_step`. Raises OSError if the folder cannot be written,
-        `ConfigError` if the port is taken."""
+        """Opens the files. `evaluated_step` is `resume_step` by default. Raises OSError if the folder cannot be
+        written, `ConfigError` if the port is taken."""
         self._registry = prometheus_client.CollectorRegistry()
         self._server = None
         if prometheus_port:
@@ -51,15 +52,13 @@ class MetricsLog:
         if resume_step is not None:
             last = {"rl": resume_step, "eval": resume_step if evaluated_step is None else evaluated_step}
             kept = [r for r in read(self.file) if r["step"] <= last.get(r["phase"], r["step"])]
-        temporary = self.file.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(temporary, self.file)  # a run killed here has lost no line
+        replace_text(self.file, "".join(json.dumps(record) + "\n" for record in kept))
         self._stream = self.file.open("a", buffering=1)
         (run_dir / "tensorboard").mkdir(exist_ok=True)
         # Not a `SummaryWriter`: its thread ends without a word when the disk is full, and then its queue blocks.
         self._board = EventsWriter(str(run_dir / "tensorboard" / "events"))
         self._flushed = time.monotonic()
-        if resume_step is not None:  # the board forgets what later steps it was told before
+        if resume_step is not None:  # TensorBoard forgets the later steps of the killed run
             self._board.write_event(
                 _EVENTS.Event(
                     wall_time=time.time(),
@@ -70,7 +69,7 @@ class MetricsLog:
         self._gauges: dict[str, prometheus_client.Gauge] = {}
 
     def log(self, phase: str, step: int, metrics: Mapping[str, float]) -> None:
-        """`phase` is warm_start, rl or eval; `metrics` maps names like `reward/digits` to numbers."""
+        """Writes the metrics of a step: `phase` is warm_start, rl or eval, `metrics` has names like `reward/digits`."""
         record = {"phase": phase, "step": step, "time": round(time.time(), 3), **metrics}
         self._stream.write(json.dumps(record) + "\n")
         event = _EVENTS.Event(wall_time=time.time(), step=step)
@@ -99,13 +98,9 @@ class MetricsLog:
 
 
 def read(file: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, in order; a last line cut by a kill is left out."""
-    return list(_complete_lines(file)) if file.exists() else []
-
-
-def _complete_lines(file: pathlib.Path) -> Iterator[dict[str, Any]]:
-    for line in file.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+    """Returns the records of a metrics file, in order, up to a line that a kill has cut off."""
+    records = []
+    with contextlib.suppress(json.JSONDecodeError):
+        for line in file.read_text().splitlines() if file.exists() else ():
+            records.append(json.loads(line))
+    return records

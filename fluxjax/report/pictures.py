@@ -27,7 +27,7 @@ _STAGE_COLOURS = {
 def learning_curve(
     records: Sequence[Mapping[str, Any]], controls: Mapping[str, Mapping[str, float]], file: pathlib.Path
 ) -> None:
-    """Held-out accuracy (points) and smoothed training accuracy (lines) of each source against the RL step.
+    """Draws held-out accuracy (points) and smoothed training accuracy (lines) of each source against the RL step.
 
     `records` are those of `metrics.jsonl`; `controls` gives `{"blind": {source: accuracy}, "chance": {...}}`.
     """
@@ -68,7 +68,7 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
-    """A Gantt of the given spans: one row a lane, time in seconds from the first start, steps marked."""
+    """Draws the spans as a Gantt chart: a row for each lane, seconds since the first start, and a line at each step."""
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     axes = figure.add_subplot()
     if spans:

@@ -1,4 +1,4 @@
-"""Readable dumps of what the policy answered, one JSON line a response."""
+"""Readable dumps of the policy's responses, each a line of JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..base.types import Group
 def dump_samples(
     folder: pathlib.Path, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str], count: int
 ) -> None:
-    """Writes the first `count` responses of `step` to `folder/<step>.jsonl`: one of each group in turn, so that all
-    sources show up."""
+    """Writes `count` responses of `step` to `folder/<step>.jsonl`: one of each group in turn, so that all sources show
+    up."""
     folder.mkdir(exist_ok=True)
     most = max(len(group.samples) for group in groups)
     turns = [(g, g.samples[turn]) for turn in range(most) for g in groups if turn < len(g.samples)]

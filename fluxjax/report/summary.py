@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from ..base.replace_text import replace_text
 
 FILE = "summary.json"
 
 
 @dataclasses.dataclass
 class Summary:
-    """What a run did. Accuracies are held-out, exact match, greedy, in [0, 1], one entry a source.
+    """The results of a run. Accuracies are those of greedy answers to held-out prompts, in [0, 1], one for each source.
 
-    It is part of every checkpoint, so that a resumed run reports the whole run.
+    Every checkpoint holds it, so that a resumed run reports the whole run.
     """
 
     name: str = ""
@@ -28,9 +29,9 @@ class Summary:
     devices: int = 0
     steps: int = 0  # RL steps done
     accuracy: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # source -> start, end
-    blind: dict[str, float] = dataclasses.field(default_factory=dict)  # the final model, every pixel blanked
-    chance: dict[str, float] = dataclasses.field(default_factory=dict)  # the best constant answer
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # wall time a stage, and `total`
+    blind: dict[str, float] = dataclasses.field(default_factory=dict)  # of the final model, every pixel blanked
+    chance: dict[str, float] = dataclasses.field(default_factory=dict)  # of the best constant answer
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # wall time of each stage, and `total`
     logprob_gap_max: float = 0.0  # over steps, of the mean absolute gap of a step
     logprob_gap_alarms: int = 0  # steps whose gap exceeded `report.logprob_gap_alarm`
     samples_trained: int = 0  # responses
@@ -44,12 +45,12 @@ class Summary:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
     def count_skip(self, reason: str) -> None:
-        """One more prompt that could not be used."""
+        """Counts a prompt that could not be used."""
         self.samples_skipped[reason] = self.samples_skipped.get(reason, 0) + 1
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the wall time of its body to a stage."""
+        """Adds the wall time of its body to the stage."""
         started = time.monotonic()
         try:
             yield
@@ -58,14 +59,12 @@ class Summary:
 
     def write(self, run_dir: pathlib.Path) -> pathlib.Path:
         file = run_dir / FILE
-        temporary = file.with_suffix(".tmp")
         values = dataclasses.asdict(self)
         values["seconds"] = {stage: round(seconds, 2) for stage, seconds in self.seconds.items()}
-        temporary.write_text(json.dumps(values, indent=2) + "\n")
-        os.replace(temporary, file)
+        replace_text(file, json.dumps(values, indent=2) + "\n")
         return file
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
 
     @classmethod
@@ -75,7 +74,7 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingResult:
-    """What `fit` returns: the summary that is also in `run_dir/summary.json`, and where things lie."""
+    """What `fit` returns: the summary, which is also in `run_dir/summary.json`, and the run's folder."""
 
     summary: Summary
     run_dir: pathlib.Path

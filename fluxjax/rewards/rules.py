@@ -19,17 +19,17 @@ _TAIL = 2000  # characters searched for a number, from the end
 
 
 def normalise(text: str) -> str:
-    """Lower case, single spaces, no full stop at the end."""
+    """Returns text in lower case with single spaces and no full stop at the end."""
     return " ".join(text.split()).casefold().removesuffix(".").rstrip()
 
 
 def exact(prompt: Prompt, text: str) -> Reward:
-    """1 if the text is the answer, else 0."""
+    """Gives 1 if the text is the answer, else 0."""
     return _RIGHT if normalise(text) == normalise(prompt.answer) else _WRONG
 
 
 def positions(prompt: Prompt, text: str) -> Reward:
-    """Half for the share of positions that are right, half for all of them.
+    """Gives half for the share of positions that are right, half for all of them.
 
     Characters are compared one by one, and the end of the text counts as one more: stopping in the right place is
     a hit, stopping early or late is none. The share is of the longer of the two, so that length is never free.
@@ -38,12 +38,12 @@ def positions(prompt: Prompt, text: str) -> Reward:
 
 
 def digits(prompt: Prompt, text: str) -> Reward:
-    """`positions`, blind to white space: for transcriptions of digits."""
+    """Scores as `positions` does, blind to white space: for transcriptions of digits."""
     return _shaped("".join(prompt.answer.split()), "".join(text.split()))
 
 
 def number(prompt: Prompt, text: str) -> Reward:
-    """1 if the last number in the text equals the last number in the answer: `1,000`, `1000.0` and `2000/2` are
+    """Gives 1 if the last number in the text equals the last number in the answer: `1,000`, `1000.0` and `2000/2` are
     one number. 0 if either has none."""
     given, wanted = last_number(text), last_number(prompt.answer)
     return _RIGHT if given is not None and given == wanted else _WRONG

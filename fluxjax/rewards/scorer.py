@@ -10,8 +10,8 @@ import logging
 import math
 import numbers
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
 from ..base.types import Prompt, Response, Reward
 from ..config import ConfigError, SourceConfig
@@ -19,9 +19,10 @@ from . import rules
 
 log = logging.getLogger("fluxjax.rewards")
 
-RewardFunction = Callable[[Prompt, str], Any]  # a Reward, a number, or a coroutine of either
+T = TypeVar("T")
+RewardFunction = Callable[[Prompt, str], Reward | float | Awaitable[Reward | float]]
 
-REWARDS: dict[str, RewardFunction] = {
+REWARDS: dict[str, Callable[[Prompt, str], Reward]] = {
     "exact": rules.exact,
     "positions": rules.positions,
     "digits": rules.digits,
@@ -31,7 +32,7 @@ _LOGGED = 5  # failures of one source that are logged one by one
 
 
 def find_reward(name: str, field: str = "reward") -> RewardFunction:
-    """A reward by its name in `REWARDS`, or a user's function as `module:function`.
+    """Returns a reward by its name in `REWARDS`, or a user's function as `module:function`.
 
     Raises `ConfigError` naming `field` when there is no such name, module or function.
     """
@@ -52,7 +53,7 @@ def find_reward(name: str, field: str = "reward") -> RewardFunction:
         raise ConfigError(f"{field} is {name!r}, but {module_name} has no {attribute!r}; it has {', '.join(known)}")
     if not callable(function):
         raise ConfigError(f"{field} is {name!r}, which is not a function but of type {type(function).__name__}")
-    return function
+    return cast(RewardFunction, function)
 
 
 class Scorer:
@@ -80,18 +81,21 @@ class Scorer:
         self._rules = {
             name: find_reward(source.reward, f"data.sources.{name}.reward") for name, source in sources.items()
         }
-        self._inline = {name for name, source in sources.items() if source.reward in REWARDS}
+        self._inline = {name: REWARDS[source.reward] for name, source in sources.items() if source.reward in REWARDS}
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._failures: dict[str, int] = {}
 
     async def score(self, prompt: Prompt, response: Response) -> Reward:
-        """The reward of one response. Never raises for what a rule does; `KeyError` for an unknown source."""
+        """Returns the reward of one response. Never raises for what a rule does; `KeyError` for an unknown source."""
         return await self.score_text(prompt, self.decode(response.token_ids))
 
     async def score_text(self, prompt: Prompt, text: str) -> Reward:
         rule = self._rules[prompt.source]
         if prompt.source in self._inline:
-            return self._guarded(rule, prompt, text)
+            try:
+                return self._inline[prompt.source](prompt, text)
+            except Exception as error:
+                return self._failed(prompt, f"{type(error).__name__}: {error}")
         async with self._semaphore():
             if inspect.iscoroutinefunction(rule):
                 running = asyncio.ensure_future(rule(prompt, text))
@@ -109,13 +113,7 @@ class Scorer:
                 return self._failed(prompt, f"{type(error).__name__}: {error}")
             return self._checked(prompt, running.result())
 
-    def _guarded(self, rule: RewardFunction, prompt: Prompt, text: str) -> Reward:
-        try:
-            return rule(prompt, text)
-        except Exception as error:
-            return self._failed(prompt, f"{type(error).__name__}: {error}")
-
-    def _checked(self, prompt: Prompt, result: Any) -> Reward:
+    def _checked(self, prompt: Prompt, result: object) -> Reward:
         if isinstance(result, Reward):
             reward = result
         elif isinstance(result, numbers.Real):  # a bool or a number: full marks are correct
@@ -134,19 +132,19 @@ class Scorer:
         return Reward(0.0, False, reason)
 
     def _semaphore(self) -> asyncio.Semaphore:
-        """One for each event loop: a semaphore belongs to the loop that first waits on it."""
+        """Returns the semaphore of the running event loop: one belongs to the loop that first waits on it."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self.concurrency)
         return self._slots[1]
 
 
-def _in_daemon_thread(function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+def _in_daemon_thread(function: Callable[[Prompt, str], T], prompt: Prompt, text: str) -> concurrent.futures.Future[T]:
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def work() -> None:
         try:
-            result = function(*args)
+            result = function(prompt, text)
         except BaseException as error:  # also SystemExit: it must not look like a hang
             outcome = error if isinstance(error, Exception) else RuntimeError(f"raised {type(error).__name__}")
             if future.set_running_or_notify_cancel():

@@ -1,4 +1,4 @@
-"""From the configuration to a model and its processor, a checkpoint folder or a tiny model."""
+"""Builds the model and the processor that the configuration names: those of a checkpoint folder, or tiny ones."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ..data.sources import Source, all_texts, common_words
 
 
 def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder, Processor]:
-    """The model with float32 master weights, and its processor.
+    """Returns the model, with float32 master weights, and its processor.
 
-    The tiny tokenizer is built from the prompts and answers of the training `sources`.
-    Raises `ConfigError` when `model.path` is no checkpoint folder.
+    The tokenizer of a tiny model is built from the prompts and answers of the training `sources`. Raises `ConfigError`
+    if `model.path` is not a checkpoint folder that can be read.
     """
     data = config.data
     limits = DecodeLimits(pixels=data.max_decoded_pixels, frames=data.max_decoded_frames)
@@ -60,7 +60,7 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
 
 
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:
-    """How responses are drawn: as `config.rollout` says, ended by the processor's end tokens, without media tokens."""
+    """Returns how responses are sampled: by `config.rollout`, up to an end token, never a media token."""
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
@@ -87,7 +87,7 @@ def tiny_vision(model: ModelConfig) -> VisionConfig:
 
 
 def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | None) -> Qwen2Config | Qwen25VLConfig:
-    """The architecture of the embedded runs, in the proportions that the configuration gives."""
+    """Returns the architecture of a tiny model with the sizes that the configuration gives."""
     text = TextConfig(
         vocab_size=processor.tokenizer.get_vocab_size(),
         hidden_size=model.hidden_size,

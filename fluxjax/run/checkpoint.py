@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding
+from jaxtyping import PyTree
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +50,17 @@ class Checkpoints:
             raise ResumeError(f"cannot create {self.folder}: {error.strerror}; set run_dir elsewhere") from error
 
     def latest(self) -> int | None:
-        """The newest complete checkpoint's step."""
+        """Returns the step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
-    def save(self, step: int, arrays: Any, state: dict[str, Any]) -> bool:
+    def save(self, step: int, arrays: PyTree, state: dict[str, Any]) -> bool:
         """Starts writing; returns once the arrays are copied, so that the trainer may donate them.
 
         A checkpoint that cannot be written (a full disk) is logged and counted in `failed` and the run goes on:
         earlier checkpoints are untouched, the next one tries again. Returns whether all went well so far. A step that
         has a checkpoint keeps it.
         """
-        ok = self._settle()
+        ok = self.wait()
         if step in self._manager.all_steps():
             return ok
         args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
@@ -81,16 +81,21 @@ class Checkpoints:
                 self._manager.delete(later)
 
     def wait(self) -> bool:
-        """Waits for the write under way; False if it failed."""
-        return self._settle()
+        """Waits for the write under way; returns False if it failed."""
+        try:
+            self._manager.wait_until_finished()
+        except _WRITE_ERRORS as error:
+            self._note_failure(error)
+            return False
+        return True
 
-    def restore(self, abstract: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
-        """The checkpoint of `step` (the newest by default) as `(step, arrays, state)`.
+    def restore(self, abstract: PyTree, step: int | None = None) -> tuple[int, PyTree, dict[str, Any]]:
+        """Reads the checkpoint of `step` (the newest by default) as `(step, arrays, state)`.
 
         `abstract` is a pytree of `ShapeDtypeStruct` with the shardings wanted now: see `like`.
         Raises `ResumeError` if there is none, or if its arrays do not fit the model of the configuration.
         """
-        self._settle()  # what is being written can be described only once it is complete
+        self.wait()  # what is being written can be described only once it is complete
         step = self.latest() if step is None else step
         if step is None:
             raise ResumeError(f"there is no checkpoint in {self.folder}")
@@ -105,7 +110,7 @@ class Checkpoints:
             ) from error
         return step, restored["arrays"], restored["state"]
 
-    def _check_fits(self, step: int, abstract: Any) -> None:
+    def _check_fits(self, step: int, abstract: PyTree) -> None:
         """Raises ValueError naming the first array whose shape is not the wanted one, or that is on one side only."""
         metadata = self._manager.item_metadata(step)["arrays"]
         if metadata is None:
@@ -113,22 +118,12 @@ class Checkpoints:
         stored, wanted = _shapes(metadata.tree), _shapes(abstract)
         for name in sorted(stored.keys() | wanted.keys()):
             if stored.get(name) != wanted.get(name):
-                has, wants = (
-                    f"{shape}" if shape is not None else "none" for shape in (stored.get(name), wanted.get(name))
-                )
+                has, wants = (shapes.get(name, "none") for shapes in (stored, wanted))
                 raise ValueError(f"{name} has the shape {has} there, {wants} is wanted")
 
     def close(self) -> None:
-        self._settle()
+        self.wait()
         self._manager.close()
-
-    def _settle(self) -> bool:
-        try:
-            self._manager.wait_until_finished()
-        except _WRITE_ERRORS as error:
-            self._note_failure(error)
-            return False
-        return True
 
     def _note_failure(self, error: Exception) -> None:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -146,7 +141,7 @@ class Checkpoints:
         self._manager = self._open()
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
@@ -174,12 +169,6 @@ for _name in ("absl", "asyncio"):
     logging.getLogger(_name).addFilter(_is_news)
 
 
-def like(arrays: Any, shardings: Any = None) -> Any:
-    """Abstract copies of `arrays`: same shapes and types, on `shardings` (a matching pytree) or where they are now."""
-
-    def one(array: jax.Array, sharding: Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-    if shardings is None:
-        shardings = jax.tree.map(lambda array: array.sharding, arrays)
-    return jax.tree.map(one, arrays, shardings)
+def like(arrays: PyTree) -> PyTree:
+    """Makes abstract copies of `arrays`: same shapes, types and shardings."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), arrays)

@@ -1,4 +1,4 @@
-"""Evaluations within a run, as the runtime asks for them."""
+"""Evaluates a run when its runtime asks for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..runtime.held_out import HeldOut
 
 
 class HeldOutEvaluator:
-    """Held-out accuracy of what the engine serves: all prompts at the start and the end, some in between."""
+    """Measures the held-out accuracy of the weights that the engine serves; fewer prompts during the run than at its
+    start and end."""
 
     def __init__(self, config: Config, held_out: HeldOut, engine: Engine, summary: Summary) -> None:
         self._settings = config.evaluation

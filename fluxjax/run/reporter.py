@@ -1,46 +1,42 @@
-"""Writes down what happens in a run: metrics, summary, sample dumps, display, callbacks."""
+"""Passes on what happens in a run to metrics, summary, sample dumps, display and callbacks."""
 
 from __future__ import annotations
 
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any
 
 from ..base.types import Prompt
 from ..config import ReportConfig
-from ..learner.learner import GAP
-from ..learner.policy_trainer import PolicyTrainer
+from ..learner.gradients import GAP
 from ..report.display import Display
 from ..report.metrics import MetricsLog
 from ..report.samples import dump_samples
 from ..report.summary import Summary
 from ..runtime.runtime import Observer, StepReport
-from .callbacks import Callback
+from .callbacks import Callback, Callbacks
 
 _ALARMS_SHOWN = 3
 
 
 class Reporter(Observer):
-    """Writes down what the runtime reports, and passes it on to `callbacks`, which are handed `run`."""
+    """Writes down what the runtime reports, and passes it on to `callbacks`."""
 
     def __init__(
         self,
         settings: ReportConfig,
-        trainer: PolicyTrainer,
         *,
-        run: Any,
         run_dir: pathlib.Path,
         summary: Summary,
         metrics: MetricsLog,
         display: Display,
         decode: Callable[[Sequence[int]], str],
-        callbacks: Callback,
+        callbacks: Callbacks,
     ) -> None:
-        self._settings, self._trainer, self._run, self._run_dir = settings, trainer, run, run_dir
+        self._settings, self._run_dir = settings, run_dir
         self._summary, self._metrics, self._display = summary, metrics, display
         self._decode, self._callbacks = decode, callbacks
-        self._since = time.perf_counter()  # when the last step ended, or what came after it
+        self._since = time.perf_counter()  # when the last step, evaluation or checkpoint ended
 
     def on_step(self, report: StepReport) -> None:
         settings, summary, step = self._settings, self._summary, report.step
@@ -48,7 +44,7 @@ class Reporter(Observer):
         tokens = sum(len(response.token_ids) for response in responses)
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
-        # From step to step: the stages of one overlap with each other, and with those of the next.
+        # Measured from step to step, because the stages of a step overlap with each other and with the next step's.
         before, self._since = self._since, time.perf_counter()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
         summary.steps_not_finite += int(metrics.get("skipped_nonfinite", 0.0))
@@ -59,10 +55,9 @@ class Reporter(Observer):
         self._watch_gap(step, metrics.get(GAP, 0.0))
         self._metrics.log("rl", step, metrics)
         if settings.dump_samples_every and step % settings.dump_samples_every == 0:
-            groups = self._trainer.last_groups
-            dump_samples(self._run_dir / "samples", step, groups, self._decode, settings.dump_samples)
+            dump_samples(self._run_dir / "samples", step, report.groups, self._decode, settings.dump_samples)
         self._display.step(step, metrics, seconds)
-        self._callbacks.on_step(self._run, step, report.groups, metrics)
+        self._callbacks.tell(Callback.on_step, step, report.groups, metrics)
 
     def _watch_gap(self, step: int, gap: float) -> None:
         summary, limit = self._summary, self._settings.logprob_gap_alarm
@@ -88,19 +83,19 @@ class Reporter(Observer):
                 f"held out at the {when} of RL: "
                 + ", ".join(f"{source} {value:.1%}" for source, value in result.items())
             )
-        self._callbacks.on_evaluation(self._run, step, result)
+        self._callbacks.tell(Callback.on_evaluation, step, result)
         self._since = time.perf_counter()
 
     def on_skip(self, prompt: Prompt, reason: str) -> None:
         self._summary.count_skip(reason)
 
     def on_checkpoint(self, step: int) -> None:
-        self._callbacks.on_checkpoint(self._run, step)
+        self._callbacks.tell(Callback.on_checkpoint, step)
         self._since = time.perf_counter()
 
 
 def opening(summary: Summary, sources: Mapping[str, Sized], run_dir: pathlib.Path, resumed: int | None) -> str:
-    """The first line of a run."""
+    """Returns the first line that a run prints."""
     begin = "starting" if resumed is None else f"resuming after step {resumed}"
     named = ", ".join(f"{name} ({len(source):,})" for name, source in sources.items())
     devices = f"{summary.devices} device{'s' if summary.devices > 1 else ''}"
@@ -108,7 +103,7 @@ def opening(summary: Summary, sources: Mapping[str, Sized], run_dir: pathlib.Pat
 
 
 def closing(summary: Summary, reason: str) -> str:
-    """The last lines of a run: what it reached, against which controls."""
+    """Returns the last lines that a run prints: its accuracies beside its controls, and what went wrong."""
     lines = [f"{reason}: {summary.steps} steps in {summary.seconds['total']:.0f} s"]
     for source, accuracy in summary.accuracy.items():
         values = [f"{accuracy[when]:.1%}" for when in ("start", "end") if when in accuracy]

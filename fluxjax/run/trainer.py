@@ -1,14 +1,14 @@
-"""`FluxTrainer`: a run from its configuration to its summary. `train.py` is the command line around it."""
+"""`FluxTrainer` takes a run from its configuration to its summary. `train.py` is its command line."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import copy
 import logging
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import models
@@ -18,16 +18,16 @@ from rollout.engine import EngineError
 from sharding.mesh import MeshError, make_mesh
 from sharding.odc import OdcError
 
-from ..algorithms import ALGORITHMS
+from ..algorithms import ALGORITHMS, AlgorithmModule
 from ..base.compile_cache import use_compile_cache
 from ..base.errors import DataError
 from ..base.event_loop import run_async, stop_on_signals
 from ..base.timeline import Timeline
 from ..base.types import PreparedPrompt, Prompt
-from ..batch.composer import check_strategy
+from ..batch.composer import Composer
 from ..config import Config, ConfigError, run_folder
 from ..config.unread import remarks
-from ..coordinator import CoordinatorError
+from ..coordinator import CoordinatorError, SchedulingPolicy
 from ..coordinator.factory import make_coordinator
 from ..coordinator.messages import Finish
 from ..data import open_held_out, open_sources, open_warm_start
@@ -72,17 +72,22 @@ class FluxTrainer:
         *,
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
+        algorithm: AlgorithmModule | None = None,
+        policy: Callable[[], SchedulingPolicy] | None = None,
         read_only: bool = False,
     ) -> None:
-        """Builds everything, starts nothing. `read_only` changes nothing in an existing run folder: to look at a run
-        that may still be going on (`load_checkpoint`, `evaluate`)."""
+        """Builds everything, starts nothing. `algorithm` and `policy` replace those that `config` names (`examples/`);
+        `policy` is called whenever a run begins or is resumed, and returns a new object each time. The run folder does
+        not say that it has them: resume it with the same script. `read_only` changes nothing in an existing run
+        folder: to look at a run that may still be going on (`load_checkpoint`, `evaluate`)."""
         config.validate()
-        self.config = config
+        self.config = config = copy.deepcopy(config)
         self.callbacks = list(callbacks)
         self.display = display or Display(config.steps)
         self.run_dir = pathlib.Path(config.run_dir) if read_only else run_folder.create(config)
         self.timeline = Timeline(keep_steps=config.report.timeline_steps)
         self.summary = Summary(name=config.name, seed=config.seed)
+        self._policy = policy
         self._runtime: Runtime | None = None
         self._stopping = False
         self._began = time.monotonic()
@@ -98,7 +103,7 @@ class FluxTrainer:
             self.vision = self.model.config.vision if isinstance(self.model.config, Qwen25VLConfig) else None
 
             # --- mesh and learner ---------------------------------------------------------------
-            self.algorithm = ALGORITHMS[config.algorithm.name]
+            self.algorithm = algorithm or ALGORITHMS[config.algorithm.name]
             try:
                 mesh = make_mesh(config.sharding.devices)
             except MeshError as error:
@@ -106,22 +111,25 @@ class FluxTrainer:
             self.learner = Learner(
                 config, self.model, self.algorithm.token_loss, mesh=mesh, never_sampled=self.processor.media_token_ids
             )
-            check_strategy(config, mesh.size, self.learner.text, self.vision)
+            self.composer = Composer(config, mesh.size, self.vision, self.learner.text)
+            self.composer.check()
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
             self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
 
             # --- fleet --------------------------------------------------------------------------
             self.pool = EnginePool(config, self.model)
             self.engines = self.pool.engines  # one list that changes with their degree
-            self.engine = self.engines[0]  # evaluations are its
+            self.engine = self.engines[0]  # the one that evaluates
             self.sampling = sampling_params(config, self.processor)
             self.rewards = Scorer(config.data.sources, self.processor.decode)
 
             # --- coordinator --------------------------------------------------------------------
-            self.coordinator = make_coordinator(config)
+            self.coordinator = make_coordinator(config, policy)
             self._held: dict[int, PreparedPrompt] = {}  # prompts in the books of a resumed run, by draw
             self._loaded: int | None = None  # the step of the checkpoint that `fit` goes on from
             self._started = False  # whether the warm start is behind
+            self._source: Preparer | None = None
+            self._held_out: HeldOut | None = None
         self.summary.parameters = parameter_count(self.model)
         self.summary.devices = self.learner.mesh.size
 
@@ -139,7 +147,7 @@ class FluxTrainer:
     ) -> TrainingResult:
         """Runs to the end, or on from the newest checkpoint of the run folder. What is not given, the configuration
         says. The `source` of own `prompts` must be one that the configuration names: it has their reward."""
-        config = self.config
+        config = self.config  # a copy of the caller's
         config.steps = config.steps if num_steps is None else num_steps
         config.evaluation.every = config.evaluation.every if eval_interval is None else eval_interval
         config.checkpoint.every = config.checkpoint.every if checkpoint_interval is None else checkpoint_interval
@@ -148,12 +156,11 @@ class FluxTrainer:
         own_callbacks = self.callbacks
         if prompts is not None:
             self.sources = given(prompts, config.data)
-            if "source" in self.__dict__:
-                self.source.close()
-                del self.source
+            self._close_source()
+            self._source = None
         if eval_prompts is not None:
             self.eval_sources = given(eval_prompts, config.data)
-            self.__dict__.pop("held_out", None)
+            self._held_out = None
         try:
             self.callbacks = [*own_callbacks, *callbacks]
             with stop_on_signals(self.stop):
@@ -161,9 +168,10 @@ class FluxTrainer:
         finally:  # the next `fit` goes on from the newest checkpoint
             self._runtime, self._stopping, self._loaded = None, False, None
             self.callbacks = own_callbacks
+            self._close_source()  # no process outlives the run
 
     def evaluate(self, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
-        """Held-out accuracy a source of the parameters as they are; `blind` blanks all pixels."""
+        """Returns the held-out accuracy of each source, with the parameters as they are; `blind` blanks all pixels."""
 
         async def measure() -> dict[str, float]:
             await self.engine.update_weights(self.learner.version, self.learner.params)
@@ -201,22 +209,23 @@ class FluxTrainer:
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         self.learner.load_state(arrays["learner"])
         self.reference = arrays.get("reference")
-        self.coordinator = make_coordinator(self.config)
+        self.coordinator = make_coordinator(self.config, self._policy)
         self.source.load_state_dict(state["source"])
         held = state["coordinator"]["ledger"].get("entries", [])  # none in checkpoints of earlier releases
-        self._held = {one.prompt.draw: one for one in self.source.again(held)}
-        self.coordinator.load_state_dict(state["coordinator"], {d: one.prompt for d, one in self._held.items()})
+        self._held = {prepared.prompt.draw: prepared for prepared in self.source.again(entry["draw"] for entry in held)}
+        self.coordinator.load_state_dict(
+            state["coordinator"], {draw: ready.prompt for draw, ready in self._held.items()}
+        )
         self.summary = Summary.from_state_dict(state["summary"])
-        self.learner.shapes.load_state(state.get("shapes", self.learner.shapes.state()))
+        self.composer.shapes.load_state(state.get("shapes", self.composer.shapes.state()))
         self.summary.devices = self.learner.mesh.size  # perhaps another mesh now
         self.summary.resumed_from.append(step)
         self._loaded, self._started = step, True
         return step
 
     def close(self) -> None:
-        """Ends threads and waits for checkpoints under way. A trainer is a context manager, too."""
-        if "source" in self.__dict__:
-            self.source.close()
+        """Ends threads and waits for checkpoints under way. The end of `with trainer:` calls it."""
+        self._close_source()
         self.checkpoints.close()
         for engine in self.engines:
             run_async(engine.close())
@@ -235,7 +244,7 @@ class FluxTrainer:
             self.load_checkpoint(self._loaded)  # again, for what `fit` was given: steps, intervals, prompts
         resumed, summary = self._loaded, self.summary
         if resumed is None:
-            self.coordinator = make_coordinator(self.config)
+            self.coordinator = make_coordinator(self.config, self._policy)
         else:
             self.checkpoints.forget_after(resumed)
         failed_before = len(self.checkpoints.failed)
@@ -247,8 +256,8 @@ class FluxTrainer:
             evaluated_step=self.coordinator.evaluated_step,
             prometheus_port=config.report.prometheus_port,
         )
-        callbacks = Callbacks(self.callbacks)
-        callbacks.on_fit_start(self)
+        callbacks = Callbacks(self.callbacks, self)
+        callbacks.tell(Callback.on_fit_start)
         with self.display, contextlib.closing(self.metrics):
             for line in (opening(summary, self.sources, self.run_dir, resumed), *remarks(config)):
                 self.display.note(line)
@@ -271,7 +280,7 @@ class FluxTrainer:
             summary.write(self.run_dir)
             self.display.note(closing(summary, finish.reason))
             self.display.note(f"see {self.run_dir}/learning.png, timeline.png, summary.json and model/")
-        callbacks.on_fit_end(self, result)
+        callbacks.tell(Callback.on_fit_end, result)
         return result
 
     async def _warm_start(self) -> None:
@@ -283,9 +292,9 @@ class FluxTrainer:
                 steps = warm_start(
                     config,
                     self.learner,
+                    self.composer,
                     open_warm_start(config.data),
                     self.processor,
-                    self.vision,
                     self.summary.count_skip,
                 )
                 async for step, metrics in steps:
@@ -298,14 +307,12 @@ class FluxTrainer:
         self._save(0, {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()})
         self._started = True
 
-    async def _reinforce(self, callbacks: Callback) -> Finish:
+    async def _reinforce(self, callbacks: Callbacks) -> Finish:
         config = self.config
         self.display.phase("RL", config.steps, done=self.coordinator.step)
-        trainer = PolicyTrainer(config, self.learner, self.vision, self.reference, self.engines)
+        trainer = PolicyTrainer(config, self.learner, self.composer, self.reference, self.engines, self.algorithm)
         reporter = Reporter(
             config.report,
-            trainer,
-            run=self,
             run_dir=self.run_dir,
             summary=self.summary,
             metrics=self.metrics,
@@ -361,7 +368,7 @@ class FluxTrainer:
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
         self._count_total()
-        shapes = self.learner.shapes.state()
+        shapes = self.composer.shapes.state()
         self.checkpoints.save(step, self._arrays(), state | {"summary": self.summary.state_dict(), "shapes": shapes})
 
     def _count_total(self) -> None:
@@ -373,33 +380,42 @@ class FluxTrainer:
         arrays = {"learner": self.learner.state()}
         return arrays if self.reference is None else arrays | {"reference": self.reference}
 
-    @functools.cached_property
+    @property
     def source(self) -> Preparer:
-        """The training prompts in their drawing order, decoded ahead."""
-        weights = {name: self.config.data.sources[name].weight for name in self.sources}
-        return Preparer(self.processor, PromptLoader(self.sources, weights, self.config.seed), self.config)
+        """The training prompts in the order of their draws, decoded ahead of time."""
+        if self._source is None:
+            weights = {name: self.config.data.sources[name].weight for name in self.sources}
+            self._source = Preparer(self.processor, PromptLoader(self.sources, weights, self.config.seed), self.config)
+        return self._source
 
-    @functools.cached_property
+    def _close_source(self) -> None:
+        if self._source is not None:
+            self._source.close()
+
+    @property
     def held_out(self) -> HeldOut:
-        """The held-out prompts, decoded and kept."""
-        prompts = {}
-        for name, source in self.eval_sources.items():
-            count = min(self.config.evaluation.samples, len(source))
-            prepared, skipped = self.source.prepare_all(source[index] for index in range(count))
-            for _, reason in skipped:
-                self.summary.count_skip(f"held out: {reason}")
-            if not prepared:
-                raise DataError(f"data.sources.{name}: none of {count} held-out prompts can be used: {skipped[0][1]}")
-            prompts[name] = prepared
-        return HeldOut(prompts, self.rewards.score_text, self.processor.decode, self.sampling)
+        """The held-out prompts, decoded once and kept."""
+        if self._held_out is None:
+            prompts = {}
+            for name, source in self.eval_sources.items():
+                count = min(self.config.evaluation.samples, len(source))
+                prepared, skipped = self.source.prepare_all(source[index] for index in range(count))
+                for _, reason in skipped:
+                    self.summary.count_skip(f"held out: {reason}")
+                if not prepared:
+                    reason = skipped[0][1]
+                    raise DataError(f"data.sources.{name}: none of {count} held-out prompts can be used: {reason}")
+                prompts[name] = prepared
+            self._held_out = HeldOut(prompts, self.rewards.score_text, self.processor.decode, self.sampling)
+        return self._held_out
 
 
-# What a user can mend; anything else is a defect and keeps its traceback.
+# Errors that a user can mend; any other is a defect and keeps its traceback.
 USER_ERRORS = (ConfigError, DataError, ResumeError, CoordinatorError, EngineError, OdcError, OSError)
 
 
 def main(config: Config) -> int:
-    """The body of `python -m fluxjax.train`: 0 when complete or stopped on request, 2 for what the user can mend."""
+    """Trains; returns the exit status: 0 if complete or stopped on request, 2 for an error that the user can mend."""
     use_compile_cache()
     try:
         with FluxTrainer(config) as trainer:

@@ -16,12 +16,12 @@ from models.decoder import Decoder
 from rollout.jax_engine import JaxEngine
 from rollout.throughput import Profile, ProfileError, sizes
 
-from ..batch.composer import check_strategy
+from ..batch.composer import Composer
 from ..config import Config, ConfigError, Policy
 
 
 class EnginePool:
-    """See `ports.Engines`. `engines` is one list that changes; its first engine is always the same.
+    """The embedded `ports.Engines`. `engines` is one list that changes; its first engine is always the same.
 
     Engines of one device take turns on the devices that there are; engines of several need so many of their own. Raises
     `ConfigError` where there are too few, where half of the engines are lent to training and their devices could not
@@ -67,8 +67,8 @@ class EnginePool:
         )
 
     async def set_parallelism(self, degree: int) -> Sequence[JaxEngine]:
-        """Engines on `degree` devices each, awake, which serve what the first one does; the others are closed first,
-        so that no device ever holds the weights more than three times."""
+        """Makes engines on `degree` devices each, awake, which serve what the first engine does. Engines that are too
+        many are closed first, so that no device ever holds the weights more than three times."""
         dealt = self._deal(degree)
         if not dealt:
             raise ValueError(f"{len(self.devices)} devices make no engine of {degree}")
@@ -80,12 +80,12 @@ class EnginePool:
             await engine.wake()
         if rest := dealt[len(self.engines) :]:
             first = self.engines[0]
-            model = first.model  # a copy, since layers are stacked for it
+            model = first.copy_model()
             self.engines += [self._make(model, devices, first.stats().version) for devices in rest]
         return self.engines
 
     def _check_lent(self, model: Decoder) -> None:
-        """What training has when half of the engines are lent to it, at every degree that may come."""
+        """Checks what training has when half of the engines are lent to it, at every degree that may come."""
         parallelism = self._config.parallelism
         vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
         most = min(parallelism.max_degree, len(self.devices)) if parallelism.enabled else parallelism.degree
@@ -96,7 +96,7 @@ class EnginePool:
             half = len(self._deal(degree)) // 2
             try:
                 if half:
-                    check_strategy(self._config, -(-half // a_device) * degree, model.config.text, vision)
+                    Composer(self._config, -(-half // a_device) * degree, vision, model.config.text).check()
             except ConfigError as error:
                 raise ConfigError(f"stream_trainer.enabled: on the devices of half of the engines: {error}") from error
 

@@ -26,7 +26,7 @@ class HeldOut:
     sampling: SamplingParams
 
     async def accuracy(self, engine: Engine, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
-        """The share of exactly right greedy answers a source, over its first `limit` prompts.
+        """Returns each source's share of exactly right greedy answers, over its first `limit` prompts.
 
         `blind` blanks every pixel (to the mean colour, which is zero after normalisation): what can be answered
         without looking.
@@ -55,7 +55,7 @@ class HeldOut:
         return self.decode(tokens)
 
     def chance(self, limit: int | None = None) -> dict[str, float]:
-        """The accuracy of the best constant answer a source."""
+        """Returns, for each source, the accuracy of the best constant answer."""
         result = {}
         for source, prompts in self.prompts.items():
             answers = collections.Counter(p.prompt.answer for p in prompts[:limit])

@@ -8,26 +8,28 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout.engine import Engine
 
-from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward
+from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, TrainedStep
 from ..coordinator.messages import Finish
+from ..coordinator.saved import State
 
 
 @runtime_checkable
 class PromptSource(Protocol):
     async def draw(self, count: int) -> tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]:
-        """The next prompts, in draw order, and those that could not be prepared, with the reason. Both together are
-        fewer than `count` only at the end of the data."""
+        """Returns the next prompts, in draw order, and those that could not be prepared, with the reason. Both together
+        are fewer than `count` only at the end of the data."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable position just after the last prompt that `draw` returned, whatever was read ahead."""
+    def state_dict(self) -> State:
+        """Returns the position just after the last prompt that `draw` returned, whatever was read ahead."""
         ...
 
 
 @runtime_checkable
 class RewardScorer(Protocol):
     async def score(self, prompt: Prompt, response: Response) -> Reward:
-        """A reward function that crashes or hangs is the scorer's business; what it raises ends the run."""
+        """Scores a response. A reward function that crashes or hangs is the scorer's business; what `score` raises ends
+        the run."""
         ...
 
 
@@ -36,8 +38,8 @@ class Engines(Protocol):
     """Engines on a fixed set of devices."""
 
     async def set_parallelism(self, degree: int) -> Sequence[Engine]:
-        """The engines from now on: of `degree` devices each, as many as the devices make, all awake. They serve the
-        oldest weights that any engine did before. Nothing runs on any meanwhile."""
+        """Returns the engines from now on: of `degree` devices each, as many as the devices make, all awake. They serve
+        the oldest weights that any engine did before. Nothing runs on any engine meanwhile."""
         ...
 
 
@@ -47,12 +49,12 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights it holds now; grows with every `train`."""
+        """The version of the weights that the trainer holds now; it grows with every `train`."""
         ...
 
-    def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> Mapping[str, float]:
-        """One optimizer step, over these groups and those of `accumulate`; `prepared` has the prompt of every group, by
-        draw. Returns metrics."""
+    def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
+        """Makes one optimizer step, over these groups and those of `accumulate`; `prepared` has each group's prompt, by
+        draw. Returns all of the step's groups, by draw, and metrics."""
         ...
 
     def accumulate(
@@ -62,12 +64,12 @@ class Trainer(Protocol):
         prepared: Mapping[int, PreparedPrompt],
         engines: Sequence[int] = (),
     ) -> None:
-        """Gradients of some groups of the step that `train` will end, on the devices of these engines, which do not use
-        them; on its own, if none are given. Changes no weights."""
+        """Computes gradients of some groups of the step that `train` will end, on the devices of these engines, which
+        do not use them; on the trainer's devices, if none are given. Changes no weights."""
         ...
 
     def weights(self) -> Mapping[str, Any]:
-        """The parameters of `version` as engines take them; they must outlive the next `train`."""
+        """Returns the parameters of `version` as engines take them; they must outlive the next `train`."""
         ...
 
 
@@ -78,15 +80,16 @@ class Evaluator(Protocol):
 
 @runtime_checkable
 class Checkpointer(Protocol):
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Runs in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background.
-        `state` is JSON: `{"coordinator": ..., "source": ...}`, both of the moment when the step ended."""
+    def save(self, step: int, state: State) -> None:
+        """Saves in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background.
+        `state` is `{"coordinator": ..., "source": ...}`, both of the moment when the step ended."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """A step that is done: trained and published. `seconds` is the wall time of each of its stages."""
+    """A step that is done: trained and published. `groups` are by draw and have their advantages; `seconds` is the wall
+    time of each of the step's stages."""
 
     step: int
     version: int

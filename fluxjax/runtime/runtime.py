@@ -12,55 +12,22 @@ import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 from ..base.task_group import first_of, not_silently_cancelled, on_all
 from ..base.timeline import Timeline
-from ..base.types import Group, PreparedPrompt, Prompt, Response
-from ..coordinator import Coordinator, CoordinatorError
-from ..coordinator.messages import (
-    Abort,
-    Accumulate,
-    Accumulated,
-    CheckpointSaved,
-    DrawPrompts,
-    EngineFailed,
-    Evaluate,
-    Evaluated,
-    Event,
-    Finish,
-    Generate,
-    Instruction,
-    Lend,
-    Lent,
-    ParallelismSet,
-    Park,
-    PromptsDrawn,
-    PublishWeights,
-    Request,
-    ResponseFinished,
-    RewardReady,
-    SaveCheckpoint,
-    Score,
-    SetParallelism,
-    Skip,
-    Started,
-    StopRequested,
-    Tick,
-    Train,
-    Trained,
-    WeightsPublished,
-    request_id,
-)
+from ..base.types import Group, PreparedPrompt, Response
+from ..coordinator import Coordinator, CoordinatorError, messages
+from ..coordinator.dispatch import Handlers
 from .ports import Checkpointer, Engines, Evaluator, Observer, PromptSource, RewardScorer, StepReport, Trainer
 
 T = TypeVar("T")
 
 
 class Runtime:
-    """One run: `await Runtime(...).run()`. Engines, threads of others and files stay the caller's to close."""
+    """Carries out one run: `await Runtime(...).run()`. The caller closes engines, files and threads of its own."""
 
     def __init__(
         self,
@@ -97,7 +64,7 @@ class Runtime:
         self._tick = tick
         self._observers = tuple(observers)
         self._prepared: dict[int, PreparedPrompt] = dict(prepared or {})  # by draw, while the prompt is in flight
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[messages.Event] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
@@ -107,53 +74,52 @@ class Runtime:
         self._asleep: set[int] = set()  # engines that are lent
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
-        self._early: list[Group] = []  # of the step under way, those whose gradients are computed
         self._reports: list[StepReport] = []  # of steps trained, not yet published
-        self._weights: tuple[int, Mapping[str, Any]] | None = None  # of the last step that the coordinator knows of
-        self._new_weights = self._weights  # of the last step, with their version
+        self._weights: dict[int, Mapping[str, Any]] = {}  # by version: what the coordinator knows of, and what is newer
 
-    async def run(self) -> Finish:
+    async def run(self) -> messages.Finish:
         """Runs until the coordinator is finished; once. Raises what a collaborator raised, or `CoordinatorError`."""
         self._loop = asyncio.get_running_loop()
-        self._post(Started(self._engines[0].stats().version))
+        self._post(messages.Started(self._engines[0].stats().version))
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 if self._tick:
                     self._spawn(self._tell_time)
-                finish = await self._serve()
+                await self._serve()
         except BaseExceptionGroup as failures:
             error = first_of(failures)
             raise error from error.__cause__  # its own cause, not the group around it
         finally:
             self._thread.shutdown()
+        finish = self.coordinator.finished
+        assert finish is not None
         self._tell(lambda observer: observer.on_finish(finish))
         return finish
 
     def request_stop(self, reason: str = "stopped") -> None:
         """Ends the run at the next step boundary, with a checkpoint. From any thread, also before `run`."""
         if self._loop is None:
-            self._post(StopRequested(reason))
+            self._post(messages.StopRequested(reason))
         elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._post, StopRequested(reason))
+            self._loop.call_soon_threadsafe(self._post, messages.StopRequested(reason))
 
     # --- the loop -------------------------------------------------------------------------------
 
-    async def _serve(self) -> Finish:
-        while True:
+    async def _serve(self) -> None:
+        """Every instruction is carried out in a task of its own. Tasks begin in the order of their instructions, and
+        before the next event is heard: up to its first wait, a task finds everything as it was when the coordinator
+        spoke."""
+        while self.coordinator.finished is None:
             event = await self._events.get()
-            if isinstance(event, Trained):  # from now on the coordinator may ask for this version
-                self._weights = self._new_weights
             for heard in [self._time(), event] if self._tick else [event]:
                 try:
                     instructions = self.coordinator.handle(heard)
                 except CoordinatorError as error:
-                    raise error from self._engine_error if isinstance(event, EngineFailed) else None
+                    raise error from self._engine_error if isinstance(event, messages.EngineFailed) else None
                 for instruction in instructions:
-                    if isinstance(instruction, Finish):
-                        for task in self._running:
-                            task.cancel()
-                        return instruction
-                    self._carry_out(instruction)
+                    self._spawn(self._carry_out[type(instruction)], self, instruction)
+                if instructions:
+                    await asyncio.sleep(0)
 
     async def _tell_time(self) -> None:
         while True:
@@ -161,46 +127,10 @@ class Runtime:
             self._post(self._time())
 
     @staticmethod
-    def _time() -> Tick:
-        return Tick(asyncio.get_running_loop().time())
+    def _time() -> messages.Tick:
+        return messages.Tick(asyncio.get_running_loop().time())
 
-    def _carry_out(self, instruction: Instruction) -> None:
-        """Begins it. What must happen before the next instruction happens here, the rest in a task of its own."""
-        step = self.coordinator.step + 1  # the one under way
-        match instruction:
-            case DrawPrompts():
-                self._spawn(self._draw, instruction, step)
-            case Generate():
-                prepared = [self._prepared[request.prompt.draw] for request in instruction.requests]
-                self._spawn(self._generate, instruction, prepared, step)
-            case Abort():
-                self._spawn(self._abort, instruction.rid)
-            case Park():
-                attempt = self.coordinator.ledger.entries[instruction.prompt.draw].attempt
-                self._spawn(self._abort, request_id(instruction.prompt.draw, attempt))
-            case Score():
-                prompt = self._prepared[instruction.response.draw].prompt
-                self._spawn(self._score, instruction, prompt, step)
-            case Skip():
-                del self._prepared[instruction.prompt.draw]
-                self._tell(lambda observer: observer.on_skip(instruction.prompt, instruction.reason))
-            case Lend():
-                self._spawn(self._lend, instruction)
-            case Accumulate() | Train():
-                draws = [group.prompt.draw for group in instruction.groups]
-                work = self._train if isinstance(instruction, Train) else self._accumulate
-                self._spawn(work, instruction, {draw: self._prepared.pop(draw) for draw in draws})
-            case PublishWeights():
-                self._spawn(self._publish, instruction, self.coordinator.step, self._weights)
-            case SetParallelism():
-                self._spawn(self._set_parallelism, instruction, self.coordinator.step)
-            case Evaluate():
-                self._spawn(self._evaluate, instruction)
-            case SaveCheckpoint():
-                state = {"coordinator": self.coordinator.state_dict(), "source": self._source.state_dict()}
-                self._spawn(self._save, instruction, state)
-
-    def _post(self, event: Event) -> None:
+    def _post(self, event: messages.Event) -> None:
         self._events.put_nowait(event)
 
     def _tell(self, what: Callable[[Observer], None]) -> None:
@@ -216,27 +146,37 @@ class Runtime:
 
     # --- instructions ---------------------------------------------------------------------------
 
-    async def _draw(self, order: DrawPrompts, step: int) -> None:
-        with self.timeline.span("data", "data", step):
+    _carry_out: Final = Handlers(messages.Instruction)
+
+    @property
+    def _step(self) -> int:
+        """The step under way."""
+        return self.coordinator.step + 1
+
+    @_carry_out.of(messages.DrawPrompts)
+    async def _draw(self, order: messages.DrawPrompts) -> None:
+        with self.timeline.span("data", "data", self._step):
             prepared, skipped = await self._source.draw(order.count)
         self._prepared.update({p.prompt.draw: p for p in prepared})
         for prompt, reason in skipped:
             self._tell(lambda observer, p=prompt, r=reason: observer.on_skip(p, r))
-        self._post(PromptsDrawn(tuple(p.prompt for p in prepared), tuple(skipped)))
+        self._post(messages.PromptsDrawn(tuple(p.prompt for p in prepared), tuple(skipped)))
 
-    async def _generate(self, order: Generate, prepared: Sequence[PreparedPrompt], step: int) -> None:
+    @_carry_out.of(messages.Generate)
+    async def _generate(self, order: messages.Generate) -> None:
         """Engines stand still until every request is queued, so that nothing but this order decides what they do."""
+        prepared, step = [self._prepared[request.prompt.draw] for request in order.requests], self._step
         engines = [self._engines[number] for number in sorted({request.engine for request in order.requests})]
         async with self._submitting:
             await on_all(engines, lambda engine: engine.pause())
-            for one, request in zip(prepared, order.requests, strict=True):
+            for prompt, request in zip(prepared, order.requests, strict=True):
                 streams = self._streams.setdefault(request.engine, set())
-                streams.add(task := self._spawn(self._stream, one, request, step))
+                streams.add(task := self._spawn(self._stream, prompt, request, step))
                 task.add_done_callback(streams.discard)
             await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
             await on_all(engines, lambda engine: engine.resume())
 
-    async def _stream(self, prepared: PreparedPrompt, order: Request, step: int) -> None:
+    async def _stream(self, prepared: PreparedPrompt, order: messages.Request, step: int) -> None:
         """Generates for one prompt; each response is reported as it ends."""
         engine = self._engines[order.engine]
         self._routes[order.rid] = engine
@@ -245,11 +185,11 @@ class Runtime:
                 await self._collect(engine, self._request(prepared, order), order)
         except EngineError as error:
             self._engine_error = error
-            self._post(EngineFailed((order.rid,), str(error)))
+            self._post(messages.EngineFailed((order.rid,), str(error)))
         finally:
             del self._routes[order.rid]
 
-    def _request(self, prepared: PreparedPrompt, order: Request) -> GenerateRequest:
+    def _request(self, prepared: PreparedPrompt, order: messages.Request) -> GenerateRequest:
         sampling = self._sampling
         if order.temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=order.temperature)
@@ -259,10 +199,10 @@ class Runtime:
             sampling=sampling,
             n=order.n,
             seed=(self._seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # all draws of a run differ; fits an int32
-            prefix_ids=tuple(() if one is None else one.token_ids for one in order.begun),
+            prefix_ids=tuple(() if before is None else before.token_ids for before in order.begun),
         )
 
-    async def _collect(self, engine: Engine, request: GenerateRequest, order: Request) -> None:
+    async def _collect(self, engine: Engine, request: GenerateRequest, order: messages.Request) -> None:
         begun = order.begun or (None,) * order.n
         open_samples: dict[int, list[TokenChunk]] = {sample: [] for sample in range(order.n)}
         stream = engine.generate(request)
@@ -275,26 +215,35 @@ class Runtime:
                     continue
                 chunks, before = open_samples.pop(chunk.sample), begun[chunk.sample]
                 if before is None or before.finish == FinishReason.ABORT.value:  # else it was complete before
-                    self._post(ResponseFinished(_join(order, chunks, before)))
+                    self._post(messages.ResponseFinished(_join(order, chunks, before)))
         finally:
             if (close := getattr(stream, "aclose", None)) is not None:
                 await close()
         if open_samples:
             raise EngineError(f"request {request.rid}: the stream ended before samples {sorted(open_samples)} did")
 
-    async def _abort(self, rid: str) -> None:
+    @_carry_out.of(messages.Abort, messages.Park)
+    async def _abort(self, order: messages.Abort | messages.Park) -> None:
+        rid = order.rid if isinstance(order, messages.Abort) else order.request
         async with self._submitting:  # it may not even be queued yet
             engine = self._routes.get(rid.partition("/")[0])
         if engine is not None:
             with contextlib.suppress(EngineError):  # an engine that is gone has nothing to abort
                 await engine.abort(rid)
 
-    async def _score(self, order: Score, prompt: Prompt, step: int) -> None:
-        with self.timeline.span("reward", "reward", step):
-            reward = await self._scorer.score(prompt, order.response)
-        self._post(RewardReady(order.response.rid, reward))
+    @_carry_out.of(messages.Score)
+    async def _score(self, order: messages.Score) -> None:
+        with self.timeline.span("reward", "reward", self._step):
+            reward = await self._scorer.score(self._prepared[order.response.draw].prompt, order.response)
+        self._post(messages.RewardReady(order.response.rid, reward))
 
-    async def _lend(self, order: Lend) -> None:
+    @_carry_out.of(messages.Skip)
+    async def _skip(self, order: messages.Skip) -> None:
+        del self._prepared[order.prompt.draw]
+        self._tell(lambda observer: observer.on_skip(order.prompt, order.reason))
+
+    @_carry_out.of(messages.Lend)
+    async def _lend(self, order: messages.Lend) -> None:
         async with self._submitting:  # what was to run there is queued, and parked after that
             streams = {task for number in order.engines for task in self._streams.get(number, ())}
         if streams:
@@ -303,59 +252,75 @@ class Runtime:
             with contextlib.suppress(EngineError):  # then its memory stays in use; its devices are idle all the same
                 await self._engines[number].sleep()
         self._asleep.update(order.engines)
-        self._post(Lent(order.engines))
+        self._post(messages.Lent(order.engines))
 
-    async def _accumulate(self, order: Accumulate, prepared: Mapping[int, PreparedPrompt]) -> None:
+    @_carry_out.of(messages.Accumulate)
+    async def _accumulate(self, order: messages.Accumulate) -> None:
+        prepared = self._taken(order.groups)
         with contextlib.ExitStack() as spans:
             for lane in [f"engine {number}" for number in order.engines] or ["trainer"]:
                 spans.enter_context(self.timeline.span("train", lane, order.step))
             await self._in_thread(self._trainer.accumulate, order.step, order.groups, prepared, order.engines)
-        self._early += order.groups
-        self._post(Accumulated(order.step))
+        self._post(messages.Accumulated(order.step))
 
-    async def _train(self, order: Train, prepared: Mapping[int, PreparedPrompt]) -> None:
+    @_carry_out.of(messages.Train)
+    async def _train(self, order: messages.Train) -> None:
+        prepared = self._taken(order.groups)
+        self._forget_before(self.coordinator.version)
         with self.timeline.span("train", "trainer", order.step):
-            metrics, weights = await self._in_thread(self._trained, order, prepared)
+            trained, version, weights = await self._in_thread(
+                lambda: (self._trainer.train(order.step, order.groups, prepared), *self._newest_weights())
+            )
         before, self._preempted = self._preempted, self._preemptions()
-        metrics = {**metrics, "rollout/preemptions": float(self._preempted - before)}
-        version = self._trainer.version
-        self._new_weights = version, weights
-        groups = tuple(sorted([*self._early, *order.groups], key=lambda group: group.prompt.draw))
-        self._early.clear()
-        self._reports.append(StepReport(order.step, version, groups, metrics, {}))
-        self._post(Trained(version, metrics))
+        metrics = {**trained.metrics, "rollout/preemptions": float(self._preempted - before)}
+        self._weights[version] = weights
+        self._reports.append(StepReport(order.step, version, trained.groups, metrics, {}))
+        self._post(messages.Trained(version, metrics))
 
-    def _trained(
-        self, order: Train, prepared: Mapping[int, PreparedPrompt]
-    ) -> tuple[Mapping[str, float], Mapping[str, Any]]:
-        metrics = self._trainer.train(order.step, order.groups, prepared)
-        return metrics, self._trainer.weights()
+    def _taken(self, groups: Sequence[Group]) -> Mapping[int, PreparedPrompt]:
+        """Takes the prompts of these groups out of those in flight, by draw."""
+        return {group.prompt.draw: self._prepared.pop(group.prompt.draw) for group in groups}
+
+    def _forget_before(self, version: int) -> None:
+        """Lets go of weights that will not be asked for again: each version takes as much memory as the model."""
+        self._weights = {v: weights for v, weights in self._weights.items() if v >= version}
+
+    def _newest_weights(self) -> tuple[int, Mapping[str, Any]]:
+        return self._trainer.version, self._trainer.weights()
 
     def _preemptions(self) -> int:
         return sum(engine.stats().preemptions for engine in self._engines)
 
-    async def _set_parallelism(self, order: SetParallelism, step: int) -> None:
+    @_carry_out.of(messages.SetParallelism)
+    async def _set_parallelism(self, order: messages.SetParallelism) -> None:
         if self._pool is None:
             raise CoordinatorError(f"{order}, but these engines can't change")
-        with self.timeline.span("sync", "engines", step):
+        with self.timeline.span("sync", "engines", self.coordinator.step):
             self._engines = tuple(await self._pool.set_parallelism(order.degree))
         self._asleep.clear()
         self._preempted = self._preemptions()
-        self._post(ParallelismSet(order.degree, len(self._engines)))
+        self._post(messages.ParallelismSet(order.degree, len(self._engines)))
 
-    async def _publish(self, order: PublishWeights, step: int, weights: tuple[int, Mapping[str, Any]] | None) -> None:
-        if weights is None:  # no step was trained since the start
-            weights = self._trainer.version, await self._in_thread(self._trainer.weights)
-        version, params = weights
-        if version != order.version:
-            raise CoordinatorError(f"the trainer holds version {version}, not {order.version}")
+    @_carry_out.of(messages.PublishWeights)
+    async def _publish(self, order: messages.PublishWeights) -> None:
+        step = self.coordinator.step
+        if not self._weights:  # no step was trained since the start
+            version, weights = await self._in_thread(self._newest_weights)
+            self._weights[version] = weights
+        if order.version not in self._weights:
+            raise CoordinatorError(f"the trainer holds version {max(self._weights)}, not {order.version}")
+        params = self._weights[order.version]
+        self._forget_before(order.version)
         numbers = set(order.engines or range(len(self._engines)))
+        asleep = numbers & self._asleep
         with self.timeline.span("sync", "trainer", step):
-            await on_all([self._engines[n] for n in sorted(numbers)], lambda one: one.update_weights(version, params))
-            await on_all([self._engines[n] for n in sorted(numbers & self._asleep)], lambda one: one.wake())
+            await on_all(
+                [self._engines[n] for n in sorted(numbers)], lambda engine: engine.update_weights(order.version, params)
+            )
+            await on_all([self._engines[n] for n in sorted(asleep)], lambda engine: engine.wake())
         self._asleep -= numbers
         await self._tell_steps()  # before anything of the next boundary happens: it belongs to the step
-        self._post(WeightsPublished(version))
+        self._post(messages.WeightsPublished(order.version))
 
     async def _tell_steps(self) -> None:
         """Tells the observers of steps that are trained and published."""
@@ -366,18 +331,27 @@ class Runtime:
             self._reports.clear()
             await asyncio.sleep(0)  # if an observer wants to stop, that is heard before the next step begins
 
-    async def _evaluate(self, order: Evaluate) -> None:
+    @_carry_out.of(messages.Evaluate)
+    async def _evaluate(self, order: messages.Evaluate) -> None:
         with self.timeline.span("eval", "eval", order.step):
             result = await self._evaluator.evaluate(order.step, order.full)
         self._tell(lambda observer: observer.on_evaluation(order.step, order.full, result))
         await asyncio.sleep(0)  # as after `on_step`
-        self._post(Evaluated(order.step))
+        self._post(messages.Evaluated(order.step))
 
-    async def _save(self, order: SaveCheckpoint, state: dict[str, Any]) -> None:
+    @_carry_out.of(messages.SaveCheckpoint)
+    async def _save(self, order: messages.SaveCheckpoint) -> None:
+        state = {"coordinator": self.coordinator.state_dict(), "source": self._source.state_dict()}
         with self.timeline.span("checkpoint", "trainer", order.step):
             await self._in_thread(self._checkpointer.save, order.step, state)
         self._tell(lambda observer: observer.on_checkpoint(order.step))
-        self._post(CheckpointSaved(order.step))
+        self._post(messages.CheckpointSaved(order.step))
+
+    @_carry_out.of(messages.Finish)
+    async def _finish(self, order: messages.Finish) -> None:
+        """Ends what nobody waits for: the clock, and what engines are told to abort."""
+        for task in self._running - {asyncio.current_task()}:
+            task.cancel()
 
     # --- ways to work ---------------------------------------------------------------------------
 
@@ -393,8 +367,8 @@ class Runtime:
             raise
 
 
-def _join(order: Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
-    """One response from what was there before and what came now."""
+def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
+    """Joins what was there of a response before and what came now."""
     parts = chunks if begun is None else [begun, *chunks]
     last = chunks[-1]
     assert last.finish is not None

@@ -1,4 +1,4 @@
-"""Virtual time: a queue of things to do, each at its moment; what came first is done first where moments are equal."""
+"""Virtual time: a queue of actions, each with its moment; of equal moments, the action put in first is done first."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Clock:
         self._serial = 0
 
     def at(self, time: float, action: Action) -> Handle:
-        """Calls `action` when the clock reaches `time` (s); the answer is for `cancel`. Raises ClockError for a time
-        that has passed or is no finite number."""
+        """Calls `action` when the clock reaches `time` (s) and returns a handle for `cancel`. Raises ClockError for a
+        time that has passed or is no finite number."""
         if not self.now <= time < math.inf:
             raise ClockError(f"it is {self.now}: nothing can be done at {time}")
         self._serial += 1
@@ -33,17 +33,17 @@ class Clock:
         return handle
 
     def after(self, delay: float, action: Action) -> Handle:
-        """The same, `delay` seconds from now."""
+        """Calls `action` in `delay` seconds; otherwise like `at`."""
         return self.at(self.now + delay, action)
 
     def cancel(self, handle: Handle | None) -> None:
-        """Nothing happens if it has been done or cancelled already."""
+        """Takes an action back; does nothing if the action has been done or cancelled already."""
         if handle is not None:
             handle[2] = None
 
     def run(self, until: float = math.inf) -> int:
-        """Does everything up to and including `until` (s), what is put in meanwhile too, and says how many actions
-        that were. With an end, the clock then stands there; without, at the last action."""
+        """Does all actions up to and including `until` (s), also those put in meanwhile, and returns their number. With
+        an end, the clock then stands there; without, at the last action."""
         queue, pop, done = self._queue, heapq.heappop, 0
         while queue and queue[0][0] <= until:
             time, _, action = pop(queue)
@@ -56,10 +56,10 @@ class Clock:
         return done
 
     def stop(self) -> None:
-        """Nothing that was put in is done any more; `run` ends."""
+        """Drops all actions, so that `run` ends."""
         self._queue.clear()
 
     @property
     def pending(self) -> int:
-        """Things that are still to be done."""
+        """The number of actions that are still to be done."""
         return sum(handle[2] is not None for handle in self._queue)

@@ -12,51 +12,23 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Final
 
 from ..base.timeline import Span, Timeline
 from ..base.types import Group
-from ..coordinator import Coordinator
-from ..coordinator.messages import (
-    Abort,
-    Accumulate,
-    Accumulated,
-    CheckpointSaved,
-    DrawPrompts,
-    Evaluate,
-    Evaluated,
-    Event,
-    Finish,
-    Generate,
-    Instruction,
-    Lend,
-    Lent,
-    ParallelismSet,
-    Park,
-    PromptsDrawn,
-    PublishWeights,
-    SaveCheckpoint,
-    Score,
-    SetParallelism,
-    Skip,
-    Started,
-    Tick,
-    Train,
-    Trained,
-    WeightsPublished,
-)
+from ..coordinator import Coordinator, messages
+from ..coordinator.dispatch import Handlers
 from .clock import Clock
 from .faults import FaultPlan
-from .incidents import Incidents
 from .options import SimulateConfig
-from .rollout import SHOWN, Rollout
 from .scoring import Scoring
+from .simulated_rollout import SHOWN, Incidents, Rollout
 from .step_records import StepRecord, lags, staleness_metrics
 from .workload import Workload
 
 PATIENCE = 1e5  # seconds in which nothing is heard, after which nothing ever will be: faults alone keep the clock going
 STEPS_SHOWN = 6  # in the Gantt picture
-Watch = Callable[[float, Event | Instruction], None]  # time and what is heard or said
+Watch = Callable[[float, messages.Event | messages.Instruction], None]  # time and what is heard or said
 OnStep = Callable[[StepRecord], None]
 
 
@@ -94,30 +66,14 @@ class Cluster:
         self._rollout_seconds, self._preemptions = 0.0, 0  # at the end of the step before
         self._train_seconds, self._trained_tokens = 0.0, 0  # of the step under way
         self._lags: Counter[int] = Counter()
-        self._inbox: deque[Event] = deque()
+        self._inbox: deque[messages.Event] = deque()
         self._busy = False
         self._heard = 0.0  # when the last event came
-        self._carry_out: dict[type, Callable[[Any], None]] = {
-            DrawPrompts: self._draw,
-            Generate: self._generate,
-            Abort: lambda order: self.rollout.abort(order.rid),
-            Park: self._park,
-            Score: self._score,
-            Skip: lambda order: self.rollout.forget(order.prompt.draw),
-            Lend: self._lend,
-            Accumulate: self._accumulate,
-            Train: self._train,
-            PublishWeights: self._publish,
-            SetParallelism: self._set_parallelism,
-            Evaluate: self._evaluate,
-            SaveCheckpoint: self._save,
-            Finish: lambda order: self.clock.stop(),
-        }
 
-    def run(self) -> Finish:
+    def run(self) -> messages.Finish:
         """Until the coordinator is finished. Raises StuckError if that can't be, or what the coordinator raises."""
-        self.clock.at(0.0, partial(self.post, Started(0)))
-        Incidents(self.rollout, self.faults)
+        self.clock.at(0.0, partial(self.post, messages.Started(0)))
+        Incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
         self.clock.run()
         if self.coordinator.finished is None:
             self._stuck()
@@ -129,10 +85,10 @@ class Cluster:
         step, heard = self.coordinator.step + 1, self._heard
         raise StuckError(f"step {step}: since {heard:.0f} s nothing happens, the coordinator awaits {awaited}")
 
-    def post(self, event: Event) -> None:
+    def post(self, event: messages.Event) -> None:
         """Something happened, now. Speculative sync learns from the time of it."""
         if self.config.speculative_sync.enabled:
-            self._inbox.append(Tick(self.clock.now))
+            self._inbox.append(messages.Tick(self.clock.now))
         self._inbox.append(event)
         if self._busy:
             return
@@ -145,44 +101,63 @@ class Cluster:
             for instruction in self.coordinator.handle(event):
                 if self.watch:
                     self.watch(self.clock.now, instruction)
-                self._carry_out[type(instruction)](instruction)
+                self._carry_out[type(instruction)](self, instruction)
             if self.rollout.idle:
                 self.scoring.rollout_over()
         self._busy = False
 
     # --- instructions -------------------------------------------------------------------------------
 
-    def _draw(self, order: DrawPrompts) -> None:
+    _carry_out: Final = Handlers(messages.Instruction)
+
+    @_carry_out.of(messages.DrawPrompts)
+    def _draw(self, order: messages.DrawPrompts) -> None:
         settings = self.settings
         last = settings.epochs * settings.prompts or sys.maxsize
         draws = range(self._drawn, min(self._drawn + order.count, last))
         self._drawn = draws.stop
-        self.post(PromptsDrawn(tuple(self.work.prompt(draw) for draw in draws)))
+        self.post(messages.PromptsDrawn(tuple(self.work.prompt(draw) for draw in draws)))
 
-    def _generate(self, order: Generate) -> None:
+    @_carry_out.of(messages.Generate)
+    def _generate(self, order: messages.Generate) -> None:
         self._round = getattr(self.coordinator.policy, "round", "")
         self.rollout.generate(order, self.coordinator.step + 1)
 
-    def _park(self, order: Park) -> None:
+    @_carry_out.of(messages.Park)
+    def _park(self, order: messages.Park) -> None:
         self.rollout.park(order.prompt.draw)
 
-    def _score(self, order: Score) -> None:
+    @_carry_out.of(messages.Abort)
+    def _abort(self, order: messages.Abort) -> None:
+        self.rollout.abort(order.rid)
+
+    @_carry_out.of(messages.Skip)
+    def _skip(self, order: messages.Skip) -> None:
+        self.rollout.forget(order.prompt.draw)
+
+    @_carry_out.of(messages.Score)
+    def _score(self, order: messages.Score) -> None:
         response, rollout = order.response, self.rollout
         tokens = self.work.prompt_tokens(response.draw) + len(response.token_ids)
         request, samples = rollout.requests[response.draw], rollout.samples[response.draw]
         self.scoring.score(request, response, samples, tokens, self.coordinator.step + 1)
 
-    def _lend(self, order: Lend) -> None:
+    @_carry_out.of(messages.Lend)
+    def _lend(self, order: messages.Lend) -> None:
         """What ran there was parked before this, at once."""
         self.rollout.lend(set(order.engines))
-        self.clock.after(0.0, partial(self.post, Lent(order.engines)))
+        self.clock.after(0.0, partial(self.post, messages.Lent(order.engines)))
 
-    def _accumulate(self, order: Accumulate) -> None:
+    @_carry_out.of(messages.Accumulate)
+    def _accumulate(self, order: messages.Accumulate) -> None:
         gpus = len(order.engines) * self.rollout.fleet.degree
         lanes = [f"engine {index}" for index in order.engines if index < SHOWN] or ["trainer"]
-        self._compute(order.step, order.groups, gpus, lanes, False, partial(self.post, Accumulated(order.step)))
+        self._compute(
+            order.step, order.groups, gpus, lanes, False, partial(self.post, messages.Accumulated(order.step))
+        )
 
-    def _train(self, order: Train) -> None:
+    @_carry_out.of(messages.Train)
+    def _train(self, order: messages.Train) -> None:
         self._compute(order.step, order.groups, 0, ["trainer"], True, partial(self._trained, order.step))
 
     def _compute(
@@ -229,27 +204,35 @@ class Cluster:
         self._lags.clear()
         if self.on_step:
             self.on_step(self.records[-1])
-        self.post(Trained(self.coordinator.version + 1, metrics))
+        self.post(messages.Trained(self.coordinator.version + 1, metrics))
 
-    def _publish(self, order: PublishWeights) -> None:
+    @_carry_out.of(messages.PublishWeights)
+    def _publish(self, order: messages.PublishWeights) -> None:
         self.rollout.publish(order, partial(self._published, order.version, self.clock.now))
 
     def _published(self, version: int, began: float) -> None:
         self.timeline.add(Span("sync", "trainer", began, self.clock.now, max(self.coordinator.step, 1)))
-        self.post(WeightsPublished(version))
+        self.post(messages.WeightsPublished(version))
 
-    def _set_parallelism(self, order: SetParallelism) -> None:
+    @_carry_out.of(messages.SetParallelism)
+    def _set_parallelism(self, order: messages.SetParallelism) -> None:
         engines = self.rollout.set_parallelism(order.degree)
         seconds = self.rollout.hardware.sync_seconds()
-        self._later("sync", seconds, self.coordinator.step, ParallelismSet(order.degree, engines))
+        self._later("sync", seconds, self.coordinator.step, messages.ParallelismSet(order.degree, engines))
 
-    def _evaluate(self, order: Evaluate) -> None:
-        self._later("eval", self.settings.evaluation_seconds, order.step, Evaluated(order.step))
+    @_carry_out.of(messages.Evaluate)
+    def _evaluate(self, order: messages.Evaluate) -> None:
+        self._later("eval", self.settings.evaluation_seconds, order.step, messages.Evaluated(order.step))
 
-    def _save(self, order: SaveCheckpoint) -> None:
-        self._later("checkpoint", self.settings.checkpoint_seconds, order.step, CheckpointSaved(order.step))
+    @_carry_out.of(messages.SaveCheckpoint)
+    def _save(self, order: messages.SaveCheckpoint) -> None:
+        self._later("checkpoint", self.settings.checkpoint_seconds, order.step, messages.CheckpointSaved(order.step))
 
-    def _later(self, name: str, seconds: float, step: int, event: Event) -> None:
+    @_carry_out.of(messages.Finish)
+    def _finish(self, order: messages.Finish) -> None:
+        self.clock.stop()
+
+    def _later(self, name: str, seconds: float, step: int, event: messages.Event) -> None:
         if seconds:
             now = self.clock.now
             self.timeline.add(Span(name, "trainer", now, now + seconds, max(step, 1)))

@@ -1,4 +1,7 @@
-"""Random numbers that are functions of their names: seed, kind, draw, attempt, sample. Order changes nothing."""
+"""Random numbers as functions of names (seed, kind, draw, attempt, sample), so that order changes nothing.
+
+Apart from `workload.py` and `faults.py`, which both use it: the latter is loaded with the configuration, without JAX.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ _MASK = (1 << 64) - 1
 
 
 def key(*names: int) -> int:
-    """64 bits from whole numbers, each of which matters (the finaliser of splitmix64, chained)."""
+    """Mixes whole numbers, each of which matters, into 64 bits (the finaliser of splitmix64, chained)."""
     mixed = 0
     for name in names:
         mixed = (mixed + name + 0x9E3779B97F4A7C15) & _MASK
@@ -21,7 +24,7 @@ def key(*names: int) -> int:
 
 
 def uniform(*names: int) -> float:
-    """In (0, 1)."""
+    """A uniform number in (0, 1)."""
     return ((key(*names) >> 12) + 0.5) * 2.0**-52
 
 
@@ -30,5 +33,5 @@ def exponential(mean: float, *names: int) -> float:
 
 
 def generator(*names: int) -> np.random.Generator:
-    """A stream of its own for these names."""
+    """A stream of random numbers for these names alone."""
     return np.random.Generator(np.random.Philox(key=key(*names)))

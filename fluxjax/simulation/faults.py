@@ -1,4 +1,4 @@
-"""What goes wrong, by seed: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
+"""Faults by seed: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
 
 A plan is asked, it does nothing itself. Its answers are functions of seed and names, so a run that goes another way
 meets the same faults where it does the same things.
@@ -14,16 +14,16 @@ _CRASH, _DOWN, _SLOW, _SLOW_FOR, _REPLY, _DELAY, _SYNC, _REWARD = range(8)
 
 @dataclasses.dataclass(slots=True)
 class FaultRates:
-    """Nothing by default. Intervals and durations in seconds are means of exponential distributions."""
+    """How often faults happen: never by default. Intervals and durations (s) are means of exponential distributions."""
 
     crash_every: float = 0.0  # seconds between two of one engine; 0: never
     down: float = 60.0  # seconds until it is up again
     slow_every: float = 0.0  # seconds between two slow spells of one engine; 0: never
-    slow_for: float = 120.0  # seconds that one lasts
+    slow_for: float = 120.0  # seconds that a slow spell lasts
     slow_factor: float = 4.0  # times as long for everything
     lost: float = 0.0  # probability that a response never arrives
-    doubled: float = 0.0  # that it arrives twice
-    late: float = 0.0  # that it arrives late
+    doubled: float = 0.0  # probability that a response arrives twice
+    late: float = 0.0  # probability that a response arrives late
     delay: float = 30.0  # seconds, of late replies, and between the two of a doubled one
     slow_sync: float = 0.0  # probability that an engine takes long to load new weights
     sync_delay: float = 30.0  # seconds
@@ -47,12 +47,11 @@ class FaultPlan:
         self.rates.validate()
 
     def crashes(self, engine: int) -> Iterator[tuple[float, float]]:
-        """(time of the crash, seconds until it is up again), one after the other, without end; none if there are
-        none."""
+        """Yields (time of a crash, seconds until the engine is up again), without end; nothing where there are none."""
         return self._spells(self.rates.crash_every, self.rates.down, _CRASH, _DOWN, engine)
 
     def slow_spells(self, engine: int) -> Iterator[tuple[float, float]]:
-        """(beginning, seconds) during which the engine takes `slow_factor` times as long, one after the other."""
+        """Yields (beginning, seconds) of the spells in which the engine takes `slow_factor` times as long."""
         return self._spells(self.rates.slow_every, self.rates.slow_for, _SLOW, _SLOW_FOR, engine)
 
     def _spells(
@@ -67,7 +66,7 @@ class FaultPlan:
             count += 1
 
     def replies(self, draw: int, attempt: int, sample: int) -> tuple[float, ...]:
-        """Seconds after its end at which a response arrives: once, at once, if all is well; never, late or twice."""
+        """Seconds after its end at which a response arrives: `(0.0,)` if all is well; none, late or two if not."""
         rates = self.rates
         chance = rates.lost + rates.doubled + rates.late
         if not chance:
@@ -81,13 +80,13 @@ class FaultPlan:
         return (delay,) if dice < rates.lost + rates.late else (0.0, delay)
 
     def sync_delay(self, version: int, engine: int) -> float:
-        """Seconds that an engine takes longer than it should to load these weights."""
+        """Seconds that an engine takes longer than it should to load the weights of `version`."""
         rates = self.rates
         if not rates.slow_sync or uniform(self.seed, _SYNC, version, engine) >= rates.slow_sync:
             return 0.0
         return exponential(rates.sync_delay, self.seed, _DELAY, version, engine)
 
     def reward_hangs(self, draw: int, attempt: int, sample: int) -> bool:
-        """Whether scoring this response never ends by itself."""
+        """Tells whether scoring this response never ends by itself."""
         chance = self.rates.reward_hangs
         return chance > 0 and uniform(self.seed, _REWARD, draw, attempt, sample) < chance

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 from sharding.cost.tables import LINEAR_UTILISATION, PEAK_FLOPS, ModelSizes
 
@@ -55,6 +56,27 @@ def parameters(model: ModelSizes) -> float:
     return model.linear_flops() / 2 + model.vocabulary * model.width
 
 
+@runtime_checkable
+class EngineCost(Protocol):
+    """Seconds of the steps of an engine of `degree` GPUs."""
+
+    def step_seconds(self, batch: int, degree: int) -> float:
+        """Seconds of a decode step of `batch` samples, without reading the cache; more than 0."""
+        ...
+
+    def kv_seconds(self, degree: int) -> float:
+        """Seconds of reading one token of the cache, in a decode step."""
+        ...
+
+    def prefill_seconds(self, tokens: int, degree: int) -> float:
+        """Seconds of computing `tokens` tokens at once."""
+        ...
+
+    def kv_limit(self, degree: int) -> int:
+        """Tokens that the cache holds."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """Seconds of one model's stages on one cluster. `utilisation` is that of training; `scale` makes every GPU so many
@@ -94,29 +116,30 @@ class Hardware:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, keys and values of all layers."""
+        """Bytes of the keys and values of one token, all layers."""
         return 2 * self.model.layers * self.model.kv_heads * self.model.head_size * self.model.value_bytes
 
     # --- the other stages -------------------------------------------------------------------------------
 
     def train_seconds(self, tokens: int, gpus: int, update: bool = True) -> float:
-        """Gradients of `tokens` tokens (prompts and responses, every sample with its prompt) on `gpus` GPUs, log-probs
-        of the reference and of the policy before the step included; and, with `update`, the optimizer's step."""
+        """Seconds of the gradients of `tokens` tokens (prompts and responses, every sample with its prompt) on `gpus`
+        GPUs, with the log-probs of the reference and of the policy before the step, and with `update`, the optimizer's
+        step."""
         passes = 1 + BACKWARD + REFERENCE + OLD_LOGPROBS
         seconds = tokens * passes * self.model.linear_flops() / (PEAK_FLOPS * self.utilisation * self.scale * gpus)
         return seconds + (self.update_seconds(gpus) if update else 0.0)
 
     def update_seconds(self, gpus: int) -> float:
-        """The optimizer: 16 bytes of state a parameter are read and written, on as many GPUs as there are."""
+        """Seconds of the optimizer, which reads and writes 16 bytes of state a parameter, on `gpus` GPUs."""
         return 2 * 16 * parameters(self.model) / (gpus * BANDWIDTH * BANDWIDTH_UTILISATION * self.scale)
 
     def sync_seconds(self) -> float:
-        """New weights to all engines: every host takes all of them in, all hosts at once."""
+        """Seconds until all engines have new weights: every host takes all of them in, all hosts at once."""
         return 2 * parameters(self.model) / NETWORK + SYNC
 
     def reward_seconds(self, task: str, tokens: int, sandbox: float = 0.0) -> float:
-        """One response of `tokens` tokens with its prompt, on one worker: a rule, a sandbox that runs for `sandbox`
-        seconds unless it is stopped, or a judge's GPU. Raises KeyError for another task."""
+        """Seconds of scoring a response of `tokens` tokens with its prompt on one worker: a rule, a sandbox that runs
+        for `sandbox` seconds unless it is stopped, or a judge's GPU. Raises KeyError for another task."""
         if task == "judge":
             return tokens * self.judge.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale) + JUDGE
         return {"math": MATH, "code": min(sandbox, SANDBOX_LIMIT)}[task]

@@ -1,4 +1,4 @@
-"""Fault histories: every policy on small random clusters on which everything goes wrong, and what must hold then.
+"""Fault histories: every policy on small random clusters on which everything goes wrong, checked for what must hold.
 
 A seed is a history; `python -m fluxjax.simulate --first-seed SEED --seeds 1` shows it again.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import random
 import sys
 import time
 import zlib
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from ..base.types import Group
-from ..config import Policy
+from ..config import Order, Policy
 from ..coordinator import EngineLost
 from ..coordinator.messages import (
     Accumulate,
@@ -27,17 +28,89 @@ from ..coordinator.messages import (
     ResponseFinished,
     Train,
 )
-from .options import SimulateConfig
+from .options import Model, Rewards, SimulateConfig
 from .promises import make_promises
-from .run import make_cluster
-from .scenarios import scenario
+from .simulated_run import make_cluster
 
 CHUNK = 50  # histories that a process is given at once
 
 
+def scenario(seed: int) -> SimulateConfig:
+    """Draws a cluster, a policy and faults at random from a seed. Policies take turns."""
+    dice, config = random.Random(seed), SimulateConfig(seed=seed)
+    sim, faults, policies = config.simulation, config.simulation.faults, list(Policy)
+    config.policy.name = policies[seed % len(policies)]
+    config.policy.dynamic_sampling = dice.random() < 0.25
+    config.policy.max_num_gen_batches = 0  # a step of a single prompt may well need more than ten
+    config.steps = dice.randint(1, 8)
+    config.rollout.prompts_per_step = dice.randint(1, 5)
+    config.rollout.group_size = dice.randint(2, 4)
+    config.rollout.max_new_tokens = dice.choice((256, 1024, 4096))
+    config.evaluation.every, config.checkpoint.every = dice.randint(0, 3), dice.randint(0, 3)
+    config.tail_batching.prompts = dice.choice((1.0, 1.25, 2.0))
+    config.tail_batching.responses = dice.choice((1.0, 1.25, 2.0))
+    config.april.oversample, config.april.max_staleness = dice.choice((1.0, 1.5, 2.5)), dice.randint(0, 3)
+    adaptive = config.adaptive_async
+    adaptive.max_staleness, adaptive.interrupt = dice.randint(0, 4), dice.random() < 0.7
+    adaptive.sync_interval = dice.choice((2, 5, 100))
+    if dice.random() < 0.3:
+        adaptive.ratio = adaptive.min_ratio = adaptive.max_ratio = dice.choice((0.0, 1.0))
+    sim.model, sim.degree, sim.memory_fraction = Model.QWEN_7B, 1, dice.choice((0.25, 0.6))
+    sim.train_gpus = dice.choice((0, 0, 1))
+    sim.gpus = dice.randint(1, 4) + sim.train_gpus
+    sim.median, sim.spread, sim.max_running = (
+        dice.choice((30.0, 150.0)),
+        dice.choice((0.5, 1.05)),
+        dice.choice((2, 8, 64)),
+    )
+    sim.prompts, sim.epochs = dice.randint(3, 40), dice.randint(0, 2)
+    sim.rewards, sim.recompute = dice.choice(list(Rewards)), dice.random() < 0.5
+    sim.evaluation_seconds = sim.checkpoint_seconds = dice.choice((0.0, 5.0))
+    sim.reply_limit = dice.choice((5.0, 60.0))
+    rounds = config.policy.name is not Policy.ADAPTIVE_ASYNC
+    config.parallelism.enabled = rounds and sim.rollout_gpus in (2, 4) and dice.random() < 0.4
+    config.parallelism.calm, sim.degree = dice.randint(1, 3), dice.choice((1, 2)) if config.parallelism.enabled else 1
+    config.stream_trainer.enabled = rounds and sim.engines > 1 and dice.random() < 0.5
+    faults.crash_every, faults.down = dice.choice((0.0, 60.0, 300.0)), dice.choice((1.0, 40.0))
+    faults.slow_every, faults.slow_for = dice.choice((0.0, 50.0)), 20.0
+    faults.lost, faults.doubled, faults.late = (
+        dice.choice((0.0, 0.02)),
+        dice.choice((0.0, 0.1)),
+        dice.choice((0.0, 0.1)),
+    )
+    faults.delay, faults.sync_delay = dice.choice((1.0, 30.0)), 10.0
+    faults.slow_sync, faults.reward_hangs = dice.choice((0.0, 0.3)), dice.choice((0.0, 0.05))
+    _more(random.Random(f"{seed} rest"), config)
+    config.validate()
+    return config
+
+
+def _more(dice: random.Random, config: SimulateConfig) -> None:
+    """Draws settings that were added later from dice of their own, so that a seed keeps its older ones."""
+    name, schedules = config.policy.name, config.schedules
+    if dice.random() < 0.2:
+        config.rollout.prompts_per_step = dice.randint(6, 16)
+    if dice.random() < 0.05:
+        config.simulation.prompts = 1
+    if name is not Policy.ADAPTIVE_ASYNC and dice.random() < 0.3:
+        config.speculative_sync.enabled = True
+        config.speculative_sync.confidence = dice.choice((0.1, 0.5))
+    if dice.random() < 0.3:
+        schedules.temperature = dice.choice(("linear(1.2, 0.8)", "success(1.3, 0.7)", "math: 1.0; *: cosine(1.2, 0.8)"))
+    if name is Policy.TAIL_BATCHING and dice.random() < 0.3:
+        schedules.tail_prompts, schedules.tail_responses = "phases(1.5@0, 1.0@0.4, 2.0@0.7)", "linear(2.0, 1.0)"
+    if name is Policy.ADAPTIVE_ASYNC:
+        composer = config.composer
+        composer.order, composer.stratify = dice.choice(list(Order)), dice.random() < 0.3
+        composer.curriculum, composer.diversity, composer.lengths = (dice.random() < 0.3 for _ in range(3))
+        if dice.random() < 0.3:
+            schedules.target_staleness = "linear(0.05, 0.3)"
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """`wrong` is empty if everything held. `trace` is a fingerprint of all that was heard and said, with its times."""
+    """The outcome of a seed. `wrong` is empty if everything held; `trace` is a fingerprint of all that was heard and
+    said, with its times."""
 
     seed: int
     policy: str
@@ -49,7 +122,7 @@ class Report:
 
 
 class History:
-    """One run, watched."""
+    """A run whose events and instructions are watched and checked."""
 
     def __init__(self, config: SimulateConfig) -> None:
         self.config, self.cluster = config, make_cluster(config, self._watch)
@@ -75,7 +148,7 @@ class History:
                 self.published[engine].append(what.version)
 
     def run(self) -> str:
-        """The first thing that does not hold; empty if all does."""
+        """Runs to the end and returns the first thing that does not hold; empty if all does."""
         try:
             self.cluster.run()
         except EngineLost:
@@ -88,14 +161,13 @@ class History:
         ledger, options = self.cluster.coordinator.ledger, self.cluster.coordinator.settings
         draws = [group.prompt.draw for _, group in self.groups]
         training = 0 if self.cluster.coordinator.finished else len(draws) - ledger.trained
-        places = Counter(draws) + Counter(one.draw for one in ledger.skipped)
+        places = Counter(draws) + Counter(skipped.draw for skipped in ledger.skipped)
         places += Counter(draw for draw in ledger.entries if not training or draw not in places)
         if places != Counter(range(ledger.drawn)):
             yield f"prompts that are not in one place: {dict(places - Counter(range(ledger.drawn)))}"
-        if most := [
-            one for one in Counter((g.prompt.epoch, g.prompt.id) for _, g in self.groups).items() if one[1] > 1
-        ]:
-            yield f"trained on more than once in an epoch: {most}"
+        times = Counter((group.prompt.epoch, group.prompt.id) for _, group in self.groups)
+        if often := [(prompt, count) for prompt, count in times.items() if count > 1]:
+            yield f"trained on more than once in an epoch: {often}"
         if any(not skipped.reason for skipped in ledger.skipped):
             yield "a prompt was skipped without a reason"
         if self.steps != list(range(1, len(self.steps) + 1)):
@@ -121,20 +193,17 @@ class History:
 
 
 def max_staleness(config: SimulateConfig) -> int:
-    """Versions that what is trained on may be old."""
+    """Returns how many versions old a token may be that is trained on."""
     limits = {Policy.APRIL: config.april.max_staleness, Policy.ADAPTIVE_ASYNC: config.adaptive_async.max_staleness}
     return limits.get(config.policy.name, 0)
 
 
 def check(seed: int) -> Report:
-    config = scenario(seed)
-    history = History(config)
-    wrong = history.run()
-    cluster = history.cluster
-    return Report(
-        *(seed, config.policy.name.value, history.trace, wrong),
-        *(history.lost, cluster.events, cluster.rollout.crashes),
-    )
+    """Runs the history of a seed."""
+    history = History(scenario(seed))
+    wrong, cluster = history.run(), history.cluster
+    policy = history.config.policy.name.value
+    return Report(seed, policy, history.trace, wrong, history.lost, cluster.events, cluster.rollout.crashes)
 
 
 def check_some(seeds: Iterable[int]) -> list[Report]:
@@ -142,7 +211,7 @@ def check_some(seeds: Iterable[int]) -> list[Report]:
 
 
 def check_many(seeds: range, jobs: int = 1, as_json: bool = False) -> int:
-    """Prints what went wrong, and a summary; 1 if anything did."""
+    """Runs the histories of all `seeds` and prints what went wrong, and a summary; returns 1 if anything did."""
     began, reports = time.perf_counter(), []
     chunks = [seeds[first : first + CHUNK] for first in range(0, len(seeds), CHUNK)]
     with concurrent.futures.ProcessPoolExecutor(jobs) as pool:

@@ -1,22 +1,22 @@
-"""The configuration of `python -m fluxjax.simulate`: that of a run, and what the cluster is like.
+"""The configuration of `python -m fluxjax.simulate`: the sections of a run, and one for the cluster.
 
-Of a run's own sections it has those that decide what happens when. The others, which say how tokens are computed, must
-stay as they are: setting them is refused, because nothing would come of it.
+Only the sections that decide what happens when mean something here. The others, which say how tokens are computed, must
+stay as they are: setting one is refused, because nothing would come of it.
 """
 
 import dataclasses
 import enum
-from typing import Any, ClassVar
+import operator
+from typing import ClassVar
 
-from ..config import ConfigError, check
-from ..config import sections as base
-from ..config.schedules import make_schedules
+from ..config import Config, ConfigError
+from ..config.bounds import check_fields, not_negative, positive, within
 from .faults import FaultRates
 from .hardware import LONGEST_PROMPT, SETUPS, TASKS, Hardware
 
 
 class Model(enum.Enum):
-    """What runs on the GPUs: a key of `hardware.SETUPS`."""
+    """The model that runs on the GPUs: a key of `hardware.SETUPS`."""
 
     QWEN_7B = "7b"
     QWEN_14B = "14b"
@@ -34,28 +34,28 @@ class Rewards(enum.Enum):
 @dataclasses.dataclass(slots=True)
 class SimulationConfig:
     model: Model = Model.QWEN_14B  # 7b, 14b or 32b: Qwen2.5
-    gpus: int = 32  # for everything
-    train_gpus: int = 0  # of them for training alone; 0: engines and trainer take turns on all of them
-    degree: int = 2  # GPUs of an engine
-    max_running: int = 256  # samples that an engine decodes at once
-    speed: float = 1.0  # of every GPU, compute and memory alike, in H800s
-    memory_fraction: float = 0.6  # of a GPU's memory for rollout, weights included
-    median: float = 550.0  # tokens of a response
-    spread: float = 1.05  # standard deviation of the logarithm of its length
-    shared: float = 0.5  # what of that variance is the prompt's
+    gpus: int = positive(32)  # for everything
+    train_gpus: int = not_negative(0)  # of them for training alone; 0: engines and trainer take turns on all of them
+    degree: int = positive(2)  # GPUs of an engine
+    max_running: int = positive(256)  # samples that an engine decodes at once
+    speed: float = positive(1.0)  # of every GPU, compute and memory alike, in H800s
+    memory_fraction: float = within(0.6, "[0, 1]")  # of a GPU's memory for rollout, weights included
+    median: float = positive(550.0)  # tokens of a response
+    spread: float = not_negative(1.05)  # standard deviation of the logarithm of its length
+    shared: float = within(0.5, "[0, 1]")  # what of that variance is the prompt's
     tasks: tuple[str, ...] = TASKS  # a subset of math, code, judge; as many prompts of each
-    prompts: int = 10_240  # in the data set
-    epochs: int = 0  # times that it is drawn; 0: as often as it takes
+    prompts: int = positive(10_240)  # in the data set
+    epochs: int = not_negative(0)  # times that it is drawn; 0: as often as it takes
     rewards: Rewards = Rewards.ASYNCHRONOUS  # synchronous: as verl; scheduled: as Flexes
-    rules: int = 1  # rewards of math that are computed at once
-    sandboxes: int = 512  # of code
-    judges: int = 8  # on GPUs of their own; scheduled: as many as there are GPUs
-    reward_limit: float = 30.0  # seconds until a reward that does not come is a 0
-    reply_limit: float = 300.0  # seconds until a response that does not come counts as lost
+    rules: int = positive(1)  # rewards of math that are computed at once
+    sandboxes: int = positive(512)  # of code
+    judges: int = positive(8)  # on GPUs of their own; scheduled: as many as there are GPUs
+    reward_limit: float = positive(30.0)  # seconds until a reward that does not come is a 0
+    reply_limit: float = positive(300.0)  # seconds until a response that does not come counts as lost
     recompute: bool = True  # new weights: caches of running responses are computed anew
-    drift: float = 0.1  # standard deviation of a token's log-ratio between two versions of the weights
-    evaluation_seconds: float = 0.0
-    checkpoint_seconds: float = 0.0
+    drift: float = not_negative(0.1)  # standard deviation of a token's log-ratio between two versions of the weights
+    evaluation_seconds: float = not_negative(0.0)
+    checkpoint_seconds: float = not_negative(0.0)
     faults: FaultRates = dataclasses.field(default_factory=FaultRates)
 
     def hardware(self) -> Hardware:
@@ -72,7 +72,7 @@ class SimulationConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class SimulateConfig(base.Config):
+class SimulateConfig(Config):
     """A run's configuration with a cluster. `unread` are the sections and fields that mean nothing here."""
 
     simulation: SimulationConfig = dataclasses.field(default_factory=SimulationConfig)
@@ -85,14 +85,11 @@ class SimulateConfig(base.Config):
     def validate(self) -> None:
         """Raises `ConfigError` for a cluster that can't be, naming the field, its value and the fix."""
         default = type(self)()
-        base.check_types(self, default, "")
+        check_fields(self)
         for field in self.unread:
-            if base.get(self, field) != base.get(default, field):
+            read = operator.attrgetter(field)
+            if read(self) != read(default):
                 raise ConfigError(f"{field} was set, but nothing of a simulation depends on it; leave it out")
-        for field in ("steps", "rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens"):
-            _at_least(field, base.get(self, field), 1)
-        for field in ("seed", "evaluation.every", "checkpoint.every"):
-            _at_least(field, base.get(self, field), 0)
         self._validate_cluster()
         if self.policy.engines not in (default.policy.engines, self.simulation.engines):
             raise ConfigError(
@@ -104,22 +101,10 @@ class SimulateConfig(base.Config):
                 f"parallelism.degree is {self.parallelism.degree}; leave it out, simulation.degree is the first one"
             )
         self.policy.engines, self.parallelism.degree = self.simulation.engines, self.simulation.degree
-        if wrong := check(self):
-            raise ConfigError(wrong)
-        make_schedules(self.schedules)
+        self.validate_scheduling()
 
     def _validate_cluster(self) -> None:
         sim = self.simulation
-        for name in ("gpus", "degree", "max_running", "prompts", "rules", "sandboxes", "judges"):
-            _at_least(f"simulation.{name}", getattr(sim, name), 1)
-        for name in ("train_gpus", "epochs", "spread", "drift", "evaluation_seconds", "checkpoint_seconds"):
-            _at_least(f"simulation.{name}", getattr(sim, name), 0)
-        for name in ("speed", "median", "reward_limit", "reply_limit"):
-            if not getattr(sim, name) > 0:
-                raise ConfigError(f"simulation.{name} is {getattr(sim, name)}; it must be greater than 0")
-        for name in ("shared", "memory_fraction"):
-            if not 0 <= getattr(sim, name) <= 1:
-                raise ConfigError(f"simulation.{name} is {getattr(sim, name)}; it must be in [0, 1]")
         if not sim.tasks or set(sim.tasks) - set(TASKS) or len(set(sim.tasks)) < len(sim.tasks):
             raise ConfigError(f"simulation.tasks is {sim.tasks}; it must have some of {', '.join(TASKS)}, each once")
         if sim.train_gpus >= sim.gpus:
@@ -153,11 +138,6 @@ class SimulateConfig(base.Config):
                 f"rollout.max_new_tokens is {self.rollout.max_new_tokens}; with its prompt, a response may have "
                 f"{longest} tokens, but the cache of an engine of {degree} GPUs holds {room}"
             )
-
-
-def _at_least(field: str, value: Any, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{field} is {value}; it must be at least {least}")
 
 
 def _check_faults(faults: FaultRates) -> None:

@@ -11,6 +11,7 @@ its reward scheduler (section 4.3). Of the scheduler:
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from functools import partial
 
@@ -21,14 +22,30 @@ from .clock import Clock
 from .faults import FaultPlan
 from .hardware import SANDBOX_LIMIT
 from .options import Rewards, SimulationConfig
-from .servers import Servers
 from .workload import Samples
 
 LEAST, RELAXED = 2.0, 1.5  # seconds of a sandbox at least; times the anchor
 
 
+class Servers:
+    """`count` servers that take jobs in the order of submission."""
+
+    def __init__(self, count: int) -> None:
+        if count < 1:
+            raise ValueError(f"{count} servers can do nothing")
+        self._free = [0.0] * count
+        self.busy_seconds = 0.0
+
+    def submit(self, now: float, seconds: float) -> float:
+        """Takes a job of `seconds`, handed in at `now`, which never goes back; returns the time at which it is done."""
+        end = max(now, self._free[0]) + seconds
+        heapq.heapreplace(self._free, end)
+        self.busy_seconds += seconds
+        return end
+
+
 class Scoring:
-    """Reports to `post`."""
+    """Scores responses and reports their rewards to `post`."""
 
     def __init__(
         self,
@@ -50,7 +67,7 @@ class Scoring:
         self.timed_out = 0
 
     def score(self, request: Request, response: Response, samples: Samples, tokens: int, step: int) -> None:
-        """`tokens` are those of prompt and response."""
+        """Scores a response, now or when the rollout is over; `tokens` are those of prompt and response."""
         job = partial(self._score, request, response, samples, tokens, step)
         if self.settings.rewards is Rewards.SYNCHRONOUS:
             self._held.append(job)
@@ -58,7 +75,7 @@ class Scoring:
             job()
 
     def rollout_over(self) -> None:
-        """Nothing is generated any more."""
+        """Begins what was held back: nothing is generated any more."""
         held, self._held = self._held, []
         for job in held:
             job()

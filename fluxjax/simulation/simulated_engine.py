@@ -11,29 +11,75 @@ It works as vLLM and SGLang do, in steps. At the end of each step the engine
 Time is not walked through token by token. While nothing enters or leaves, the time of n steps is a sum in closed form,
 so the engine jumps to the next step at which something happens: a sample's last token, a full cache. What comes from
 outside (a new sample, an abort, an update) cuts the jump short at the end of the step that is under way. An event costs
-O(log n). The inside is `stepping.py` (time) and `batch.py` (samples and cache).
+O(log n). `continuous_batch.py` has the samples and the cache, without time.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Callable
+from functools import partial
 
-from .batch import Progress, Segments, Sequence
-from .clock import Action, Clock
-from .costs import EngineCost
-from .stepping import Phase, Stepper
+from .clock import Action, Clock, Handle
+from .continuous_batch import Batch, Progress, Segments, Sequence
+from .hardware import EngineCost
 
 OnFinish = Callable[[str, int, int, Segments], object]
+OnFleetFinish = Callable[[int, str, int, int, Segments], object]  # engine, rid, sample, tokens, segments
+
+
+class Jump:
+    """`steps` decode steps from time `anchor` (s) on.
+
+    Each takes a little longer than the one before, because the cache grows by as much: step i = 0, 1, ... takes
+    `first + i * growth` seconds, so n steps take n first + growth n (n - 1) / 2.
+    """
+
+    __slots__ = ("anchor", "first", "growth", "steps")
+
+    def __init__(self, anchor: float, first: float, growth: float, steps: int) -> None:
+        self.anchor, self.first, self.growth, self.steps = anchor, first, growth, steps
+
+    def end(self, steps: int) -> float:
+        """The time at which so many steps are done."""
+        return self.anchor + (steps * self.first + self.growth * (steps * (steps - 1) // 2))
+
+    def elapsed(self, now: float) -> int:
+        """Steps that are done at `now`: a guess from the quadratic equation, made exact."""
+        if now >= self.end(self.steps):
+            return self.steps
+        spent, linear = max(now - self.anchor, 0.0), self.first - self.growth / 2
+        root = math.sqrt(linear * linear + 2 * self.growth * spent)
+        guess = min(int(2 * spent / (linear + root)), self.steps) if linear + root > 0 else 0
+        while guess > 0 and self.end(guess) > now:
+            guess -= 1
+        while guess < self.steps and self.end(guess + 1) <= now:
+            guess += 1
+        return guess
+
+    def cut(self, done: int, now: float) -> None:
+        """After `done` steps, the jump is only the step that is under way at `now`; nothing if none is."""
+        self.anchor, self.first = self.end(done), self.first + self.growth * done
+        self.steps = 0 if self.anchor >= now else 1
+
+
+class Phase(enum.Enum):
+    IDLE = 0  # nothing to do, or paused
+    DECODE = 1
+    PREFILL = 2
+    UPDATE = 3  # new weights arrive
+    DOWN = 4
 
 
 class SimulatedEngineError(RuntimeError):
     """A sample that can't be generated here."""
 
 
-class SimulatedEngine(Stepper):
-    """One engine of `degree` GPUs. `on_finish(rid, sample, tokens, segments)` is called when a sample has all its
-    tokens; `segments` are (weight version, tokens) of what was generated since it was submitted here. It may submit and
-    abort."""
+class SimulatedEngine:
+    """An engine of `degree` GPUs. It calls `on_finish(rid, sample, tokens, segments)` when a sample has all its tokens;
+    `segments` are (weight version, tokens) of what was generated since the sample was submitted here. The callback may
+    submit and abort."""
 
     def __init__(
         self,
@@ -44,12 +90,24 @@ class SimulatedEngine(Stepper):
         max_running: int = 256,
         version: int = 0,
     ) -> None:
-        super().__init__(clock, cost, degree, max_running, version)
+        self.clock, self.cost, self.degree = clock, cost, degree
+        self.batch = Batch(cost.kv_limit(degree), max_running, version)
+        self.prefilled = 0  # tokens computed to fill the cache
+        self.phase = Phase.IDLE
+        self._step_seconds: dict[int, float] = {}  # by the number of samples, as they occur
+        self._kv_seconds = cost.kv_seconds(degree)
+        self._updates: list[tuple[float, int | None, bool, Action | None]] = []
+        self._paused = self._cut = False
+        self._inside = False  # a callback runs: what it asks for takes effect when it returns
+        self._slowdown = 1.0
+        self._jump = Jump(0.0, 1.0, 0.0, 0)
+        self._handle: Handle | None = None
+        self._busy, self._since = 0.0, -1.0  # seconds of work, and the time since which the engine works; -1: it rests
         self.on_finish = on_finish
         self._requests: dict[str, dict[int, Sequence]] = {}
 
     def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: int = 0) -> None:
-        """A sample that ends with `total_tokens` tokens of its own, of which `begun` exist already. Raises
+        """Takes in a sample that ends with `total_tokens` generated tokens, of which `begun` exist already. Raises
         SimulatedEngineError if the engine is down, if there is such a sample, if it has nothing left to generate or can
         never fit."""
         if self.phase is Phase.DOWN:
@@ -64,17 +122,16 @@ class SimulatedEngine(Stepper):
         if sample in samples:
             raise SimulatedEngineError(f"{rid}/{sample} is here already")
         sequence = samples[sample] = Sequence(rid, sample, prompt_tokens, total_tokens, begun)
-        # Behind others it can't be let in before them, and what they wait for is an event of its own.
-        first = not batch.waiting
+        first = not batch.waiting  # behind others it can't be let in, and what they wait for is an event of its own
         batch.add(sequence)
         if self.phase is Phase.IDLE or (first and batch.fits(sequence, self.kv_tokens, len(batch.running))):
-            self.interrupt()
+            self._interrupt()
 
     def abort(self, name: str) -> list[Progress]:
-        """Ends a request (`rid`) or one sample (`rid/i`) and says what each had; nothing for what isn't here."""
+        """Ends a request (`rid`) or one sample (`rid/i`) and returns what each sample had; [] for what isn't here."""
         found = self._find(name)
         if found:
-            self.interrupt()
+            self._interrupt()
         ended = [self._progress(sequence, 0) for sequence in found]
         for sequence in found:
             self.batch.remove(sequence)
@@ -82,39 +139,43 @@ class SimulatedEngine(Stepper):
         return ended
 
     def progress(self, name: str) -> list[Progress]:
-        """What each sample of a request, or one sample, has so far; nothing for what isn't here."""
-        ahead = self.elapsed()
+        """Returns what each sample of a request (`rid`) or one sample (`rid/i`) has so far; [] for what isn't here."""
+        ahead = self._elapsed()
         return [self._progress(sequence, ahead) for sequence in self._find(name)]
 
     def pause(self) -> None:
-        """No step begins after the one that is under way. Running samples keep their cache."""
+        """Stands still after the step under way, until `resume`. Running samples keep their cache."""
         self._paused = True
-        self.interrupt()
+        self._interrupt()
 
     def resume(self) -> None:
         self._paused = False
-        self.interrupt()
+        self._interrupt()
 
     def update(
         self, seconds: float, version: int | None = None, recompute: bool = False, done: Action | None = None
     ) -> None:
-        """New weights: stands still for `seconds` from the end of the step under way, then generates under `version`.
-        `recompute` fills the cache anew under the new weights. `done` is called then, unless the engine crashes before.
-        Updates follow one another. Raises SimulatedEngineError if the engine is down."""
+        """Loads new weights: stands still for `seconds` from the end of the step under way, then generates under
+        `version`. `recompute` fills the cache anew under the new weights. `done` is called when they are loaded, unless
+        the engine crashes before. Updates follow one another. Raises SimulatedEngineError if the engine is down."""
         if self.phase is Phase.DOWN:
             raise SimulatedEngineError("new weights for an engine that is down")
         self._updates.append((seconds, version, recompute, done))
-        self.interrupt()
+        self._interrupt()
 
     def slow_down(self, factor: float) -> None:
-        """From the next step on, everything takes `factor` times as long as it should."""
+        """Makes everything take `factor` times as long as it should, from the next step on."""
         self._slowdown = factor
-        self.interrupt()
+        self._interrupt()
 
     def crash(self) -> list[Progress]:
-        """Everything is lost, waiting updates too; the answer says what was here. Down until `recover`."""
+        """Loses everything, waiting updates too, and returns what was here. The engine is down until `recover`."""
         lost = [progress for rid in self._requests for progress in self.progress(rid)]
-        self.halt()
+        self._settle()
+        self.clock.cancel(self._handle)
+        self._updates.clear()
+        self._paused, self._cut, self._slowdown = False, False, 1.0
+        self._rest(Phase.DOWN)
         for samples in self._requests.values():
             for sequence in samples.values():
                 self.batch.remove(sequence)
@@ -122,7 +183,7 @@ class SimulatedEngine(Stepper):
         return lost
 
     def recover(self, version: int | None = None) -> None:
-        """Up again after a crash, empty, with the weights of `version` (None: those it had)."""
+        """Brings the engine up after a crash, empty, with the weights of `version` (None: those it had)."""
         if self.phase is Phase.DOWN:
             self.phase, self._paused = Phase.IDLE, False
             if version is not None:
@@ -150,19 +211,26 @@ class SimulatedEngine(Stepper):
 
     @property
     def decoded(self) -> int:
-        """Tokens generated so far, those of samples that were aborted too."""
-        return self.batch.decoded + self.elapsed() * len(self.batch.running)
+        """Tokens generated so far, those of aborted samples included."""
+        return self.batch.decoded + self._elapsed() * len(self.batch.running)
 
     @property
     def kv_tokens(self) -> int:
         """Tokens in the cache."""
-        return self.batch.kv + self.elapsed() * len(self.batch.running)
+        return self.batch.kv + self._elapsed() * len(self.batch.running)
 
-    def report(self, ended: list[Sequence]) -> None:
-        for sequence in ended:
-            self._forget(sequence)
-        for sequence in ended:
-            self.on_finish(sequence.rid, sequence.sample, sequence.total, sequence.segments)
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds spent in steps so far. Standing still for an update or a pause is not work."""
+        return self._busy + (self.clock.now - self._since if self._since >= 0 else 0.0)
+
+    @property
+    def peak(self) -> float:
+        """The most tokens a second that the engine could decode, from an empty cache."""
+        cost, most = self.cost, self.batch.max_running
+        return max(batch / cost.step_seconds(batch, self.degree) for batch in range(1, most + 1))
+
+    # --- samples ------------------------------------------------------------------------------------
 
     def _find(self, name: str) -> list[Sequence]:
         rid, _, sample = name.partition("/")
@@ -180,3 +248,165 @@ class SimulatedEngine(Stepper):
     def _progress(self, sequence: Sequence, ahead: int) -> Progress:
         batch = self.batch
         return Progress(sequence.rid, sequence.sample, batch.tokens(sequence, ahead), batch.segments(sequence, ahead))
+
+    # --- steps in time ------------------------------------------------------------------------------
+
+    def _elapsed(self) -> int:
+        """Steps of the jump that are done but not yet counted by the batch."""
+        return self._jump.elapsed(self.clock.now) if self.phase is Phase.DECODE else 0
+
+    def _settle(self) -> None:
+        """Brings the batch up to now; what is left of the jump is the step under way."""
+        if self.phase is Phase.DECODE:
+            done = self._elapsed()
+            self.batch.advance(done)
+            self._jump.cut(done, self.clock.now)
+
+    def _interrupt(self) -> None:
+        """Decides anew what to do next as soon as possible: now, or at the end of the step under way."""
+        self._settle()
+        if self._inside or self._cut:
+            return
+        if self.phase is Phase.IDLE:
+            self._cut = True
+            self._handle = self.clock.at(self.clock.now, self._go)
+        elif self.phase is Phase.DECODE:
+            self._cut = True
+            self.clock.cancel(self._handle)
+            self._handle = self.clock.at(self._jump.end(self._jump.steps), self._decode_ended)
+
+    def _go(self) -> None:
+        """Decides, between two steps, what is next."""
+        self._cut = False
+        if self.phase is Phase.DOWN:
+            return
+        batch, now = self.batch, self.clock.now
+        if self._updates:
+            self._rest(Phase.UPDATE)
+            self._handle = self.clock.at(now + self._updates[0][0], self._updated)
+            return
+        if self._paused:
+            self._rest(Phase.IDLE)
+            return
+        batch.preempt()
+        if tokens := batch.admit():
+            self.prefilled += tokens
+            seconds = self.cost.prefill_seconds(tokens, self.degree) * self._slowdown
+            self._work(Phase.PREFILL, now + seconds, self._go)
+        elif running := len(batch.running):
+            each = self._kv_seconds * self._slowdown
+            if running not in self._step_seconds:
+                self._step_seconds[running] = self.cost.step_seconds(running, self.degree)
+            first = self._step_seconds[running] * self._slowdown + each * batch.kv
+            self._jump = Jump(now, first, each * running, batch.horizon())
+            self._work(Phase.DECODE, self._jump.end(self._jump.steps), self._decode_ended)
+        else:
+            self._rest(Phase.IDLE)
+
+    def _work(self, phase: Phase, until: float, then: Action) -> None:
+        self.phase = phase
+        if self._since < 0:
+            self._since = self.clock.now
+        self._handle = self.clock.at(until, then)
+
+    def _rest(self, phase: Phase) -> None:
+        self.phase = phase
+        if self._since >= 0:
+            self._busy += self.clock.now - self._since
+        self._since = -1.0
+
+    def _decode_ended(self) -> None:
+        self.batch.advance(self._jump.steps)
+        self.phase = Phase.IDLE
+        ended = self.batch.ended()
+        for sequence in ended:
+            self._forget(sequence)
+        self._inside = True
+        for sequence in ended:
+            self.on_finish(sequence.rid, sequence.sample, sequence.total, sequence.segments)
+        self._inside = False
+        self._go()
+
+    def _updated(self) -> None:
+        _, version, recompute, done = self._updates.pop(0)
+        self.phase = Phase.IDLE
+        if version is not None:
+            self.batch.change_version(version)
+        if recompute:
+            self.batch.expel_all()
+        self._inside = True
+        if done:
+            done()
+        self._inside = False
+        self._go()
+
+
+class SimulatedFleet:
+    """Engines of `degree` GPUs each, on `gpus` GPUs in hosts of `gpus_per_host`. `on_finish` is that of
+    `SimulatedEngine`, with the index of the engine in front."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        cost: EngineCost,
+        gpus: int,
+        degree: int,
+        on_finish: OnFleetFinish,
+        max_running: int = 256,
+        gpus_per_host: int = 8,
+        version: int = 0,
+    ) -> None:
+        self.clock, self.cost, self.gpus, self.on_finish = clock, cost, gpus, on_finish
+        self.max_running, self.gpus_per_host = max_running, gpus_per_host
+        self._begun = clock.now
+        self._past = [0.0] * 4  # of earlier engines: GPU seconds of work, peak tokens, tokens, preemptions
+        self._check(degree)
+        self._build(degree, version)
+
+    def _check(self, degree: int) -> None:
+        if degree < 1 or self.gpus % degree or self.gpus_per_host % degree:
+            raise ValueError(f"{self.gpus} GPUs in hosts of {self.gpus_per_host} can't be engines of {degree}")
+
+    def _build(self, degree: int, version: int) -> None:
+        self.degree, self._since = degree, self.clock.now
+
+        self.engines = [
+            SimulatedEngine(self.clock, self.cost, degree, partial(self.on_finish, index), self.max_running, version)
+            for index in range(self.gpus // degree)
+        ]
+
+    def set_parallelism(self, degree: int, seconds: float = 0.0) -> list[Progress]:
+        """Replaces the engines by others on the same GPUs and returns what was on the old ones, to be submitted anew
+        with what it has begun. The new engines can be used at once and begin to work after `seconds`; they serve the
+        oldest weights that any of the old ones had. Raises ValueError for a degree that does not divide a host."""
+        self._check(degree)
+        oldest = min(engine.version for engine in self.engines)
+        unfinished = [progress for engine in self.engines for progress in engine.crash()]
+        self._past = self._totals()
+        self._build(degree, oldest)
+        if seconds > 0:
+            for engine in self.engines:
+                engine.update(seconds)
+        return unfinished
+
+    def _totals(self) -> list[float]:
+        engines, span = self.engines, self.clock.now - self._since
+        now = [
+            self.degree * sum(engine.busy_seconds for engine in engines),
+            span * len(engines) * engines[0].peak,
+            float(sum(engine.decoded for engine in engines)),
+            float(sum(engine.preemptions for engine in engines)),
+        ]
+        return [before + more for before, more in zip(self._past, now, strict=True)]
+
+    @property
+    def preemptions(self) -> int:
+        """Preemptions on all engines since the beginning."""
+        return int(self._totals()[3])
+
+    def utilisation(self) -> tuple[float, float]:
+        """Returns (part of the GPUs' time in which their engine worked, tokens decoded as part of the most that were
+        possible) since the beginning."""
+        busy, peak, tokens, _ = self._totals()
+        span = self.clock.now - self._begun
+        return (busy / (span * self.gpus), tokens / peak) if span > 0 else (0.0, 0.0)

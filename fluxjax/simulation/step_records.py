@@ -1,4 +1,4 @@
-"""What a simulated run says about itself: a record a step, and the summary of all."""
+"""The records of a simulated run, one a step, and what they say in sum."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from ..base.types import Group
 
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """Seconds are virtual. A step lasts from the end of the optimizer step before to the end of its own."""
+    """One step of a run. Seconds are virtual. A step lasts from the end of the optimizer step before to the end of its
+    own."""
 
     step: int
     round: str  # short, long; empty where the policy does not distinguish
@@ -31,25 +30,25 @@ class StepRecord:
 
 
 def lags(groups: Iterable[Group], version: int) -> Counter[int]:
-    """How many of the tokens trained on are so many versions old."""
+    """Counts the tokens trained on by the number of versions that they are old."""
     counts: Counter[int] = Counter()
     for sample in (sample for group in groups for sample in group.samples):
         versions = sample.response.versions
         if versions and versions[0] == versions[-1]:  # within a response they only grow
             counts[version - versions[0]] += len(versions)
         else:
-            for one, run in groupby(versions):
-                counts[version - one] += len(list(run))
+            for token_version, count in Counter(versions).items():
+                counts[version - token_version] += count
     return counts
 
 
 def staleness_metrics(counts: Counter[int], drift: float) -> dict[str, float]:
-    """What a trainer would measure, by a law of the simulation: each update moves a token's log-probability by a normal
+    """Computes a trainer's metrics by a law of the simulation: each update moves a token's log-probability by a normal
     variable of standard deviation `drift`, independently. Log-ratios over a lag of k versions then are normal with
     variance v = k drift^2 and mean -v/2: KL(behaviour || policy) is v/2, ratios have mean 1 and variance exp(v) - 1."""
     total = max(sum(counts.values()), 1)
 
-    def mean(of: Any) -> float:
+    def mean(of: Callable[[int], float]) -> float:
         return sum(count * of(lag) for lag, count in sorted(counts.items())) / total
 
     return {
@@ -61,7 +60,7 @@ def staleness_metrics(counts: Counter[int], drift: float) -> dict[str, float]:
 
 
 def step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float | int]]:
-    """Mean and median seconds of all steps, and of short and long rounds where there are such."""
+    """Computes mean and median seconds of all steps, and of short and long rounds where there are such."""
     kinds = {"all": list(records)}
     for record in records:
         if record.round:

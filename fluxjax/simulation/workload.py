@@ -1,4 +1,4 @@
-"""Prompts and what becomes of them: how long answers are, whether they are right, how long a sandbox runs.
+"""Prompts and their answers: how long answers are, whether they are right, how long a sandbox runs.
 
 The length of a response is lognormal, half of it (in the variance of the logarithm) the prompt's, half the sample's
 own. Median and spread are those that Flexes reports (section 2.2): 75 % of the responses are below twice the median,
@@ -15,12 +15,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from ..base.types import Prompt, Response, Reward
-from .batch import Segments
+from .continuous_batch import Segments
 from .draws import generator
 from .hardware import LONGEST_PROMPT, SANDBOX_LIMIT, TASKS
 
@@ -30,10 +30,12 @@ _CHARACTERS = 4  # a token of text
 _HANGS = 1.645  # beyond it lie 5 % of a normal distribution: sandboxes that hit the limit (Flexes, figure 7a)
 _PROMPTS, _ORDER, _SAMPLES = range(3)
 
+Number = TypeVar("Number", int, float)
+
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """What the samples of one generation of a prompt will be, [n] each: tokens, whether right, and the seconds for
+    """The samples of one generation of a prompt as they will be, [n] each: tokens, whether right, and the seconds for
     which a sandbox would run (0 for other tasks)."""
 
     lengths: list[int]
@@ -41,24 +43,24 @@ class Samples:
     sandbox: list[float]
 
     def reward(self, sample: int, limit: float = math.inf) -> Reward:
-        """The score of a sample; 0 if its sandbox is stopped after `limit` seconds."""
+        """Scores a sample; 0 if its sandbox is stopped after `limit` seconds."""
         if self.sandbox[sample] >= min(limit, SANDBOX_LIMIT):
             return Reward(0.0, False, "timed out")
         return Reward(float(self.correct[sample]), self.correct[sample])
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _shared(value: int | float, count: int) -> tuple[Any, ...]:
+def _shared(value: Number, count: int) -> tuple[Number, ...]:
     return (value,) * count
 
 
-def _repeated(value: int | float, count: int) -> tuple[Any, ...]:
+def _repeated(value: Number, count: int) -> tuple[Number, ...]:
     return _shared(value, count) if count <= 2048 else (value,) * count
 
 
 def response(rid: str, draw: int, sample: int, segments: Segments, finish: str = "stop") -> Response:
-    """A response whose tokens are of the versions that `segments`, (version, tokens) each, say; ids and log-probs are
-    all 0. Tuples are shared between responses of equal length."""
+    """Makes a response of the weight versions that `segments`, (version, tokens) each, say; ids and log-probs are all
+    0. Tuples are shared between responses of equal length."""
     if len(segments) == 1:
         versions = _repeated(*segments[0])
     else:
@@ -107,7 +109,7 @@ class Workload:
         self._orders: dict[int, list[int]] = {}
 
     def index(self, draw: int) -> int:
-        """Which prompt of the data set is drawn."""
+        """The index in the data set of the prompt that is drawn."""
         epoch, place = divmod(draw, self.size)
         if epoch not in self._orders:
             self._orders[epoch] = generator(self.seed, _ORDER, epoch).permutation(self.size).tolist()
@@ -126,8 +128,8 @@ class Workload:
         return self._tokens[self.index(draw)]
 
     def samples(self, draw: int, attempt: int, count: int) -> Samples:
-        """What the first `count` samples of a generation will be; a sample does not depend on how many there are.
-        Another attempt is another throw of the dice, for the same prompt."""
+        """Draws the first `count` samples of a generation; a sample does not depend on how many there are. Another
+        attempt is another throw of the dice, for the same prompt."""
         index = self.index(draw)
         length, right, hang, pace = generator(self.seed, _SAMPLES, draw, attempt).standard_normal((count, 4)).T
         lengths = np.exp(self._log_length[index] + self._own * length)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
-    """Make `folder` by `write(temporary folder)`, unless it is there already.
+    """Makes `folder` by `write(temporary folder)`, unless it is there already.
 
     Raises `DataError` when the disk is full or the place cannot be written to; nothing is left behind then.
     """
@@ -66,7 +66,7 @@ def _explain(folder: pathlib.Path, error: OSError) -> str:
 
 @contextlib.contextmanager
 def _lock(path: pathlib.Path) -> Iterator[None]:
-    """Held until the block ends, or the process does, however it ends."""
+    """Holds the lock until the block ends, or the process does, however it ends."""
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -75,13 +75,13 @@ def _lock(path: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def write_manifest(path: pathlib.Path, records: Iterable[Mapping[str, Any]]) -> None:
+def write_manifest(path: pathlib.Path, records: Iterable[Mapping[str, object]]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def parallel(title: str, work: Callable[[T], R], items: list[T]) -> list[R]:
-    """`[work(item) for item in items]` in threads, with progress on stderr. The first error ends it."""
+    """Computes `[work(item) for item in items]` in threads, with progress on stderr. The first error ends it."""
     results: list[R] = []
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="build")
     try:
@@ -96,7 +96,7 @@ def parallel(title: str, work: Callable[[T], R], items: list[T]) -> list[R]:
 
 @contextlib.contextmanager
 def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line each quarter elsewhere."""
+    """Shows a bar on a terminal, a line each quarter elsewhere."""
     console = Console(stderr=True)
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import pathlib
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -42,15 +41,15 @@ def build_digits(folder: pathlib.Path, recipe: DigitsRecipe) -> None:
     `cell * n` pixels."""
     from sklearn.datasets import load_digits
 
-    data: Any = load_digits()
-    scans = (data.images * (255 / 16)).astype(np.uint8)
+    pixels, labels = load_digits(return_X_y=True)
+    scans = (pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     order = np.random.default_rng(recipe.seed).permutation(len(scans))
     split = {"train": order[: recipe.train_scans], "eval": order[recipe.train_scans :]}
-    by_digit = [[scan for scan in split["train"] if data.target[scan] == digit] for digit in range(10)]
+    by_digit = [[scan for scan in split["train"] if labels[scan] == digit] for digit in range(10)]
     split["warm_start"] = np.array([scan for scans in by_digit for scan in scans[: recipe.warm_start_scans]])
     (folder / "images").mkdir()
 
-    def write(task: tuple[str, int]) -> dict[str, Any]:
+    def write(task: tuple[str, int]) -> dict[str, object]:
         name, index = task
         rng = np.random.default_rng([recipe.seed, ("train", "eval", "warm_start").index(name), index])
         length = 1 + index % recipe.max_digits if name == "warm_start" else draw_length(rng, recipe)
@@ -60,7 +59,7 @@ def build_digits(folder: pathlib.Path, recipe: DigitsRecipe) -> None:
         Image.fromarray(np.concatenate(cells, axis=1)).save(buffer, "PNG")
         path = f"images/{name}-{index:05d}.png"
         (folder / path).write_bytes(buffer.getvalue())
-        answer = "".join(str(data.target[scan]) for scan in chosen)
+        answer = "".join(str(labels[scan]) for scan in chosen)
         return {"id": f"{name}-{index:05d}", "prompt": recipe.question, "answer": answer, "images": [path]}
 
     sizes = {"train": recipe.train, "eval": recipe.held_out, "warm_start": recipe.warm_start}
@@ -71,14 +70,14 @@ def build_digits(folder: pathlib.Path, recipe: DigitsRecipe) -> None:
 
 
 def draw_length(rng: np.random.Generator, recipe: DigitsRecipe) -> int:
-    """1 to `max_digits`, by a power law."""
+    """Draws a length from 1 to `max_digits`, by a power law."""
     lengths = np.arange(1, recipe.max_digits + 1)
     weights = lengths**-recipe.length_exponent
     return int(rng.choice(lengths, p=weights / weights.sum()))
 
 
 def _cell(scan: np.ndarray, recipe: DigitsRecipe, rng: np.random.Generator | None) -> np.ndarray:
-    """One scan as uint8 [cell, cell], varied a little if there is an `rng`."""
+    """Returns one scan as uint8 [cell, cell], varied a little if there is an `rng`."""
     size = recipe.cell
     image = Image.fromarray(scan).resize((size, size), Image.Resampling.BILINEAR)
     if rng is None:

@@ -28,7 +28,7 @@ RECIPES: dict[str, Recipe] = {"digits": DigitsRecipe(), "pans": PansRecipe(), "r
 
 
 def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = None) -> pathlib.Path:
-    """The folder of an embedded data set (`train.jsonl`, `eval.jsonl`, media), built if it is missing.
+    """Returns the folder of an embedded data set (`train.jsonl`, `eval.jsonl`, media), built if it is missing.
 
     Raises `ConfigError` for an unknown name, `DataError` when it cannot be written.
     """
@@ -54,6 +54,6 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
 
 
 def digest(recipe: Recipe) -> str:
-    """12 hexadecimal digits of everything that determines the content."""
+    """Returns 12 hexadecimal digits of a hash of everything that determines the content."""
     text = json.dumps([type(recipe).__name__, dataclasses.asdict(recipe)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import pathlib
-from typing import Any
 
 import av
 import numpy as np
@@ -66,7 +65,7 @@ def build_pans(folder: pathlib.Path, recipe: PansRecipe) -> None:
     }
     (folder / "videos").mkdir()
 
-    def write(task: tuple[str, int]) -> dict[str, Any]:
+    def write(task: tuple[str, int]) -> dict[str, object]:
         name, index = task
         rng = np.random.default_rng([recipe.seed, 2 + ("train", "eval").index(name), index])
         frames, answer = draw_clip(rng, split[name], recipe, varied=name == "train")
@@ -83,7 +82,7 @@ def build_pans(folder: pathlib.Path, recipe: PansRecipe) -> None:
 
 
 def load_photos(recipe: PansRecipe) -> dict[str, np.ndarray]:
-    """uint8 [height, width, 3] by name, scaled down. Only what lies on the disk: nothing is downloaded."""
+    """Reads photographs by name, uint8 [height, width, 3], scaled down, from the disk: nothing is downloaded."""
     import skimage
     from sklearn.datasets import load_sample_image
 
@@ -107,7 +106,7 @@ def load_photos(recipe: PansRecipe) -> dict[str, np.ndarray]:
 def draw_clip(
     rng: np.random.Generator, photos: list[np.ndarray], recipe: PansRecipe, varied: bool
 ) -> tuple[np.ndarray, str]:
-    """uint8 [frames, size, size, 3] and the direction in which its content moves."""
+    """Returns a clip, uint8 [frames, size, size, 3], and the direction in which its content moves."""
     for _ in range(1000):
         photo = photos[rng.integers(len(photos))]
         if varied:
@@ -127,7 +126,7 @@ def draw_clip(
 
 
 def encode(frames: np.ndarray, recipe: PansRecipe) -> bytes:
-    """An MP4 file. One encoder thread: the same frames give the same bytes."""
+    """Returns an MP4 file. One encoder thread: the same frames give the same bytes."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=recipe.fps)
@@ -142,7 +141,7 @@ def encode(frames: np.ndarray, recipe: PansRecipe) -> bytes:
 
 
 def _turned(photo: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """One of the eight symmetries of the square."""
+    """Applies one of the eight symmetries of the square."""
     if rng.random() < 0.5:
         photo = photo[:, ::-1]
     if rng.random() < 0.5:
@@ -153,7 +152,7 @@ def _turned(photo: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _pan(
     photo: np.ndarray, step: tuple[int, int], speed: int, rng: np.random.Generator, recipe: PansRecipe
 ) -> np.ndarray:
-    """A window that moves `speed` pixels a frame from a random place, inside the photograph all the way."""
+    """Cuts a window that moves `speed` pixels a frame from a random place, inside the photograph all the way."""
     (dy, dx), reach = step, speed * (recipe.frames - 1)
     y = int(rng.integers(photo.shape[0] - recipe.size - abs(dy) * reach + 1)) + (reach if dy < 0 else 0)
     x = int(rng.integers(photo.shape[1] - recipe.size - abs(dx) * reach + 1)) + (reach if dx < 0 else 0)
@@ -162,7 +161,7 @@ def _pan(
 
 
 def _has_texture(clip: np.ndarray, recipe: PansRecipe) -> bool:
-    """Whether motion along either axis could be seen in every frame."""
+    """Returns True where motion along either axis can be seen in every frame."""
     spread = clip.std()
     grey = clip.mean(-1)
     across = np.abs(grey[:, :, 2:] - grey[:, :, :-2]).mean((1, 2)).min()

@@ -1,4 +1,4 @@
-"""Prompts, images and videos to model inputs."""
+"""Turns prompts, images and videos into model inputs."""
 
 from .bad_media import MediaError, PromptError
 from .processor import Processor

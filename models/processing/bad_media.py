@@ -1,4 +1,4 @@
-"""What goes wrong with media and prompts, in one line each."""
+"""The errors of media and prompts that cannot be used; each message is one line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class MediaError(ValueError):
 
 
 class PromptError(ValueError):
-    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it. `reason` is a
-    short name of the kind of problem, for counting."""
+    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it.
+
+    `reason` is a short name of the kind of problem, for counting.
+    """
 
     def __init__(self, message: str, reason: str = "marks and media disagree") -> None:
         super().__init__(message)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 import pathlib
-from typing import Any
+from collections.abc import Sequence
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from .settings import read_json
+from ..config import JsonObject
+from ..folder import read_json
 
 
 def find_template(folder: pathlib.Path) -> str:
@@ -31,11 +32,11 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)  # unlike jinja2's own, no HTML escapes
 
 
-def render(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
+def render(template: str, messages: Sequence[JsonObject], **variables: str) -> str:
     """The conversation as text, open for the assistant's answer. Raises ValueError if the template refuses it."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]

@@ -1,4 +1,4 @@
-"""Opening video files so that nothing but the file itself is read, however it was given."""
+"""Opens video files so that nothing but the file itself is read, however it was given."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FORMATS = (
     *("asf", "avi", "flv", "gif", "ivf", "matroska", "mov", "mpeg", "mpegts", "mxf", "ogg"),
     *("h264", "hevc", "m4v", "mpegvideo"),  # bare streams
 )
-PICTURE_BRANDS = {"avif", "heic", "heix", "mif1"}  # of AVIF and HEIF, which FFmpeg reads as MP4
+PICTURE_BRANDS = {"avif", "heic", "heix", "mif1"}  # brands of AVIF and HEIF, which FFmpeg reads as MP4
 NO_PROTOCOLS = ""  # a whitelist that no protocol is on: a format that asks for another file doesn't get it
-BUFFER_BYTES = 1 << 18  # of one read; every read takes the interpreter's lock
+BUFFER_BYTES = 1 << 18  # bytes of one read; every read takes the interpreter's lock
 CODED = 2  # pixels as coded for one as shown, at most: sides are padded to whole blocks
 
 
@@ -39,7 +39,7 @@ def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[Inp
             container_options={"format_whitelist": ",".join(FORMATS), "protocol_whitelist": NO_PROTOCOLS},
             buffer_size=BUFFER_BYTES,
         )
-    except ArgumentError as error:  # what the whitelist says, too
+    except ArgumentError as error:  # a format that is not on the whitelist raises it, too
         raise MediaError(name, "cannot be opened as a video: it has none of the formats that are read here") from error
     except (FFmpegError, OSError, ValueError) as error:
         raise MediaError(name, f"cannot be opened as a video: {reason_of(error)}") from error

@@ -1,4 +1,4 @@
-"""Telling that a video file was cut off: FFmpeg decodes what is there, shorter, and reports no error.
+"""Tells that a video file was cut off: FFmpeg decodes what is there, shorter, and reports no error.
 
 What gives a cut away differs between formats. An incomplete last packet, or the damaged frames that come of it, are
 seen in all of them. Matroska files say how long they are; transport streams consist of packets of one size. A file
@@ -16,20 +16,20 @@ from av.video.stream import VideoStream
 
 from .media_file import OpenFile
 
-TOLERANCE = 0.01  # of the declared length
+TOLERANCE = 0.01  # share of the declared length that may be missing
 REORDERED = 16  # frames that a decoder may hold back, at most (H.264, HEVC): a damaged one is so far from the end
 TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and what each of them begins with
 
 
 class Ending:
-    """What one pass over a container tells about its end."""
+    """The signs of a cut-off end that one pass over a container's packets finds."""
 
     def __init__(self, container: InputContainer, stream: VideoStream) -> None:
         self._stream = stream.index
         self._matroska = "matroska" in container.format.name
         self._transport = container.format.name == "mpegts"
         self._declared = (container.duration or 0) / 1e6  # seconds
-        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # of a tick
+        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # a tick
         self._reached = 0.0  # seconds: where the last packet of any stream ends, sound and subtitles included
         self._incomplete: dict[int, bool] = {}  # whether the last packet of each stream is
 
@@ -44,8 +44,10 @@ class Ending:
             self._reached = max(self._reached, end)
 
     def cut_off(self, file: OpenFile, times: list[int | None], damaged: list[int]) -> str:
-        """Why the file must have been cut off, or "". `times` are those of all frames in ticks, `damaged` the indices
-        of the damaged frames."""
+        """The reason why the file must have been cut off, or "".
+
+        `times` are the times of all frames in ticks, `damaged` the indices of the damaged frames.
+        """
         if any(self._incomplete.values()):
             return "the last packet is incomplete"
         if damaged and len(times) - damaged[-1] <= REORDERED:
@@ -65,7 +67,7 @@ class Ending:
 
 
 def _ends_within_packet(file: OpenFile) -> bool:
-    """What follows the last whole packet begins like a packet; foreign bytes behind a recording don't count."""
+    """Says whether the bytes behind the last whole packet begin like a packet: foreign bytes don't."""
     size = file.seek(0, 2)
     file.seek(0)
     begin = file.read(1)

@@ -1,4 +1,4 @@
-"""Image files to RGB pixels, and the sizes they are brought to."""
+"""Reads image files as RGB pixels, and computes the sizes that images and frames are resized to."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ BAND_PIXELS = 1 << 20  # converted at once
 
 
 def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.Image:  # noqa: B008 (frozen)
-    """The upright RGB image in a file; of an animation, the first frame. Raises MediaError, also for one of more
-    pixels than `limits` or Pillow's own bound (`PIL.Image.MAX_IMAGE_PIXELS`) allow.
+    """The upright RGB image in a file; of an animation, the first frame.
 
-    As in transformers, the EXIF orientation is applied and transparency is laid over white.
+    Raises MediaError, also for an image of more pixels than `limits` or Pillow's own bound
+    (`PIL.Image.MAX_IMAGE_PIXELS`) allow. As in transformers, the EXIF orientation is applied and transparency is laid
+    over white.
     """
     name = source_name(source)
     with opened(source) as content:

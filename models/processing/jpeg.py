@@ -1,4 +1,4 @@
-"""Telling that a JPEG file has a hole, as a download that was not finished or a bad disk leaves it.
+"""Tells that a JPEG file has a hole, as a download that was not finished or a bad disk leaves it.
 
 Zeros in the middle decode as pixels of some colour: libjpeg counts that as a warning, which Pillow doesn't pass on, nor
 has it an option to. FFmpeg's decoder, told to be strict, notices what can't be the end of a scan. It misses some holes,
@@ -18,7 +18,7 @@ HOLE = bytes(64)
 
 
 def has_hole(data: bytes, limits: DecodeLimits) -> bool:
-    """Whether a JPEG file, given whole, has zeros where its picture should be, as far as that can be told."""
+    """Says whether a JPEG file, given whole, has zeros where its picture should be, as far as that can be told."""
     if HOLE not in data:
         return False
     decoder = av.CodecContext.create("mjpeg", "r")

@@ -1,4 +1,4 @@
-"""Where the bytes of a medium come from: a local file or memory. Decoders see either one as an open file only."""
+"""Opens the bytes of a medium, from a local file or from memory. Decoders see either one as an open file only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OpenFile = io.BytesIO | io.BufferedReader
 
 
 def source_name(source: Source) -> str:
-    """How messages call a source."""
+    """The name of a source in messages."""
     return source if isinstance(source, str) else f"<{len(source)} bytes>"
 
 

@@ -1,4 +1,4 @@
-"""Frames to normalised patches in raster order, bit for bit as the published processors compute them."""
+"""Turns frames into normalised patches in raster order, bit for bit as the published processors compute them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def patchify(frames: np.ndarray, layout: PatchLayout) -> tuple[np.ndarray, Grid]
     """Patches `[P, 3, temporal * patch ** 2]` (uint8) of frames `[frames, height, width, 3]`, and their grid.
 
     The last frame is repeated until the temporal patch divides their number: an image becomes a frame pair.
-    Still bytes: the permutation moves a quarter of the memory that floats would.
+    Patches are bytes here, since floats would be four times the memory to move.
     """
     time, patch, merge = layout.temporal_patch_size, layout.patch_size, layout.spatial_merge_size
     if missing := -len(frames) % time:

@@ -8,13 +8,12 @@ import os
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..config import ModelConfigError
-from ..folder import why_missing
+from ..config import JsonObject, ModelConfigError
+from ..folder import read_json, why_missing
 from ..hf_config import read_qwen2_5_vl
 from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
@@ -32,7 +31,6 @@ from .settings import (
     PixelSettings,
     read_configs,
     read_frames,
-    read_json,
     read_layout,
     read_pixels,
     write_configs,
@@ -56,7 +54,7 @@ class _Medium:
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
-    """What turns prompts into model inputs, and ids back into text. Immutable; can be pickled to workers.
+    """Turns prompts into model inputs, and ids back into text. Immutable; can be pickled to workers.
 
     `vision` is False for a text-only checkpoint, which refuses media.
     """
@@ -75,7 +73,7 @@ class Processor:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Processor:
-        """Of a local checkpoint folder. Raises FileNotFoundError or ValueError, naming the file, for what is wrong."""
+        """The processor of a local checkpoint folder. Raises FileNotFoundError or ValueError, which name the file."""
         folder = pathlib.Path(path)
         if why := why_missing(path):
             raise FileNotFoundError(why)
@@ -146,12 +144,12 @@ class Processor:
 
     @property
     def media_token_ids(self) -> tuple[int, ...]:
-        """Ids that stand for media and must never be generated; empty if the vocabulary has none."""
+        """The ids that stand for media and must never be generated; empty if the vocabulary has none."""
         ids = (self.tokenizer.token_to_id(token) for token in MEDIA_TOKENS)
         return tuple(id for id in ids if id is not None)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids. Raises PromptError for characters that the vocabulary has no way to write."""
+        """The token ids of a text. Raises PromptError for characters that the vocabulary has no way to write."""
         try:
             return self.tokenizer.encode(text).ids
         except Exception as error:  # the library raises bare Exceptions
@@ -192,7 +190,7 @@ class Processor:
                     content.append({"type": "text", "text": part})
         config = json.loads(self.tokenizer_config)
         special = {name: _token(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
-        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        messages: list[JsonObject] = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": content})
         return self._build(chat.render(self.chat_template, messages, **special), media)
 
@@ -222,7 +220,7 @@ class Processor:
         return _Medium(normalise(patches, self.video, fused=True), grid, seconds)
 
     def _build(self, text: str, media: Sequence[tuple[str, Source]]) -> ModelInput:
-        """`text` holds one unexpanded placeholder token for each medium."""
+        """The model input of a text that holds one unexpanded placeholder token for each medium."""
         ids = np.array(self.encode(text), np.int32)
         if not self.vision:
             positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids))).copy()
@@ -265,13 +263,13 @@ class Processor:
         return ModelInput(tokens_T, positions_3T, feature_index_T, next_position, vision)
 
 
-def _token(entry: Any) -> str:
+def _token(entry: str | JsonObject | None) -> str:
     """A special token of tokenizer_config.json: a string, or a dictionary with its content."""
-    return entry.get("content", "") if isinstance(entry, dict) else entry or ""
+    return entry if isinstance(entry, str) else (entry or {}).get("content", "")
 
 
-def _layout(folder: pathlib.Path, config: dict[str, Any], image: dict[str, Any]) -> PatchLayout:
-    """From config.json, which the weights fit to; the preprocessing settings must agree with it."""
+def _layout(folder: pathlib.Path, config: JsonObject, image: JsonObject) -> PatchLayout:
+    """The layout in config.json, which the weights fit to; the preprocessing settings must agree with it."""
     if "vision_config" not in config:
         return read_layout(image, PatchLayout())
     try:
@@ -285,9 +283,9 @@ def _layout(folder: pathlib.Path, config: dict[str, Any], image: dict[str, Any])
 
 
 def _eos_ids(
-    folder: pathlib.Path, config: dict[str, Any], tokenizer_config: dict[str, Any], tokenizer: Tokenizer
+    folder: pathlib.Path, config: JsonObject, tokenizer_config: JsonObject, tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """Where generation ends: generation_config.json, else config.json, else the tokenizer's own end token."""
+    """The ids that end an answer: generation_config.json's, else config.json's, else the tokenizer's end token."""
     text = config.get("text_config") or {}
     for value in (
         read_json(folder / "generation_config.json").get("eos_token_id"),
@@ -300,6 +298,6 @@ def _eos_ids(
     return ()
 
 
-def _ids(entry: Any) -> tuple[int, ...]:
+def _ids(entry: int | list[int] | None) -> tuple[int, ...]:
     """The end tokens of a configuration file: one id, a list of them, or none."""
     return () if entry is None else tuple(entry) if isinstance(entry, list) else (int(entry),)

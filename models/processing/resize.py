@@ -1,4 +1,4 @@
-"""Bicubic resizing of 8-bit frames, bit for bit as torchvision resizes the videos of the published processors.
+"""Resizes 8-bit frames bicubically, bit for bit as torchvision resizes the videos of the published processors.
 
 Torch and Pillow interpolate with the same antialiased kernel, one axis after the other, but quantise its weights
 differently: in about 0.3 % of all bytes of a real video they differ, by one or two. Images are defined by
@@ -15,7 +15,7 @@ import numpy as np
 
 BAND = 16  # output positions computed by one dense product
 SMALL_PRODUCT = 2**18  # multiplications; larger products wake BLAS threads, which cost more than they save here
-STRIP_PIXELS = 2**22  # of a frame turned into floats at once; they take four times the memory of bytes
+STRIP_PIXELS = 2**22  # pixels turned into floats at once, which take four times the memory of bytes
 
 
 def _cubic(x: np.ndarray) -> np.ndarray:
@@ -28,8 +28,11 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _bands(source: int, target: int) -> tuple[int, tuple[tuple[int, int, int, np.ndarray], ...]]:
-    """The precision of the weights in bits, and for each band of outputs: its start, the span of inputs (start, stop)
-    and the integer weights `[outputs, inputs]`, in a float type in which every sum with 8-bit pixels is exact."""
+    """The precision of the weights in bits, and the bands of outputs.
+
+    A band is its start, the span of inputs (start, stop) and the integer weights `[outputs, inputs]`, in a float type
+    in which every sum with 8-bit pixels is exact.
+    """
     scale = source / target
     support = 2 * max(scale, 1.0)
     center = scale * (np.arange(target) + 0.5)

@@ -10,19 +10,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
-from typing import Any
 
-from ..config import VisionConfig
+from ..config import JsonObject, VisionConfig
+from ..folder import read_json
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-BICUBIC = 3  # of `PIL.Image.Resampling`; videos know no other
+BICUBIC = 3  # a member of `PIL.Image.Resampling`; videos know no other
 
 
 @dataclasses.dataclass(frozen=True)
 class PatchLayout:
-    """How pixels become patches, and patches windows: the part of `VisionConfig` that preprocessing needs."""
+    """The sizes by which pixels become patches, and patches windows: what preprocessing needs of a `VisionConfig`."""
 
     patch_size: int = 14  # pixels
     temporal_patch_size: int = 2  # frames
@@ -61,7 +60,7 @@ class PixelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class FrameSettings:
-    """Which frames of a video are read: `num_frames` spread evenly, or `fps` a second, or all where both are 0."""
+    """The choice of a video's frames: `num_frames` spread evenly, or `fps` a second, or all where both are 0."""
 
     num_frames: int = 0
     fps: float | int = 2
@@ -72,17 +71,17 @@ class FrameSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLimits:
-    """What a file may hold at most to be decoded: a small one can hold a huge picture."""
+    """The most that a file may hold to be decoded: a small file can hold a huge picture."""
 
-    pixels: int = 2**26  # of an image or a video frame before resizing: 8192 x 8192
-    frames: int = 2**20  # of a video: 9.7 hours at 30 a second
+    pixels: int = 2**26  # pixels of an image or a video frame before resizing: 8192 x 8192
+    frames: int = 2**20  # frames of a video: 9.7 hours at 30 a second
 
 
 VIDEO_PIXELS = PixelSettings(min_pixels=128 * 28 * 28, max_pixels=28 * 28 * 768)
 
 
-def read_pixels(config: Mapping[str, Any], default: PixelSettings) -> PixelSettings:
-    """Of a `preprocessor_config.json` dictionary. Raises ValueError for a step that is switched off."""
+def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
+    """The settings in a `preprocessor_config.json` dictionary. Raises ValueError for a step that is switched off."""
     for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if config.get(step, True) is False:
             raise ValueError(f"{step}=false is not supported")
@@ -100,8 +99,8 @@ def read_pixels(config: Mapping[str, Any], default: PixelSettings) -> PixelSetti
     )
 
 
-def read_frames(config: Mapping[str, Any]) -> FrameSettings:
-    """Of a video processor's dictionary."""
+def read_frames(config: JsonObject) -> FrameSettings:
+    """The settings in a video processor's dictionary."""
     num_frames = int(config.get("num_frames") or 0)
     return FrameSettings(
         num_frames=num_frames,
@@ -112,8 +111,8 @@ def read_frames(config: Mapping[str, Any]) -> FrameSettings:
     )
 
 
-def read_layout(config: Mapping[str, Any], default: PatchLayout) -> PatchLayout:
-    """Of an image processor's dictionary; `default` supplies what it does not say."""
+def read_layout(config: JsonObject, default: PatchLayout) -> PatchLayout:
+    """The layout in an image processor's dictionary; `default` supplies what it does not say."""
     return PatchLayout(
         patch_size=int(config.get("patch_size") or default.patch_size),
         temporal_patch_size=int(config.get("temporal_patch_size") or default.temporal_patch_size),
@@ -123,20 +122,7 @@ def read_layout(config: Mapping[str, Any], default: PatchLayout) -> PatchLayout:
     )
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The dictionary in a JSON file, empty where there is no file. Raises ValueError naming a broken one."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a JSON object")
-    return content
-
-
-def read_configs(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_configs(folder: pathlib.Path) -> tuple[JsonObject, JsonObject]:
     """The image and the video processor's dictionaries of a checkpoint folder, found as transformers finds them."""
     both = read_json(folder / "processor_config.json")
     single = read_json(folder / "preprocessor_config.json")
@@ -150,7 +136,7 @@ def write_configs(
 ) -> None:
     """Writes `preprocessor_config.json` and `video_preprocessor_config.json`, readable by transformers too."""
 
-    def common(pixels: PixelSettings) -> dict[str, Any]:
+    def common(pixels: PixelSettings) -> dict[str, object]:
         return {
             "do_resize": True,
             "do_rescale": True,

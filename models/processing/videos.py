@@ -1,4 +1,4 @@
-"""Video files to sampled RGB frames and the time they span, by PyAV, in one decoding pass.
+"""Decodes video files into sampled RGB frames and the time that they span, by PyAV, in one pass.
 
 Headers lie (frame counts, frame rates), so a pass decodes on the header's word and is repeated with what it
 counted if that was wrong. Only sampled frames are converted and resized; no other frame is kept.
@@ -59,7 +59,7 @@ def sample_indices(total: int, seconds: float | None, frames: FrameSettings, tem
 class Video:
     frames: np.ndarray  # u8 [frames, height, width, 3], resized
     seconds: float  # the whole video's duration
-    indices: np.ndarray  # of the sampled frames
+    indices: np.ndarray  # of the sampled frames in the file
 
     def seconds_per_grid(self, temporal_patch: int) -> float:
         """The time that one frame pair stands for."""
@@ -68,7 +68,7 @@ class Video:
 
 @dataclasses.dataclass
 class _Pass:
-    """What one pass over the file found; `pixels` is None where no frame was asked for."""
+    """The result of one pass over the file; `pixels` is None where no frame was asked for."""
 
     pixels: np.ndarray | None
     count: int
@@ -82,8 +82,11 @@ def load_video(
     frames: FrameSettings,
     limits: DecodeLimits = DecodeLimits(),  # noqa: B008 (frozen)
 ) -> Video:
-    """Decodes, samples and resizes. Raises MediaError for anything that keeps the result from being right, as a file
-    that was cut off, and for what exceeds `limits`."""
+    """Decodes, samples and resizes a video.
+
+    Raises MediaError for anything that keeps the result from being right, as a file that was cut off, and for what
+    exceeds `limits`.
+    """
     with opened(source) as file:
         return _Reader(file, source_name(source), layout, pixels, frames, limits).video()
 
@@ -127,10 +130,10 @@ class _Reader:
         return sample_indices(total, seconds, self.frames, self.layout.temporal_patch_size)
 
     def _decode(self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int) -> _Pass:
-        """One pass: the frames at `indices`, resized, and the number of frames and their time span as decoded."""
+        """Makes one pass: the frames at `indices`, resized, and the number of frames and their time span as decoded."""
         slots = {int(index): slot for slot, index in enumerate(indices)}
         pixels: np.ndarray | None = None
-        times: list[int | None] = []  # of every frame, as the next two
+        times: list[int | None] = []  # one entry for every frame, as in the next two lists
         durations: list[int] = []
         damaged: list[int] = []
         base = None  # the time base of the last frame
@@ -157,7 +160,7 @@ class _Reader:
                 base = frame.time_base
         except (FFmpegError, OSError) as error:
             reason = f"decoding fails after {len(times)} frames: {reason_of(error)}"
-            if isinstance(error, ArgumentError):  # what decoders answer to a frame far beyond the bound
+            if isinstance(error, ArgumentError):  # decoders answer so to a frame far beyond the bound
                 reason += ", as for a frame of more than data.max_decoded_pixels"
             raise MediaError(self.name, reason) from error
         if reason := ending.cut_off(self.file, times, damaged):
@@ -178,7 +181,7 @@ class _Reader:
                         self.name,
                         f"too many frames: more than {self.limits.frames} are not decoded (data.max_decoded_frames)",
                     )
-                check_size(frame.width, frame.height, self.name, self.limits)  # which may change on the way
+                check_size(frame.width, frame.height, self.name, self.limits)  # the size may change on the way
                 yield frame
 
     def _size(self, image: np.ndarray, count: int) -> tuple[int, int]:
@@ -188,7 +191,7 @@ class _Reader:
 
 
 def _rated(count: int, stream: VideoStream) -> float | None:
-    """Duration of `count` frames at the header's frame rate."""
+    """The duration of `count` frames in seconds at the header's frame rate."""
     rate = stream.average_rate or stream.guessed_rate
     return float(count / rate) if rate else None
 
@@ -210,7 +213,7 @@ def _bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout:
 def _span(
     times: list[int | None], durations: list[int], base: fractions.Fraction | None, rated: float | None
 ) -> float | None:
-    """Seconds from the first frame's start to the last one's end, or None where nothing tells.
+    """The seconds from the first frame's start to the last frame's end, or None where nothing tells.
 
     Timestamps count where they are complete and increasing; else the frames' own durations, which a bare stream has
     from its parameter sets; else the header's rate (`rated`), which for a bare stream is the demuxer's guess.

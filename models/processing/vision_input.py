@@ -1,4 +1,4 @@
-"""From patches in raster order to the window order in which the vision tower reads them.
+"""Brings patches from raster order into the window order in which the vision tower reads them.
 
 The published tower permutes patches into attention windows on every forward pass. Here the permutation, the
 2-D positions and both segmentations are computed once, on the host, with numpy; the model sees contiguous runs.
@@ -9,34 +9,29 @@ by row, then the `merge ** 2` patches of a block row by row.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Sequence
 
+import jax
 import numpy as np
 
+from sharding.spread.route import Route
+
+from ..config import VisionConfig
 from ..inputs import VisionInput, frame_bound
+from ..qwen2_5_vl.positions import Grid
+from .settings import PatchLayout
 
-Grid = tuple[int, int, int]  # frame pairs, patch rows, patch columns
-
-
-@runtime_checkable
-class WindowLayout(Protocol):
-    """What of a `VisionConfig` decides the order of patches. `window_size` is in pixels."""
-
-    @property
-    def patch_size(self) -> int: ...
-    @property
-    def spatial_merge_size(self) -> int: ...
-    @property
-    def window_size(self) -> int: ...
+ARRAYS = ("patches_PX", "positions_P2", "frame_segments_P", "window_segments_P")
 
 
 @functools.lru_cache(maxsize=256)
 def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of one medium: block order `[M]`, positions `[P, 2]`, frame and window indices `[P]` from 0, read-only.
+    """The window order of one medium: block order `[M]`, positions `[P, 2]`, frame and window indices `[P]` from 0.
 
-    `window` is in merge blocks. Windows at the right and lower edge are cut off, as in the published model.
+    `window` is in merge blocks. Windows at the right and lower edge are cut off, as in the published model. The arrays
+    are read-only.
     """
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     frame, row, column = (axis.ravel() for axis in np.indices((frames, rows, columns), dtype=np.int32))
@@ -56,7 +51,7 @@ def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def pack_patches(
-    patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, vision_config: WindowLayout
+    patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout | VisionConfig
 ) -> tuple[VisionInput, np.ndarray]:
     """Packs the patches of all media, given in raster order, into window order.
 
@@ -64,12 +59,11 @@ def pack_patches(
     `feature_order` `[M]`: the row, in the window-ordered merged features, of each merged feature in raster order.
     Raises ValueError where patches and grids do not fit together.
     """
-    merge = vision_config.spatial_merge_size
-    window = vision_config.window_size // vision_config.patch_size // merge
+    merge = layout.spatial_merge_size
+    window = layout.window_size // layout.patch_size // merge
     if window < 1:
         raise ValueError(
-            f"window_size {vision_config.window_size} is smaller than a merge block of "
-            f"{merge} x {vision_config.patch_size} pixels"
+            f"window_size {layout.window_size} is smaller than a merge block of {merge} x {layout.patch_size} pixels"
         )
     grids = [(int(t), int(h), int(w)) for t, h, w in grid_thw]
     for grid in grids:
@@ -102,10 +96,7 @@ def pack_patches(
 
 
 def concatenate(parts: Sequence[VisionInput]) -> VisionInput:
-    """One `VisionInput` of several, in order, with segment ids renumbered so that none is shared.
-
-    Padding within a part stays padding. Raises ValueError for an empty list.
-    """
+    """The parts in order as one `VisionInput`. Padding within a part stays padding. Raises ValueError for no parts."""
     if not parts:
         raise ValueError("nothing to concatenate: a batch without media has vision=None")
     return VisionInput(
@@ -118,6 +109,7 @@ def concatenate(parts: Sequence[VisionInput]) -> VisionInput:
 
 
 def _renumbered(segments: Sequence[np.ndarray]) -> np.ndarray:
+    """Segment ids of several parts, in order, none of which is shared by two parts; 0 stays padding."""
     result, used = [], 0
     for ids in segments:
         result.append(np.where(ids == 0, 0, ids + used).astype(np.int32))
@@ -132,10 +124,29 @@ def pad(vision: VisionInput, num_patches: int) -> VisionInput:
         raise ValueError(f"{vision.num_patches} patches do not fit into {num_patches}")
     if missing == 0:
         return vision
+    return jax.tree.map(lambda x: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), vision)
+
+
+def blank(num_patches: int, patch_values: int) -> VisionInput:
+    """Padding: zero pixels in segment 0."""
     return VisionInput(
-        np.pad(vision.patches_PX, ((0, missing), (0, 0))),
-        np.pad(vision.positions_P2, ((0, missing), (0, 0))),
-        np.pad(vision.frame_segments_P, (0, missing)),
-        np.pad(vision.window_segments_P, (0, missing)),
-        frame_bound=vision.frame_bound,
+        patches_PX=np.zeros((num_patches, patch_values), np.float32),
+        positions_P2=np.zeros((num_patches, 2), np.int32),
+        frame_segments_P=np.zeros(num_patches, np.int32),
+        window_segments_P=np.zeros(num_patches, np.int32),
+        frame_bound=1,
     )
+
+
+def side_by_side(shards: Sequence[VisionInput], bound: int, way: Route | None = None) -> VisionInput:
+    """The buffers of all shards along one axis; segment ids stay each shard's own."""
+    if len(shards) == 1:
+        return dataclasses.replace(shards[0], frame_bound=bound, route=way)
+    arrays = {name: np.concatenate([getattr(shard, name) for shard in shards]) for name in ARRAYS}
+    return dataclasses.replace(shards[0], **arrays, frame_bound=bound, route=way)
+
+
+def common_bound(visions: Iterable[VisionInput | None]) -> int:
+    """The largest `frame_bound` of all of them: it is static, and each other value would be compiled anew."""
+    there = [vision for vision in visions if vision is not None]
+    return max((vision.frame_bound or frame_bound(vision.frame_segments_P) for vision in there), default=1)

@@ -15,7 +15,7 @@ from .vision import VisionTower
 
 
 class Qwen25VL(Decoder):
-    """`Qwen2_5_VLForConditionalGeneration`; M-RoPE follows from the rope settings of the text config."""
+    """`Qwen2_5_VLForConditionalGeneration`. M-RoPE follows from the rope settings of the text config."""
 
     def __init__(self, config: Qwen25VLConfig, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs)

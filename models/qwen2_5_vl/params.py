@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..config import NameLayout, Qwen25VLConfig, VisionConfig
-from ..qwen2.params import decoder_names
-from ..tensor_names import TensorName, linear, vector
+from ..tensor_names import TensorName, decoder_names, linear, vector
 
-PREFIXES = {  # of the tower and of the decoder
+PREFIXES = {  # where the tower and the decoder stand
     NameLayout.FLAT: ("visual", "model"),
     NameLayout.NESTED: ("model.visual", "model.language_model"),
 }
 
 
 def name_layout(names: Iterable[str]) -> NameLayout:
-    """Which layout a checkpoint with these tensor names has."""
+    """The layout that a checkpoint with these tensor names has."""
     nested = any(name.startswith(("model.visual.", "model.language_model.")) for name in names)
     return NameLayout.NESTED if nested else NameLayout.FLAT
 
 
 def tower_names(vision: VisionConfig, prefix: str) -> list[TensorName]:
+    """Every weight of the vision tower once; `prefix` is where the tower stands in the checkpoint."""
     D, F, N, H = vision.hidden_size, vision.intermediate_size, vision.num_heads, vision.head_dim
     X = vision.patch_values
     inner = D * vision.merge_unit

@@ -1,4 +1,4 @@
-"""Rotary positions of a prompt with images and videos (M-RoPE), in numpy on the host.
+"""The rotary positions of a prompt with images and videos (M-RoPE), in numpy on the host.
 
 Text advances all three axes together. A medium spreads over (time, row, column); its time axis runs in
 `tokens_per_second` ticks for a video and stands still for an image. What follows a medium, text or the answer,

@@ -1,7 +1,7 @@
 """The vision tower of Qwen2.5-VL over packed patches in window order (see `models.inputs.VisionInput`).
 
-Most layers attend within a window, a few within a whole frame pair. All layers are one stack; which of the two a
-layer does travels beside it through the scan as a boolean.
+Most layers attend within a window, a few within a whole frame pair. All layers are one stack; a boolean beside each
+layer says through the scan which of the two it does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from sharding.kernels.segments import segment_attention
+from sharding.spread.ulysses import Attention
 from sharding.walk import Walk
 from sharding.weights import WeightSpec, weight
 
@@ -51,7 +52,7 @@ class VisionBlock(nnx.Module):
             D, config.intermediate_size, bias=True, std=config.initializer_range, rngs=rngs, stack=stack
         )
 
-    def __call__(self, x: Float[Array, "P D"], rotary: tuple[Array, Array], attend) -> Float[Array, "P D"]:
+    def __call__(self, x: Float[Array, "P D"], rotary: tuple[Array, Array], attend: Attention) -> Float[Array, "P D"]:
         """`attend(q, k, v) -> out`, all `[P, N, H]`."""
         qkv = jnp.einsum("PD,DCNH->CPNH", self.attention_norm(x), self.qkv[...])
         q, k, v = (add_bias(part, bias) for part, bias in zip(qkv, self.qkv_bias[...], strict=True))
@@ -80,6 +81,8 @@ class PatchMerger(nnx.Module):
 
 
 class VisionTower(nnx.Module):
+    """Patch embedding, a stack of blocks, and the merger into features as wide as the text."""
+
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
         self.config = config
         self.patch_embed = PatchEmbed(config, rngs)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from .tables import ModelSizes
+
+Number = int | float | np.integer | np.floating | np.ndarray
 
 
 class CostError(ValueError):
@@ -25,8 +25,8 @@ class AttentionFit:
     per_token: float
     per_launch: float
 
-    def seconds(self, squares: Any, tokens: Any, channels: Any) -> Any:
-        """Without the launch. `squares` is the sum of squared lengths."""
+    def seconds(self, squares: Number, tokens: Number, channels: Number) -> Number:
+        """Seconds without the launch. `squares` is the sum of squared lengths."""
         return channels * (self.per_square * squares + self.per_token * tokens)
 
 
@@ -42,24 +42,24 @@ class Link:
     per_byte: float
     congestion: float
 
-    def seconds(self, sent: Any, flying: Any) -> Any:
+    def seconds(self, sent: Number, flying: Number) -> Number:
         return self.alpha + sent * (self.per_byte + self.congestion * flying)
 
 
-def link_bytes(model: ModelSizes, tokens: Any, degree: int, node: int) -> tuple[Any, Any]:
-    """(sent, flying) of both all-to-alls of one attention over `tokens` tokens: what a device sends to the others of
-    its group (in a group wider than a node, to other nodes: the rest is faster and at the same time), and what all
-    devices of the group send to each other."""
-    every = model.wire_bytes(degree) * tokens
+def link_bytes(model: ModelSizes, tokens: Number, degree: int, node: int) -> tuple[Number, Number]:
+    """Returns (sent, flying) of both all-to-alls of an attention over `tokens` tokens: the bytes that a device sends to
+    the others of its group (in a group wider than a node, to other nodes: the rest is faster and at the same time), and
+    the bytes that all devices of the group send to each other."""
+    total = model.wire_bytes(degree) * tokens
     others = degree - node if degree > node else degree - 1
-    return every * others / degree**2, every * (degree - 1) / degree
+    return total * others / degree**2, total * (degree - 1) / degree
 
 
 def fit_attention(runs: Mapping[tuple[int, int], float], model: ModelSizes) -> AttentionFit:
-    """From `{(sequences, tokens of each): seconds}` of one layer of `model`.
+    """Fits `{(sequences, tokens of each): seconds}` of one layer of `model`.
 
-    If the total of tokens is the same everywhere, `per_token` and `per_launch` are one and the same constant and all
-    of it goes to the tokens. Raises CostError for less than two measurements.
+    If the total of tokens is the same everywhere, `per_token` and `per_launch` can't be told apart, and all of it goes
+    to the tokens. Raises CostError for less than two measurements.
     """
     if len(runs) < 2:
         raise CostError(f"attention needs at least two measurements, got {len(runs)}")
@@ -75,7 +75,7 @@ def fit_attention(runs: Mapping[tuple[int, int], float], model: ModelSizes) -> A
 def fit_link(
     runs: Mapping[tuple[int, int], float], model: ModelSizes, node: int, most_alpha: float | None = None
 ) -> Link:
-    """From `{(degree, tokens): seconds}`, all within a node or all beyond.
+    """Fits `{(degree, tokens): seconds}`, all within a node or all beyond.
 
     `most_alpha` bounds `alpha`: where nothing short was measured, a free fit gives it milliseconds that no start of a
     collective takes and that would rule all short sequences. Raises CostError for less than two measurements.
@@ -93,29 +93,20 @@ def fit_link(
 
 
 def non_negative(columns: np.ndarray, seconds: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """`[columns]`: coefficients of at least 0 with the least sum of squared relative errors (or weighted by `weights`).
+    """Finds the coefficients `[columns]` of at least 0 with the least sum of squared relative errors (or weighted by
+    `weights`). Raises CostError for times that are not positive and finite."""
+    from scipy.optimize import nnls  # takes half a second to import, and most users of a cost model fit nothing
 
-    The best one is the free least squares of its own non-zero columns; with a handful of columns all choices are tried.
-    Raises CostError for times that are not positive and finite.
-    """
     weights = 1 / seconds if weights is None else weights
     if not np.isfinite(seconds).all() or not np.isfinite(weights).all() or (weights <= 0).any():
         raise CostError(f"measured seconds must be positive and finite, got {seconds.tolist()}")
     scale = np.abs(columns).max(axis=0)
-    system, target = columns / scale * weights[:, None], seconds * weights
-    best, least = np.zeros(columns.shape[1]), float((target**2).sum())
-    for size in range(1, columns.shape[1] + 1):
-        for chosen in map(list, itertools.combinations(range(columns.shape[1]), size)):
-            found = np.linalg.lstsq(system[:, chosen], target, rcond=None)[0]
-            error = float(((system[:, chosen] @ found - target) ** 2).sum())
-            if (found >= 0).all() and error < least * (1 - 1e-9):
-                best, least = np.zeros(columns.shape[1]), error
-                best[chosen] = found
-    return best / scale
+    coefficients, _ = nnls(columns / scale * weights[:, None], seconds * weights)
+    return coefficients / scale
 
 
 def goodness(measured: Sequence[float], fitted: Sequence[float]) -> dict[str, int | float]:
-    """`r2` of the seconds, and the worst and mean relative error."""
+    """Computes `r2` of the seconds, and the worst and mean relative error."""
     seconds, guess = np.array(measured), np.array(fitted)
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     relative = np.abs(guess / seconds - 1)

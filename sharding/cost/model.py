@@ -1,4 +1,4 @@
-"""What a plan takes, in seconds: attention, all-to-alls, projections and MLPs, vision tower. numpy only.
+"""The seconds that a plan takes: attention, all-to-alls, projections and MLPs, vision tower. numpy only.
 
 All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise. The
 default is fitted to published measurements (`CostModel.published`), `python -m sharding.calibrate` writes one that is
@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from ..planner.plan import ShardPlan
 from . import tables
-from .fit import AttentionFit, CostError, Link, fit_attention, fit_link, goodness, link_bytes
+from .fit import AttentionFit, CostError, Link, Number, fit_attention, fit_link, goodness, link_bytes
 from .overlap import attention_ends
 from .tables import ModelSizes
 
 Runs = Mapping[tuple[int, int], float]
-Number = int | float | np.integer | np.floating | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +51,12 @@ class CostModel:
 
     @staticmethod
     def published(cluster: str = "h800", model: ModelSizes | str = tables.QWEN2_5_VL_7B) -> CostModel:
-        """Fitted to FlexRL's tables for 8-GPU nodes of `h800` or `h200`; attention was measured on H800 only, whose
-        compute is the H200's. Raises CostError for another cluster or model name."""
+        """Fits FlexRL's tables for 8-GPU nodes of `h800` or `h200`; attention was measured on H800 only, whose compute
+        is the H200's. Raises CostError for another cluster or model name."""
         if cluster not in tables.TABLE5_MS:
             raise CostError(f"no published measurements of {cluster!r}; there are {', '.join(tables.TABLE5_MS)}")
         linear, vision = tables.LINEAR_UTILISATION, tables.VISION_UTILISATION
-        made = CostModel.fitted(
+        return CostModel.fitted(
             f"FlexRL Tables 3, 4 and 5 ({cluster.upper()}); linear terms: {linear:.0%} and {vision:.0%} (vision) of "
             f"{tables.PEAK_FLOPS / 1e12:.0f} TFLOP/s, assumed",
             attention=({key: ms / 1e3 for key, ms in tables.TABLE3_MS.items()}, tables.TABLE3_MODEL),
@@ -67,8 +64,7 @@ class CostModel:
             node=tables.NODE,
             most_alpha=tables.ALPHA_WITHIN,
             flops=(linear * tables.PEAK_FLOPS, vision * tables.PEAK_FLOPS),
-        )
-        return made.of(model)
+        ).of(model)
 
     @staticmethod
     def fitted(
@@ -80,9 +76,9 @@ class CostModel:
         flops: tuple[float, float],
         most_alpha: float | None = None,
     ) -> CostModel:
-        """Fitted to measured seconds of one layer of a model each: `attention` as `{(sequences, tokens of each): s}`,
-        `all_to_all` as `{(degree, tokens in all): s}`; `most_alpha` bounds what starting costs within a
-        node. `flops` are FLOP/s achieved in linear work and in the vision tower. Raises CostError."""
+        """Fits measured seconds of one layer of a model each: `attention` as `{(sequences, tokens of each): s}`,
+        `all_to_all` as `{(degree, tokens in all): s}`; `most_alpha` bounds what starting costs within a node. `flops`
+        are FLOP/s achieved in linear work and in the vision tower. Raises CostError."""
         runs, sizes = all_to_all
         inner, outer = ({key: s for key, s in runs.items() if (key[0] > node) == beyond} for beyond in (False, True))
         if not inner:
@@ -101,8 +97,8 @@ class CostModel:
         spent = [base.launch_seconds([length] * count) for count, length in attention[0]]
         fits = {"attention": goodness(list(attention[0].values()), spent)}
 
-        def judge(name: str, made: CostModel, some: Runs) -> None:
-            guess = [made.of(sizes).all_to_all_seconds(tokens, degree) for degree, tokens in some]
+        def judge(name: str, fitted: CostModel, some: Runs) -> None:
+            guess = [fitted.of(sizes).all_to_all_seconds(tokens, degree) for degree, tokens in some]
             fits[name] = goodness(list(some.values()), guess)
 
         judge("within_node", base, inner)
@@ -116,17 +112,17 @@ class CostModel:
 
     @staticmethod
     def load(path: str | pathlib.Path, model: ModelSizes | str | None = None) -> CostModel:
-        """From the file of `save`, for its own model or another. Raises CostError, with the path, for a file that is
+        """Reads the file of `save`, for its own model or another. Raises CostError, with the path, for a file that is
         missing or is something else."""
         try:
-            made = CostModel.from_json(pathlib.Path(path).read_text())
+            loaded = CostModel.from_json(pathlib.Path(path).read_text())
         except OSError as error:
             raise CostError(
                 f"no cost model at {path}: {error.strerror}; `python -m sharding.calibrate --out {path}` measures one"
             ) from error
         except (CostError, UnicodeDecodeError) as error:
             raise CostError(f"{path}: {error}") from error
-        return made.of(model) if model else made
+        return loaded.of(model) if model else loaded
 
     def save(self, path: str | pathlib.Path) -> None:
         pathlib.Path(path).write_text(self.to_json() + "\n")
@@ -141,22 +137,22 @@ class CostModel:
             raw = json.loads(text)
             parts = {"model": ModelSizes(**raw["model"]), "attention": AttentionFit(**raw["attention"])}
             links = {name: Link(**raw[name]) if raw[name] else None for name in ("within", "across")}
-            made = CostModel(**{**raw, **parts, **links})
-            if not all(map(math.isfinite, (made.linear_seconds(1), made.attention_seconds(1)))) or made.node < 1:
+            read = CostModel(**{**raw, **parts, **links})
+            if not all(map(np.isfinite, (read.linear_seconds(1), read.attention_seconds(1)))) or read.node < 1:
                 raise CostError("this is no cost model: its figures are not positive and finite")
-            return made
+            return read
         except (AttributeError, KeyError, TypeError, ZeroDivisionError, json.JSONDecodeError) as error:
             raise CostError(f"this is no cost model: {type(error).__name__} {error}") from error
 
     def of(self, model: ModelSizes | str) -> CostModel:
-        """The same hardware with another model: FLOPs and bytes in proportion."""
+        """Returns the same hardware with another model: FLOPs and bytes in proportion."""
         return dataclasses.replace(self, model=named(model))
 
     def on(self, *, compute: float = 1.0, bandwidth: float = 1.0) -> CostModel:
-        """Hardware with so many times the FLOP/s and the bytes a second. What starting takes stays as it is."""
+        """Returns hardware with so many times the FLOP/s and the bytes a second. What starting takes stays as it is."""
 
-        def link(one: Link) -> Link:
-            return dataclasses.replace(one, per_byte=one.per_byte / bandwidth, congestion=one.congestion / bandwidth)
+        def scaled(link: Link) -> Link:
+            return dataclasses.replace(link, per_byte=link.per_byte / bandwidth, congestion=link.congestion / bandwidth)
 
         return dataclasses.replace(
             self,
@@ -166,8 +162,8 @@ class CostModel:
                 per_square=self.attention.per_square / compute,
                 per_token=self.attention.per_token / compute,
             ),
-            within=link(self.within),
-            across=link(self.across) if self.across else None,
+            within=scaled(self.within),
+            across=scaled(self.across) if self.across else None,
             linear_flops=self.linear_flops * compute,
             vision_flops=self.vision_flops * compute,
         )
@@ -178,35 +174,36 @@ class CostModel:
 
     # --- seconds of a forward pass ------------------------------------------------------------------
 
-    def attention_seconds(self, length: Number, degree: int = 1) -> Any:
-        """One device's share of the attention of a sequence of `length` tokens that `degree` devices compute, in
-        a launch of its own; `[...]` for an array of lengths. Heads are dealt as in `sharding.spread.heads`, zeros
-        included. Raises PlanError for a degree above the number of heads."""
+    def attention_seconds(self, length: Number, degree: int = 1) -> Number:
+        """Seconds of one device's share of the attention of a sequence of `length` tokens that `degree` devices
+        compute, in a launch of its own; `[...]` for an array of lengths. Heads are dealt as in `sharding.spread.heads`,
+        zeros included. Raises PlanError for a degree above the number of heads."""
         length = np.asarray(length, float)
         launches = self.model.layers * self.attention.per_launch
         return self._attention(length**2, length, degree) + launches
 
     def launch_seconds(self, lengths: Sequence[int], degree: int = 1) -> float:
-        """The same of a launch over packed sequences."""
+        """Seconds of one launch over packed sequences, otherwise like `attention_seconds`."""
         tokens = np.asarray(lengths, float)
-        one = self._attention((tokens**2).sum(), tokens.sum(), degree)
-        return float(one + self.model.layers * self.attention.per_launch)
+        attention = self._attention((tokens**2).sum(), tokens.sum(), degree)
+        return float(attention + self.model.layers * self.attention.per_launch)
 
     def all_to_all_seconds(self, tokens: Number, degree: int) -> float:
-        """Both all-to-alls of a sequence (or stream) of `tokens` in all over `degree` devices; 0 for one device.
-        Raises CostError for a group wider than a node if none was measured."""
+        """Seconds of both all-to-alls of a sequence (or stream) of `tokens` in all over `degree` devices; 0 for one
+        device. Raises CostError for a group wider than a node if none was measured."""
         return float(self._all_to_all(np.asarray(tokens, float), degree)) if tokens else 0.0
 
-    def linear_seconds(self, tokens: Number) -> Any:
-        """Projections, MLPs and output head of `tokens` tokens on one device."""
+    def linear_seconds(self, tokens: Number) -> Number:
+        """Seconds of projections, MLPs and output head of `tokens` tokens on one device."""
         return np.asarray(tokens, float) * (self.model.linear_flops() / self.linear_flops)
 
-    def vision_seconds(self, patches: Number) -> Any:
-        """The vision tower over `patches` patches on one device."""
+    def vision_seconds(self, patches: Number) -> Number:
+        """Seconds of the vision tower over `patches` patches on one device."""
         return np.asarray(patches, float) * (self.model.vision_flops() / self.vision_flops)
 
-    def sequence_seconds(self, length: Number) -> Any:
-        """Attention and linear work of a sequence, in no plan yet: what a planner balances to balance the step."""
+    def sequence_seconds(self, length: Number) -> Number:
+        """Seconds of attention and linear work of a sequence, in no plan yet: a planner balances these to balance the
+        step."""
         return self.attention_seconds(length) + self.linear_seconds(length)
 
     # --- seconds of a plan --------------------------------------------------------------------------
@@ -219,7 +216,7 @@ class CostModel:
         patches: Sequence[int | float] | np.ndarray | None = None,
         squares: Sequence[int | float] | np.ndarray | None = None,
     ) -> float:
-        """Forward and backward pass of a microbatch, or with `train=False` the forward pass alone (log-probs).
+        """Seconds of the forward and backward pass of a microbatch, or with `train=False` of the forward pass alone.
 
         Each device has its attention, its linear work and what its all-to-alls expose (`overlap.attention_ends`);
         layers end with the slowest device, because all gather the next layer's weights together. `patches` are those
@@ -231,11 +228,11 @@ class CostModel:
         lengths = np.array(plan.lengths, float)
         quadratic = lengths**2 if squares is None else np.asarray(squares, float)
         linear = self.linear_seconds(plan.memory())
-        vision = self.vision_seconds(np.zeros(1) if patches is None else np.asarray(patches, float))
+        vision = np.max(self.vision_seconds(np.zeros(1) if patches is None else np.asarray(patches, float)))
 
         def one_pass(attention: float, rest: float, *, mirrored: bool = False) -> float:
             ends = self._ends(plan, quadratic, attention, mirrored)
-            return float((ends + linear * rest).max() + vision.max() * rest)
+            return float(np.max(ends + linear * rest) + vision * rest)
 
         total = one_pass(1.0, 1.0)
         if train:
@@ -246,10 +243,10 @@ class CostModel:
     def _ends(self, plan: ShardPlan, squares: np.ndarray, factor: float, mirrored: bool) -> np.ndarray:
         def compute(squares: np.ndarray, tokens: np.ndarray, degree: int) -> np.ndarray:
             launch = self.model.layers * self.attention.per_launch
-            return factor * (self._attention(squares, tokens, degree) + launch)
+            return np.asarray(factor * (self._attention(squares, tokens, degree) + launch))
 
         def wire(share: float, tokens: np.ndarray, degree: int) -> np.ndarray:
-            return share * self._all_to_all(tokens, degree)
+            return np.asarray(share * self._all_to_all(tokens, degree))
 
         def inputs(degree: int) -> float:
             """The share of queries, keys and values in the bytes; the rest are outputs. Backward it is the reverse."""
@@ -265,11 +262,11 @@ class CostModel:
             lambda _, tokens, degree: wire(1 - inputs(degree), tokens, degree),
         )
 
-    def _attention(self, squares: Any, tokens: Any, degree: int) -> Any:
+    def _attention(self, squares: Number, tokens: Number, degree: int) -> Number:
         channels = self.model.heads_of(degree)[0] / degree * self.model.head_size
         return self.model.layers * self.attention.seconds(squares, tokens, channels)
 
-    def _all_to_all(self, tokens: np.ndarray, degree: int) -> Any:
+    def _all_to_all(self, tokens: np.ndarray, degree: int) -> Number:
         if degree <= 1:
             return np.zeros_like(tokens)
         link = self.within if degree <= self.node else self.across
@@ -281,7 +278,7 @@ class CostModel:
 
 
 def named(model: ModelSizes | str) -> ModelSizes:
-    """Raises CostError for a name that is not in `tables.MODELS`."""
+    """Returns the sizes of a model by its name. Raises CostError for a name that is not in `tables.MODELS`."""
     if isinstance(model, ModelSizes):
         return model
     if model not in tables.MODELS:

@@ -13,7 +13,7 @@ from ..spread.heads import heads_at
 
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
-    """What a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16;
+    """The sizes that a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16;
     without `share_kv`, heads are neither filled up nor copied for groups that they can't be dealt to evenly."""
 
     name: str
@@ -47,7 +47,7 @@ class ModelSizes:
         return 2.0 * (self.patch_values * self.vision_width + tower + merger)
 
     def heads_of(self, degree: int) -> tuple[int, int]:
-        """(query heads, KV heads) that travel to all devices of a group, and are computed by them: see
+        """Returns (query heads, KV heads) that travel to all devices of a group and are computed there: see
         `sharding.spread.heads`. Raises PlanError for a degree above the number of query heads."""
         if not self.share_kv:
             return self.heads, self.kv_heads
@@ -55,8 +55,8 @@ class ModelSizes:
         return queries * degree, kv * degree
 
     def wire_bytes(self, degree: int) -> float:
-        """Bytes a token of one attention in the all-to-alls of `degree` devices: queries and output, keys and values.
-        What stays on its device is counted, too. Errors as above."""
+        """Bytes a token of one attention in the all-to-alls of `degree` devices: queries and output, keys and values,
+        those that stay on their device included. Raises PlanError like `heads_of`."""
         return 2.0 * sum(self.heads_of(degree)) * self.head_size * self.value_bytes
 
 

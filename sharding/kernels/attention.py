@@ -1,4 +1,4 @@
-"""Attention over packed rows, in portable JAX. Masks are described; only as much of one exists as a chunk needs."""
+"""Attention over packed rows, in portable JAX. A mask is described; only the part that a chunk needs ever exists."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ WHOLE_SCORES = 1 << 26  # up to so many scores are computed at once: 256 MB in f
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a query reaches: same non-zero segment; if `branches` are given, key branch 0 or the query's own;
-    if `causal`, no later index of the row."""
+    """The keys that a query reaches: those of the same non-zero segment; if `branches` are given, of branch 0 or the
+    query's branch; if `causal`, at no later index of the row."""
 
     segments: Int[Array, "B T"]
     branches: Int[Array, "B T"] | None = None
@@ -66,17 +66,20 @@ def attention(
     if isinstance(mask, Mask):
         index = jnp.broadcast_to(jnp.arange(T), (B, T))
         described = jax.tree.map(split, (mask.segments, mask.branches, index))
-        one = jax.checkpoint(lambda part: _attend(part[0], k, v, mask.of(*part[1])))
-        out = jax.lax.map(one, (split(q), described))
+        chunk_out = jax.checkpoint(lambda part: _attend(part[0], k, v, mask.of(*part[1])))
+        out = jax.lax.map(chunk_out, (split(q), described))
     else:
-        one = jax.checkpoint(lambda part: _attend(part[0], k, v, part[1]))
-        out = jax.lax.map(one, (split(q), split(mask)))
+        chunk_out = jax.checkpoint(lambda part: _attend(part[0], k, v, part[1]))
+        out = jax.lax.map(chunk_out, (split(q), split(mask)))
     return jnp.moveaxis(out, 0, 1).reshape(B, chunks * chunk, *q.shape[2:])[:, :T]
 
 
 def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
-    """Heads are brought in front first, and division by the softmax's sum comes last: on the CPU that halves the
-    time of the plain einsum of two batched axes, at short lengths it is a quarter."""
+    """Attention of a chunk of queries under a dense mask.
+
+    Heads are brought in front first, and division by the softmax's sum comes last: on the CPU that halves the time of
+    the plain einsum of two batched axes, at short lengths it is a quarter.
+    """
     B, T, N, H = q.shape
     S, K = k.shape[1], k.shape[2]
     R = N // K  # query heads that read each KV head

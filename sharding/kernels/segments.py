@@ -3,8 +3,8 @@
 Segments are runs of equal numbers; 0 is padding. When no run is longer than `bound`, the axis is cut into blocks of
 `bound`, and a query finds its whole segment in its own block and the two beside it: cost grows as `3 * bound` a query
 instead of the length of the axis. The backward pass computes the scores again, which on the CPU is also faster than
-keeping them. Without a bound, or with one that saves nothing, all keys are looked at (`attention` bounds the memory of
-that).
+keeping them. Without a bound, or with a bound that saves nothing, every query looks at all keys (`attention` bounds the
+memory of that).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def segment_attention(
 
 def _blocked(q: Array, k: Array, v: Array, segments: Array, *, block: int) -> Array:
     P = q.shape[0]
-    q, k, v, own = (_blocks(x, block) for x in (q, k, v, segments))
-    k, v, near = (_with_neighbours(x) for x in (k, v, own))
-    allowed = (own[:, :, None] == near[:, None, :]) & (near != 0)[:, None, :]
+    q, k, v, query_segments = (_blocks(x, block) for x in (q, k, v, segments))
+    k, v, key_segments = (_with_neighbours(x) for x in (k, v, query_segments))
+    allowed = (query_segments[:, :, None] == key_segments[:, None, :]) & (key_segments != 0)[:, None, :]
     return attention(q, k, v, allowed).reshape(-1, *q.shape[2:])[:P]
 
 

@@ -42,10 +42,10 @@ class Tiles:
 
 
 def tile_size(tokens: int) -> int:
-    """A tile for a stream of `tokens`. Small ones skip more, large ones loop less; there are never more than 256.
+    """The size of a tile for a stream of `tokens`. Small tiles skip more, large ones loop less; at most 256 are made.
 
     On CPUs 64 and 128 are the fastest up to 4096 tokens, measured from 64 to 512. Elsewhere each turn of the loop costs
-    several launches, which 512 outweighs by arithmetic; nobody has measured it.
+    several launches, which 512 outweighs by arithmetic; this was not measured.
     """
     least = (64 if tokens <= 512 else 128) if jax.default_backend() == "cpu" else 512
     at_256_tiles = 1 << max((tokens - 1).bit_length() - 8, 0)
@@ -55,8 +55,8 @@ def tile_size(tokens: int) -> int:
 def tile_list(segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: int = 0) -> Tiles:
     """The tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key; `tile=0` chooses a size.
 
-    Never too few for any input. None too many where segments are contiguous (padding may stand anywhere, numbers in any
-    order) and each branch is too; but for tiles at the border of two segments, where branches are not compared.
+    The list never lacks a tile. It has none too many where segments are contiguous (padding may stand anywhere, numbers
+    in any order) and each branch is, too; but for tiles at the border of two segments, where branches are not compared.
     """
     S = segments_S.shape[0]
     tile = tile or tile_size(S)
@@ -188,10 +188,10 @@ def backward(
 def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array:
     """`[K, R * tile, tile]` float32 scores of one tile, MASKED where the query does not reach the key."""
     tile, K = tiles.size, q.shape[0]
-    own, other = tiles.segments[query][:, None], tiles.segments[key][None, :]
-    branch, other_branch = tiles.branches[query][:, None], tiles.branches[key][None, :]
+    segment, key_segment = tiles.segments[query][:, None], tiles.segments[key][None, :]
+    branch, key_branch = tiles.branches[query][:, None], tiles.branches[key][None, :]
     lane = jnp.arange(tile)
-    allowed = (own == other) & (own != 0) & ((other_branch == 0) | (other_branch == branch))
+    allowed = (segment == key_segment) & (segment != 0) & ((key_branch == 0) | (key_branch == branch))
     allowed &= (query - key) * tile + lane[:, None] >= lane[None, :]
     scores = _dot("KMH,KCH->KMC", q, k).reshape(K, -1, tile, tile) * q.shape[-1] ** -0.5
     return jnp.where(allowed[None, None], scores, MASKED).reshape(K, -1, tile)

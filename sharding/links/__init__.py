@@ -10,8 +10,8 @@ links.barrier("end")
 links.close()
 """
 
-from .links import Links, leave
+from .links import Device, Links, leave
 from .relay import initialize
 from .wires import LinkError
 
-__all__ = ["LinkError", "Links", "initialize", "leave"]
+__all__ = ["Device", "LinkError", "Links", "initialize", "leave"]

@@ -1,4 +1,4 @@
-"""What ties the processes of a run together besides collectives: arrays on demand, counters, and news of failures."""
+"""Ties between the processes of a run besides collectives: arrays on demand, counters, and news of failures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
+from ..mesh import Device
 from .arrivals import Arrivals
 from .meeting import Card, connect, gather, listen, own_address, place
 from .relay import survives_coordinator
@@ -59,7 +60,7 @@ class Links:
         self._timeout = timeout
         self._grace = grace
         self._news = threading.Condition()  # guards what follows
-        self._counts: collections.Counter[Any] = collections.Counter()
+        self._counts: collections.Counter[str | tuple[int, str]] = collections.Counter()  # by topic; (peer, barrier)
         self._failure = ""
         self._announced = False  # a failure is about to be told, or has been
         self._closed = False
@@ -114,8 +115,8 @@ class Links:
         if full and self._peers:
             self._server.await_pull(key, full)
 
-    def fetch(self, process: int, key: int, like: Sequence[jax.ShapeDtypeStruct], device: Any) -> list[jax.Array]:
-        """What `process` offers, or will offer, under `key`, on its way to the local `device`. Does not wait.
+    def fetch(self, process: int, key: int, like: Sequence[jax.ShapeDtypeStruct], device: Device) -> list[jax.Array]:
+        """Fetches to the local `device` what `process` offers, or will offer, under `key`. Does not wait.
 
         The arrays have the shapes and dtypes of `like`, which must be those of the offer. Like results of a program
         they are filled in later, and programs can be called on them meanwhile. Wait with `ready` for them and for what
@@ -126,9 +127,9 @@ class Links:
             raise ValueError(f"process {self.process} of {self.processes} can't fetch from process {process}")
         where = SingleDeviceSharding(device)
         # Nothing is sent for an empty array, and the transfer engine would wait for it for ever.
-        full = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=where) for one in like if one.size]
+        full = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=where) for each in like if each.size]
         came = iter(self._connections[process].pull(key, full) if full else ())
-        return [next(came) if one.size else jax.device_put(np.zeros(one.shape, one.dtype), device) for one in like]
+        return [next(came) if each.size else jax.device_put(np.zeros(each.shape, each.dtype), device) for each in like]
 
     def ready(self, arrays: Sequence[jax.Array]) -> None:
         """Returns when all `arrays` are there. Raises LinkError, or the error of the program that computes them."""
@@ -144,7 +145,7 @@ class Links:
         raise self._error()
 
     def explain(self, error: BaseException) -> BaseException:
-        """The LinkError behind the error of a program, a collective or a transfer, if there is one, else `error`.
+        """Returns the LinkError behind the error of a program, a collective or a transfer if there is one, or `error`.
 
         The wires may hear of a death later than the program that needed the dead process: waits two seconds for it.
         """
@@ -155,7 +156,7 @@ class Links:
         return error
 
     def notify(self, process: int, topic: str) -> None:
-        """One more notification of `topic` for `process`, which may be this one. Does not wait."""
+        """Notifies `process`, which may be this one, of `topic` once more. Does not wait."""
         self.check()
         if process == self.process:
             self._count(topic)
@@ -164,19 +165,19 @@ class Links:
 
     def wait(self, topic: str, at_least: int) -> None:
         """Returns when `at_least` notifications of `topic` have come since the beginning, from all processes together.
-        LinkError for a failure before."""
+        Raises LinkError for a failure before."""
         self._await(lambda: self._counts[topic] >= at_least, self._hopeless)
 
     def forget(self, prefix: str) -> None:
-        """Counts of topics that begin with `prefix` start again at zero, and take no memory. Behind a `barrier`, all
-        notifications that a peer sent before it called that have come."""
+        """Sets the counts of topics that begin with `prefix` back to zero, and frees their memory. Behind a `barrier`,
+        all notifications that a peer sent before it called that have come."""
         with self._news:
             for topic in [key for key in self._counts if isinstance(key, str) and key.startswith(prefix)]:
                 del self._counts[topic]
 
     def barrier(self, name: str) -> None:
         """Returns when all processes have called it with `name` as often as this one, each from one thread at a time.
-        LinkError for a failure before. No device takes part."""
+        Raises LinkError for a failure before. No device takes part."""
         self.check()
         for peer in self._peers:
             self._send(peer, {"kind": "here", "name": name})
@@ -200,7 +201,7 @@ class Links:
             raise self._error()
 
     def close(self) -> None:
-        """The orderly end, behind a `barrier`: peers may still wait for what was offered. Not after a failure, which
+        """Ends in good order, behind a `barrier`: peers may still wait for what was offered. Not after a failure, which
         ends in `leave`. A peer that closes is missed only by who waits for it."""
         with self._news:
             if self._closed or self._announced:
@@ -216,7 +217,8 @@ class Links:
         return f"process {process} ({host})"
 
     def _outlive_peers(self) -> None:
-        """Process 0 serves JAX's coordination: when it goes, JAX aborts those that `initialize` did not start."""
+        """Waits, in process 0, for the end of the others: it serves JAX's coordination, and when it goes, JAX aborts
+        those that `initialize` did not start."""
         if self.process == 0:
             with self._news:
                 self._news.wait_for(lambda: len(self._peers_gone) == len(self._peers), self._grace + _NEWS)
@@ -226,7 +228,7 @@ class Links:
             raise ValueError(f"there is no process {process}, only {self.processes}")
         self._wires.send(process, message)
 
-    def _count(self, key: Any) -> None:
+    def _count(self, key: str | tuple[int, str]) -> None:
         with self._news:
             self._counts[key] += 1
             self._news.notify_all()

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other: by which address each is reached, and a wire between each two.
+"""The processes of a run find each other: the address at which each is reached, and a wire between each two.
 
 What they must know beforehand they tell each other through `jax.distributed`. A connection counts only once it has
 named its process and the secret that this process was told.
@@ -14,7 +14,7 @@ import pathlib
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -22,15 +22,16 @@ from jax.experimental import multihost_utils
 
 from .wires import LinkError, Wire
 
-_WIDTH = 1024  # bytes
+T = TypeVar("T")
+_WIDTH = 1024  # bytes of what a process says of itself
 _GREETING = 1024  # bytes
 _GREETING_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """How a process is reached: `host` is for people, `address` an IP address with the `port` of its wires, `transfer`
-    the address of its transfer server. Who knows the `secret` is one of the run's processes."""
+    """The addresses of a process: `host` is for people, `address` an IP address with the `port` of its wires,
+    `transfer` the address of its transfer server. Who knows the `secret` is one of the run's processes."""
 
     host: str
     address: str
@@ -39,8 +40,8 @@ class Card:
     secret: str
 
 
-def gather(mine: Any) -> list[Any]:
-    """What every process has here, by process; through JSON. Collective. Raises LinkError when one has died."""
+def gather(mine: T) -> list[T]:
+    """Returns what every process gives, by process; through JSON. Collective. Raises LinkError when one has died."""
     data = json.dumps(mine).encode()
     if len(data) > _WIDTH:
         raise LinkError(f"what this process is called takes {len(data)} bytes, more than {_WIDTH}; say a shorter host")
@@ -52,7 +53,7 @@ def gather(mine: Any) -> list[Any]:
 
 
 def place() -> str:
-    """The same text in two processes that reach each other over the loopback interface, and in no others."""
+    """Returns the same text in two processes that reach each other over the loopback interface, and in no others."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -61,7 +62,7 @@ def place() -> str:
 
 
 def own_address(others: Sequence[str]) -> str:
-    """The IP address from which this host speaks to the first of `others` (host names) that has an address itself.
+    """Returns the IP address from which this host speaks to the first of `others` (host names) that has an address.
 
     Where none has, that of the default route; loopback on a host without one. Nothing is sent.
     """
@@ -74,11 +75,11 @@ def own_address(others: Sequence[str]) -> str:
             try:
                 with socket.socket(family, kind, protocol) as probe:
                     probe.connect(address)
-                    own = probe.getsockname()[0]
+                    local = probe.getsockname()[0]
             except OSError:
                 continue
-            if not own.startswith("127."):  # the name of this host, as some hosts write it down
-                return own
+            if not local.startswith("127."):  # the name of this host, as some hosts write it down
+                return local
     return "127.0.0.1"
 
 
@@ -91,7 +92,7 @@ def listen(address: str, processes: int) -> socket.socket:
 
 
 def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: float) -> dict[int, Wire]:
-    """A wire to every peer: calls the processes before this one, is called by those behind it at `door`.
+    """Makes a wire to every peer: calls the processes before this one, is called by those behind it at `door`.
 
     Raises LinkError when one of them is not there `timeout` seconds later.
     """
@@ -106,14 +107,14 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
 
 
 def _connect(wires: dict[int, Wire], process: int, cards: Sequence[Card], door: socket.socket, end: float) -> None:
-    own = cards[process]
+    here = cards[process]
     for peer, card in enumerate(cards[:process]):
         try:
             wires[peer] = Wire.on(socket.create_connection((card.address, card.port), timeout=_left(end)))
-            wires[peer].write({"process": process, "secret": card.secret})
+            wires[peer].write({"process": str(process), "secret": card.secret})
         except OSError as error:
             raise LinkError(
-                f"process {process} ({own.host}) can't reach process {peer} ({card.host}) at "
+                f"process {process} ({here.host}) can't reach process {peer} ({card.host}) at "
                 f"{card.address}:{card.port}: {error}. Open the ports between the hosts, or say `host=`."
             ) from error
     while len(wires) < len(cards) - 1:
@@ -123,11 +124,11 @@ def _connect(wires: dict[int, Wire], process: int, cards: Sequence[Card], door: 
         except OSError as error:
             missing = [str(peer) for peer in range(process + 1, len(cards)) if peer not in wires]
             raise LinkError(
-                f"process {process} ({own.host}) was not called by process {', '.join(missing)} at "
-                f"{own.address}:{own.port}: {error}. Start them all, and open the ports between the hosts."
+                f"process {process} ({here.host}) was not called by process {', '.join(missing)} at "
+                f"{here.address}:{here.port}: {error}. Start them all, and open the ports between the hosts."
             ) from error
         wire = Wire.on(called)
-        peer = _greeting(wire, own.secret, min(_left(end), _GREETING_SECONDS))
+        peer = _greeting(wire, here.secret, min(_left(end), _GREETING_SECONDS))
         if peer is not None and process < peer < len(cards) and peer not in wires:
             wires[peer] = wire
         else:
@@ -139,7 +140,7 @@ def _left(end: float) -> float:
 
 
 def _greeting(wire: Wire, secret: str, timeout: float) -> int | None:
-    """The process that a caller says it is; None for one that does not know the secret."""
+    """Returns the process that a caller says it is; None for one that does not know the secret."""
     wire.socket.settimeout(timeout)
     try:
         said = json.loads(wire.lines.readline(_GREETING))

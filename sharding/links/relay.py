@@ -13,6 +13,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ _in_use = False
 
 
 def initialize(coordinator: str, processes: int, process: int, **options: Any) -> None:
-    """`jax.distributed.initialize(coordinator, processes, process, **options)`, through a relay but for process 0.
+    """Calls `jax.distributed.initialize(coordinator, processes, process, **options)`, through a relay if not process 0.
 
     `coordinator` is `host:port`. `heartbeat_timeout_seconds` must stay above the time-out of `Links`, which else has no
     time to name the process that hangs. JAX's calls to the service release the interpreter lock, so that a relay in
@@ -37,7 +38,7 @@ def initialize(coordinator: str, processes: int, process: int, **options: Any) -
 
 
 def survives_coordinator() -> bool:
-    """Whether JAX lets this process live for a while when process 0 has died."""
+    """Tells whether JAX lets this process live for a while when process 0 has died."""
     return _in_use
 
 
@@ -74,7 +75,7 @@ def _connect(near: socket.socket, target: tuple[str, int]) -> None:
 
 
 def _forward(source: socket.socket, target: socket.socket, close: bool) -> None:
-    """Until either side ends. The far side's end is kept from the near one: see the top of this file."""
+    """Forwards until either side ends. The far side's end is kept from the near one: see the top of this file."""
     with contextlib.suppress(OSError):
         while piece := source.recv(_PIECE):
             target.sendall(piece)
@@ -83,5 +84,5 @@ def _forward(source: socket.socket, target: socket.socket, close: bool) -> None:
             target.shutdown(socket.SHUT_WR)
 
 
-def _start(work: Any, *arguments: Any) -> None:
+def _start(work: Callable[..., None], *arguments: object) -> None:
     threading.Thread(target=work, args=arguments, name="coordination-relay", daemon=True).start()

@@ -13,9 +13,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
-Message = dict[str, Any]
+Message = dict[str, str]
 
 _LAST_WORDS = 2.0  # seconds that a peer which reads nothing may hold up the others
 

@@ -9,21 +9,21 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from ..fsdp import Fsdp
-from ..links import LinkError, Links
+from ..links import Device, LinkError, Links
 from ..strategy import Params, Tally
 from .flat import Rows
-from .gradients import Device, Gradients, Key, Turn
+from .pushed_gradients import Key, PushedGradients, Turn
 from .remote import Remote, taken
-from .stage_programs import Microbatch, StagePrograms
+from .stage_programs import StagedMicrobatch, StagePrograms
 from .traffic import Traffic
 from .window import Itinerary
 from .worker import Task, Worker
@@ -67,9 +67,9 @@ class _Failure:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """`own[d]` are the indices of the microbatches of device `d`, in order; `work[i]` is that of microbatch `i`."""
+    """`indices[d]` are the indices of the microbatches of device `d`, in order; `work[i]` is that of microbatch `i`."""
 
-    own: tuple[tuple[int, ...], ...]
+    indices: tuple[tuple[int, ...], ...]
     work: tuple[float, ...]
 
     @staticmethod
@@ -78,16 +78,16 @@ class _Plan:
             raise ValueError(f"{count} microbatches, {len(devices)} devices, {len(work)} amounts of work; as many each")
         if not set(devices) <= set(range(num_devices)):
             raise ValueError(f"microbatches for devices {sorted(set(devices))}, but the mesh has {num_devices}")
-        own = tuple(tuple(i for i in range(count) if devices[i] == d) for d in range(num_devices))
-        return _Plan(own, tuple(work) or (1.0,) * count)
+        indices = tuple(tuple(i for i in range(count) if devices[i] == d) for d in range(num_devices))
+        return _Plan(indices, tuple(work) or (1.0,) * count)
 
     def by_finish(self, devices: Sequence[int]) -> list[tuple[Turn, int]]:
         """All microbatches of these devices as (turn, index), by when they are expected to end."""
         found = []
         for device in devices:
-            ends = np.cumsum([self.work[i] for i in self.own[device]])
+            ends = np.cumsum([self.work[i] for i in self.indices[device]])
             found += [(end, device, number) for number, end in enumerate(ends)]
-        return [((device, number), self.own[device][number]) for _, device, number in sorted(found)]
+        return [((device, number), self.indices[device][number]) for _, device, number in sorted(found)]
 
 
 class Odc:
@@ -130,35 +130,37 @@ class Odc:
         self.last_seconds, self.idle = {}, 0.0
 
     def loss_and_grad(
-        self, params: Params, batches: Sequence[Any], devices: Sequence[int], work: Sequence[float] = ()
+        self, params: Params, batches: Sequence[PyTree], devices: Sequence[int], work: Sequence[float] = ()
     ) -> tuple[jax.Array, Tally, Params]:
-        """(loss, tally, gradients) summed over the microbatches `batches`, of which `devices[i]` computes the `i`-th.
+        """Returns (loss, tally, gradients) summed over the microbatches `batches`; `devices[i]` computes the `i`-th.
 
         Every process has all batches, as arrays on the host. `work` is the predicted work of each, in any unit: the
         deterministic order follows it. Raises OdcError, on all processes, if a device or a process fails.
         """
         plan = _Plan.of(len(batches), devices, work, len(self._devices))
         microbatches = [self._programs.training(batch) for batch in batches]
-        tasks = [Task(own, batches, microbatches) for own in plan.own]
+        tasks = [Task(indices, batches, microbatches) for indices in plan.indices]
         failure, number = _Failure(self._links), next(_numbers)
         orders = self._orders(plan, microbatches) if self._deterministic else None
         owners = [self._devices[d] for d in self._local]
-        gradients = Gradients(owners, orders, 2 * self._live_layers, failure.check)
+        gradients = PushedGradients(owners, orders, 2 * self._live_layers, failure.check)
         trips = [task.training(self._live_layers) for task in tasks]
         traffic = self._traffic(number, params, trips, failure)
         workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
         jobs = [self._training(worker, traffic, trips[worker.number], gradients) for worker in workers]
-        self._run(number, workers, jobs, failure, self._servers(traffic, tasks, gradients))
-        del traffic, jobs  # and with them the rows that were published
+        servers = [(c, functools.partial(traffic.serve, c, tasks[c].pushes(), gradients)) for c in traffic.clients]
+        self._run(number, workers, jobs, failure, servers)
+        del traffic, jobs, servers  # and with them the rows that were published
         grads = self._rows.collect(self._gathered(gradients))
         loss, tally = self._tally(workers, microbatches[0])
         return loss, tally, grads
 
-    def logprobs(self, params: Params, inputs: Sequence[Any], devices: Sequence[int]) -> list[Any]:
-        """What `forward` returns for each of `inputs`, on the device that computed it; None for other processes'."""
+    def logprobs(self, params: Params, inputs: Sequence[PyTree], devices: Sequence[int]) -> list[PyTree]:
+        """Returns what `forward` does for each of `inputs`, on the device that computed it; None where that is a device
+        of another process."""
         plan = _Plan.of(len(inputs), devices, (), len(self._devices))
-        microbatches = [self._programs.scoring(one) for one in inputs]
-        tasks = [Task(own, inputs, microbatches) for own in plan.own]
+        microbatches = [self._programs.scoring(batch) for batch in inputs]
+        tasks = [Task(indices, inputs, microbatches) for indices in plan.indices]
         failure, number = _Failure(self._links), next(_numbers)
         trips = [task.scoring(self._live_layers) for task in tasks]
         traffic = self._traffic(number, params, trips, failure)
@@ -178,18 +180,11 @@ class Odc:
         failure.check()
         return traffic
 
-    def _training(self, worker: Worker, traffic: Traffic, trip: Itinerary, gradients: Gradients) -> Callable[[], None]:
+    def _training(
+        self, worker: Worker, traffic: Traffic, trip: Itinerary, gradients: PushedGradients
+    ) -> Callable[[], None]:
         push = traffic.pusher(worker.number, gradients)
         return lambda: worker.train(traffic.window(worker.number, trip), push)
-
-    def _servers(
-        self, traffic: Traffic, tasks: Sequence[Task], gradients: Gradients
-    ) -> list[tuple[int, Callable[[], None]]]:
-        """For each device of another process, what takes its gradients."""
-        return [
-            (client, functools.partial(traffic.serve, client, tasks[client].pushes(), gradients))
-            for client in traffic.clients
-        ]
 
     def _run(
         self,
@@ -199,7 +194,7 @@ class Odc:
         failure: _Failure,
         servers: Sequence[tuple[int, Callable[[], None]]],
     ) -> None:
-        """All jobs, each on a thread of its own, to the end of the minibatch."""
+        """Runs all jobs, each on a thread of its own, to the end of the minibatch."""
         began = time.perf_counter()
 
         def work(worker: Worker, job: Callable[[], None]) -> None:
@@ -226,8 +221,8 @@ class Odc:
         self.last_seconds = {worker.number: worker.seconds for worker in workers}
         self.idle = time.perf_counter() - began - sum(self.last_seconds.values()) / len(workers)
 
-    def _orders(self, plan: _Plan, microbatches: Sequence[Microbatch]) -> dict[Device, dict[Key, list[Turn]]]:
-        """Of each owner here: whose pushes of each key come in which order, the same for all of a group."""
+    def _orders(self, plan: _Plan, microbatches: Sequence[StagedMicrobatch]) -> dict[Device, dict[Key, list[Turn]]]:
+        """Returns, for each owner in this process, the order of the pushes of each key; a group has the same order."""
         orders: dict[range, dict[Key, list[Turn]]] = {}
         for group in {self._rows.members(d) for d in self._local}:
             orders[group] = {}
@@ -236,32 +231,32 @@ class Odc:
                     orders[group].setdefault(key, []).append(turn)
         return {self._devices[d]: orders[self._rows.members(d)] for d in self._local}
 
-    def _gathered(self, gradients: Gradients) -> list[list[jax.Array]]:
+    def _gathered(self, gradients: PushedGradients) -> list[list[jax.Array]]:
         rows = []
         for u, unit in enumerate(self._rows.units):
             size = unit.size * self._rows.outer
             layers = []
             for layer in range(max(unit.layers, 1)):
-                own = [gradients.of(self._devices[d], (u, layer), size) for d in self._local]
-                layers.append(self._everywhere((size * len(self._devices),), own))
+                local = [gradients.of(self._devices[d], (u, layer), size) for d in self._local]
+                layers.append(self._everywhere((size * len(self._devices),), local))
             rows.append(layers)
         return rows
 
-    def _tally(self, workers: Sequence[Worker], one: Microbatch) -> tuple[jax.Array, Tally]:
-        """Loss and tally of all devices, from one small array of each."""
-        tree = one.program.tree
+    def _tally(self, workers: Sequence[Worker], microbatch: StagedMicrobatch) -> tuple[jax.Array, Tally]:
+        """Sums loss and tally over all devices, from one small array of each."""
+        tree = microbatch.program.tree
         example = jax.tree.unflatten(tree, range(tree.num_leaves))
         maxima = len(example[1].maxima)
         none = np.array([0.0] * (tree.num_leaves - maxima) + [-np.inf] * maxima, np.float32)
-        own = [
+        local = [
             jax.device_put(none[None], w.device) if w.tally is None else _flat(jax.tree.leaves(w.tally))
             for w in workers
         ]
-        values = self._combine(self._everywhere((len(self._devices), tree.num_leaves), own), maxima)
+        values = self._combine(self._everywhere((len(self._devices), tree.num_leaves), local), maxima)
         return jax.tree.unflatten(tree, list(values))
 
-    def _everywhere(self, shape: tuple[int, ...], own: list[jax.Array]) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(shape, self._rows.sharding, own)
+    def _everywhere(self, shape: tuple[int, ...], local: list[jax.Array]) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(shape, self._rows.sharding, local)
 
 
 @jax.jit
@@ -270,7 +265,7 @@ def _flat(values: list[jax.Array]) -> jax.Array:
 
 
 def _combined(table: jax.Array, maxima: int) -> list[jax.Array]:
-    """`[devices, values]`, the last `maxima` of which are maxima, -> each over all devices."""
+    """Combines `[devices, values]`, of which the last `maxima` values are maxima, over all devices."""
     sums, largest = jnp.sum(table, axis=0), jnp.max(table, axis=0)
     count = table.shape[1]
     return [sums[i] if i < count - maxima else largest[i] for i in range(count)]

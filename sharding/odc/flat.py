@@ -16,15 +16,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from ..fsdp import Fsdp
 from ..mesh import group_axes
+from ..strategy import Params
 from ..weights import WeightSpec
 
 
@@ -50,7 +51,8 @@ class RowPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Weights that are fetched together; `layers` of them if they are stacked, else 0. A row has `size` elements."""
+    """Weights that are fetched together; `layers` is their number of layers if they are stacked, else 0. A row has
+    `size` elements."""
 
     pieces: tuple[RowPiece, ...]
     layers: int
@@ -91,22 +93,23 @@ class Rows:
         first = device // self.group * self.group
         return range(first, first + self.group)
 
-    def publish(self, params: Any) -> list[list[jax.Array]]:
-        """`[unit][layer]`: arrays `[devices * outer * size]`, each device's row its own part of them."""
+    def publish(self, params: Params) -> list[list[jax.Array]]:
+        """Makes rows of parameters: `[unit][layer]` arrays `[devices * outer * size]`, of which each device holds its
+        row."""
         return self._publish(params)
 
-    def collect(self, rows: list[list[jax.Array]]) -> Any:
-        """Gradients laid out like the parameters, from rows like those of `publish`."""
+    def collect(self, rows: list[list[jax.Array]]) -> Params:
+        """Makes gradients laid out like the parameters, from rows like those of `publish`."""
         return self._collect(rows)
 
     def whole(
         self, units: Sequence[int], rows: Sequence[Sequence[jax.Array]], leaves: Sequence[int]
     ) -> list[jax.Array]:
-        """The weights `leaves` (of one layer) from the rows of these units, one row of each device of a group."""
+        """Makes whole weights `leaves` (of one layer) from the rows of `units`, one row of each device of a group."""
         found: dict[int, jax.Array] = {}
-        for unit, own in zip(units, rows, strict=True):
+        for unit, unit_rows in zip(units, rows, strict=True):
             pieces = self.units[unit].pieces
-            found |= dict(zip((piece.leaf for piece in pieces), _whole(self, unit, list(own)), strict=True))
+            found |= dict(zip((piece.leaf for piece in pieces), _whole(self, unit, list(unit_rows)), strict=True))
         return [found[leaf] for leaf in leaves]
 
     def _unit(self, members: Sequence[int], declared: Sequence[WeightSpec]) -> Unit:
@@ -124,7 +127,7 @@ class Rows:
 
     # --- on one device ------------------------------------------------------------------------------
 
-    def _local_rows(self, params: Any) -> list[list[jax.Array]]:
+    def _local_rows(self, params: Params) -> list[list[jax.Array]]:
         leaves = jax.tree.leaves(params)
         rows = []
         for unit in self.units:
@@ -139,18 +142,16 @@ class Rows:
         return rows
 
     def _part(self, piece: RowPiece, shard: jax.Array) -> jax.Array:
-        """What this device answers for, of its copy of a shard."""
+        """Cuts out what this device answers for of its copy of a shard."""
         flat = shard.reshape(-1).astype(self._dtype)
         if piece.copies == 1:
             return flat
         flat = jnp.pad(flat, (0, piece.copies * piece.size - flat.shape[0]))
-        return jax.lax.dynamic_slice_in_dim(flat, self._copy(piece) * piece.size, piece.size)
+        copy = jax.lax.axis_index(self._axes) // piece.shards
+        return jax.lax.dynamic_slice_in_dim(flat, copy * piece.size, piece.size)
 
-    def _copy(self, piece: RowPiece) -> jax.Array:
-        return jax.lax.axis_index(self._axes) // piece.shards
-
-    def _local_gradients(self, rows: list[list[jax.Array]]) -> Any:
-        leaves: list[Any] = [None] * len(self._shapes)
+    def _local_gradients(self, rows: list[list[jax.Array]]) -> Params:
+        leaves: dict[int, jax.Array] = {}
         for unit, layers in zip(self.units, rows, strict=True):
             if self._outer:
                 layers = [jax.lax.psum_scatter(row, self._outer, tiled=True) for row in layers]
@@ -158,26 +159,26 @@ class Rows:
                 parts = [self._gradient(piece, row) for row in layers]
                 leaf = jnp.stack(parts) if unit.layers else parts[0]
                 leaves[piece.leaf] = leaf.astype(self._dtypes[piece.leaf])
-        return jax.tree.unflatten(self._tree, leaves)
+        return jax.tree.unflatten(self._tree, [leaves[leaf] for leaf in range(len(leaves))])
 
     def _gradient(self, piece: RowPiece, row: jax.Array) -> jax.Array:
-        own = row[piece.offset : piece.offset + piece.size]
+        part = row[piece.offset : piece.offset + piece.size]
         if piece.copies > 1:
             # Copies are the leading axes of the mesh: the holders of one shard differ in these alone.
             cut = self._cuts[piece.leaf]
             holders = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
-            own = jax.lax.all_gather(own, holders, tiled=True)[: math.prod(piece.shard_shape)]
-        return own.reshape(piece.shard_shape)
+            part = jax.lax.all_gather(part, holders, tiled=True)[: math.prod(piece.shard_shape)]
+        return part.reshape(piece.shard_shape)
 
 
-def _modules(declared: Sequence[WeightSpec], params: Any) -> list[list[int]]:
-    """Which leaves are fetched together: those of the largest modules of weights that are all stacked, or all not. Of a
-    decoder: its embedding, its layers, its last norm, its head."""
+def _modules(declared: Sequence[WeightSpec], params: Params) -> list[list[int]]:
+    """Groups the leaves that are fetched together: those of the largest modules of weights that are all stacked, or all
+    not. Of a decoder: its embedding, its layers, its last norm, its head."""
     leaves, tree = jax.tree.flatten(params)
     stacked = [len(leaf.shape) - len(spec.shape) for leaf, spec in zip(leaves, declared, strict=True)]
     found: list[list[int]] = []
 
-    def walk(part: Any, top: bool) -> None:
+    def walk(part: PyTree, top: bool) -> None:
         members = jax.tree.leaves(part)
         if not isinstance(part, dict) or (not top and len({stacked[i] for i in members}) == 1):
             found.append(members)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from ..links import Links
-from .gradients import Device, Gradients, Key, Turn
+from ..links import Device, Links
+from .pushed_gradients import Key, PushedGradients, Turn
 from .window import Row
 
 _FETCH, _PUSH = 0, 1
@@ -57,7 +57,7 @@ class Remote:
         pushes: Sequence[tuple[int, Key]],
         sizes: Mapping[Key, int],
         dtype: jnp.dtype,
-        gradients: Gradients,
+        gradients: PushedGradients,
     ) -> None:
         """Takes all that device `client` pushes to `owners`, devices of this process, to the end of the minibatch."""
         process = self._devices[client].process_index

@@ -12,17 +12,25 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Literal as Constant
+from jaxtyping import PyTree
 
-from .trace import Stack, StageError, Trace, is_variable, stack_of
+from ..strategy import Params
+from .trace import Stack, StageError, Trace, is_float, stack_of
+from .window import Row
 
 __all__ = ["Program", "Stage", "StageError", "Step", "backward", "cut", "forward", "infer"]
 
+T = TypeVar("T")
 Slots = tuple[int, ...]  # numbers of values that stages hand to each other; each is written once
+Arrays = Sequence[jax.Array]
+Layer = jax.Array | np.int32  # the index of a layer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,7 +42,7 @@ class Stage:
     """
 
     name: str
-    function: Callable[[Sequence[jax.Array], Sequence[jax.Array], Any], list[jax.Array]]
+    function: Callable[[Arrays, Arrays, Layer], list[jax.Array]]
     weights: tuple[int, ...]
     stacked: bool
     active_in: tuple[bool, ...]
@@ -53,7 +61,7 @@ class Step:
 
     @property
     def learns(self) -> bool:
-        """Whether there is a backward pass through it."""
+        """Whether there is a backward pass through the step."""
         return bool(self.stage.weights) or any(self.stage.active_in)
 
     @property
@@ -69,11 +77,11 @@ class Program:
     steps: tuple[Step, ...]
     inputs: Slots
     outputs: tuple[int | np.ndarray, ...]
-    tree: Any
+    tree: Any  # a PyTreeDef, which type checkers take for a variable
 
 
-def cut(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> Program:
-    """The program of `function(params, batch)`; both may be abstract (`ShapeDtypeStruct`s).
+def cut(function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> Program:
+    """Makes the program of `function(params, batch)`; both may be abstract (`ShapeDtypeStruct`s).
 
     Raises StageError for a stack that starts from no computed values, or whose layers all read one whole weight.
     """
@@ -81,15 +89,15 @@ def cut(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> Program
 
 
 class _Cutter:
-    def __init__(self, trace: Trace, params: Any) -> None:
+    def __init__(self, trace: Trace, params: Params) -> None:
         self._trace = trace
-        paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in _leaves(params)]
-        self._paths = paths
-        self._leaf = {var: i for i, var in enumerate(trace.inputs[: len(paths)])}
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        self._paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+        self._leaf = {var: i for i, var in enumerate(trace.inputs[: len(leaves)])}
         self._consts = {var: np.asarray(value) for var, value in trace.constants.items()}
-        self._slot: dict[Any, int] = {}
+        self._slot: dict[Var, int] = {}
         self._fresh = functools.partial(next, itertools.count())
-        self._active: set[Any] = set()  # variables
+        self._active: set[Var] = set()
         self._steps: list[Step] = []
 
     def program(self) -> Program:
@@ -106,21 +114,21 @@ class _Cutter:
         last = _with_last(self._steps, {o for o in outputs if isinstance(o, int)})
         return Program(last, inputs, outputs, jax.tree.structure(self._trace.results))
 
-    def _note_activity(self, eqn: Any) -> None:
-        if any(is_variable(var) and (var in self._leaf or var in self._active) for var in eqn.invars):
-            self._active.update(var for var in eqn.outvars if jnp.issubdtype(var.aval.dtype, jnp.inexact))
+    def _note_activity(self, eqn: JaxprEqn) -> None:
+        if any(var in self._leaf or var in self._active for var in _variables(eqn.invars)):
+            self._active.update(filter(is_float, eqn.outvars))
 
     def _segment(self, begin: int, end: int) -> None:
-        """One step of all equations from `begin` to `end`: it hands on what later ones read."""
+        """Adds one step of all equations from `begin` to `end`: it hands on what later ones read."""
         eqns = self._trace.equations[begin:end]
         if not eqns:
             return
-        made = {var for eqn in eqns for var in eqn.outvars}
-        read = _ordered(var for eqn in eqns for var in eqn.invars if is_variable(var) and var not in made)
+        written = {var for eqn in eqns for var in eqn.outvars}
+        read = _ordered(var for eqn in eqns for var in _variables(eqn.invars) if var not in written)
         weights = tuple(var for var in read if var in self._leaf)
         values = tuple(var for var in read if var in self._slot)
-        later = {var for eqn in self._trace.equations[end:] for var in eqn.invars if is_variable(var)}
-        later |= {var for var in self._trace.outputs if is_variable(var)}
+        later = {var for eqn in self._trace.equations[end:] for var in _variables(eqn.invars)}
+        later.update(_variables(self._trace.outputs))
         results = tuple(var for eqn in eqns for var in eqn.outvars if var in later)
         if not results:
             return
@@ -128,7 +136,7 @@ class _Cutter:
         known = [self._consts[var] for var in consts]
         run = self._trace.run([*weights, *values, *consts], eqns, results)
 
-        def function(given: Sequence[jax.Array], inputs: Sequence[jax.Array], layer: Any) -> list[jax.Array]:
+        def function(given: Arrays, inputs: Arrays, layer: Layer) -> list[jax.Array]:
             return list(run(*given, *inputs, *map(jnp.asarray, known)))
 
         leaves = tuple(self._leaf[var] for var in weights)
@@ -143,40 +151,44 @@ class _Cutter:
         reads = tuple(self._slot[var] for var in values)
         self._steps.append(Step(stage, 0, reads, tuple(self._new(var) for var in results)))
 
-    def _stack(self, stack: Stack, eqn: Any) -> None:
-        """One step for each layer, all of one stage."""
+    def _stack(self, stack: Stack, eqn: JaxprEqn) -> None:
+        """Adds one step for each layer, all of one stage."""
         shared = stack.captured + stack.carried
-        # How to make each argument of the body: a weight, a value, the layer's part of either, or a constant.
-        sources: list[tuple[str, Any, bool]] = []
+        # How to make each argument of the body: (a weight, a value or a constant; which; whether it is sliced).
+        sources: list[tuple[Literal["weight", "value", "const"], int, bool]] = []
         weights: list[int] = []
-        values: list[Any] = []
+        values: list[Var] = []
+        consts: list[np.ndarray] = []
         carried: list[int] = []  # which of `values` are what one layer hands to the next
         for at, var in enumerate(eqn.invars):
             sliced = at >= shared
-            if is_variable(var) and var in self._leaf:
+            if isinstance(var, Constant) or var in self._consts:
+                sources.append(("const", len(consts), sliced))
+                consts.append(np.asarray(var.val) if isinstance(var, Constant) else self._consts[var])
+            elif var in self._leaf:
                 sources.append(("weight", len(weights), False))
                 weights.append(self._leaf[var])
                 if not sliced:
                     raise StageError(f"the weight {self._paths[weights[-1]]} is used whole by every layer of a stack")
-            elif is_variable(var) and var in self._slot:
+            else:
                 if stack.captured <= at < shared:
                     carried.append(len(values))
                 sources.append(("value", len(values), sliced))
                 values.append(var)
-            else:
-                sources.append(("const", self._consts[var] if is_variable(var) else var.val, sliced))
 
-        def function(given: Sequence[jax.Array], inputs: Sequence[jax.Array], layer: Any) -> list[jax.Array]:
+        def function(given: Arrays, inputs: Arrays, layer: Layer) -> list[jax.Array]:
             arguments = []
             for kind, which, sliced in sources:
-                value = {"weight": given, "value": inputs}[kind][which] if kind != "const" else jnp.asarray(which)
+                value = (
+                    jnp.asarray(consts[which]) if kind == "const" else (given if kind == "weight" else inputs)[which]
+                )
                 arguments.append(jax.lax.dynamic_index_in_dim(value, layer, keepdims=False) if sliced else value)
             return list(stack.layer(*arguments))
 
-        carries = eqn.invars[stack.captured : shared]
-        if not all(is_variable(var) and var in self._slot for var in carries):
+        carries = [var for var in _variables(eqn.invars[stack.captured : shared]) if var in self._slot]
+        if len(carries) < stack.carried:
             raise StageError("a stack of layers starts from a constant or a weight; it must start from computed values")
-        floats = {v for v in carries if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+        floats = set(filter(is_float, carries))
         stage = Stage(
             _stack_name([self._paths[i] for i in weights]),
             function,
@@ -194,26 +206,26 @@ class _Cutter:
         for var, slot in zip(eqn.outvars, self._steps[-1].writes, strict=True):
             self._slot[var] = slot
 
-    def _new(self, var: Any) -> int:
+    def _new(self, var: Var) -> int:
         self._slot[var] = self._fresh()
         return self._slot[var]
 
-    def _output(self, var: Any) -> int | np.ndarray:
-        if not is_variable(var):
+    def _output(self, var: Var | Constant) -> int | np.ndarray:
+        if isinstance(var, Constant):
             return np.asarray(var.val)
         return self._slot[var] if var in self._slot else self._consts[var]
 
 
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
+def _variables(atoms: Iterable[Var | Constant]) -> list[Var]:
+    return [atom for atom in atoms if not isinstance(atom, Constant)]
 
 
-def _ordered(items: Iterable[Any]) -> list[Any]:
+def _ordered(items: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(items))
 
 
 def _stack_name(paths: Sequence[str]) -> str:
-    """What the weights of a stack have in common: `layers`, `visual.blocks`."""
+    """The part that the paths of a stack's weights have in common: `layers`, `visual.blocks`."""
     modules = [path.split(".")[:-1] for path in paths]
     levels = zip(*modules, strict=False)  # as deep as the shallowest weight
     return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
@@ -227,7 +239,7 @@ def _segment_name(paths: Sequence[str]) -> str:
 
 
 def _with_last(steps: Sequence[Step], kept: set[int]) -> tuple[Step, ...]:
-    """Says of each step which values nobody reads after it. `kept` are results."""
+    """Fills in the values that no later step reads (`Step.last`). `kept` are results."""
     seen = set(kept)
     marked: list[Step] = []
     for step in reversed(steps):
@@ -239,7 +251,10 @@ def _with_last(steps: Sequence[Step], kept: set[int]) -> tuple[Step, ...]:
 
 # --- the programs of a stage ------------------------------------------------------------------------
 
-Whole = Callable[[Any], list[jax.Array]]  # rows of the owners -> whole weights
+Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> whole weights
+Forward = Callable[[Sequence[Row], Arrays, Layer], tuple[list[jax.Array], PyTree]]
+Backward = Callable[[PyTree, Sequence[Row], Sequence[jax.Array | np.ndarray]], tuple[list[Row], list[jax.Array]]]
+Infer = Callable[[Sequence[Row], Arrays, Layer], list[jax.Array]]
 
 
 @functools.partial(jax.tree_util.register_static)
@@ -250,21 +265,21 @@ class _Dropped:
     index: int
 
 
-def forward(stage: Stage, whole: Whole, remat: bool) -> Callable[[Any, list, Any], tuple[list, Any]]:
-    """`(rows, values, layer) -> (outputs, saved)`; `saved` is what `backward` needs beside the rows: everything but
-    whole weights, or with `remat` the inputs alone, as in `Walk`."""
+def forward(stage: Stage, whole: Whole, remat: bool) -> Forward:
+    """Makes the program `(rows, values, layer) -> (outputs, saved)`; `saved` is what `backward` needs beside the rows:
+    everything but whole weights, or with `remat` the inputs alone, as in `Walk`."""
 
-    def run(rows: Any, values: list, layer: Any) -> tuple[list, Any]:
+    def run(rows: Sequence[Row], values: Arrays, layer: Layer) -> tuple[list[jax.Array], PyTree]:
         active, passive = _split(stage.active_in, values)
         weights = whole(rows)
 
-        def body(weights: list, active: list, passive: list, layer: Any) -> list:
+        def body(weights: Arrays, active: Arrays, passive: Arrays, layer: Layer) -> list[jax.Array]:
             return stage.function(weights, _merge(stage.active_in, active, passive), layer)
 
         if remat:  # the two passes are programs of their own: nothing could be merged across them
             body = jax.checkpoint(body, prevent_cse=False)
 
-        def active_part(weights: list, active: list) -> tuple[list, list]:
+        def active_part(weights: Arrays, active: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
             return _split(stage.active_out, body(weights, active, passive, layer))
 
         active_out, pull, passive_out = jax.vjp(active_part, weights, active, has_aux=True)
@@ -276,10 +291,13 @@ def forward(stage: Stage, whole: Whole, remat: bool) -> Callable[[Any, list, Any
     return run
 
 
-def backward(whole: Whole) -> Callable[[Any, Any, list], tuple[Any, list]]:
-    """`(saved, rows, gradients of the active outputs) -> (gradient rows, gradients of the active inputs)`."""
+def backward(whole: Whole) -> Backward:
+    """Makes the program `(saved, rows, gradients of the active outputs) -> (gradient rows, gradients of the active
+    inputs)`."""
 
-    def run(pull: Any, rows: Any, cotangents: list) -> tuple[Any, list]:
+    def run(
+        pull: PyTree, rows: Sequence[Row], cotangents: Sequence[jax.Array | np.ndarray]
+    ) -> tuple[list[Row], list[jax.Array]]:
         weights, to_rows = jax.vjp(whole, rows)
         leaves, tree = jax.tree.flatten(pull, is_leaf=lambda leaf: isinstance(leaf, _Dropped))
         filled = [weights[leaf.index] if isinstance(leaf, _Dropped) else leaf for leaf in leaves]
@@ -289,16 +307,16 @@ def backward(whole: Whole) -> Callable[[Any, Any, list], tuple[Any, list]]:
     return run
 
 
-def infer(stage: Stage, whole: Whole) -> Callable[[Any, list, Any], list]:
-    """`(rows, values, layer) -> outputs`, nothing kept."""
+def infer(stage: Stage, whole: Whole) -> Infer:
+    """Makes the program `(rows, values, layer) -> outputs`, which keeps nothing."""
     return lambda rows, values, layer: stage.function(whole(rows), values, layer)
 
 
-def _split(active: Sequence[bool], values: Sequence[Any]) -> tuple[list, list]:
+def _split(active: Sequence[bool], values: Sequence[T]) -> tuple[list[T], list[T]]:
     pairs = list(zip(active, values, strict=True))
-    return [v for yes, v in pairs if yes], [v for yes, v in pairs if not yes]
+    return [value for on, value in pairs if on], [value for on, value in pairs if not on]
 
 
-def _merge(active: Sequence[bool], first: Sequence[Any], second: Sequence[Any]) -> list:
-    yes, no = iter(first), iter(second)
-    return [next(yes) if one else next(no) for one in active]
+def _merge(active: Sequence[bool], first: Sequence[T], second: Sequence[T]) -> list[T]:
+    sides = iter(first), iter(second)
+    return [next(sides[not on]) for on in active]

@@ -1,4 +1,4 @@
-"""A function as equations, with every stack of layers as one of them, and some of these equations as a function again.
+"""Traces a function to equations, every stack of layers as one of them, and makes functions of some of them again.
 
 All that ODC asks of JAX's representation of programs stands here. Stacks are marked by an equation of our own, because
 the parameters of JAX's own loops are private and change from release to release.
@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend import core
+from jax.extend.core import JaxprEqn, Literal, Var
+from jaxtyping import PyTree
 
 from ..walk import Module, Walk
 
@@ -32,38 +35,39 @@ class Trace:
     reads traced values from around it.
     """
 
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, function: Callable[..., PyTree], *args: PyTree) -> None:
         closed, self.results = jax.make_jaxpr(function, return_shape=True)(*args)
         self._jaxpr: Any = getattr(closed, "jaxpr", closed)  # two classes at first, one in JAX 0.12
-        self.inputs: list[Any] = list(self._jaxpr.invars)
-        self.outputs: list[Any] = list(self._jaxpr.outvars)
-        self.equations: list[Any] = list(self._jaxpr.eqns)
-        self.constants: dict[Any, Any] = dict(zip(self._jaxpr.constvars, closed.consts, strict=True))
+        self.inputs: list[Var] = list(self._jaxpr.invars)
+        self.outputs: list[Var | Literal] = list(self._jaxpr.outvars)
+        self.equations: list[JaxprEqn] = list(self._jaxpr.eqns)
+        self.constants: dict[Var, jax.Array] = dict(zip(self._jaxpr.constvars, closed.consts, strict=True))
 
-    def run(self, inputs: Sequence[Any], equations: Sequence[Any], outputs: Sequence[Any]) -> Run:
-        """The function that computes the variables `outputs` from those of `inputs` by these equations."""
+    def run(self, inputs: Sequence[Var], equations: Sequence[JaxprEqn], outputs: Sequence[Var | Literal]) -> Run:
+        """Makes the function that computes the variables `outputs` from those of `inputs` by these equations."""
         part = self._jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(equations))
         return core.jaxpr_as_fun(core.ClosedJaxpr(part, []))
 
 
-def is_variable(atom: Any) -> bool:
-    """Tells variables from literals, the only other things that an equation reads: these have their value in `val`."""
-    return not isinstance(atom, core.Literal)
+def is_float(variable: Var) -> bool:
+    """Tells whether gradients can flow through a variable."""
+    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """What the equation of a stack of layers says. It reads `captured` values that every layer reads whole, then the
-    `carried` ones that the first layer starts from, then those that have one part for each of the `length` layers.
+    """The parameters of the equation of a stack of layers. The equation reads `captured` values that every layer reads
+    whole, then the `carried` values that the first layer starts from, then values with one part for each of the
+    `length` layers.
 
-    `layer(*captured, *carried, *parts)` is what each layer hands to the next: `carried` values, like `results`.
+    `layer(*captured, *carried, *parts)` returns what a layer hands to the next: `carried` values, like `results`.
     """
 
     layer: Run
     captured: int
     carried: int
     length: int
-    results: tuple[Any, ...]
+    results: tuple[object, ...]  # abstract values
 
 
 _stack_of_layers = core.Primitive("stack_of_layers")
@@ -71,8 +75,8 @@ _stack_of_layers.multiple_results = True
 _stack_of_layers.def_abstract_eval(lambda *_, stack: list(stack.results))
 
 
-def stack_of(equation: Any) -> Stack | None:
-    """The stack of layers that an equation stands for, if it does."""
+def stack_of(equation: JaxprEqn) -> Stack | None:
+    """Returns the stack of layers that an equation stands for, or None."""
     return equation.params["stack"] if equation.primitive is _stack_of_layers else None
 
 
@@ -80,14 +84,18 @@ class MarkingWalk(Walk):
     """A walk that runs no stack but leaves one equation in the trace for each. Weights are whole."""
 
     def scan(
-        self, layers: Module, carry: Any, step: Callable[[Module, Any, Any], tuple[Any, Any]], xs: Any = None
-    ) -> tuple[Any, Any]:
+        self,
+        layers: Module,
+        carry: PyTree,
+        step: Callable[[Module, PyTree, PyTree], tuple[PyTree, PyTree]],
+        xs: PyTree = None,
+    ) -> tuple[PyTree, PyTree]:
         """As `Walk.scan`, inside a `Trace`. Raises StageError for a `step` that returns something for every layer."""
         graphdef, weights = nnx.split(layers)
         stacked, tree = jax.tree.flatten((weights, xs))
         first = jax.eval_shape(lambda leaves: [leaf[0] for leaf in leaves], stacked)
 
-        def one_layer(carry: Any, parts: list[jax.Array]) -> tuple[Any, Any]:
+        def one_layer(carry: PyTree, parts: list[jax.Array]) -> tuple[PyTree, PyTree]:
             state, x = jax.tree.unflatten(tree, parts)
             return step(nnx.merge(graphdef, state), carry, x)
 
@@ -111,5 +119,5 @@ class MarkingWalk(Walk):
         return jax.tree.unflatten(start, results), rest
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}", tree)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from ..links import Device
 from .flat import Rows
-from .gradients import Device, Gradients, Key
+from .pushed_gradients import Key, PushedGradients
 from .remote import Remote
 from .window import Itinerary, Row, Window
 
@@ -53,8 +54,8 @@ class Traffic:
         here = [owner for owner in owners if owner in self._local]
 
         def fetch(key: Key, count: int) -> Row:
-            own = [self._row(owner, key) for owner in here]
-            rows = dict(zip(here, jax.device_put(own, self._devices[device]), strict=True))
+            local = [self._row(owner, key) for owner in here]
+            rows = dict(zip(here, jax.device_put(local, self._devices[device]), strict=True))
             for owner in owners:
                 if owner not in rows and self._remote is not None:
                     rows[owner] = self._remote.fetch(device, owner, count, self._sizes[key], self._dtype)
@@ -63,7 +64,7 @@ class Traffic:
         away = self._remote if len(here) < len(owners) else None
         return Window(trip, fetch, (lambda rows: None) if away is None else away.ready)
 
-    def pusher(self, device: int, gradients: Gradients) -> Callable[[Key, int, Sequence[jax.Array]], None]:
+    def pusher(self, device: int, gradients: PushedGradients) -> Callable[[Key, int, Sequence[jax.Array]], None]:
         """What takes this device's gradients to their owners."""
         count = 0
 
@@ -78,7 +79,7 @@ class Traffic:
 
         return push
 
-    def serve(self, client: int, pushes: Sequence[tuple[int, Key]], gradients: Gradients) -> None:
+    def serve(self, client: int, pushes: Sequence[tuple[int, Key]], gradients: PushedGradients) -> None:
         """Takes what a device of another process pushes here."""
         assert self._remote is not None
         self._remote.serve(client, self._own(client), pushes, self._sizes, self._dtype, gradients)

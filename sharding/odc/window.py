@@ -1,14 +1,13 @@
-"""Which weights a device holds at each of its steps, and when it asks for them."""
+"""The weights that a device holds at each of its steps, and when it asks for them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
-from .gradients import Key
+from .pushed_gradients import Key
 
 Row = tuple[jax.Array, ...]  # one unit's rows, of each of its owners in order, on the device that fetched them
 
@@ -34,7 +33,7 @@ class Itinerary:
         return list(dict.fromkeys(key for needs in self.needs[step : step + 1 + ahead] for key in needs))
 
     def fetches(self) -> list[list[Key]]:
-        """What is asked for before each step: an owner in another process knows it without being told."""
+        """The keys that are asked for before each step: an owner in another process knows them without being told."""
         found: list[list[Key]] = []
         held: set[Key] = set()
         for step in range(len(self.needs)):
@@ -53,11 +52,11 @@ class Window:
         self._itinerary, self._fetch, self._ready = itinerary, fetch, ready
         self._fetches = itinerary.fetches()
         self._held: dict[Key, Row] = {}
-        self._results: list[Any] = []  # of the steps taken
+        self._results: list[jax.Array | None] = []  # of the steps taken; None where known to be done
         self._count = 0
 
     def next(self) -> list[Row]:
-        """The rows for the next step; those of the steps after it are asked for."""
+        """Returns the rows for the next step, and asks for those of the steps after it."""
         step = len(self._results)
         done = step - 1 - self._itinerary.lag
         if done >= 0:  # what runs ahead of the device would hold ever more weights
@@ -77,7 +76,7 @@ class Window:
         return max(len(self._results) - 1 - self._itinerary.lag, 0)
 
     def dispatched(self, result: jax.Array) -> None:
-        """`result` is any output of the step's program."""
+        """Notes that a step is under way; `result` is any output of its program."""
         self._results.append(result)
 
     def finish(self) -> None:

@@ -1,14 +1,13 @@
-"""What FlexUlysses is compared with: one degree for all, Karmarkar-Karp buckets, longest first."""
+"""The planners that FlexUlysses is compared with: one degree for all, Karmarkar-Karp buckets, longest first."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from .limits import Limits, problem
+from .limits import Limits, SequenceCost, pose
 from .partition import karmarkar_karp
 from .plan import PlanError, ShardPlan
 
@@ -19,18 +18,18 @@ def ulysses(
     limits: Limits | None = None,
     *,
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
-    cost: Any = None,
+    cost: SequenceCost | None = None,
     degree: int = 8,
 ) -> ShardPlan:
     """Every sequence on `degree` devices, longest (by work) first to the group with the least.
 
     Raises PlanError for a degree that devices or heads forbid.
     """
-    made = problem(lengths, num_devices, limits or Limits(), work, cost)
-    if degree < 1 or degree & (degree - 1) or degree > made.max_degree:
-        raise PlanError(f"ulysses: degree {degree} must be a power of two, at most {made.max_degree} here")
-    groups = longest_first(made.work_I, num_devices // degree)
-    return made.plan([degree] * len(groups), [degree * group for group in groups])
+    problem = pose(lengths, num_devices, limits or Limits(), work, cost)
+    if degree < 1 or degree & (degree - 1) or degree > problem.max_degree:
+        raise PlanError(f"ulysses: degree {degree} must be a power of two, at most {problem.max_degree} here")
+    groups = longest_first(problem.work_I, num_devices // degree)
+    return problem.plan([degree] * len(groups), [degree * group for group in groups])
 
 
 def greedy(
@@ -39,11 +38,11 @@ def greedy(
     limits: Limits | None = None,
     *,
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
-    cost: Any = None,
+    cost: SequenceCost | None = None,
 ) -> ShardPlan:
     """Nothing sharded: longest (by work) first to the device with the least."""
-    made = problem(lengths, num_devices, limits or Limits(), work, cost)
-    return made.plan([1] * len(made.lengths_I), longest_first(made.work_I, num_devices))
+    problem = pose(lengths, num_devices, limits or Limits(), work, cost)
+    return problem.plan([1] * len(problem.lengths_I), longest_first(problem.work_I, num_devices))
 
 
 def bucketing(
@@ -52,13 +51,13 @@ def bucketing(
     limits: Limits | None = None,
     *,
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
-    cost: Any = None,
+    cost: SequenceCost | None = None,
 ) -> ShardPlan:
     """Nothing sharded: Karmarkar-Karp differencing over devices of verl's workload `24576 * length + length**2`, which
     stands for the whole of a 7B model rather than for attention. `work` and `cost` only describe the plan."""
-    made = problem(lengths, num_devices, limits or Limits(), work, cost)
-    tokens = made.lengths_I.astype(float)
-    return made.plan([1] * len(tokens), karmarkar_karp(24576 * tokens + tokens**2, num_devices))
+    problem = pose(lengths, num_devices, limits or Limits(), work, cost)
+    tokens = problem.lengths_I.astype(float)
+    return problem.plan([1] * len(tokens), karmarkar_karp(24576 * tokens + tokens**2, num_devices))
 
 
 def longest_first(work_I: np.ndarray, count: int) -> list[int]:

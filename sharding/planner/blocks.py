@@ -60,7 +60,7 @@ def blocks(
         else:
             break
     answer = [0] * len(work)
-    for block, own in enumerate(members):
-        for i in own:
+    for block, inside in enumerate(members):
+        for i in inside:
             answer[i] = block
     return answer

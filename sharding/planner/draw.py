@@ -41,7 +41,7 @@ def draw(plan: ShardPlan, *, alpha: float = 1.1, tolerance: float = 0.025) -> Fi
     for axis, (label, share, limit, name) in zip(axes, rows, strict=True):
         base = np.zeros(plan.num_devices)
         for kind, shade in reversed(list(zip(kinds, shades, strict=False))):  # what is sharded most carries the rest
-            height = _over_devices(plan, np.where(degrees == kind, share, 0.0))
+            height = plan.over_devices(np.where(degrees == kind, share, 0.0))
             axis.bar(np.arange(plan.num_devices), height, 1.0, base, color=shade, edgecolor="white", linewidth=0.4)
             base += height
         mean = float(base.mean()) if len(base) else 0.0
@@ -79,10 +79,3 @@ def draw(plan: ShardPlan, *, alpha: float = 1.1, tolerance: float = 0.025) -> Fi
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
     figure.suptitle(f"{len(lengths)} sequences on {plan.num_devices} devices, {len(plan.rounds)} rounds", fontsize=11)
     return figure
-
-
-def _over_devices(plan: ShardPlan, share: np.ndarray) -> np.ndarray:
-    edges = np.zeros(plan.num_devices + 1)
-    np.add.at(edges, np.array(plan.firsts, int), share)
-    np.add.at(edges, np.array(plan.firsts, int) + np.array(plan.degrees, int), -share)
-    return np.maximum(np.cumsum(edges)[:-1], 0.0)

@@ -41,8 +41,8 @@ class Exchange:
         left, idle = trials, 0
         for offset in range(1, self.num_devices):
             for half in [2**k for k in range(max_degree.bit_length() - 1)]:
-                for one, other in self._pairs(2 * half, offset):
-                    tried = self._deal(half, one, other)
+                for first, second in self._pairs(2 * half, offset):
+                    tried = self._deal(half, first, second)
                     left -= tried is not None
                     idle = 0 if tried else idle + 1
                     if left <= 0:
@@ -52,10 +52,10 @@ class Exchange:
 
     def _pairs(self, size: int, offset: int) -> Iterator[tuple[int, int]]:
         groups = self.num_devices // size
-        for one in range(groups if offset < 1 << (groups - 1).bit_length() else 0):
-            other = one ^ offset
-            if one < other < groups and (self.members[size, one * size] or self.members[size, other * size]):
-                yield one, other
+        for first in range(groups if offset < 1 << (groups - 1).bit_length() else 0):
+            second = first ^ offset
+            if first < second < groups and (self.members[size, first * size] or self.members[size, second * size]):
+                yield first, second
 
     def _put(self, i: int, degree: int, first: int) -> None:
         self.degrees[i], self.firsts[i] = degree, first
@@ -67,10 +67,10 @@ class Exchange:
         self.members[degree, first].remove(i)
         self.loads[first : first + degree] -= self.amounts[i] / degree
 
-    def _deal(self, half: int, one: int, other: int) -> bool | None:
-        """Whether dealing anew what groups `one` and `other` of `2 * half` devices have helped; None: it could not."""
+    def _deal(self, half: int, group: int, partner: int) -> bool | None:
+        """Deals anew what two groups of `2 * half` devices have. True if that helped, None if it could not."""
         size = 2 * half
-        firsts = (one * size, other * size)
+        firsts = (group * size, partner * size)
         whole = [i for first in firsts for i in self.members[size, first]]
         halved = [i for first in firsts for f in (first, first + half) for i in self.members[half, f]]
         key = lambda i: (-self.size[i], i)  # noqa: E731

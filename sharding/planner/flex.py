@@ -1,17 +1,16 @@
-"""FlexUlysses: every sequence its own degree, so that all devices compute alike and little travels.
+"""FlexUlysses gives every sequence its own degree, so that all devices compute alike and little travels.
 
 Objective, lexicographic: tokens of a device within the memory limit and the largest compute load within
-`Limits.tolerance` of the smallest possible (where not both can be had, memory counts ten times), then traffic. If a
-placement without any sharding reaches the first, it is the plan. Else sequences descend the tree of groups (`descend`)
-and pairs of groups exchange what they have (`exchange`): milliseconds, and nearly always good. Only where that plan is
-not good, a search (`search`) follows, and the best of all is the plan.
+`Limits.tolerance` of the smallest possible (where not both can be had, memory counts a hundred times), then traffic.
+If a placement without any sharding reaches the first, it is the plan. Else sequences descend the tree of groups
+(`descend`) and pairs of groups exchange what they have (`exchange`): milliseconds, and nearly always good. Only where
+that plan is not good, a search (`search`) follows, and the best of all is the plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from .baselines import longest_first
 from .blocks import blocks
 from .descend import Descent
 from .exchange import Exchange
-from .limits import Limits, Problem, problem
+from .limits import Limits, PlanCost, Problem, pose
 from .placement import Placement, dealt, largest, score, weights
 from .plan import PlanError, ShardPlan
 from .search import redealt, search, top_degree
@@ -37,7 +36,7 @@ def flex_ulysses(
     limits: Limits | None = None,
     *,
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
-    cost: Any = None,
+    cost: PlanCost | None = None,
 ) -> ShardPlan:
     """The plan for sequences of so many tokens (`lengths`) on `num_devices` devices.
 
@@ -47,111 +46,113 @@ def flex_ulysses(
     """
     limits = limits or Limits()
     if cost is None:
-        return _plan(problem(lengths, num_devices, limits, work))
+        return _plan(pose(lengths, num_devices, limits, work))
     tolerances = TOLERANCES if num_devices <= MANY else TOLERANCES[4::3]
     plans = [
-        _plan(problem(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work, cost), quick=True)
+        _plan(pose(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work, cost), quick=True)
         for tolerance in sorted({limits.tolerance, *tolerances})
     ]
     seconds = [float(cost.step_seconds(plan)) for plan in plans]
     return plans[seconds.index(min(seconds))]
 
 
-def _plan(made: Problem, *, quick: bool = False) -> ShardPlan:
-    """`quick` searches less: for one plan of many."""
-    if not len(made.lengths_I):
-        return made.plan([], [])
+def _plan(problem: Problem, *, quick: bool = False) -> ShardPlan:
+    """Makes the plan. `quick` searches less: for a plan that is compared with others."""
+    if not len(problem.lengths_I):
+        return problem.plan([], [])
     try:
-        degrees, firsts = _unsharded(made, quick) or _sharded(made, quick)
-        return made.plan(degrees, firsts)
+        degrees, firsts = _unsharded(problem, quick) or _sharded(problem, quick)
+        return problem.plan(degrees, firsts)
     except PlanError:
-        if made.max_degree == 1 or not made.limits.tokens_per_device:
+        if problem.max_degree == 1 or not problem.limits.tokens_per_device:
             raise
     # Memory is short: the most even there is, whole blocks.
-    tokens = (made.lengths_I * (made.num_devices / float(made.lengths_I.sum()) / made.max_degree)).tolist()
-    own = blocks(tokens, tokens, made.num_devices // made.max_degree)
-    return made.plan([made.max_degree] * len(own), [block * made.max_degree for block in own])
+    tokens = (problem.lengths_I * (problem.num_devices / float(problem.lengths_I.sum()) / problem.max_degree)).tolist()
+    block_I = blocks(tokens, tokens, problem.num_devices // problem.max_degree)
+    return problem.plan([problem.max_degree] * len(block_I), [block * problem.max_degree for block in block_I])
 
 
-def _unsharded(made: Problem, quick: bool) -> Placement | None:
+def _unsharded(problem: Problem, quick: bool) -> Placement | None:
     """A placement without traffic that reaches both limits, if one is easily found."""
-    compute, memory = made.compute_limit * (1 + EPS), made.memory_limit * (1 + EPS)
-    if made.work_I.max() > compute or made.lengths_I.max() > memory:
+    compute, memory = problem.compute_limit * (1 + EPS), problem.memory_limit * (1 + EPS)
+    if problem.work_I.max() > compute or problem.lengths_I.max() > memory:
         return None
-    ways = [lambda: longest_first(made.work_I, made.num_devices), lambda: dealt(made, 1)]
-    for bins in ways[: 1 if quick and made.num_devices > MANY else 2]:
+    ways = [lambda: longest_first(problem.work_I, problem.num_devices), lambda: dealt(problem, 1)]
+    for bins in ways[: 1 if quick and problem.num_devices > MANY else 2]:
         firsts = bins()
-        loads = [np.bincount(firsts, amounts, made.num_devices).max() for amounts in (made.work_I, made.lengths_I)]
-        if loads[0] <= compute and loads[1] <= memory:
+        work, tokens = (
+            np.bincount(firsts, row, problem.num_devices).max() for row in (problem.work_I, problem.lengths_I)
+        )
+        if work <= compute and tokens <= memory:
             return [1] * len(firsts), firsts
     return None
 
 
-def _sharded(made: Problem, quick: bool) -> Placement:
+def _sharded(problem: Problem, quick: bool) -> Placement:
     """The first placement that is good, or else the best of all rungs; of the first rungs only, if `quick`."""
-    if made.max_degree == 1:
-        ways = (dealt(made, 1), longest_first(made.work_I, made.num_devices), redealt(made, 1))
-        return min((([1] * len(own), own) for own in ways), key=lambda placement: score(made, placement))
+    if problem.max_degree == 1:
+        ways = (dealt(problem, 1), longest_first(problem.work_I, problem.num_devices), redealt(problem, 1))
+        return min((([1] * len(firsts), firsts) for firsts in ways), key=lambda placement: score(problem, placement))
     found: list[Placement] = []
-    for placement in _rungs(made, found, quick):
-        if _good(made, placement):
+    for placement in _rungs(problem, found, quick):
+        if _good(problem, placement):
             return placement
         found.append(placement)
-    return min(found, key=lambda placement: score(made, placement))
+    return min(found, key=lambda placement: score(problem, placement))
 
 
-def _rungs(made: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
+def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
     """Placements, quick ones first. Blocks of the highest degree are rarely better than those of a host."""
-    for degree in dict.fromkeys((top_degree(made), made.max_degree)):
-        yield _descent(made, degree, dealt(made, degree))
+    for degree in dict.fromkeys((top_degree(problem), problem.max_degree)):
+        yield _descent(problem, degree, dealt(problem, degree))
     if not quick:
-        aimed = dataclasses.replace(made, compute_limit=_accepted(made))
-        yield _descent(aimed, made.max_degree, redealt(aimed, made.max_degree))
-        yield from search(aimed, before, lambda placement: _good(made, placement), mend=made.num_devices <= MANY)
+        aimed = dataclasses.replace(problem, compute_limit=_accepted(problem))
+        yield _descent(aimed, problem.max_degree, redealt(aimed, problem.max_degree))
+        yield from search(aimed, before, lambda placement: _good(problem, placement), mend=problem.num_devices <= MANY)
 
 
-def _good(made: Problem, placement: Placement) -> bool:
-    """Whether no search is worth its time: loads are accepted, and the traffic is little or can't be."""
-    compute, memory = largest(made, placement)
-    if compute > _accepted(made) * (1 + EPS) or memory > made.memory_limit * (1 + EPS):
+def _good(problem: Problem, placement: Placement) -> bool:
+    """True where no search is worth its time: loads are accepted, and the traffic is little or cannot be less."""
+    compute, memory = largest(problem, placement)
+    if compute > _accepted(problem) * (1 + EPS) or memory > problem.memory_limit * (1 + EPS):
         return False
-    shares = np.maximum(made.work_I / (_accepted(made) or 1.0), made.lengths_I / made.memory_limit)
-    least = _vectors(made, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # what each needs by itself
-    little = LITTLE * _vectors(made, np.array(EIGHT))
-    return made.max_degree < EIGHT or least > little or _vectors(made, np.array(placement[0])) <= little
+    shares = np.maximum(problem.work_I / (_accepted(problem) or 1.0), problem.lengths_I / problem.memory_limit)
+    least = _vectors(problem, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # what each needs by itself
+    little = LITTLE * _vectors(problem, np.array(EIGHT))
+    return _vectors(problem, np.array(placement[0])) <= max(little, least) * (1 + EPS)
 
 
-def _vectors(made: Problem, degrees: np.ndarray) -> float:
+def _vectors(problem: Problem, degrees: np.ndarray) -> float:
     """Tokens sent at these degrees."""
-    return float((made.lengths_I * (1 - 1 / degrees)).sum())
+    return float((problem.lengths_I * (1 - 1 / degrees)).sum())
 
 
-def _accepted(made: Problem) -> float:
+def _accepted(problem: Problem) -> float:
     """The largest compute load of a good placement."""
-    mean = float(made.work_I.sum()) / made.num_devices
-    return max(made.least_compute, (1 + made.limits.tolerance) * mean)
+    mean = float(problem.work_I.sum()) / problem.num_devices
+    return max(problem.least_compute, (1 + problem.limits.tolerance) * mean)
 
 
-def _descent(made: Problem, degree: int, own: list[int]) -> Placement:
-    """Every block of `degree` devices by itself, given the block of each sequence, then exchanges between blocks."""
-    count = made.num_devices // degree
-    amounts = np.array([made.work_I, made.lengths_I])
+def _descent(problem: Problem, degree: int, block_I: list[int]) -> Placement:
+    """Places sequences in their blocks of `degree` devices (`block_I`), each by itself; then blocks exchange some."""
+    count = problem.num_devices // degree
+    amounts = np.array([problem.work_I, problem.lengths_I])
     # What a block has in all bounds what its devices can reach.
-    fullest = np.array([np.bincount(own, row, count).max() for row in amounts]) / degree
-    limits = np.array([made.compute_limit or 1.0, made.memory_limit])
-    limits = np.maximum(limits, fullest * (1 + made.limits.tolerance / 2, 1))
+    fullest = np.array([np.bincount(block_I, row, count).max() for row in amounts]) / degree
+    limits = np.array([problem.compute_limit or 1.0, problem.memory_limit])
+    limits = np.maximum(limits, fullest * (1 + problem.limits.tolerance / 2, 1))
     work, tokens = (amounts / limits[:, None]).tolist()
-    descent = Descent(work, tokens, weights(made))
+    descent = Descent(work, tokens, weights(problem))
     for block in range(count):
-        descent.place(np.flatnonzero(np.equal(own, block)).tolist(), block * degree, degree, 1.0, 1.0)
-    _exchange(made, descent.degrees, descent.firsts)
+        descent.place(np.flatnonzero(np.equal(block_I, block)).tolist(), block * degree, degree, 1.0, 1.0)
+    _exchange(problem, descent.degrees, descent.firsts)
     return descent.degrees, descent.firsts
 
 
-def _exchange(made: Problem, degrees: list[int], firsts: list[int]) -> None:
-    """Improves a placement in place. No load exceeds its limit for that, or what is the largest already."""
-    loads = largest(made, (degrees, firsts))
-    work = (made.work_I / max(made.compute_limit, loads[0], 1e-300)).tolist()
-    tokens = (made.lengths_I / max(made.memory_limit, loads[1])).tolist()
-    trials = max(TRIALS * (1 + (made.num_devices < MANY)), made.num_devices // 2)
-    Exchange(work, tokens, weights(made), degrees, firsts, made.num_devices).run(made.max_degree, trials)
+def _exchange(problem: Problem, degrees: list[int], firsts: list[int]) -> None:
+    """Improves a placement in place. No load comes to exceed its limit, or the largest load so far if that is more."""
+    loads = largest(problem, (degrees, firsts))
+    work = (problem.work_I / max(problem.compute_limit, loads[0], 1e-300)).tolist()
+    tokens = (problem.lengths_I / max(problem.memory_limit, loads[1])).tolist()
+    trials = max(TRIALS * (1 + (problem.num_devices < MANY)), problem.num_devices // 2)
+    Exchange(work, tokens, weights(problem), degrees, firsts, problem.num_devices).run(problem.max_degree, trials)

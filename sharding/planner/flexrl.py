@@ -9,11 +9,10 @@ that of the limits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from .limits import Limits, Problem, problem
+from .limits import Limits, Problem, SequenceCost, pose
 from .plan import ShardPlan
 
 CANDIDATES = 4  # m: so many of a group's shortest sequences are considered for one merge
@@ -26,20 +25,21 @@ def flexrl(
     limits: Limits | None = None,
     *,
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
-    cost: Any = None,
+    cost: SequenceCost | None = None,
 ) -> ShardPlan:
     """Baseline split and place, then merges from the highest degree down, then the short items anew (Algorithm 2)."""
-    made = problem(lengths, num_devices, limits or Limits(), work, cost)
-    return made.plan(*place(made))
+    problem = pose(lengths, num_devices, limits or Limits(), work, cost)
+    return problem.plan(*place(problem))
 
 
-def place(made: Problem) -> tuple[list[int], list[int]]:
+def place(problem: Problem) -> tuple[list[int], list[int]]:
     """Algorithm 2: degree and first device of each sequence."""
-    state = _State(made)
+    state = _State(problem)
     state.split_and_place()
-    degree = made.max_degree
+    degree = problem.max_degree
     while degree > 1:
-        candidates = {group: c for group in range(made.num_devices // degree) if (c := state.candidate(degree, group))}
+        groups = range(problem.num_devices // degree)
+        candidates = {group: c for group in groups if (c := state.candidate(degree, group))}
         while candidates:
             group = min(candidates, key=lambda g: (candidates[g][0], g))
             _, *sides = candidates[group]
@@ -55,12 +55,12 @@ def place(made: Problem) -> tuple[list[int], list[int]]:
 class _State:
     """Tokens of each device and where every sequence is."""
 
-    def __init__(self, made: Problem) -> None:
-        self.made = made
-        self.lengths = made.lengths_I.tolist()
-        self.mean = sum(self.lengths) / made.num_devices
-        self.most = made.limits.alpha * self.mean + EPS
-        self.tokens = np.zeros(made.num_devices)
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.lengths = problem.lengths_I.tolist()
+        self.mean = sum(self.lengths) / problem.num_devices
+        self.most = problem.limits.alpha * self.mean + EPS
+        self.tokens = np.zeros(problem.num_devices)
         self.degrees, self.firsts = [1] * len(self.lengths), [0] * len(self.lengths)
         self.down = sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i))
 
@@ -76,12 +76,12 @@ class _State:
         """BaselineSplitPlace: the lowest degree for which a group has room, there the group with the most room."""
         for i in self.down:
             degree = 1
-            while degree < self.made.max_degree and self.lengths[i] / degree > self.mean:
+            while degree < self.problem.max_degree and self.lengths[i] / degree > self.mean:
                 degree *= 2
             while True:
                 groups = self.tokens.reshape(-1, degree)
                 fits = groups.max(1) + self.lengths[i] / degree <= self.most
-                if fits.any() or degree == self.made.max_degree:
+                if fits.any() or degree == self.problem.max_degree:
                     break
                 degree *= 2
             fullness = groups.sum(1)
@@ -124,12 +124,12 @@ class _State:
         held = set(short)
         for i in self.down:
             if i not in held:
-                compute[self.firsts[i] : self.firsts[i] + self.degrees[i]] += self.made.work_I[i] / self.degrees[i]
+                compute[self.firsts[i] : self.firsts[i] + self.degrees[i]] += self.problem.work_I[i] / self.degrees[i]
         for i in short:
             fits = self.tokens + self.lengths[i] <= self.most
             device = int(np.where(fits, compute, np.inf).argmin()) if fits.any() else int(self.tokens.argmin())
             self.put(i, 1, device)
-            compute[device] += self.made.work_I[i]
+            compute[device] += self.problem.work_I[i]
 
     def _split_cost(self, i: int, degree: int) -> float:
-        return self.lengths[i] * self.made.weight(degree) / degree
+        return self.lengths[i] * self.problem.weight(degree) / degree

@@ -1,15 +1,32 @@
-"""What a shard plan has to keep to, and the planning problem in numbers. Everything infeasible ends here, by name."""
+"""Limits are what a shard plan keeps to; a Problem is one microbatch to place, in numbers. Whatever no planner can
+place raises here, by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from .plan import PlanError, Round, ShardPlan, rounds
+
+
+@runtime_checkable
+class SequenceCost(Protocol):
+    """A cost model of sequences, such as `sharding.cost.CostModel`; seconds."""
+
+    def attention_seconds(self, length: int, /) -> float: ...
+
+    def linear_seconds(self, tokens: int, /) -> float: ...
+
+
+@runtime_checkable
+class PlanCost(Protocol):
+    """A cost model of steps, such as `sharding.cost.CostModel`; seconds."""
+
+    def step_seconds(self, plan: ShardPlan, /) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +113,9 @@ class Problem:
         """The executable plan. Raises PlanError if a device gets more than `limits.tokens_per_device`."""
         lengths, room = self.lengths_I.tolist(), self.limits.tokens_per_device
         packing = {"short": self.limits.short, "cap": self.limits.cap, "most": self.limits.rounds_per_degree}
-        made = rounds(self.num_devices, lengths, degrees, firsts, **packing)
+        executed = rounds(self.num_devices, lengths, degrees, firsts, **packing)
         if room:
-            rows = row_tokens(self.num_devices, lengths, made)
+            rows = row_tokens(self.num_devices, lengths, executed)
             if rows.max(initial=0) > room:
                 device = int(rows.argmax())
                 raise PlanError(
@@ -111,7 +128,7 @@ class Problem:
             work=tuple(self.work_I.tolist()),
             degrees=tuple(degrees),
             firsts=tuple(firsts),
-            rounds=made,
+            rounds=executed,
         )
 
     def weight(self, degree: int) -> float:
@@ -119,14 +136,18 @@ class Problem:
         return (degree - 1) / degree * (self.limits.gamma if degree > self.limits.tau else 1.0)
 
 
-def problem(
+def pose(
     lengths: Sequence[int] | np.ndarray,
     num_devices: int,
     limits: Limits,
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
-    cost: Any = None,
+    cost: SequenceCost | PlanCost | None = None,
 ) -> Problem:
-    """Raises PlanError for whatever no planner could place."""
+    """The problem of placing sequences of so many tokens (`lengths`) within `limits`.
+
+    The compute of a sequence is its `work` or else what `cost` says, attention and linear layers, or else `length**2`.
+    Raises PlanError, naming sequence or field, for whatever no planner could place.
+    """
     degree = limits.degree(num_devices)
     lengths_I = np.asarray(lengths)
     if lengths_I.ndim != 1 or (lengths_I.size and lengths_I.dtype.kind not in "iu"):
@@ -137,7 +158,7 @@ def problem(
         raise PlanError(f"sequence {index} has length {lengths_I[index]}; every sequence needs at least one token")
     if work is not None:
         work_I = np.asarray(work, float)
-    elif cost is not None:
+    elif isinstance(cost, SequenceCost):
         # Linear work too: planned on attention alone, tokens stay uneven by up to alpha, and cost as much as they save.
         work_I = np.array([float(cost.attention_seconds(n) + cost.linear_seconds(n)) for n in lengths_I.tolist()])
     else:
@@ -197,15 +218,15 @@ def balance_bound(
     lengths: Sequence[int], num_devices: int, limits: Limits, work: Sequence[float] | None = None
 ) -> float:
     """No plan under `limits` has a smaller ratio of the largest to the mean compute load (`ShardPlan.balance`)."""
-    made = problem(lengths, num_devices, limits, work)
-    mean = float(made.work_I.sum()) / num_devices
-    return made.least_compute / mean if mean else 1.0
+    problem = pose(lengths, num_devices, limits, work)
+    mean = float(problem.work_I.sum()) / num_devices
+    return problem.least_compute / mean if mean else 1.0
 
 
-def row_tokens(num_devices: int, lengths: Sequence[int], made: Sequence[Round]) -> np.ndarray:
+def row_tokens(num_devices: int, lengths: Sequence[int], rounds: Sequence[Round]) -> np.ndarray:
     """`[devices]` int: tokens in the buffer of each device, chunks rounded up."""
     rows = np.zeros(num_devices, np.int64)
-    for one in made:
-        chunks = [-(-sum(lengths[i] for i in members) // one.degree) for members in one.groups]
-        rows += np.repeat(np.array(chunks, np.int64), one.degree)
+    for round in rounds:
+        chunks = [-(-sum(lengths[i] for i in members) // round.degree) for members in round.groups]
+        rows += np.repeat(np.array(chunks, np.int64), round.degree)
     return rows

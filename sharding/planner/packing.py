@@ -1,4 +1,4 @@
-"""Which sequences each device computes in each of its microbatches, so that devices wait little for one another.
+"""Schedulers say which sequences each device computes in which microbatch, so that devices wait little for each other.
 
     schedule = lb_mini(lengths, num_devices=8, limits=Limits(tokens_per_device=65536))
     print(bubble_rate(schedule, barrier="minibatch"))
@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from .baselines import longest_first
-from .limits import Limits, problem
+from .limits import Limits, SequenceCost, pose
 from .partition import karmarkar_karp, swapped
 from .plan import PlanError
 
 Lengths = Sequence[int] | np.ndarray
+Cost = SequenceCost | Callable[[int], float] | None
 Work = Sequence[float] | Sequence[int] | np.ndarray
 Microbatches = tuple[tuple[int, ...], ...]  # the sequences of each microbatch of one device, in order of execution
 
@@ -47,14 +47,14 @@ class MicrobatchSchedule:
     def __post_init__(self) -> None:
         if not self.microbatches or len(self.work) != len(self.lengths):
             raise PlanError("a schedule needs at least one device, and work and length of every sequence")
-        seen = sorted(i for own in self.microbatches for one in own for i in one)
+        seen = sorted(i for microbatches in self.microbatches for members in microbatches for i in members)
         if seen != list(range(len(self.lengths))):
             raise PlanError("each sequence must stand in exactly one microbatch")
         if self.starts[:1] != (0,) or list(self.starts) != sorted(set(self.starts)):
             raise PlanError(f"starts of minibatches must be 0 and then increase, not {self.starts}")
-        for device, own in enumerate(self.microbatches):
-            for number, one in enumerate(own):
-                tokens = sum(self.lengths[i] for i in one)
+        for device, microbatches in enumerate(self.microbatches):
+            for number, members in enumerate(microbatches):
+                tokens = sum(self.lengths[i] for i in members)
                 if self.budget and tokens > self.budget:
                     raise PlanError(
                         f"microbatch {number} of device {device} has {tokens} tokens, the budget is {self.budget}"
@@ -66,13 +66,13 @@ class MicrobatchSchedule:
 
     def counts(self) -> np.ndarray:
         """`[devices]` int: microbatches of each device."""
-        return np.array([len(own) for own in self.microbatches], int)
+        return np.array([len(microbatches) for microbatches in self.microbatches], int)
 
     def loads(self) -> np.ndarray:
         """`[devices, microbatches]`: the work of each, 0 where a device has no such microbatch."""
         table = np.zeros((self.num_devices, int(self.counts().max(initial=0))))
-        for device, own in enumerate(self.microbatches):
-            table[device, : len(own)] = [sum(self.work[i] for i in one) for one in own]
+        for device, microbatches in enumerate(self.microbatches):
+            table[device, : len(microbatches)] = [sum(self.work[i] for i in members) for members in microbatches]
         return table
 
 
@@ -88,7 +88,7 @@ def makespan(schedule: MicrobatchSchedule, barrier: str = "microbatch") -> float
     return float(loads.max(axis=0, initial=0.0).sum())
 
 
-def bubble_rate(schedule: MicrobatchSchedule, cost: Any = None, barrier: str = "microbatch") -> float:
+def bubble_rate(schedule: MicrobatchSchedule, cost: Cost = None, barrier: str = "microbatch") -> float:
     """The share of all devices' time in which they wait because of uneven work (appendix G): 0 is perfect.
 
     Collective FSDP waits at each `microbatch`, ODC at each `minibatch`. `cost` as for the schedulers, `schedule.work`
@@ -102,7 +102,12 @@ def bubble_rate(schedule: MicrobatchSchedule, cost: Any = None, barrier: str = "
 
 
 def local_sort(
-    lengths: Lengths, num_devices: int, limits: Limits | None = None, *, work: Work | None = None, cost: Any = None
+    lengths: Lengths,
+    num_devices: int,
+    limits: Limits | None = None,
+    *,
+    work: Work | None = None,
+    cost: Cost = None,
 ) -> MicrobatchSchedule:
     """Each device its share in the order given, one after the other to the next device; longest first, nothing packed.
 
@@ -113,12 +118,17 @@ def local_sort(
     """
     lengths_I, work_I, room = _problem(lengths, num_devices, limits, work, cost)
     shares = [list(range(device, len(lengths_I), num_devices)) for device in range(num_devices)]
-    own = [[[i] for i in sorted(share, key=lambda i: (-lengths_I[i], i))] for share in shares]
-    return _schedule(lengths_I, work_I, room, [_even(own)])
+    alone = [[[i] for i in sorted(share, key=lambda i: (-lengths_I[i], i))] for share in shares]
+    return _schedule(lengths_I, work_I, room, [_even(alone)])
 
 
 def lb_micro(
-    lengths: Lengths, num_devices: int, limits: Limits | None = None, *, work: Work | None = None, cost: Any = None
+    lengths: Lengths,
+    num_devices: int,
+    limits: Limits | None = None,
+    *,
+    work: Work | None = None,
+    cost: Cost = None,
 ) -> MicrobatchSchedule:
     """Equal numbers of sequences and of microbatches on all devices, for a barrier at each (appendix C.1).
 
@@ -133,7 +143,12 @@ def lb_micro(
 
 
 def lb_mini(
-    lengths: Lengths, num_devices: int, limits: Limits | None = None, *, work: Work | None = None, cost: Any = None
+    lengths: Lengths,
+    num_devices: int,
+    limits: Limits | None = None,
+    *,
+    work: Work | None = None,
+    cost: Cost = None,
 ) -> MicrobatchSchedule:
     """Devices even over the whole minibatch, however many sequences and microbatches each has (section 4, C.1).
 
@@ -150,13 +165,13 @@ def lb_mini(
     )
     dealt = [swapped(work_I, bins, num_devices) for bins in starts]
     bins = min(dealt, key=lambda bins: np.bincount(bins, work_I, num_devices).max(initial=0.0))
-    own = []
+    devices = []
     for share in _shares(bins, num_devices):
         count = _fewest(share, lengths_I, room)
-        while (made := _packed(share, lengths_I, room, count, by=(lengths_I, work_I))) is None:
+        while (microbatches := _packed(share, lengths_I, room, count, by=(lengths_I, work_I))) is None:
             count += 1
-        own.append(_heaviest_first(made, work_I))
-    return _schedule(lengths_I, work_I, room, [own])
+        devices.append(_heaviest_first(microbatches, work_I))
+    return _schedule(lengths_I, work_I, room, [devices])
 
 
 def verl_native(
@@ -165,7 +180,7 @@ def verl_native(
     limits: Limits | None = None,
     *,
     work: Work | None = None,
-    cost: Any = None,
+    cost: Cost = None,
     minibatch: int = 0,
     seed: int = 0,
 ) -> MicrobatchSchedule:
@@ -197,20 +212,20 @@ SCHEDULERS: dict[str, Callable[..., MicrobatchSchedule]] = {
 
 
 def _work(
-    lengths: Lengths, num_devices: int, limits: Limits, work: Work | None, cost: Any
+    lengths: Lengths, num_devices: int, limits: Limits, work: Work | None, cost: Cost
 ) -> tuple[np.ndarray, np.ndarray]:
     """`[sequences]` int64 lengths and float64 work, checked as by the planners, for no sharding and no bound."""
     free = dataclasses.replace(limits, max_degree=1, tokens_per_device=0)
-    checked = problem(lengths, num_devices, free).lengths_I
+    checked = pose(lengths, num_devices, free).lengths_I
     if work is None and cost is None:
         work = 24576.0 * checked + checked.astype(float) ** 2
     elif work is None and callable(cost):
         work = np.array([cost(n) for n in checked.tolist()], float)
-    return checked, problem(checked, num_devices, free, work, cost).work_I
+    return checked, pose(checked, num_devices, free, work, None if callable(cost) else cost).work_I
 
 
 def _problem(
-    lengths: Lengths, num_devices: int, limits: Limits | None, work: Work | None, cost: Any
+    lengths: Lengths, num_devices: int, limits: Limits | None, work: Work | None, cost: Cost
 ) -> tuple[np.ndarray, np.ndarray, int]:
     limits = limits or Limits()
     lengths_I, work_I = _work(lengths, num_devices, limits, work, cost)
@@ -236,7 +251,7 @@ def _shares(bins: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _fewest(share: Sequence[int], lengths_I: np.ndarray, room: int) -> int:
-    """No packing has fewer microbatches."""
+    """The number of microbatches below which no packing fits."""
     tokens = int(lengths_I[list(share)].sum()) if share else 0
     return -(-tokens // room) if room else min(len(share), 1)
 
@@ -248,9 +263,9 @@ def _packed(
     One always does for as many microbatches as sequences, which then stand alone."""
     for amounts in by:
         bins = _shares(karmarkar_karp(amounts[share], count), count) if share else [[]] * count
-        made = [[share[k] for k in bin] for bin in bins]
-        if not room or all(lengths_I[one].sum() <= room for one in made if one):
-            return made
+        microbatches = [[share[k] for k in bin] for bin in bins]
+        if not room or all(lengths_I[members].sum() <= room for members in microbatches if members):
+            return microbatches
     return None
 
 
@@ -260,29 +275,29 @@ def _together(
     """The smallest equal number of microbatches in which Karmarkar-Karp by work makes those of all devices fit."""
     count = max(_fewest(share, lengths_I, room) for share in shares)
     while True:
-        made = [_packed(share, lengths_I, room, count, by=(work_I,)) for share in shares]
-        fit = [own for own in made if own is not None]
-        if len(fit) == len(made):
-            return [_heaviest_first(own, work_I) for own in fit]
+        packed = [_packed(share, lengths_I, room, count, by=(work_I,)) for share in shares]
+        fit = [microbatches for microbatches in packed if microbatches is not None]
+        if len(fit) == len(packed):
+            return [_heaviest_first(microbatches, work_I) for microbatches in fit]
         count += 1
 
 
-def _heaviest_first(own: list[list[int]], work_I: np.ndarray) -> list[list[int]]:
-    return sorted(own, key=lambda one: (-float(work_I[one].sum()) if one else 0.0, one))
+def _heaviest_first(microbatches: list[list[int]], work_I: np.ndarray) -> list[list[int]]:
+    return sorted(microbatches, key=lambda members: (-float(work_I[members].sum()) if members else 0.0, members))
 
 
-def _even(own: Sequence[list[list[int]]]) -> list[list[list[int]]]:
-    """With empty microbatches at the end, so that all devices have as many."""
-    most = max(map(len, own))
-    return [some + [[]] * (most - len(some)) for some in own]
+def _even(devices: Sequence[list[list[int]]]) -> list[list[list[int]]]:
+    """Adds empty microbatches at the end, so that all devices have as many."""
+    most = max(map(len, devices))
+    return [microbatches + [[]] * (most - len(microbatches)) for microbatches in devices]
 
 
 def _schedule(
     lengths_I: np.ndarray, work_I: np.ndarray, room: int, minibatches: Sequence[Sequence[list[list[int]]]]
 ) -> MicrobatchSchedule:
-    """Of minibatches that, but for the last, have as many microbatches on all devices."""
+    """Joins minibatches, all of which but the last have as many microbatches on all devices."""
     starts = np.cumsum([0] + [len(part[0]) for part in minibatches[:-1]])
-    rows = [[tuple(one) for own in device for one in own] for device in zip(*minibatches, strict=True)]
+    rows = [[tuple(members) for part in device for members in part] for device in zip(*minibatches, strict=True)]
     return MicrobatchSchedule(
         lengths=tuple(lengths_I.tolist()),
         work=tuple(work_I.tolist()),

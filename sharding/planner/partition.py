@@ -34,15 +34,15 @@ def karmarkar_karp(
     heapq.heapify(heap)
     number = len(heap)
     while len(heap) > 1:
-        _, _, one = heapq.heappop(heap)
-        _, _, other = heapq.heappop(heap)
-        overlap = max(len(one) + len(other) - count, 0)
-        alone = len(other) - overlap  # bins of `other` that meet an empty one
+        _, _, left = heapq.heappop(heap)
+        _, _, right = heapq.heappop(heap)
+        overlap = max(len(left) + len(right) - count, 0)
+        alone = len(right) - overlap  # bins of `right` that meet an empty one
         meet = [
             (load + more, items + others)
-            for (load, items), (more, others) in zip(one[len(one) - overlap :], reversed(other[alone:]), strict=True)
+            for (load, items), (more, others) in zip(left[len(left) - overlap :], reversed(right[alone:]), strict=True)
         ]
-        joined = sorted(one[: len(one) - overlap] + other[:alone] + meet, key=lambda bin: -bin[0])
+        joined = sorted(left[: len(left) - overlap] + right[:alone] + meet, key=lambda bin: -bin[0])
         heapq.heappush(heap, (-_spread(joined, count), number, joined))
         number += 1
     bins = [0] * len(amounts)

@@ -57,16 +57,16 @@ class ShardPlan:
 
     def compute(self) -> np.ndarray:
         """`[devices]`: C_d, the sum of `work / p` over the sequences of each device."""
-        return self._over_devices(np.array(self.work) / np.array(self.degrees))
+        return self.over_devices(np.array(self.work) / np.array(self.degrees))
 
     def memory(self) -> np.ndarray:
         """`[devices]`: M_d, the tokens of each device."""
-        return self._over_devices(np.array(self.lengths) / np.array(self.degrees))
+        return self.over_devices(np.array(self.lengths) / np.array(self.degrees))
 
     def traffic(self) -> np.ndarray:
         """`[devices]`: token vectors that leave each device in one all-to-all, the sum of `length * (p - 1) / p**2`."""
         p = np.array(self.degrees, float)
-        return self._over_devices(np.array(self.lengths) * (p - 1) / p**2)
+        return self.over_devices(np.array(self.lengths) * (p - 1) / p**2)
 
     @property
     def balance(self) -> float:
@@ -90,7 +90,8 @@ class ShardPlan:
             f"{len(self.rounds)} rounds"
         )
 
-    def _over_devices(self, share: np.ndarray) -> np.ndarray:
+    def over_devices(self, share: np.ndarray) -> np.ndarray:
+        """`[devices]`: the sum of `share`, an amount for each sequence on each of its devices."""
         firsts, degrees = np.array(self.firsts, int), np.array(self.degrees, int)
         edges = np.zeros(self.num_devices + 1)
         np.add.at(edges, firsts, share)
@@ -131,22 +132,22 @@ def check(plan: ShardPlan) -> None:
                 f"sequence {index}: devices [{first}, {first + degree}) are no aligned power-of-two group of "
                 f"{plan.num_devices} devices"
             )
-    degrees = [one.degree for one in plan.rounds]
+    degrees = [round.degree for round in plan.rounds]
     if degrees != sorted(degrees, reverse=True):
         raise PlanError(f"rounds must stand in decreasing degree, got {degrees}")
     seen: list[int] = []
-    for one in plan.rounds:
-        if one.degree < 1 or one.degree & (one.degree - 1) or plan.num_devices % one.degree:
+    for round in plan.rounds:
+        if round.degree < 1 or round.degree & (round.degree - 1) or plan.num_devices % round.degree:
             raise PlanError(
-                f"{plan.num_devices} devices have no round of degree {one.degree}: a power of two divides them"
+                f"{plan.num_devices} devices have no round of degree {round.degree}: a power of two divides them"
             )
-        if len(one.groups) != plan.num_devices // one.degree:
-            raise PlanError(f"a round of degree {one.degree} needs {plan.num_devices // one.degree} groups")
-        for group, members in enumerate(one.groups):
+        if len(round.groups) != plan.num_devices // round.degree:
+            raise PlanError(f"a round of degree {round.degree} needs {plan.num_devices // round.degree} groups")
+        for group, members in enumerate(round.groups):
             for index in members:
                 if not 0 <= index < count:
                     raise PlanError(f"a round names sequence {index}, but there are {count}")
-                if plan.degrees[index] != one.degree or plan.firsts[index] != group * one.degree:
+                if plan.degrees[index] != round.degree or plan.firsts[index] != group * round.degree:
                     raise PlanError(f"sequence {index} stands in a round of another group than its own")
                 seen.append(index)
     if sorted(seen) != list(range(count)):
@@ -170,16 +171,16 @@ def rounds(
     has no all-to-all to hide. A round lasts as long as the longest stream of any of its groups, so streams are dealt
     to the rounds longest first, each to where it lengthens the round least. The longest round of a degree comes first.
     """
-    made: list[Round] = []
+    packed: list[Round] = []
     for degree in sorted(set(degrees), reverse=True):
         members: list[list[int]] = [[] for _ in range(num_devices // degree)]
-        for index, (own, first) in enumerate(zip(degrees, firsts, strict=True)):
-            if own == degree:
+        for index, (sharded, first) in enumerate(zip(degrees, firsts, strict=True)):
+            if sharded == degree:
                 members[first // degree].append(index)
-        one = not short or not cap or most == 1 or degree == 1
-        packs = [[indices] if one and indices else _join(indices, lengths, short, cap) for indices in members]
-        made.extend(Round(degree, groups) for groups in _deal(packs, lengths, min(most, max(map(len, packs)))))
-    return tuple(made)
+        joined = not short or not cap or most == 1 or degree == 1
+        packs = [[indices] if joined and indices else _join(indices, lengths, short, cap) for indices in members]
+        packed.extend(Round(degree, groups) for groups in _deal(packs, lengths, min(most, max(map(len, packs)))))
+    return tuple(packed)
 
 
 def _join(indices: Sequence[int], lengths: Sequence[int], short: int, cap: int) -> list[list[int]]:
@@ -204,7 +205,7 @@ def _deal(
     def size(pack: Sequence[int]) -> int:
         return sum(lengths[i] for i in pack)
 
-    totals = [sum(map(size, own)) for own in packs]
+    totals = [sum(map(size, group)) for group in packs]
     longest = [0] * count
     streams: list[list[list[int]]] = [[[] for _ in packs] for _ in range(count)]
     for group in sorted(range(len(packs)), key=lambda g: (-totals[g], g)):

@@ -1,1 +1,1 @@
-"""Sequences spread over devices: where their tokens lie, attention over them, the way of vision features."""
+"""Sequences that are spread over devices: the places of their tokens, attention over them, routes of features."""

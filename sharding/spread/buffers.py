@@ -1,4 +1,4 @@
-"""How a microbatch whose sequences are spread over devices lies in its buffers.
+"""Lays a microbatch whose sequences are spread over devices into its buffers.
 
 Every device has one dense row of `T` tokens: its chunks of all sequence groups that it takes part in, one round after
 the other. A round's part of the row is a view of it: at most `budget` tokens (a static size) from a column that may
@@ -23,10 +23,10 @@ from .shapes import Sizes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """What the devices need to know of a shard plan. Arrays have one row a device, like the token buffer.
+    """The part of a shard plan that the devices need to know. Arrays have one row a device, like the token buffer.
 
     `starts_BJ` and `counts_BJ`: the columns `[start, start + count)` of round `j`; 0 tokens where a device has no part
-    in it. Since `start + budget` may exceed T, a view begins at `min(start, T - budget)` and its own columns later.
+    in it. Since `start + budget` may exceed T, a view begins at `min(start, T - budget)` and the round's columns later.
     `exports_BX`: the columns whose hidden states predict tokens on other devices (the last token of a chunk; of a
     prompt before its responses).
 
@@ -48,17 +48,17 @@ class Spread:
         """The device's hidden states, and behind them those that its group of the highest degree exports."""
         if not self.exports_BX.shape[1]:
             return hidden_BTD
-        own = jnp.take_along_axis(hidden_BTD, jnp.asarray(self.exports_BX)[:, :, None], axis=1)
+        exported = jnp.take_along_axis(hidden_BTD, jnp.asarray(self.exports_BX)[:, :, None], axis=1)
         axes = self.group(self.rounds[0][0])
-        return jnp.concatenate([hidden_BTD, jax.lax.all_gather(own, axes, axis=1, tiled=True)], axis=1)
+        return jnp.concatenate([hidden_BTD, jax.lax.all_gather(exported, axes, axis=1, tiled=True)], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where every token of a shard plan lies: `device` and `column`, one entry a token, sequence after sequence.
+    """The place of every token of a shard plan: `device` and `column`, one entry a token, sequence after sequence.
 
-    `starts` and `counts` are those of `Spread`, `[devices, rounds of the plan]`. How large the buffers are is not yet
-    said; see `needs`.
+    `starts` and `counts` are those of `Spread`, `[devices, rounds of the plan]`. The sizes of the buffers are open; see
+    `needs`.
     """
 
     plan: ShardPlan
@@ -73,7 +73,7 @@ class Layout:
         return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self._names())}
 
     def imports(self, predecessors: np.ndarray) -> Imports:
-        """Which hidden states have to cross devices, if token `predecessors[i]` predicts token `i`."""
+        """The hidden states that have to cross devices, if token `predecessors[i]` predicts token `i`."""
         foreign = np.flatnonzero(self.device[predecessors] != self.device)
         place = self.device * (int(self.column.max(initial=0)) + 1) + self.column  # sorts by device, then column
         _, first, which = np.unique(place[predecessors[foreign]], return_index=True, return_inverse=True)
@@ -87,7 +87,7 @@ class Layout:
         return SizedLayout(self, sizes)
 
     def _names(self) -> list[str]:
-        degrees = [one.degree for one in self.plan.rounds]
+        degrees = [round.degree for round in self.plan.rounds]
         return [_round_name(degree, degrees[:j].count(degree)) for j, degree in enumerate(degrees)]
 
 
@@ -115,15 +115,15 @@ class SizedLayout:
         self.columns = sizes["columns"]
         self._exports = sizes.get("exports", 0)
         self.cells = layout.device * self.columns + layout.column
-        own = {name: j for j, name in enumerate(layout._names())}
+        planned = {name: j for j, name in enumerate(layout._names())}
         names = sorted((name for name in sizes if name.startswith("round/")), key=_round_order)
         self.rounds = tuple((-_round_order(name)[0], min(sizes[name], self.columns)) for name in names)
         self.starts = np.zeros((self.plan.num_devices, len(names)), np.int32)
         self.counts = np.zeros((self.plan.num_devices, len(names)), np.int32)
         for j, name in enumerate(names):
-            if name in own:
-                self.starts[:, j] = layout.starts[:, own[name]]
-                self.counts[:, j] = layout.counts[:, own[name]]
+            if name in planned:
+                self.starts[:, j] = layout.starts[:, planned[name]]
+                self.counts[:, j] = layout.counts[:, planned[name]]
 
     def spread(self, predecessors: np.ndarray) -> tuple[np.ndarray, Spread]:
         """(`predecessors` as `PackedTokens` has them, what the devices need to know).
@@ -142,8 +142,8 @@ class SizedLayout:
         return column.astype(np.int32), spread
 
     def padding(self) -> dict[str, float]:
-        """Share of the rows without a token (`mlp`), and of what the device that is sent most in the all-to-alls is
-        sent without need (`all_to_all`)."""
+        """The shares of padding: `mlp` of the rows' columns, and `all_to_all` of the tokens that are sent to the device
+        that gets most."""
         sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
         sent = sum(self.rounds[j][1] for j in sharded)
         used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0
@@ -163,8 +163,10 @@ def _round_order(name: str) -> tuple[int, int]:
 
 
 def size_weight(name: str) -> float:
-    """What a unit of a buffer's size costs beside a column of the row, which passes all of the decoder: sharded rounds
-    are sent, patches and features pass a smaller tower and the wire, exports are few."""
+    """The cost of a unit of a buffer's size; 1 is a column of the row, which passes all of the decoder.
+
+    Sharded rounds are sent, patches and features pass a smaller tower and the wire, exports are few.
+    """
     if name.startswith("round/"):
         return 0.25 if _round_order(name)[0] < -1 else 0.05
     if name == "patches" or name.startswith("send/"):
@@ -174,26 +176,26 @@ def size_weight(name: str) -> float:
 
 def lay(plan: ShardPlan, cap: int = 0) -> Layout:
     """Gives every token of `plan` its place. Raises PlanError if a device has more than `cap` tokens (0: no bound)."""
-    num_devices, degrees = plan.num_devices, [one.degree for one in plan.rounds]
+    num_devices, degrees = plan.num_devices, [round.degree for round in plan.rounds]
     first_token = np.cumsum([0, *plan.lengths])
     starts = np.zeros((num_devices, len(degrees)), np.int64)
     counts = np.zeros((num_devices, len(degrees)), np.int64)
     used = np.zeros(num_devices, np.int64)
     device = np.zeros(first_token[-1], np.int64)
     column = np.zeros(first_token[-1], np.int64)
-    for j, one in enumerate(plan.rounds):
+    for j, round in enumerate(plan.rounds):
         starts[:, j] = used
-        for group, members in enumerate(one.groups):
+        for group, members in enumerate(round.groups):
             if not members:
                 continue
             stream = np.concatenate([np.arange(first_token[i], first_token[i + 1]) for i in members])
-            share, longer = divmod(len(stream), one.degree)
-            chunks = np.full(one.degree, share)
+            share, longer = divmod(len(stream), round.degree)
+            chunks = np.full(round.degree, share)
             chunks[:longer] += 1
-            part = np.repeat(np.arange(one.degree), chunks)
-            device[stream] = group * one.degree + part
+            part = np.repeat(np.arange(round.degree), chunks)
+            device[stream] = group * round.degree + part
             column[stream] = starts[device[stream], j] + np.arange(len(stream)) - (np.cumsum(chunks) - chunks)[part]
-            counts[group * one.degree : (group + 1) * one.degree, j] = chunks
+            counts[group * round.degree : (group + 1) * round.degree, j] = chunks
         used += counts[:, j]
     if cap and used.max(initial=0) > cap:
         raise PlanError(f"device {int(used.argmax())} has {used.max()} tokens, more than the {cap} of its buffer")

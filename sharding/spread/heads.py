@@ -1,4 +1,4 @@
-"""How attention heads are dealt to the devices of a sequence-parallel group. Plain Python: planners ask what it costs.
+"""Deals attention heads to the devices of a sequence-parallel group. Plain Python: planners ask what a deal costs.
 
 All devices of a group compute equally many heads. Where heads do not divide evenly, some are filled up with zeros, or
 a KV head goes to several devices, each of which computes a part of its query heads.

@@ -1,9 +1,9 @@
-"""Features of the vision tower travel from the device that computed them to the devices that hold their tokens.
+"""Routes the features of the vision tower from the device that computed them to the devices that hold their tokens.
 
 The tower's work is spread evenly, whatever the tokens' places, so features must move. They do so in at most `log2`
 steps, one for each mesh axis of size two, as on a hypercube: in a step every device exchanges with its partner across
-that axis those features whose destination lies on the other side. Who sends what is planned on the host; the program
-is the same on all devices, and a device without features takes part.
+that axis the features whose destination lies on the other side. The host plans who sends what; the program is the same
+on all devices, and a device without features takes part.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from .shapes import Sizes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """`sends[k][device]` are the rows of the device's buffer that cross axis `axes[k]` in step `k`; what arrives is
-    appended to the buffer, which begins as the device's own features. Unused entries send row 0."""
+    """The plan of an exchange: `sends[k][device]` are the rows of the device's buffer that cross axis `axes[k]` in step
+    `k`; what arrives is appended to the buffer, which begins as the device's own features. Unused entries send row 0.
+    """
 
     sends: tuple[Any, ...]  # i32 [devices, count] each
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def needs(self) -> Sizes:
-        """The features that cross each axis, `send/<axis>`."""
+        """The number of features that cross each axis, as `send/<axis>`."""
         return {_name(axis): rows.shape[1] for axis, rows in zip(self.axes, self.sends, strict=True)}
 
     def __call__(self, features_MD: Float[Array, "M D"]) -> Float[Array, "R D"]:
@@ -51,7 +52,7 @@ def route(
     rows: int,
     counts: Mapping[str, int] | None = None,
 ) -> tuple[Route, np.ndarray]:
-    """(the route, the row of `target`'s final buffer in which each wanted feature stands).
+    """Plans (the route, the row of `target`'s final buffer in which each wanted feature stands).
 
     Wanted feature `i` is row `row[i]` of the `rows` features of device `source[i]` and is needed on `target[i]`; one
     feature may be wanted several times. `counts` are the sizes of what crosses each axis (`Route.needs` of a route

@@ -1,4 +1,4 @@
-"""Few compiled shapes for many batches: sizes that were used before are used again where they waste little.
+"""Keeps compiled shapes few for many batches: sizes that were used before are used again where they waste little.
 
 Every distinct tuple of buffer sizes is a program of its own, which takes seconds to compile on a CPU and minutes on a
 cluster. Lengths differ in every batch; rounding each size to a coarse grid would waste a third of every buffer and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 Sizes = dict[str, int]  # by the name of the buffer
 
@@ -37,34 +36,34 @@ class ShapeBook:
     def fit(
         self, needs: Mapping[str, int], caps: Mapping[str, int], weight: Callable[[str], float], devices: int = 1
     ) -> Sizes:
-        """Sizes of at least `needs`, each at most its cap (if it has one), for buffers of so many devices. `weight` is
-        what a unit of a size costs."""
+        """The sizes of buffers for so many devices: at least `needs`, each at most its cap (if it has one). `weight` is
+        the cost of a unit of a size."""
 
         def cost(sizes: Mapping[str, int]) -> float:
             return sum(size * weight(name) for name, size in sizes.items())
 
         tight = {name: round_up(need, caps.get(name, 0)) for name, need in needs.items()}
         entries = self.entries.setdefault(devices, [])
-        usable = [one for one in entries if all(one.get(name, 0) <= cap for name, cap in caps.items())]
+        usable = [sizes for sizes in entries if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
         full = len(entries) >= self.most
-        if fitting := [one for one in usable if _covers(one, needs)]:
+        if fitting := [sizes for sizes in usable if _covers(sizes, needs)]:
             best = min(fitting, key=cost)
             if full or cost(best) <= (1 + self.slack) * cost(tight):
                 return best
         if not full:
             entries.append(tight)
             return tight
-        names = {name for one in [tight, *usable] for name in one}
-        largest = {name: max(one.get(name, 0) for one in [tight, *usable]) for name in sorted(names)}
+        names = {name for sizes in [tight, *usable] for name in sizes}
+        largest = {name: max(sizes.get(name, 0) for sizes in [tight, *usable]) for name in sorted(names)}
         entries[-1] = largest
         return largest
 
-    def state(self) -> dict[str, Any]:
-        """What `load_state` takes: plain JSON."""
-        return {"entries": {str(devices): [dict(one) for one in own] for devices, own in self.entries.items()}}
+    def state(self) -> dict[str, dict[str, list[Sizes]]]:
+        """The entries as plain JSON, which `load_state` takes."""
+        return {"entries": {str(devices): list(map(dict, entries)) for devices, entries in self.entries.items()}}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.entries = {int(devices): [dict(one) for one in own] for devices, own in state["entries"].items()}
+    def load_state(self, state: Mapping[str, Mapping[str, list[Sizes]]]) -> None:
+        self.entries = {int(devices): list(map(dict, entries)) for devices, entries in state["entries"].items()}
 
 
 def round_up(need: int, cap: int = 0) -> int:

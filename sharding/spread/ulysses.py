@@ -32,7 +32,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..kernels import tiles
 from .buffers import Spread
@@ -44,10 +44,11 @@ Attention = Callable[[Array, Array, Array], Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """A device's part of one round: some columns of its row from `start`, of which `valid` ones belong to the round.
+    """A device's part of one round: some columns of its row from `start`, of which the `valid` ones are the round's.
 
-    All others in it are other rounds' or the row's padding, and are masked: as zeros where they are read (segment 0,
-    too), and left alone where the round's results are written."""
+    The other columns belong to other rounds or are the row's padding. They are masked: they are read as zeros (segment
+    0, too), and left alone where the round's results are written.
+    """
 
     start: Any  # i32 []
     valid: Any  # bool [budget]
@@ -72,11 +73,11 @@ class Columns:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """One round as a device sees it. `tiles` are those of its whole group's stream, `axes` the mesh axes of the group:
-    none if it is one device."""
+    """One round as a device sees it. `tiles` are those of the whole group's stream, `axes` the mesh axes of the group:
+    none for a group of one device."""
 
-    columns: Any  # Columns
-    tiles: Any  # Tiles
+    columns: Columns
+    tiles: tiles.Tiles
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -108,7 +109,7 @@ def spread_attention(
 def views_of(
     spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], tile: int = 0
 ) -> tuple[View, ...]:
-    """What all layers share of each round, in the order of execution. Raises what `spread_attention` raises."""
+    """The views of the rounds in the order of execution, shared by all layers. Raises as `spread_attention` does."""
     if segments_BT.shape[0] != 1:
         raise ValueError(f"a device of a spread batch has one row, not {segments_BT.shape[0]}")
     degrees = [degree for degree, _ in spread.rounds]
@@ -145,8 +146,8 @@ def _forward(K: int, q: Array, k: Array, v: Array, views: tuple[View, ...]) -> t
     deals = [deal_heads(q.shape[1], K, view.degree) for view in views]
     outgoing = []
     for view, deal in zip(views, deals, strict=True):
-        own = [_deal_out(view.columns.read(q), K, deal), *(_copy_out(view.columns.read(x), deal) for x in (k, v))]
-        outgoing.append(_to_devices(jnp.concatenate(own, axis=2), deal))
+        heads = [_deal_out(view.columns.read(q), K, deal), *(_copy_out(view.columns.read(x), deal) for x in (k, v))]
+        outgoing.append(_to_devices(jnp.concatenate(heads, axis=2), deal))
 
     def compute(j: int, stream: Array) -> tuple[Array, tuple]:
         parts = _split(stream)
@@ -188,8 +189,8 @@ _attend.defvjp(_forward, _backward)
 
 
 def _execute(
-    phase: str, outgoing: list[Array], views: tuple[View, ...], compute: Callable[[int, Array], tuple[Array, Any]]
-) -> tuple[list[Array], list[Any]]:
+    phase: str, outgoing: list[Array], views: tuple[View, ...], compute: Callable[[int, Array], tuple[Array, PyTree]]
+) -> tuple[list[Array], list[PyTree]]:
     """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
 
     The barriers make the order a fact of the program and not a scheduler's choice: no round's exchange starts before
@@ -197,7 +198,7 @@ def _execute(
     to start an exchange as soon as it may, that is, together with the computation of the round before it; on GPUs it
     does so under `gpu_flags.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
     """
-    back, kept = list(outgoing), list[Any](outgoing)
+    back, kept = list(outgoing), list[PyTree](outgoing)
     alone = [j for j, view in enumerate(views) if view.degree == 1]
     sharded = [j for j, view in enumerate(views) if view.degree > 1]
 
@@ -205,7 +206,7 @@ def _execute(
         with jax.named_scope(f"{phase}_round{j}_{way}"):
             return jax.lax.all_to_all(x, views[j].axes, split_axis=0, concat_axis=0, tiled=True)
 
-    def attend(j: int, x: Array) -> tuple[Array, Any]:
+    def attend(j: int, x: Array) -> tuple[Array, PyTree]:
         with jax.named_scope(f"{phase}_round{j}_attend"):
             result, keep = compute(j, x.reshape(-1, *x.shape[2:]))
             return result.reshape(*x.shape[:2], *result.shape[1:]), keep

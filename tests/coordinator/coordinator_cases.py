@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from fluxjax.base.types import Prompt, Response, Reward
 from fluxjax.coordinator import Coordinator, Settings, Synchronous
@@ -65,7 +66,7 @@ class World:
         state: dict | None = None,
         next_draw: int = 0,
         served: int = 0,
-        **settings: int,
+        **settings: Any,
     ) -> None:
         self.coordinator = Coordinator(Settings(steps, prompts_per_step, group_size, **settings), Synchronous())
         if state is not None:

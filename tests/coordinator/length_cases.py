@@ -84,7 +84,7 @@ def taught(workload: Workload, responses: int = 8, limit: int = LIMIT) -> Length
 def rank_correlation(a, b) -> float:
     """Spearman's, equal values share their mean rank; 0 where one side says nothing."""
     ranks = [_ranks(np.asarray(values, np.float64)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1]) if all(np.ptp(r) > 0 for r in ranks) else 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if all(np.ptp(r) > 0 for r in ranks) else 0.0
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fluxjax.base.types import Group, Prompt, Response, Reward
 from fluxjax.coordinator import Coordinator, SchedulingPolicy, Settings
@@ -36,7 +37,6 @@ from fluxjax.coordinator.messages import (
     Train,
     Trained,
     WeightsPublished,
-    request_id,
 )
 
 
@@ -85,7 +85,7 @@ class PolicyWorld:
         faults: int = 0,
         state: dict | None = None,
         next_draw: int = 0,
-        **settings: int,
+        **settings: Any,
     ) -> None:
         self.random = random.Random(seed)
         options = Settings(steps, prompts_per_step, group_size, engines=engines, **settings)
@@ -165,9 +165,8 @@ class PolicyWorld:
                     self.begin(request)
             case Abort(rid):
                 return self.stop(rid)
-            case Park(one):
-                attempt = self.coordinator.ledger.entries[one.draw].attempt
-                return self.stop(request_id(one.draw, attempt))
+            case Park():
+                return self.stop(instruction.request)
             case Score(scored):
                 return [RewardReady(scored.rid, reward(scored.rid))]
             case Lend(engines):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from policy_cases import PolicyWorld
 
@@ -22,8 +23,8 @@ SCHEDULES = {
 class PromisedWorld(PolicyWorld):
     """A `PolicyWorld` with the policy of a configuration. `ends` stops it after so many events (0: never)."""
 
-    def __init__(self, config: Config, seed: int, *, ends: int = 0, **options: int) -> None:
-        shape = {
+    def __init__(self, config: Config, seed: int, *, ends: int = 0, **options: Any) -> None:
+        shape: dict[str, Any] = {
             "steps": config.steps,
             "prompts_per_step": config.rollout.prompts_per_step,
             "group_size": config.rollout.group_size,

@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import policy_cases
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from policy_cases import PolicyWorld, reward
 
 from fluxjax.base.types import Reward
-from fluxjax.config import AdaptiveAsyncConfig, SpeculativeSyncConfig, StreamTrainerConfig
+from fluxjax.config import AdaptiveAsyncConfig, Config, ConfigError, SpeculativeSyncConfig, StreamTrainerConfig
 from fluxjax.config.schedules import parse
 from fluxjax.coordinator import (
     AdaptiveAsync,
@@ -26,6 +27,7 @@ from fluxjax.coordinator import (
     Synchronous,
     TailBatching,
 )
+from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import (
     DrawPrompts,
     EngineFailed,
@@ -98,6 +100,7 @@ def check(world: PolicyWorld, max_staleness: int, *, dynamic: bool = False) -> N
 
 @every_policy
 class TestEveryPolicy:
+    @pytest.mark.slow
     @settings(deadline=None, max_examples=40)
     @given(
         shape=shapes,
@@ -120,12 +123,13 @@ class TestEveryPolicy:
         one, other = (PolicyWorld(make(), 5, engines=2, faults=2).go() for _ in range(2))
         assert one.said == other.said
 
+    @pytest.mark.slow
     @settings(deadline=None, max_examples=15)
     @given(seed=st.integers(0, 10**6), prompts=st.integers(5, 40))
     def test_resume_anywhere(self, name: str, seed: int, prompts: int) -> None:
         """A run goes on from any of its checkpoints, which is plain JSON: what it had not trained on, it trains on."""
         make, max_staleness = POLICIES[name]
-        options = {"steps": 6, "prompts": prompts, "checkpoint_every": 1, "engines": 2}
+        options: dict[str, Any] = {"steps": 6, "prompts": prompts, "checkpoint_every": 1, "engines": 2}
         whole = PolicyWorld(make(), seed, **options).go()
         for state, next_draw in whole.states:
             state = json.loads(json.dumps(state))
@@ -137,6 +141,7 @@ class TestEveryPolicy:
             for step, groups in resumed.steps.items():
                 assert step - 1 - min(resumed.versions(groups)) <= max_staleness
 
+    @pytest.mark.slow
     @settings(deadline=None, max_examples=15)
     @given(seed=st.integers(0, 10**6), after=st.integers(0, 60))
     def test_stop(self, name: str, seed: int, after: int) -> None:
@@ -272,7 +277,9 @@ class TestAdaptiveAsync:
     def test_ratio_zero_is_synchronous(self, shape, seed: int, prompts: int, faults: int) -> None:
         """At ratio 0 it says what the synchronous policy says, instruction for instruction."""
         zero = AdaptiveAsyncConfig(ratio=0.0, min_ratio=0.0, max_ratio=0.0, sync_interval=10**6)
-        options = dict(shape, prompts=prompts, faults=faults, evaluate_every=2, checkpoint_every=2, max_attempts=20)
+        options: dict[str, Any] = dict(
+            shape, prompts=prompts, faults=faults, evaluate_every=2, checkpoint_every=2, max_attempts=20
+        )
         ahead = PolicyWorld(AdaptiveAsync(zero), seed, **options).go()
         plain = PolicyWorld(Synchronous(), seed, **options).go()
         assert ahead.said == plain.said
@@ -317,3 +324,11 @@ class TestAdaptiveAsync:
         for train in world.all(Train):
             for group in train.groups:
                 assert all(len(set(s.response.versions)) == 1 for s in group.samples)
+
+
+def test_settings_that_an_own_policy_would_not_read_are_refused() -> None:
+    config = Config()
+    assert isinstance(make_coordinator(config, Synchronous).policy, Synchronous)
+    config.policy.dynamic_sampling = config.stream_trainer.enabled = True
+    with pytest.raises(ConfigError, match=r"policy\.dynamic_sampling and stream_trainer\.enabled would do nothing"):
+        make_coordinator(config, Synchronous)

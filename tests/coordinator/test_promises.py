@@ -13,6 +13,7 @@ from promise_cases import PromisedWorld, configuration, history
 
 from fluxjax.base.types import Prompt
 from fluxjax.config import AdaptiveAsyncConfig, Config, Policy
+from fluxjax.coordinator import AdaptiveAsync, TailBatching
 from fluxjax.coordinator.messages import (
     DrawPrompts,
     Evaluated,
@@ -20,6 +21,7 @@ from fluxjax.coordinator.messages import (
     Park,
     PromptsDrawn,
     PublishWeights,
+    RewardReady,
     Skip,
     Started,
     Train,
@@ -27,6 +29,8 @@ from fluxjax.coordinator.messages import (
 )
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 from fluxjax.coordinator.policies.staleness import staleness
+from fluxjax.simulation.promises.adaptive_async_promises import AdaptiveAsyncPromises
+from fluxjax.simulation.promises.rounds_promises import TailBatchingPromises
 
 SEEDS = 60  # a policy; `tests/mutants.py` and the command above take more
 every_policy = pytest.mark.parametrize("policy", list(Policy), ids=lambda policy: policy.value)
@@ -39,6 +43,7 @@ def config(policy: Policy, *, steps: int = 12, prompts: int = 8, size: int = 4, 
     return made
 
 
+@pytest.mark.slow
 @every_policy
 @pytest.mark.parametrize("part", range(6))
 def test_promises_are_kept(policy: Policy, part: int) -> None:
@@ -56,13 +61,22 @@ def test_histories_differ() -> None:
         assert sum(bool(getattr(one.schedules, name)) for one in made) > 20
 
 
+def barriers_of(world: PromisedWorld) -> tuple[int, int]:
+    """Barriers, as the promises count them and as the policy does."""
+    policy = world.coordinator.policy
+    assert isinstance(world.promises, AdaptiveAsyncPromises) and isinstance(policy, AdaptiveAsync)
+    return world.promises.barriers, policy.barriers
+
+
 class TestTailBatching:
     def test_four_short_rounds_and_a_long_one(self) -> None:
         """At 1.25, a short round leaves a quarter of a step behind: after four of them comes a long round, again and
         again (Flexes, section 3), and not only when the data ends."""
         world = PromisedWorld(config(Policy.TAIL_BATCHING, steps=15), 1).kept()
+        policy = world.coordinator.policy
+        assert isinstance(world.promises, TailBatchingPromises) and isinstance(policy, TailBatching)
         assert world.promises.kinds == (["short"] * 4 + ["long"]) * 3
-        assert world.coordinator.policy.rounds == {"short": 12, "long": 3}
+        assert policy.rounds == {"short": 12, "long": 3}
         launched = [len(order.requests) for order in world.all(Generate)]
         assert launched == [10, 10, 10, 10, 8] * 3
 
@@ -98,6 +112,29 @@ class TestTailBatching:
             world.kept()
             assert {order.reason for order in world.all(Skip)} <= {NO_VARIANCE}
         assert found, "a group was complete and not needed"
+
+    def test_the_lowest_draws_win(self) -> None:
+        """Groups that are scored while new prompts are drawn may be more than are needed when the round can end: those
+        drawn first are trained on, in whichever order they were complete."""
+        tail = config(Policy.TAIL_BATCHING, prompts=2, size=2)
+        tail.policy.dynamic_sampling, tail.tail_batching.prompts, tail.tail_batching.responses = True, 2.0, 1.0
+        world = PromisedWorld(tail, 0)
+        world.start()
+        while not world.running:
+            world.hear(world.owed.pop())
+        assert {one.request.prompt.draw for one in world.running.values()} == {0, 1, 2, 3}
+        for draw in (0, 3, 2, 1):  # all rewards of draw 0 are equal
+            for rid in [rid for rid, one in world.running.items() if one.request.prompt.draw == draw]:
+                world.running[rid].versions.append(0)
+                world.hear(world.running.pop(rid).ended("stop"))
+            for event in [event for event in world.owed if isinstance(event, RewardReady)]:
+                world.owed.remove(event)
+                world.hear(event)
+        [drawn] = [event for event in world.owed if isinstance(event, PromptsDrawn)]
+        world.owed.remove(drawn)
+        world.hear(drawn)
+        assert [group.prompt.draw for group in world.all(Train)[0].groups] == [1, 2]
+        assert [order.prompt.draw for order in world.all(Park)] == [4, 3] and not world.promises.wrong
 
 
 class TestAdaptiveAsync:
@@ -135,8 +172,8 @@ class TestAdaptiveAsync:
 
         world.watch = watch
         world.kept()
-        barriers = world.promises.barriers
-        assert barriers == world.coordinator.policy.barriers >= 4
+        promised, barriers = barriers_of(world)
+        assert promised == barriers >= 4
         assert emptied in (barriers, barriers - 1), "the last one may come with the end of the run"
 
     def test_too_stale_data_declares_a_barrier(self) -> None:
@@ -144,7 +181,8 @@ class TestAdaptiveAsync:
         adaptive = chosen.adaptive_async
         adaptive.sync_interval, adaptive.tolerance, adaptive.target_staleness = 1000, 0.0, 0.05
         world = PromisedWorld(chosen, 1).kept()
-        assert world.promises.barriers == world.coordinator.policy.barriers >= 2
+        promised, barriers = barriers_of(world)
+        assert promised == barriers >= 2
 
     def test_what_is_on_policy_declares_none(self) -> None:
         """At a target of 0 and without tolerance, data of the newest weights is not too stale."""
@@ -152,7 +190,7 @@ class TestAdaptiveAsync:
         adaptive = chosen.adaptive_async
         adaptive.ratio = adaptive.min_ratio = adaptive.max_ratio = adaptive.target_staleness = adaptive.tolerance = 0.0
         adaptive.sync_interval = 1000
-        assert PromisedWorld(chosen, 1).kept().coordinator.policy.barriers == 0
+        assert barriers_of(PromisedWorld(chosen, 1).kept())[1] == 0
 
     @pytest.mark.parametrize(
         ("metrics", "expected"),
@@ -244,7 +282,8 @@ if __name__ == "__main__":
     broken = 0
     for policy in Policy:
         for seed in range(int(sys.argv[1])):
-            world = history(seed, policy).go()
+            world = history(seed, policy)
+            world.go()
             if world.promises.wrong:
                 broken += 1
                 print(f"{policy.value}, seed {seed}: {world.promises.wrong[0]}")

@@ -4,6 +4,7 @@ that nothing else noticed."""
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from coordinator_cases import changed, prompt, response, reward
@@ -33,7 +34,7 @@ def ledger_with_one(stage: PromptStage) -> Ledger:
     if stage is PromptStage.LOST:
         ledger.fail(["00000000.00"], "gone")
     elif stage is PromptStage.DEFERRED:
-        ledger.park(Park(prompt(0)))
+        ledger.park(Park(prompt(0), 0))
     else:
         ledger.finish(response(0, 0), newest_version=0)
         ledger.score(response(0, 0))
@@ -89,7 +90,7 @@ def test_a_resumed_policy_knows_what_it_knew(step: int) -> None:
 
 def test_what_became_too_old_begins_anew() -> None:
     """Resumed with a smaller limit, APRIL goes on with what the limit still allows, and with nothing older."""
-    options = {"steps": 8, "prompts_per_step": 4, "checkpoint_every": 1}
+    options: dict[str, Any] = {"steps": 8, "prompts_per_step": 4, "checkpoint_every": 1}
     whole = PolicyWorld(April(2.0, 4), 2, **options).go()
     anew = 0
     for state, next_draw in whole.states[:-1]:

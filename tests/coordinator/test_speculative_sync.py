@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ class TimedWorld(PolicyWorld):
     """A token of each running response a second; `train` tokens of training a second; the rest takes no time."""
 
     def __init__(self, policy, seed: int = 1, *, train: float = 2.0, tell: bool = True, **options) -> None:
-        super().__init__(policy, seed, **({"steps": 20, "prompts_per_step": 4, "group_size": 4} | options))
+        shape: dict[str, Any] = {"steps": 20, "prompts_per_step": 4, "group_size": 4}
+        super().__init__(policy, seed, **(shape | options))
         self.train, self.tell, self.scale = train, tell, 8.0
         self.due: list[tuple[float, Event]] = []
 
@@ -61,10 +63,11 @@ def early(confidence: float = 0.5) -> SpeculativeSync:
 def test_training_begins_early() -> None:
     """What is complete is trained on while the last responses are generated; steps are the same."""
     plain = TimedWorld(Synchronous())
-    run = TimedWorld(Synchronous(speculative=early()))
+    speculative = early()
+    run = TimedWorld(Synchronous(speculative=speculative))
     plain.go(), run.go()
     orders = run.all(Accumulate)
-    assert len(orders) > 10 and run.coordinator.policy.speculative.begun == len(orders)
+    assert len(orders) > 10 and speculative.begun == len(orders)
     assert all(order.step > 1 for order in orders), "in the first step nothing is known of the trainer's pace"
     draws = [[sorted(g.prompt.draw for g in groups) for groups in one.steps.values()] for one in (run, plain)]
     assert draws[0] == draws[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from policy_cases import PolicyWorld
@@ -29,13 +30,21 @@ from fluxjax.coordinator.messages import (
     StopRequested,
     Train,
 )
+from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.coordinator.policies.stream_trainer import projected_tokens
 
 SETTINGS = StreamTrainerConfig(enabled=True, chunk=1)
 
 
-def world(policy: SchedulingPolicy, seed: int = 3, **options: int) -> PolicyWorld:
-    return PolicyWorld(policy, seed, **{"steps": 6, "prompts_per_step": 8, "group_size": 4, "engines": 4, **options})
+def stream_of(world: PolicyWorld) -> StreamTrainer:
+    policy = world.coordinator.policy
+    assert isinstance(policy, Rounds) and policy.stream is not None
+    return policy.stream
+
+
+def world(policy: SchedulingPolicy, seed: int = 3, **options: Any) -> PolicyWorld:
+    shape: dict[str, Any] = {"steps": 6, "prompts_per_step": 8, "group_size": 4, "engines": 4}
+    return PolicyWorld(policy, seed, **(shape | options))
 
 
 def streaming(**changes) -> Synchronous:
@@ -60,7 +69,7 @@ class TestScaleDown:
         """Half of the engines, once a round, when between 20 and 50 % of its responses have ended."""
         run = world(streaming())
         lends = watched(run, Lend)
-        assert len(lends) == 6 and run.coordinator.policy.stream.lent == 6
+        assert len(lends) == 6 and stream_of(run).lent == 6
         for step, (order, _, accepted, _) in enumerate(lends):
             assert len(order.engines) == 2
             assert 0.2 * 32 <= accepted - 32 * step <= 0.5 * 32
@@ -103,7 +112,7 @@ class TestScaleDown:
         """Not while the caches of the others could not hold what runs; asked again at every milestone."""
         run = world(streaming(), kv_tokens=1)
         run.go()
-        stream = run.coordinator.policy.stream
+        stream = stream_of(run)
         assert not run.all(Lend) and stream.lent == 0
         assert 6 * 4 <= stream.refused <= 6 * 7, "at 20, 25, ..., 50 %"
 

@@ -4,6 +4,7 @@ do not change what they say without an explicit decision."""
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from coordinator_cases import World, changed, generate, names, prompt, response, reward
@@ -459,4 +460,4 @@ class TestBooks:
         """Rule 26: settings with which no run is possible are refused."""
         for wrong in ({"prompts_per_step": 0}, {"group_size": 0}, {"steps": -1}, {"max_attempts": 0}):
             with pytest.raises(ValueError, match="no run is possible"):
-                Settings(**{"steps": 1, "prompts_per_step": 1, "group_size": 1} | wrong)
+                Settings(**{**dict[str, Any](steps=1, prompts_per_step=1, group_size=1), **wrong})

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from typing import Any
 
 import av
 import numpy as np
@@ -56,7 +57,7 @@ def test_digit_strips_are_png_files_as_long_as_their_answers(root):
 def test_held_out_digits_are_scans_that_training_never_uses(root):
     from sklearn.datasets import load_digits
 
-    data = load_digits()
+    data: Any = load_digits()
     order = np.random.default_rng(DIGITS.seed).permutation(len(data.images))
     held_out = set(order[DIGITS.train_scans :])
     cells = {}
@@ -294,6 +295,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(small_disk):
     assert [path.name for path in small_disk.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_is_a_clear_error_and_leaves_nothing(tmp_path):
     script = """
         import resource

@@ -3,7 +3,6 @@
 Few examples and short draws: Grain's permutation of a handful of rows takes a millisecond (of thousands, 10 us).
 """
 
-import itertools
 import json
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from fluxjax.base.types import Prompt
 from fluxjax.data import DataError, RecordError
-from fluxjax.data.loader import PromptLoader
+from fluxjax.data.loader import PromptLoader, SkippedPrompt
 
 
 class Numbers:
@@ -33,9 +32,40 @@ class Numbers:
         return iter(())
 
 
-def loader(sizes, weights=None, seed=0, epochs=None):
-    weights = weights or dict.fromkeys(sizes, 1.0)
-    return PromptLoader({name: Numbers(name, size) for name, size in sizes.items()}, weights, seed, epochs)
+class Drawing:
+    """Draws from a loader, as `Preparer` does: in order, up to the end of the data, from wherever a state says."""
+
+    def __init__(self, sizes, weights=None, seed=0, epochs=None):
+        sources = {name: Numbers(name, size) for name, size in sizes.items()}
+        self.loader = PromptLoader(sources, weights or dict.fromkeys(sizes, 1.0), seed, epochs)
+        self.next_index = 0
+
+    def next(self):
+        drawn = self.loader.order[self.next_index]
+        assert isinstance(drawn, Prompt)
+        return drawn
+
+    @property
+    def exhausted(self):
+        return self.loader.is_end(self.next())
+
+    def draw(self, count):
+        prompts = []
+        while len(prompts) < count and not self.loader.is_end(prompt := self.next()):
+            prompts.append(prompt)
+            self.next_index += 1
+        return prompts
+
+    def state_dict(self):
+        state = {"next_index": self.next_index, "seed": self.loader.seed, "mixtures": self.loader.mixtures}
+        return json.loads(json.dumps(state))
+
+    def load_state_dict(self, state):
+        self.next_index = state["next_index"]
+        self.loader.resume(state["seed"], state["mixtures"], self.next_index)
+
+
+loader = Drawing
 
 
 def keys(prompts):
@@ -47,6 +77,7 @@ sizes_and_weights = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(sizes_and_weights, st.integers(0, 5), st.integers(0, 60))
 def test_every_prompt_of_a_source_exactly_once_an_epoch(mixture, seed, count):
@@ -60,6 +91,7 @@ def test_every_prompt_of_a_source_exactly_once_an_epoch(mixture, seed, count):
             assert sorted(int(p.id) for p in own if p.epoch == epoch) == list(range(size))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(sizes_and_weights, st.integers(0, 5), st.lists(st.integers(0, 9), max_size=4), st.integers(0, 30))
 def test_resumed_at_any_point_it_goes_on_as_if_never_interrupted(mixture, seed, draws, cut):
@@ -69,8 +101,8 @@ def test_resumed_at_any_point_it_goes_on_as_if_never_interrupted(mixture, seed, 
     first = loader(sizes, weights, seed)
     first.draw(cut)
     second = loader(sizes, weights, seed)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    resumed = list(itertools.chain.from_iterable(second.draw(count) for count in draws))
+    second.load_state_dict(first.state_dict())
+    resumed = [prompt for count in draws for prompt in second.draw(count)]
     assert keys(resumed) == keys(straight[cut:])
     assert second.state_dict() == _state_after(loader(sizes, weights, seed), cut + sum(draws))
 
@@ -153,8 +185,39 @@ def test_a_changed_mixture_resumes_as_well():
     second.load_state_dict(first.state_dict())
     second.draw(5)
     third = loader({"a": 10, "b": 10}, {"a": 3.0, "b": 1.0})
-    third.load_state_dict(json.loads(json.dumps(second.state_dict())))
+    third.load_state_dict(second.state_dict())
     assert keys(third.draw(20)) == keys(second.draw(20))
+
+
+def test_any_draw_is_replayed_by_its_number_across_changed_mixtures():
+    """As prompts in flight are when a run is resumed: also those that were drawn by other weights, twice over."""
+    mixtures = [
+        ({"a": 10, "b": 10, "c": 7}, None),
+        ({"a": 10, "b": 10, "d": 3}, {"a": 3.0, "b": 1.0, "d": 1.0}),
+        ({"a": 10}, {"a": 1.0}),
+        ({"a": 10, "b": 10, "c": 7}, {"a": 1.0, "b": 0.1, "c": 0.5}),
+    ]
+    drawn, state = [], None
+    for count, (sizes, weights) in zip((40, 40, 0, 40), mixtures, strict=True):
+        subject = loader(sizes, weights)
+        if state is not None:
+            subject.load_state_dict(state)
+        drawn += subject.draw(count)
+        state = subject.state_dict()
+    order = subject.loader.order
+    for prompt in drawn:
+        if prompt.source == "d":
+            with pytest.raises(DataError, match=f"row {prompt.row} of data source 'd', which is not here"):
+                order[prompt.draw]
+        else:
+            assert keys([order[prompt.draw]]) == keys([prompt])
+    for name, size in (("a", 10), ("b", 10), ("c", 7)):  # one sequence each, across all mixtures
+        assert [p.epoch for p in drawn if p.source == name] == [
+            i // size for i in range(sum(p.source == name for p in drawn))
+        ]
+        whole = loader({name: size}).draw(120)
+        ids = [p.id for p in drawn if p.source == name]
+        assert ids == [p.id for p in whole[: len(ids)]]
 
 
 def test_a_state_of_other_data_is_refused():
@@ -176,9 +239,10 @@ def test_wrong_weights_are_refused(weight):
 
 
 def test_an_unusable_record_is_a_draw_with_a_reason():
-    subject = PromptLoader({"a": Numbers("a", 3, bad={1})}, {"a": 1.0}, seed=0)
-    taken = [subject.take() for _ in range(3)]
-    bad = [(p.id, p.source, reason) for p, reason in taken if reason]
-    assert bad == [("1", "a", "bad")] and [p.draw for p, _ in taken] == [0, 1, 2]
-    with pytest.raises(RecordError, match="1: bad"):
-        PromptLoader({"a": Numbers("a", 3, bad={1})}, {"a": 1.0}, seed=0).draw(3)
+    order = PromptLoader({"a": Numbers("a", 3, bad={1})}, {"a": 1.0}, seed=0).order
+    drawn = [order[draw] for draw in range(3)]
+    bad = [item for item in drawn if isinstance(item, SkippedPrompt)]
+    assert [(item.prompt.id, item.prompt.source, item.reason) for item in bad] == [("1", "a", "bad")]
+    prompts = [item.prompt if isinstance(item, SkippedPrompt) else item for item in drawn]
+    assert [(p.draw, p.epoch) for p in prompts] == [(0, 0), (1, 0), (2, 0)]
+    assert sorted(p.row for p in prompts) == [0, 1, 2] and bad[0].prompt.row == 1

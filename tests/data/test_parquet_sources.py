@@ -34,14 +34,14 @@ def geometry(count, start=0):
 def test_rows_with_embedded_images(tmp_path):
     pq.write_table(geometry(10), tmp_path / "train.parquet", row_group_size=3)
     source = open_source(tmp_path / "train.parquet", "geometry")
-    assert len(source) == 10
+    assert isinstance(source, parquet.ParquetSource) and len(source) == 10
     for index in np.random.default_rng(0).permutation(10):
         prompt = source[int(index)]
         assert (prompt.id, prompt.source) == (f"train:{index}", "geometry")
         assert (prompt.text, prompt.answer) == (f"<image>Find x{index}.", str(index))
         (media,) = prompt.media
         assert media.kind is MediaKind.IMAGE and media.path == f"train.parquet#{index}/images/0"
-        assert Image.open(io.BytesIO(media.data)).getpixel((0, 0)) == (index, 0, 0)
+        assert media.data and Image.open(io.BytesIO(media.data)).getpixel((0, 0)) == (index, 0, 0)
     assert list(source.texts())[:2] == ["<image>Find x0.", "0"]
     with pytest.raises(IndexError):
         source[10]

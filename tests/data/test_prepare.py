@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import threading
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -11,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fluxjax.base.types import Prompt
+from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.config import Config
 from fluxjax.data import DataError, all_texts, common_words, open_source
-from fluxjax.data.loader import PromptLoader
+from fluxjax.data.loader import PromptLoader, SkippedPrompt
 from fluxjax.data.prepare import Preparer, PromptLimits, prepare_prompt
 from fluxjax.runtime.ports import PromptSource
 from fluxjax.tasks.digits import DigitsRecipe
@@ -36,19 +37,19 @@ def folders(tmp_path_factory):
     }
 
 
-def build(path_by_name, *, tokens=64, patches=256, seed=0, vision=True, epochs=None):
+def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, epochs=None, ahead=8, workers=0):
     """A preparer with its processor, over manifests."""
     sources = {name: open_source(path, name) for name, path in path_by_name.items()}
-    processor = tiny.build(
+    processor = processor or tiny.build(
         all_texts(sources.values()),
         common_words(sources.values()),
         layout=PatchLayout(patch_size=8, window_size=32) if vision else None,
     )
     config = Config()
     config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 16, tokens + 16
-    config.packing.patches_per_device = patches
-    loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), seed, epochs)
-    return Preparer(processor, loader, config, workers=2)
+    config.packing.patches_per_device, config.data.workers = patches, workers
+    loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), 0, epochs)
+    return Preparer(processor, loader, config, ahead=ahead)
 
 
 def draw_all(preparer, counts):
@@ -56,6 +57,26 @@ def draw_all(preparer, counts):
         return [await preparer.draw(count) for count in counts]
 
     return asyncio.run(run())
+
+
+class Counting:
+    """A processor that counts what it has prepared."""
+
+    def __init__(self, processor):
+        self.processor, self.count, self.changed = processor, 0, threading.Condition()
+
+    def prepare(self, text, media):
+        result = self.processor.prepare(text, media)
+        with self.changed:
+            self.count += 1
+            self.changed.notify_all()
+        return result
+
+    prepare_chat = prepare
+
+    def wait_for(self, count):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.count >= count, timeout=300)
 
 
 def draws(results):
@@ -86,6 +107,7 @@ def test_text_alone_needs_no_vision(folders):
     preparer = build({"reverse": folders["reverse"] / "train.jsonl"}, vision=False)
     ((prepared, skipped),) = draw_all(preparer, [4])
     assert len(prepared) == 4 and not skipped
+    assert isinstance(preparer.processor, Processor)
     assert all(preparer.processor.decode(p.inputs.token_ids_T.tolist()) == p.prompt.text for p in prepared)
     preparer.close()
 
@@ -94,16 +116,16 @@ def test_the_state_is_of_what_was_handed_out_whatever_was_read_ahead(folders):
     paths = {name: folder / "train.jsonl" for name, folder in folders.items()}
     straight = build(paths)
     whole = [p.prompt for prepared, _ in draw_all(straight, [40]) for p in prepared]
-    preparer = build(paths)
-    assert preparer.state_dict()["loader"]["draw"] == 0
+    counted = Counting(straight.processor)
+    preparer = build(paths, processor=counted)
+    assert preparer.state_dict()["next_index"] == 0
     done = 0
     for count in (7, 2, 7, 8):
         draw_all(preparer, [count])
         done += count
-        preparer._reading.result()  # the next draws have been read by now
-        assert preparer.loader.state_dict()["draw"] > done
+        counted.wait_for(done + 1)  # more than what was drawn has been prepared by now
         state = json.loads(json.dumps(preparer.state_dict()))
-        assert state["loader"]["draw"] == done
+        assert state["next_index"] == done
         resumed = build(paths)
         resumed.load_state_dict(state)
         assert [p.prompt for prepared, _ in draw_all(resumed, [5]) for p in prepared] == whole[done : done + 5]
@@ -115,10 +137,13 @@ def test_the_state_is_of_what_was_handed_out_whatever_was_read_ahead(folders):
 
 
 def test_it_reads_ahead_while_the_caller_is_busy_and_no_further(folders):
-    preparer = build({"digits": folders["digits"] / "train.jsonl"})
+    paths = {"digits": folders["digits"] / "train.jsonl"}
+    counted = Counting(build(paths).processor)
+    preparer = build(paths, processor=counted, ahead=5)
     draw_all(preparer, [5, 1])
-    preparer._reading.result()
-    assert preparer.loader.state_dict()["draw"] == 6 + 5
+    counted.wait_for(6 + 5)
+    time.sleep(0.1)
+    assert counted.count == 6 + 5
     preparer.close()
 
 
@@ -177,7 +202,8 @@ def test_files_that_cannot_be_used_are_skipped_counted_and_logged(folders, tmp_p
 def test_rotated_pictures_are_upright(folders, tmp_path):
     clip = next((folders["pans"] / "videos").iterdir())
     preparer = build({"bad": bad_manifest(tmp_path, clip)})
-    (prompt,) = [p for p in preparer.loader.sources["bad"].prompts if p.id == "rotated.jpg"]
+    source = preparer.loader.sources["bad"]
+    (prompt,) = [p for p in map(source.__getitem__, range(len(source))) if p.id == "rotated.jpg"]
     ((prepared,), skipped) = preparer.prepare_all([prompt])
     assert not skipped and np.asarray(prepared.inputs.vision.positions_P2).max(0).tolist() == [3, 1]
     preparer.close()
@@ -272,14 +298,14 @@ class Failing:
 
 def test_surprises_of_a_decoder_are_skips_but_memory_is_not():
     prompt, limits = Prompt("a", "s", "x", "y"), PromptLimits(10, 10)
-    assert prepare_prompt(Failing(RuntimeError("odd")), prompt, limits) == "failed with RuntimeError"
+    skipped = prepare_prompt(Failing(RuntimeError("odd")), prompt, limits)
+    assert isinstance(skipped, SkippedPrompt) and skipped.reason == "failed with RuntimeError"
     with pytest.raises(MemoryError):
         prepare_prompt(Failing(MemoryError()), prompt, limits)
 
 
 def test_an_error_of_a_worker_reaches_the_caller(folders):
-    preparer = build({"digits": folders["digits"] / "train.jsonl"})
-    preparer.processor = Failing(MemoryError("no more"))
+    preparer = build({"digits": folders["digits"] / "train.jsonl"}, processor=Failing(MemoryError("no more")))
     with pytest.raises(MemoryError, match="no more"):
         draw_all(preparer, [2])
     preparer.close()
@@ -295,11 +321,13 @@ def test_the_chat_template_is_used_when_the_configuration_says_so():
 
     prompt, limits = Prompt("a", "s", "x", "y"), PromptLimits(10, 10)
     for chat, length in ((False, 1), (True, 2)):
-        assert len(prepare_prompt(Both(), prompt, limits, chat).inputs) == length
+        prepared = prepare_prompt(Both(), prompt, limits, chat)
+        assert isinstance(prepared, PreparedPrompt) and len(prepared.inputs) == length
 
 
 def test_preparation_runs_in_several_threads_and_off_the_callers(folders):
-    preparer = build({"digits": folders["digits"] / "train.jsonl"})
+    paths = {"digits": folders["digits"] / "train.jsonl"}
+    processor = build(paths).processor
     barrier, names = threading.Barrier(2, timeout=300), set()
 
     class Watched:
@@ -312,8 +340,23 @@ def test_preparation_runs_in_several_threads_and_off_the_callers(folders):
 
         prepare_chat = prepare
 
-    processor: Processor = preparer.processor
-    preparer.processor = Watched()
+    preparer = build(paths, processor=Watched())
     assert draws(draw_all(preparer, [2])) == [0, 1]
-    assert all(name.startswith("prepare") for name in names)
+    assert all(name.startswith("grain-prefetch") for name in names)
     preparer.close()
+
+
+def test_a_state_of_an_earlier_release_goes_on_where_it_was(folders):
+    paths = {name: folder / "train.jsonl" for name, folder in folders.items()}
+    straight, resumed = build(paths), build(paths)
+    whole = [p.prompt for prepared, _ in draw_all(straight, [20]) for p in prepared]
+    sizes = {name: len(source) for name, source in straight.loader.sources.items()}
+    loader = {"seed": 0, "weights": dict.fromkeys(sizes, 1.0), "sizes": sizes, "draw": 7, "position": 7}
+    loader |= {"offset": dict.fromkeys(sizes, 0), "taken": {"digits": 3, "pans": 2, "reverse": 2}}
+    resumed.load_state_dict({"loader": loader, "skipped": {"no such file": 1}})
+    assert [p.prompt for prepared, _ in draw_all(resumed, [13]) for p in prepared] == whole[7:]
+    assert resumed.state_dict() == straight.state_dict() | {"skipped": {"no such file": 1}}
+    with pytest.raises(DataError, match=r"earlier release, and the weights .* were changed during its run"):
+        resumed.load_state_dict({"loader": loader | {"position": 3}, "skipped": {}})
+    resumed.close()
+    straight.close()

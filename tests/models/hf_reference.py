@@ -37,7 +37,7 @@ class Pair:
     """The same weights on both sides."""
 
     reference: Any
-    model: Decoder
+    model: Any  # the `Decoder` of that reference
     folder: pathlib.Path
 
 

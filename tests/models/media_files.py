@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fractions
 import pathlib
+from typing import Any
 
 import av
 import numpy as np
@@ -28,7 +29,7 @@ def write_video(
 ) -> pathlib.Path:
     """Encodes the frames; `times` are their timestamps in 1/1000 s, where they are not evenly spaced."""
     with av.open(str(path), "w", **container) as output:
-        stream = output.add_stream(codec, rate=fps)
+        stream: Any = output.add_stream(codec, rate=fps)
         stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
         if codec == "libx264":
             stream.options = {"crf": "10", "bf": "0" if times else "2", "g": "4"}

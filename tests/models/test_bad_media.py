@@ -92,9 +92,9 @@ def test_exif_rotated_jpeg_equals_transformers(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.fromarray(moving_frames(1, 24, 40)[0]).save(tmp_path / "a.jpg", exif=exif)
-    own = pixels_of(tmp_path / "a.jpg")
-    assert own.shape == (40, 24, 3)
-    np.testing.assert_array_equal(own, np.asarray(image_utils.load_image(str(tmp_path / "a.jpg"))))
+    ours = pixels_of(tmp_path / "a.jpg")
+    assert ours.shape == (40, 24, 3)
+    np.testing.assert_array_equal(ours, np.asarray(image_utils.load_image(str(tmp_path / "a.jpg"))))
 
 
 def test_palette_and_grey(tmp_path):

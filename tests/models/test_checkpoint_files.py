@@ -2,12 +2,14 @@
 
 import json
 import pathlib
-import tracemalloc
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import ROOT
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 from tiny import qwen2_config, vl_config
@@ -124,7 +126,7 @@ def test_no_checkpoint(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
         models.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
         models.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(write_config(qwen2_config())))
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
@@ -243,21 +245,29 @@ def test_a_hub_id_is_told_how_to_become_a_folder(tmp_path) -> None:
                 load(path)
 
 
+PEAK_OF_LOADING = """
+import sys, tracemalloc
+import models
+models.load(sys.argv[1])  # imports and caches
+tracemalloc.start()
+models.load(sys.argv[1])
+print(tracemalloc.get_traced_memory()[1])
+"""
+
+
 def test_peak_memory_is_the_model_and_one_parameter(tmp_path) -> None:
-    """numpy's allocations are traced; device arrays are not, so what is left is what the host holds beside them."""
+    """numpy's allocations are traced; device arrays are not, so what is left is what the host holds beside them.
+
+    Measured in a fresh process: what earlier tests left behind, threads among it, allocates as well."""
     model = models.create(
         qwen2_config(num_layers=12, vocab_size=512, hidden_size=96, head_dim=16, intermediate_size=512)
     )
     models.save(model, tmp_path)
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(models.split(model)[1])]
-    models.load(tmp_path)  # imports and caches
-    tracemalloc.start()
-    models.load(tmp_path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    command = [sys.executable, "-c", PEAK_OF_LOADING, str(tmp_path)]
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     assert sum(sizes) > 3 * max(sizes), "else the test shows nothing"
-    print("peak", peak / max(sizes))
-    assert peak < 1.5 * max(sizes)
+    assert int(loaded.stdout) < 1.5 * max(sizes)
 
 
 def test_parameters_go_straight_to_their_shards(vl, folder) -> None:

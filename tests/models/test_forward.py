@@ -9,6 +9,7 @@ import pytest
 from tiny import qwen2_config, rows, run, sequence, text_config, vl_config
 
 import models
+from models.config import ModelConfigError
 from models.decoder import parameter_count
 from models.forward import hidden_states, logits, logprobs
 from sharding.walk import Walk
@@ -31,6 +32,7 @@ def alone(model, part):
     return np.asarray(run(model, logits, rows([[part]], len(part.tokens), model.config), Walk()))[0]
 
 
+@pytest.mark.slow
 def test_packed_equals_unpacked(vl, sequences) -> None:
     """Two rows of two sequences with images and padding, against each sequence by itself."""
     a, b, c, d = sequences
@@ -40,20 +42,21 @@ def test_packed_equals_unpacked(vl, sequences) -> None:
     assert np.isfinite(packed).all(), "padding is meaningless but finite"
 
 
+@pytest.mark.slow
 def test_shared_prompt_equals_repeated_prompt(vl, sequences) -> None:
     """A prompt once with two responses as branches, against prompt and response twice."""
     prompt = sequences[0]
     rng = np.random.default_rng(3)
     answers = [sequence(rng, length, image=False) for length in (5, 4)]
-    one = rows([[prompt]], 22, vl.config)
+    packed = rows([[prompt]], 22, vl.config)
     spans = ((13, 18), (18, 22))
     for branch, (answer, (start, stop)) in enumerate(zip(answers, spans, strict=True), start=1):
-        one.tokens_BT[0, start:stop] = answer.tokens
-        one.segments_BT[0, start:stop] = 1
-        one.branches_BT[0, start:stop] = branch
-        one.positions_3BT[:, 0, start:stop] = answer.positions
-        one.predecessor_BT[0, start:stop] = [12, *range(start, stop - 1)]
-    shared = np.asarray(run(vl, logprobs, one, Walk())[0])[0]
+        packed.tokens_BT[0, start:stop] = answer.tokens
+        packed.segments_BT[0, start:stop] = 1
+        packed.branches_BT[0, start:stop] = branch
+        packed.positions_3BT[:, 0, start:stop] = answer.positions
+        packed.predecessor_BT[0, start:stop] = [12, *range(start, stop - 1)]
+    shared = np.asarray(run(vl, logprobs, packed, Walk())[0])[0]
     for answer, (start, stop) in zip(answers, spans, strict=True):
         whole = dataclasses.replace(
             prompt,
@@ -80,13 +83,14 @@ def test_logprobs_are_those_of_the_predecessors_logits(vl, sequences) -> None:
 def test_pixels_matter_and_stay_in_their_segment(vl, sequences) -> None:
     a, b, *_ = sequences
     before = np.asarray(run(vl, logits, rows([[a, b]], 22, vl.config), Walk()))[0]
-    other = dataclasses.replace(a, pixels=a.pixels[::-1].copy())
-    after = np.asarray(run(vl, logits, rows([[other, b]], 22, vl.config), Walk()))[0]
+    upside_down = dataclasses.replace(a, pixels=a.pixels[::-1].copy())
+    after = np.asarray(run(vl, logits, rows([[upside_down, b]], 22, vl.config), Walk()))[0]
     assert np.abs(before[2:13] - after[2:13]).max() > 1e-3
     np.testing.assert_array_equal(before[:2], after[:2])
     np.testing.assert_array_equal(before[13:], after[13:])
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_with_padding_and_equal_under_remat(vl, sequences) -> None:
     inputs = rows([[sequences[0]], [sequences[1]]], 20, vl.config)  # 7 and 11 tokens of padding
     graphdef, params = models.split(vl)
@@ -97,10 +101,10 @@ def test_gradients_are_finite_with_padding_and_equal_under_remat(vl, sequences) 
 
     plain = jax.jit(jax.grad(loss), static_argnums=1)(params, Walk())
     again = jax.jit(jax.grad(loss), static_argnums=1)(params, Walk(remat=True))
-    for one, two in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
-        assert np.isfinite(one).all()
-        assert np.abs(one).max() > 0, "every weight takes part"
-        np.testing.assert_allclose(one, two, atol=1e-4, rtol=1e-5)
+    for grad, remat_grad in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        assert np.isfinite(grad).all()
+        assert np.abs(grad).max() > 0, "every weight takes part"
+        np.testing.assert_allclose(grad, remat_grad, atol=1e-4, rtol=1e-5)
 
 
 def test_compute_dtype_is_that_of_the_gathered_weights(vl, sequences) -> None:
@@ -132,9 +136,9 @@ def test_text_model_reads_the_first_position_axis_only(sequences) -> None:
 
 
 def test_create_is_reproducible_from_its_seed() -> None:
-    one, same, other = (jax.tree.leaves(models.split(models.create(vl_config(), seed))[1]) for seed in (3, 3, 4))
-    assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
-    assert any(not np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    first, again, different = (jax.tree.leaves(models.split(models.create(vl_config(), seed))[1]) for seed in (3, 3, 4))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(first, different, strict=True))
 
 
 def test_layers_of_a_stack_start_different(vl) -> None:
@@ -163,5 +167,5 @@ def test_split_and_merge_travel_through_jit(vl) -> None:
 
 
 def test_wrong_head_ratio_is_refused() -> None:
-    with pytest.raises(models.config.ModelConfigError, match="num_key_value_heads=4"):
+    with pytest.raises(ModelConfigError, match="num_key_value_heads=4"):
         text_config(num_kv_heads=4)

@@ -75,7 +75,7 @@ def media_of(prompt, files):
 
 
 def reference_inputs(processor, prompt, media):
-    """What transformers' model reads; patches in the raster order of its processors."""
+    """The input of transformers' model; patches in the raster order of its processors."""
     loaded = {"image": [], "video": []}
     for kind, path in media:
         loaded[kind].append(processor._load(kind, path))
@@ -132,12 +132,12 @@ def test_greedy_equals_transformers_and_the_full_forward(vl, files, name):
     processor = Processor.load(vl.folder)
     marked, media = media_of(PROMPTS[name], files)
     prompt = processor.prepare(marked, media)
-    own = generate(vl.model, prompt, max_new_tokens=20)
+    ours = generate(vl.model, prompt, max_new_tokens=20)
     ids, scores = reference_generate(vl.reference, processor, prompt, media, max_new_tokens=20)
-    assert list(own.token_ids) == ids
-    assert not own.stopped and len(set(ids)) > 3  # a constant answer would prove little
-    np.testing.assert_allclose(own.logprobs, scores, atol=1e-4, rtol=0)
-    np.testing.assert_allclose(own.logprobs, full_forward(vl.model, prompt, own.token_ids), atol=1e-4, rtol=0)
+    assert list(ours.token_ids) == ids
+    assert not ours.stopped and len(set(ids)) > 3  # a constant answer would prove little
+    np.testing.assert_allclose(ours.logprobs, scores, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(ours.logprobs, full_forward(vl.model, prompt, ours.token_ids), atol=1e-4, rtol=0)
 
 
 def test_behind_a_long_video_equals_transformers_at_the_authors_positions(vl, tmp_path):
@@ -149,33 +149,34 @@ def test_behind_a_long_video_equals_transformers_at_the_authors_positions(vl, tm
     processor = Processor.load(vl.folder).configured(num_frames=12)
     marked, media = "a<video>which?", [("video", str(file))]
     prompt = processor.prepare(marked, media)
-    own = generate(vl.model, prompt, max_new_tokens=10)
+    ours = generate(vl.model, prompt, max_new_tokens=10)
 
     pairs, ticks = 6, 2 * 12  # a pair is 12 s, a second 2 ticks
     inputs = reference_inputs(processor, prompt, media)
     assert inputs["video_grid_thw"].tolist() == [[pairs, 4, 6]]
     time, row, column = np.indices((pairs, 2, 3)).reshape(3, -1)
     video = 2 + np.stack([ticks * time, row, column])
-    behind = video.max() + 1 + np.arange(len(prompt) - 2 - video.shape[1] + len(own.token_ids))
+    behind = video.max() + 1 + np.arange(len(prompt) - 2 - video.shape[1] + len(ours.token_ids))
     positions = np.concatenate([[[0, 1]] * 3, video, [behind] * 3], axis=1)
 
-    whole = torch.as_tensor(np.concatenate([prompt.token_ids_T, own.token_ids])[None]).long()
+    whole = torch.as_tensor(np.concatenate([prompt.token_ids_T, ours.token_ids])[None]).long()
     inputs |= {"input_ids": whole, "attention_mask": torch.ones_like(whole), "mm_token_type_ids": (whole == 7) * 2}
     with torch.no_grad():
         logits = vl.reference(**inputs, position_ids=torch.as_tensor(positions[:, None])).logits
     scores = torch.log_softmax(logits[0, len(prompt) - 1 : -1].float(), -1).numpy()
-    assert scores.argmax(-1).tolist() == list(own.token_ids) and len(set(own.token_ids)) > 3
-    np.testing.assert_allclose(own.logprobs, scores.max(-1), atol=1e-4, rtol=0)
+    assert scores.argmax(-1).tolist() == list(ours.token_ids) and len(set(ours.token_ids)) > 3
+    np.testing.assert_allclose(ours.logprobs, scores.max(-1), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_greedy_text_model_equals_transformers(text):
     processor = Processor.load(text.folder)
     prompt = processor.prepare(PROMPTS["text"])
-    own = generate(text.model, prompt, max_new_tokens=20)
+    ours = generate(text.model, prompt, max_new_tokens=20)
     ids, scores = reference_generate(text.reference, processor, prompt, [], max_new_tokens=20)
-    assert list(own.token_ids) == ids and len(set(ids)) > 3
-    np.testing.assert_allclose(own.logprobs, scores, atol=1e-4, rtol=0)
-    np.testing.assert_allclose(own.logprobs, full_forward(text.model, prompt, own.token_ids), atol=1e-4, rtol=0)
+    assert list(ours.token_ids) == ids and len(set(ids)) > 3
+    np.testing.assert_allclose(ours.logprobs, scores, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(ours.logprobs, full_forward(text.model, prompt, ours.token_ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -185,10 +186,10 @@ def test_stops_where_transformers_stops(vl, files):
     prompt = processor.prepare(marked, media)
     free = generate(vl.model, prompt, max_new_tokens=20).token_ids
     stop = next(token for index, token in enumerate(free) if index > 2 and token not in free[:index])
-    own = generate(vl.model, prompt, max_new_tokens=20, stop_ids=(1000, stop))
+    ours = generate(vl.model, prompt, max_new_tokens=20, stop_ids=(1000, stop))
     ids, _ = reference_generate(vl.reference, processor, prompt, media, max_new_tokens=20, eos_token_id=[stop])
-    assert own.stopped and own.token_ids[-1] == stop and own.token_ids == free[: len(own.token_ids)]
-    assert list(own.token_ids) == ids
+    assert ours.stopped and ours.token_ids[-1] == stop and ours.token_ids == free[: len(ours.token_ids)]
+    assert list(ours.token_ids) == ids
 
 
 def test_lengths_share_a_program_and_change_nothing(vl):
@@ -201,12 +202,15 @@ def test_lengths_share_a_program_and_change_nothing(vl):
     np.testing.assert_allclose(long.logprobs[:5], short.logprobs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_sampling_is_reproducible_and_follows_the_distribution(text):
     processor = Processor.load(text.folder)
     prompt = processor.prepare("ab")
     model = text.model
-    one, same, other = (generate(model, prompt, max_new_tokens=12, temperature=0.7, seed=seed) for seed in (1, 1, 2))
-    assert one == same and one.token_ids != other.token_ids
+    first, again, different = (
+        generate(model, prompt, max_new_tokens=12, temperature=0.7, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first == again and first.token_ids != different.token_ids
     # of one token, over many seeds: the log-probs reported are those of the frequencies seen
     draws = [generate(model, prompt, max_new_tokens=1, temperature=0.7, seed=seed) for seed in range(300)]
     counts = {}
@@ -250,13 +254,14 @@ def test_command_line_json(vl, files):
     processor = Processor.load(vl.folder)
     media = [("image", str(files / "a.png")), ("image", str(files / "b.png")), ("video", str(files / "a.mp4"))]
     prompt = processor.prepare("<image><image><video>which?", media)
-    own = generate(vl.model, prompt, max_new_tokens=6, stop_ids=processor.eos_ids)
+    ours = generate(vl.model, prompt, max_new_tokens=6, stop_ids=processor.eos_ids)
     assert answer["prompt_ids"] == prompt.token_ids_T.tolist()
-    assert answer["output_ids"] == list(own.token_ids)
-    np.testing.assert_allclose(answer["logprobs"], own.logprobs, atol=1e-5, rtol=0)
-    assert answer["text"] == processor.decode(own.token_ids)
+    assert answer["output_ids"] == list(ours.token_ids)
+    np.testing.assert_allclose(answer["logprobs"], ours.logprobs, atol=1e-5, rtol=0)
+    assert answer["text"] == processor.decode(ours.token_ids)
 
 
+@pytest.mark.slow
 def test_command_line_stops_at_the_checkpoints_end_id(text, capsys, tmp_path):
     processor = Processor.load(text.folder)
     free = generate(text.model, processor.prepare("ab"), max_new_tokens=8).token_ids

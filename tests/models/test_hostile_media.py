@@ -186,7 +186,7 @@ def palette_png(side, alpha=128):
 
 
 def peak_of(tmp_path, statement, data=b""):
-    """What a fresh process prints, and by how many MiB its largest size grows over `statement`."""
+    """The output of a fresh process, and the MiB by which its largest size grows over `statement`."""
     (tmp_path / "data").write_bytes(data)
     program = f"""
         import pathlib, resource, sys
@@ -211,6 +211,7 @@ def peak_of(tmp_path, statement, data=b""):
     return text, float(grown)
 
 
+@pytest.mark.slow
 def test_a_transparent_palette_takes_little_more_memory_than_its_pixels(tmp_path):
     data = palette_png(8000)  # 64 Mpx: a byte each, and four as RGB, are 305 MiB; it took 1,070
     assert len(data) < 20_000
@@ -218,15 +219,17 @@ def test_a_transparent_palette_takes_little_more_memory_than_its_pixels(tmp_path
     assert text == "" and grown < 500
 
 
+@pytest.mark.slow
 def test_frames_are_resized_in_strips(tmp_path):
     """36 Mpx as floats at once are 412 MiB."""
     _, grown = peak_of(tmp_path, "resize_frame(frame, 56, 56)")
     assert grown < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [9000, 12000, 20000])
 def test_larger_pictures_are_refused_before_they_are_decoded(tmp_path, side):
-    """By our bound, by ours where Pillow warns, and where Pillow refuses."""
+    """Sizes above our bound are refused by it, also where Pillow warns, and where Pillow refuses."""
     text, grown = peak_of(tmp_path, "load_image(data)", palette_png(side))
     assert "too many pixels: " in text and ("data.max_decoded_pixels" if side < 15000 else "MAX_IMAGE_PIXELS") in text
     assert grown < 100
@@ -252,6 +255,7 @@ def test_the_bound_is_the_last_size_that_is_decoded(tmp_path):
         load(str(path), pixels=64 * 96 - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("declared", [64, 12000])
 def test_a_huge_frame_of_a_video_is_not_decoded(tmp_path, declared):
     """71 kB of a MOV file with PNG frames, as screen recorders write it, took 6 GB, some of it while it was opened."""
@@ -329,4 +333,5 @@ def test_the_configuration_says_the_same_bounds_and_can_change_them():
     processor = tiny.build(["<image>?"], layout=LAYOUT).configured(limits=DecodeLimits(pixels=100))
     with pytest.raises(MediaError, match="at most 100 are decoded"):
         processor.prepare("<image>?", [("image", palette_png(11))])
-    assert Config().data.max_decoded_pixels < Image.MAX_IMAGE_PIXELS  # Pillow's warning comes later
+    assert Image.MAX_IMAGE_PIXELS  # beyond which Pillow warns: later than we refuse
+    assert Config().data.max_decoded_pixels < Image.MAX_IMAGE_PIXELS

@@ -5,6 +5,7 @@ which no test environment here has. They differ in the resampler's last bits by 
 """
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,8 @@ def test_real_photographs_equal_transformers(shared, name, layout, pixels):
 def test_every_colour_mode_equals_transformers(tmp_path, mode):
     rng = np.random.default_rng(1)
     base = Image.fromarray(rng.integers(0, 256, (40, 60, 4), dtype=np.uint8), "RGBA")
-    path, options = tmp_path / ("a.jpg" if mode in ("CMYK", "YCbCr") else "a.png"), {}
+    path = tmp_path / ("a.jpg" if mode in ("CMYK", "YCbCr") else "a.png")
+    options: dict[str, Any] = {}
     if mode == "P transparent":
         image, options = base.convert("RGB").quantize(16), {"transparency": 3}
     elif mode == "RGB keyed":

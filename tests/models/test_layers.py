@@ -29,7 +29,7 @@ def test_gelu_is_exact(dtype, relative):
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_gelu_and_its_gradient_on_several_devices(remat):
-    """Where replication is checked, JAX 0.12 refuses its own exact `gelu` and its own derivative of `erf`."""
+    """JAX 0.12 refuses its own exact `gelu` and its own derivative of `erf` where replication is checked."""
     function = jax.checkpoint(gelu) if remat else gelu
 
     def local(x):

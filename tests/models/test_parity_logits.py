@@ -35,6 +35,7 @@ def compute(model, function, inputs, **settings):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", QUESTIONS)
 def test_logits_of_qwen2_5_vl(vl: Pair, kind: str) -> None:
     asked = question(vl.model, *QUESTIONS[kind])
@@ -55,6 +56,7 @@ def test_logits_of_qwen2(text: Pair) -> None:
     assert error < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_entropies(vl: Pair, temperature: float) -> None:
     asked = question(vl.model, *QUESTIONS["mixed"], seed=1)
@@ -69,7 +71,7 @@ def test_logprobs_and_entropies(vl: Pair, temperature: float) -> None:
 
 @pytest.mark.slow
 def test_gradients_of_every_weight(vl: Pair) -> None:
-    """Of the mean log-loss of a prompt with images and videos, in the reference and here, remat included."""
+    """The gradients are those of the mean log-loss of a prompt with images and videos, remat included."""
     asked = question(vl.model, *QUESTIONS["mixed"], seed=2)
     vl.reference.zero_grad()
     output = vl.reference(**asked.reference).logits[:, :-1]
@@ -122,6 +124,7 @@ ROPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "vl"])
 @pytest.mark.parametrize("name", ROPES)
 def test_scaled_rotary_embeddings(tmp_path, name: str, kind: str) -> None:

@@ -52,7 +52,7 @@ def test_final_norm(pair: Pair, x_BTD) -> None:
 
 
 def test_rms_norm_computes_in_float32(pair: Pair, x_BTD) -> None:
-    """In bfloat16 the mean of squares would be wrong in the third digit; only the result is rounded."""
+    """The mean of squares would be wrong in the third digit in bfloat16; only the result is rounded."""
     norm = pair.model.norm
     wide = norm(jnp.asarray(x_BTD, jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
     narrow = norm(jnp.asarray(x_BTD, jnp.bfloat16))

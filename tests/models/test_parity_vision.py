@@ -60,6 +60,7 @@ def test_rotary_of_rows_and_columns(pair: Pair, patches_PX) -> None:
     check(ours[1], sin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True], ids=["windowed", "full"])
 def test_block(pair: Pair, patches_PX, full: bool) -> None:
     vision = window_order(pair, patches_PX)

@@ -1,20 +1,19 @@
 """Rotary positions against the authors' rule, window order against transformers' own functions, exactly (integers)."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.processing.settings import PatchLayout
 from models.processing.vision_input import concatenate, pack_patches, pad
 from models.qwen2_5_vl.positions import rope_index
 
 IMAGE, VIDEO, START, END = 900, 901, 902, 903
 MERGE = 2
-
-
-class Layout:
-    patch_size, spatial_merge_size, window_size = 14, MERGE, 112
-
+LAYOUT = PatchLayout(patch_size=14, spatial_merge_size=MERGE, window_size=112)
 
 grids = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6)).map(lambda g: (g[0], g[1] * 2, g[2] * 2))
 media = st.lists(
@@ -138,7 +137,7 @@ def test_a_video_at_the_end_of_a_prompt_is_followed_by_the_answer():
 
 
 def test_ticks_are_rounded_as_the_authors_round_them():
-    """In float32, first by the time of a frame pair: the other order gives another tick in one case of some hundred."""
+    """Ticks are float32 products, the frame pair's time first: the other order differs in one case of some hundred."""
     torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
     rng = np.random.default_rng(0)
     swapped = 0
@@ -168,14 +167,13 @@ def test_rope_index_refuses_grids_that_do_not_match(images, videos, seconds):
 def test_window_order_equals_transformers(sizes, window):
     torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
     vision = pytest.importorskip("transformers.vision_utils", reason="parity needs the `parity` extra")
-    layout = Layout()
-    layout.window_size = window
+    layout = dataclasses.replace(LAYOUT, window_size=window)
     num_patches = sum(int(np.prod(size)) for size in sizes)
     patches = np.arange(num_patches, dtype=np.float32)[:, None]
     packed, feature_order = pack_patches(patches, sizes, layout)
 
     grid = torch.tensor(sizes)
-    index, window_ends = vision.get_vision_window_index(grid, MERGE, window, Layout.patch_size)
+    index, window_ends = vision.get_vision_window_index(grid, MERGE, window, layout.patch_size)
     frame_ends = vision.get_vision_cu_seqlens(grid)
     positions = vision.get_vision_position_ids(grid, MERGE).numpy()
     order = (index.numpy()[:, None] * MERGE**2 + np.arange(MERGE**2)).ravel()
@@ -192,9 +190,9 @@ def test_window_order_equals_transformers(sizes, window):
 def test_concatenating_is_packing_together(sizes, extra):
     counts = [int(np.prod(size)) for size in sizes]
     patches = np.arange(sum(counts), dtype=np.float32)[:, None]
-    together, _ = pack_patches(patches, sizes, Layout())
+    together, _ = pack_patches(patches, sizes, LAYOUT)
     splits = np.split(patches, np.cumsum(counts)[:-1])
-    joined = concatenate([pack_patches(p, [size], Layout())[0] for p, size in zip(splits, sizes, strict=True)])
+    joined = concatenate([pack_patches(p, [size], LAYOUT)[0] for p, size in zip(splits, sizes, strict=True)])
     for name in ("patches_PX", "positions_P2", "frame_segments_P", "window_segments_P"):
         np.testing.assert_array_equal(getattr(joined, name), getattr(together, name))
         assert getattr(joined, name).dtype == getattr(together, name).dtype
@@ -212,10 +210,10 @@ def test_concatenating_is_packing_together(sizes, extra):
 
 def test_packing_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="hold 16"):
-        pack_patches(np.zeros((12, 3), np.float32), [(1, 4, 4)], Layout())
+        pack_patches(np.zeros((12, 3), np.float32), [(1, 4, 4)], LAYOUT)
     with pytest.raises(ValueError, match="multiples of the merge size"):
-        pack_patches(np.zeros((6, 3), np.float32), [(1, 2, 3)], Layout())
+        pack_patches(np.zeros((6, 3), np.float32), [(1, 2, 3)], LAYOUT)
     with pytest.raises(ValueError, match="do not fit into 3"):
-        pad(pack_patches(np.zeros((4, 3), np.float32), [(1, 2, 2)], Layout())[0], 3)
+        pad(pack_patches(np.zeros((4, 3), np.float32), [(1, 2, 2)], LAYOUT)[0], 3)
     with pytest.raises(ValueError, match="vision=None"):
         concatenate([])

@@ -206,11 +206,11 @@ def test_transformers_reads_the_exported_generation_config(processor, tmp_path):
     assert first.to_dict() == second.to_dict() and second.top_p == 0.001
 
 
-def _equal(one: ModelInput, other: ModelInput) -> None:
-    np.testing.assert_array_equal(one.token_ids_T, other.token_ids_T)
-    np.testing.assert_array_equal(one.positions_3T, other.positions_3T)
-    np.testing.assert_array_equal(one.feature_index_T, other.feature_index_T)
-    np.testing.assert_array_equal(one.vision.patches_PX, other.vision.patches_PX)
+def _equal(first: ModelInput, second: ModelInput) -> None:
+    np.testing.assert_array_equal(first.token_ids_T, second.token_ids_T)
+    np.testing.assert_array_equal(first.positions_3T, second.positions_3T)
+    np.testing.assert_array_equal(first.feature_index_T, second.feature_index_T)
+    np.testing.assert_array_equal(first.vision.patches_PX, second.vision.patches_PX)
 
 
 def test_transformers_reads_the_saved_settings(processor, tmp_path, files):
@@ -278,8 +278,8 @@ def test_configured_bounds(processor, files):
 
 
 def test_ids_do_not_depend_on_the_order_of_texts():
-    one, other = tiny.build_tokenizer(["ba", "c"], ["up", "down"]), tiny.build_tokenizer(["c", "ab"], ["down", "up"])
-    assert one.get_vocab() == other.get_vocab()
+    first, second = tiny.build_tokenizer(["ba", "c"], ["up", "down"]), tiny.build_tokenizer(["c", "ab"], ["down", "up"])
+    assert first.get_vocab() == second.get_vocab()
 
 
 def test_image_patches_by_hand():

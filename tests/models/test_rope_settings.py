@@ -61,6 +61,7 @@ def compare(rope, field="rope_scaling", **settings):
     return ours
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @example(  # a pair of which hardly anything is kept
     rope={"factor": None, "original_max_position_embeddings": 512, "truncate": False, "beta_slow": 2.5},
@@ -139,15 +140,54 @@ def test_two_fields_that_differ_are_refused():
     assert read_qwen2(hf_file(same, rope_parameters=same)).text.rope.factor == 4.0
 
 
-def test_settings_beside_text_config_must_not_contradict_it():
-    """transformers reads those of `text_config` only."""
+def test_two_fields_that_mean_the_same_are_accepted():
+    old: Any = {"type": "linear", "factor": 4}
+    new: Any = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+    assert read_qwen2(hf_file(old, **new)).text.rope == RopeConfig(kind="linear", factor=4.0)
+    with pytest.raises(ModelConfigError, match=r"rope_scaling and rope_parameters .* each other \(theta\); keep one"):
+        read_qwen2(hf_file(old, rope_theta=1e6, **new))
+
+
+def nested_file() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A `config.json` whose rotary settings stand both at the top and in `text_config`, and its `text_config`."""
     outer = write_config(vl_config())
     inner = {name: outer[name] for name in outer if name not in ("vision_config", "architectures")}
-    nested = {**outer, "text_config": inner}
+    return {**outer, "text_config": inner}, inner
+
+
+def test_settings_beside_text_config_must_not_contradict_it():
+    """transformers reads those of `text_config` only."""
+    nested, inner = nested_file()
     assert read_qwen2_5_vl(nested).text == vl_config().text
-    yarn = {**outer["rope_scaling"], "type": "yarn", "factor": 4.0}
-    with pytest.raises(ModelConfigError, match=r"rope_scaling, rope_theta of config\.json contradict text_config"):
+    yarn = {**nested["rope_scaling"], "type": "yarn", "factor": 4.0}
+    with pytest.raises(
+        ModelConfigError,
+        match=r"rope_scaling of text_config and rope_scaling of config\.json contradict .*kind, factor",
+    ):
         read_qwen2_5_vl({**nested, "rope_scaling": yarn})
+    with pytest.raises(ModelConfigError, match=r"of text_config and rope_theta of config\.json .*\(theta\); keep one"):
+        read_qwen2_5_vl({**nested, "rope_theta": 2 * inner["rope_theta"]})
+
+
+@pytest.mark.parametrize("theta_at_the_top", [True, False])
+def test_settings_in_two_notations_may_say_the_same(theta_at_the_top):
+    """The old notation at the top of the file, the new one in `text_config`."""
+    nested, inner = nested_file()
+    section = inner.pop("rope_scaling")["mrope_section"]
+    theta = inner.pop("rope_theta")
+    inner["rope_parameters"] = {"rope_type": "default", "mrope_section": section, "rope_theta": theta}
+    if not theta_at_the_top:
+        del nested["rope_theta"]
+    assert read_qwen2_5_vl(nested).text == vl_config().text
+    inner["rope_parameters"]["rope_theta"] = 2 * theta
+    if theta_at_the_top:  # which `rope_parameters` used to hide
+        with pytest.raises(ModelConfigError, match=r"rope_parameters of text_config and rope_.* of config\.json"):
+            read_qwen2_5_vl(nested)
+    inner["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "mrope_section": section, "rope_theta": theta}
+    with pytest.raises(
+        ModelConfigError, match=r"rope_parameters of text_config and rope_scaling of config\.json contradict each other"
+    ):
+        read_qwen2_5_vl(nested)
 
 
 def test_qwen2_5_vl_without_sections_has_those_of_transformers():

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import models
 from models import hf
-from models.config import NameLayout
+from models.config import NameLayout, Qwen25VLConfig
 from models.hf_config import write_config
 from models.registry import read_config
 
@@ -31,6 +31,7 @@ def tensors(folder: pathlib.Path) -> dict[str, tuple[str, bytes]]:
 BUILD = {"qwen2": build_text, "qwen2_5_vl": build_vl}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", BUILD)
@@ -52,9 +53,10 @@ def test_both_name_layouts(tmp_path) -> None:
     assert "visual.merger.ln_q.weight" in flat
     assert "model.visual.merger.ln_q.weight" in nested
     model = models.load(tmp_path / "nested")
+    assert isinstance(model.config, Qwen25VLConfig)
     assert (pair.model.config.names, model.config.names) == (NameLayout.FLAT, NameLayout.NESTED)
-    for one, two in zip(*(jax.tree.leaves(models.split(m)[1]) for m in (pair.model, model)), strict=True):
-        np.testing.assert_array_equal(one, two)
+    for before, after in zip(*(jax.tree.leaves(models.split(m)[1]) for m in (pair.model, model)), strict=True):
+        np.testing.assert_array_equal(before, after)
     models.save(model, tmp_path / "nested again")
     assert tensors(tmp_path / "nested again") == nested
     models.save(pair.model, tmp_path / "flat again")

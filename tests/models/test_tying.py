@@ -21,7 +21,7 @@ CASES += [("qwen2_5_vl", *case) for case in itertools.product(PLACES, PLACES, HE
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, pathlib.Path]:
-    """Of either architecture, with a head of its own."""
+    """Checkpoint folders of either architecture, whose heads are not their embeddings."""
     builders = {"qwen2": build_text, "qwen2_5_vl": build_vl}
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in builders}
     for kind, build in builders.items():
@@ -39,13 +39,14 @@ def copy(source: pathlib.Path, folder: pathlib.Path, outer: bool | None, inner: 
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(source / hf.SINGLE)
     if head != "own":
-        own = weights.pop(hf.HEAD)
-        assert not np.array_equal(own, weights["model.embed_tokens.weight"])
+        stored = weights.pop(hf.HEAD)
+        assert not np.array_equal(stored, weights["model.embed_tokens.weight"])
     if head == "copy":
         weights[hf.HEAD] = weights["model.embed_tokens.weight"]
     save_file(weights, folder / hf.SINGLE, metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "outer", "inner", "head"), CASES)
 def test_a_head_is_tied_as_transformers_ties_it(checkpoints, tmp_path, kind, outer, inner, head) -> None:
     copy(checkpoints[kind], tmp_path, outer, inner, head)

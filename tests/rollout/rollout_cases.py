@@ -169,7 +169,7 @@ def _logprobs(graphdef: Any, params: Any, inputs: PackedTokens, temperature: flo
 
 
 def full_logits(model: Any, prompt: ModelInput, response: Sequence[int]) -> np.ndarray:
-    """By the training forward pass, unpacked: the logits that each token of the response is drawn from."""
+    """The logits that each token of the response is drawn from, by the training forward pass, unpacked."""
     logits = _logits(*models.split(model), _packed(prompt, response))
     return np.array(logits[len(prompt) - 1 : len(prompt) + len(response) - 1])
 
@@ -181,7 +181,7 @@ def full_logprobs(
     temperature: float = 1.0,
     never: tuple[int, ...] = (),
 ) -> np.ndarray:
-    """What the trainer computes (`models.forward.logprobs`) for the tokens of the response."""
+    """The trainer's log-probs (`models.forward.logprobs`) of the tokens of the response."""
     logprobs = _logprobs(*models.split(model), _packed(prompt, response), temperature, never)
     return np.array(logprobs[len(prompt) : len(prompt) + len(response)])
 

@@ -46,6 +46,7 @@ from rollout.engine import EngineError, FinishReason
 MEDIA = (IMAGE, VIDEO, START, END)
 
 
+@pytest.mark.slow
 def test_1_greedy_is_the_argmax_of_the_full_forward_pass():
     model = build(TEXT)
     prompts = [text_prompt(length, seed=length) for length in (1, 7, 16, 17, 40)]
@@ -65,6 +66,7 @@ def test_1_logprobs_are_those_of_the_full_forward_pass(temperature):
         assert_logprobs(model, prompt, answer, temperature)
 
 
+@pytest.mark.slow
 def test_1_and_10_vision_text_and_several_media_in_one_batch():
     model = build(VL)
     prompts = [
@@ -79,12 +81,13 @@ def test_1_and_10_vision_text_and_several_media_in_one_batch():
             assert not set(answer.ids) & set(MEDIA)
             assert_logprobs(model, prompt, answer, never=MEDIA)
     # the pixels matter: another picture, another distribution
-    other = media_prompt(3, ("image", (1, 8, 12)), 4, seed=99)
-    blind = full_logprobs(model, other, answers[0].ids, never=MEDIA)
+    other_picture = media_prompt(3, ("image", (1, 8, 12)), 4, seed=99)
+    blind = full_logprobs(model, other_picture, answers[0].ids, never=MEDIA)
     seen = full_logprobs(model, prompts[0], answers[0].ids)
     assert np.abs(blind - seen).max() > 0.01
 
 
+@pytest.mark.slow
 def test_10_vision_greedy():
     model, prompt = build(VL), media_prompt(2, ("video", (2, 4, 8)), 3, seed=5)
     ((answer,),) = run(engine(model), request("r", prompt, temperature=0.0, max_new_tokens=12))
@@ -112,6 +115,7 @@ def test_2_a_single_token():
     assert len(answer.ids) == 1 and answer.finish is FinishReason.LENGTH
 
 
+@pytest.mark.slow
 def test_3_forbidden_ids_are_never_sampled():
     model, prompt = build(TEXT), text_prompt(8)
     forbidden = tuple(range(0, VOCAB, 2))  # more than the engine's smallest list
@@ -143,8 +147,8 @@ def test_3_top_k_and_top_p_bound_the_support():
         logits = full_logits(model, prompt, answer.ids) / 1.5
         probs = np.exp(logits - logits.max(-1, keepdims=True))
         probs /= probs.sum(-1, keepdims=True)
-        own = probs[np.arange(20), list(answer.ids)][:, None]
-        assert (np.where(probs > own, probs, 0).sum(-1) < 0.5 + 1e-5).all()
+        drawn = probs[np.arange(20), list(answer.ids)][:, None]
+        assert (np.where(probs > drawn, probs, 0).sum(-1) < 0.5 + 1e-5).all()
     assert {answer.ids for answer in ones} == {greedy.ids}
 
 
@@ -173,17 +177,17 @@ def test_4_one_prefill_although_slots_come_free_one_by_one():
 def test_5_ids_are_the_same_alone_and_in_company():
     model = build(VL)
     prompt = media_prompt(3, ("image", (1, 4, 8)), 4, seed=1)
-    own = request("own", prompt, n=3, seed=77, max_new_tokens=15)
+    watched = request("own", prompt, n=3, seed=77, max_new_tokens=15)
     company = [
         request(f"c{i}", text_prompt(3 + i, seed=i), n=1 + i % 3, seed=i, temperature=0.5 * i, max_new_tokens=1 + i,
                 top_p=(1.0, 0.7)[i % 2], top_k=(0, 5, 9)[i % 3], stop_ids=tuple(range(i)))
         for i in range(7)
     ]  # fmt: skip
-    alone = run(engine(model, slots=4), own)[0]
-    beside = run(engine(model), *company[:4], own, *company[4:])[4]
-    for one, other in zip(alone, beside, strict=True):
-        assert one.ids == other.ids
-        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=TOLERANCE)
+    alone = run(engine(model, slots=4), watched)[0]
+    beside = run(engine(model), *company[:4], watched, *company[4:])[4]
+    for expected, answer in zip(alone, beside, strict=True):
+        assert expected.ids == answer.ids
+        np.testing.assert_allclose(expected.logprobs, answer.logprobs, rtol=0, atol=TOLERANCE)
 
 
 def test_5_seed_and_sample_decide():
@@ -193,6 +197,7 @@ def test_5_seed_and_sample_decide():
     assert len({answer.ids for group in answers for answer in group}) == 2 * len(seeds)
 
 
+@pytest.mark.slow
 def test_6_equal_submissions_give_equal_bits():
     model = build(VL)
     requests = [
@@ -206,6 +211,7 @@ def test_6_equal_submissions_give_equal_bits():
     assert run(used, *requests) == first == run(engine(model, slots=4), *requests)
 
 
+@pytest.mark.slow
 def test_7_continuation_equals_no_interruption():
     model, prompt = build(VL), media_prompt(2, ("image", (1, 4, 8)), 1, seed=1)
     whole = run(engine(model), request("r", prompt, n=5, seed=9, max_new_tokens=20, stop_ids=(3,)))[0]
@@ -254,6 +260,7 @@ def test_9_refusals():
     asyncio.run(all_of_them())
 
 
+@pytest.mark.slow
 def test_sampled_frequencies_follow_the_models_softmax():
     """Chi-square over six allowed ids, of first tokens (from the prefill) and of second ones (decoded) behind the
     most frequent first; the limit is the 0.999 quantile for 5 degrees of freedom."""
@@ -270,6 +277,7 @@ def test_sampled_frequencies_follow_the_models_softmax():
         assert ((counts - expected) ** 2 / expected).sum() < 20.52
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_and_cache():
     """The cached pass rounds in other places than the full one: 0.05 absolute, at log-probs of 2 to 8."""
     model, prompt = build(TEXT), text_prompt(9)
@@ -281,6 +289,7 @@ def test_bfloat16_weights_and_cache():
         np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=0.05)
 
 
+@pytest.mark.slow
 def test_the_batches_of_a_large_model_are_not_filled_up(monkeypatch):
     """One sample is computed as one row; its tokens are those of a filled batch."""
     prompt = text_prompt(9)

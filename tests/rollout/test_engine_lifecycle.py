@@ -14,8 +14,11 @@
 
 import asyncio
 import gc
+import sys
+import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rollout_cases import (
@@ -36,6 +39,7 @@ from rollout_cases import (
 )
 
 import models
+import rollout.device
 from rollout.engine import EngineError, FinishReason
 
 PROMPT = text_prompt(7)
@@ -70,12 +74,13 @@ def params_of(model):
     return models.split(model)[1]
 
 
+@pytest.mark.slow
 @without_a_hang
 async def test_11_abort_keeps_what_was_generated():
     model, serving = build(TEXT), engine(build(TEXT))
     (whole,) = await serve(serving, [request("whole", PROMPT, n=4, max_new_tokens=50)])
     stream = serving.generate(request("r", PROMPT, n=4, max_new_tokens=50))
-    other = asyncio.create_task(collect(serving.generate(request("r1", PROMPT, n=2, seed=1, max_new_tokens=20)), 2))
+    untouched = asyncio.create_task(collect(serving.generate(request("r1", PROMPT, n=2, seed=1, max_new_tokens=20)), 2))
     first = await anext(stream)
     await serving.abort("r")
     assert "r" not in serving._scheduler.jobs
@@ -85,7 +90,7 @@ async def test_11_abort_keeps_what_was_generated():
         assert 0 < len(answer.ids) < 50
         assert answer.ids == expected.ids[: len(answer.ids)]
         assert_logprobs(model, PROMPT, answer)
-    assert all(answer.finish is FinishReason.LENGTH for answer in await other)
+    assert all(answer.finish is FinishReason.LENGTH for answer in await untouched)
     assert serving.stats().running == 0
 
 
@@ -114,6 +119,7 @@ async def test_11_abort_one_sample_and_unknown_ids():
     await serving.abort("r")  # finished
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["aclose", "cancel", "drop", "drop unread", "error in the loop"])
 def test_12_an_abandoned_stream_leaks_nothing(how):
     async def scenario():
@@ -148,6 +154,7 @@ def test_12_an_abandoned_stream_leaks_nothing(how):
     asyncio.run(asyncio.wait_for(scenario(), HANG))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [TEXT, VL], ids=["text", "vision"])
 def test_13_new_weights_in_the_middle_of_responses(config):
     old, new = build(config), build(config, seed=1)
@@ -308,3 +315,28 @@ def test_18_shapes_are_few_and_independent_of_history():
     assert set(used.compiled_shapes) - warm_up <= set(fresh.compiled_shapes)
     programs = [program for program, _ in fresh.compiled_shapes]
     assert sorted(programs) == ["decode", "prefill", "start"]
+
+
+def test_13_engines_take_the_same_weights_at_once(monkeypatch) -> None:
+    """Weights that are spread over devices reach two engines at the same time, as when a step is published."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    fresh = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=everywhere)
+    engines = [engine(build(TEXT), devices=[device]) for device in jax.devices()[:2]]
+    together = threading.Barrier(2, timeout=HANG)
+    split = rollout.device.split_layers
+    monkeypatch.setattr(rollout.device, "split_layers", lambda *args: (together.wait(), split(*args))[1])
+
+    async def publish() -> None:
+        for version in range(1, 40):
+            params = fresh(params_of(build(TEXT)))
+            await asyncio.gather(*(one.update_weights(version, params) for one in engines))
+        for one in engines:
+            await one.close()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+    try:
+        asyncio.run(asyncio.wait_for(publish(), HANG))
+    finally:
+        sys.setswitchinterval(before)

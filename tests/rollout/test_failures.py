@@ -1,4 +1,4 @@
-"""What fails in an engine, and whom it costs (rule 17):
+"""Failures in an engine, and the requests that they cost (rule 17):
 
 17. A turn that fails costs the requests it can be blamed on. Requests that shared it get their next turns alone; only
     one that fails alone is lost, with the reason. Everybody else gets the tokens that he would have got. If nothing
@@ -45,7 +45,7 @@ def limited(scenario):
 
 
 async def outcomes(serving, requests):
-    """What becomes of each request: its answers, or the error that it was lost with."""
+    """The fate of each request: its answers, or the error that it was lost with."""
     await serving.pause()
     streams = [collect(serving.generate(each), each.n) for each in requests]
     await serving.resume()
@@ -70,6 +70,7 @@ def too_bright(prompt):
     return dataclasses.replace(prompt, vision=vision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 2, 3])
 def test_17_a_picture_that_overflows_costs_its_own_request_only(place):
     picture = media_prompt(2, ("image", (1, 4, 8)), 3, seed=3)
@@ -137,6 +138,7 @@ class NoRoom(Walk):
         return super().each(layers, carry, step, xs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("walk", "big"),
     [
@@ -177,6 +179,7 @@ def failing_while(serving, kind, doomed):
     return turns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["start", "decode"])
 def test_17_what_fails_together_and_works_alone_costs_nobody(kind):
     """As when there is memory for some requests, but not for all at once."""

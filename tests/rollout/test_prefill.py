@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from rollout_cases import LONGEST, media_prompt, text_prompt
 
 from rollout.buckets import doubling, geometric
-from rollout.prefill import Prefix, plan
+from rollout.prefill import Place, Prefix, plan
 
 IMAGES = (("image", (1, 4, 4)), ("image", (1, 4, 8)), ("video", (2, 4, 4)))
 
@@ -23,6 +23,12 @@ described = st.tuples(
 def build(kind, length, seed, lengths):
     prompt = text_prompt(length, seed) if kind == len(IMAGES) else media_prompt(2, IMAGES[kind], 3, seed=seed)
     return Prefix(prompt, tuple(np.arange(n, dtype=np.int32) + 7 * i for i, n in enumerate(lengths)))
+
+
+def entries(place: Place) -> np.ndarray:
+    """The index in the row of each of the sample's cache entries."""
+    response = np.arange(place.response_start, place.response_start + place.response_tokens)
+    return np.concatenate([np.arange(place.prompt_tokens), response])
 
 
 @settings(deadline=None)
@@ -42,7 +48,7 @@ def test_every_sample_finds_its_own_entries(descriptions, batch_tokens, batch_pa
             P = len(prompt)
             assert len(places) == len(prefix.responses)
             for place, response in zip(places, prefix.responses, strict=True):
-                at = place.source()
+                at = entries(place)
                 row = place.row
                 used[row, at] = True
                 assert inputs.tokens_BT[row, at].tolist() == [*prompt.token_ids_T, *response]
@@ -52,7 +58,9 @@ def test_every_sample_finds_its_own_entries(descriptions, batch_tokens, batch_pa
                 np.testing.assert_array_equal(inputs.positions_3BT[:, row, at], rotary)
                 # what the last token attends to is exactly its own sequence
                 last = at[-1]
-                seen = (inputs.segments_BT[row] == inputs.segments_BT[row, last]) & (np.arange(used.shape[1]) <= last)
+                seen = (inputs.segments_BT[row] == inputs.segments_BT[row, last]) & (
+                    np.arange(inputs.segments_BT.shape[1]) <= last
+                )
                 seen &= (inputs.branches_BT[row] == 0) | (inputs.branches_BT[row] == inputs.branches_BT[row, last])
                 assert np.flatnonzero(seen).tolist() == at.tolist()
                 # features: those of its own prompt, and text has none
@@ -60,9 +68,9 @@ def test_every_sample_finds_its_own_entries(descriptions, batch_tokens, batch_pa
                 expected = np.where(prompt.feature_index_T >= 0, prompt.feature_index_T + patches // 4, -1)
                 assert index[:P].tolist() == expected.tolist() and (index[P:] == -1).all()
             if prompt.vision is not None:
-                own = slice(patches, patches + prompt.vision.num_patches)
-                np.testing.assert_array_equal(inputs.vision.patches_PX[own], prompt.vision.patches_PX)
-                patches = own.stop
+                span = slice(patches, patches + prompt.vision.num_patches)
+                np.testing.assert_array_equal(inputs.vision.patches_PX[span], prompt.vision.patches_PX)
+                patches = span.stop
         assert (inputs.segments_BT != 0).sum() == used.sum() == batch.tokens
         assert inputs.tokens_BT.shape[1] <= LONGEST
         if len(members) > 1:

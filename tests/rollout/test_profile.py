@@ -15,6 +15,7 @@ def profile(*points):
     return Profile("cpu", 4, sizes(TEXT.text), tuple(Point(*point) for point in points))
 
 
+@pytest.mark.slow
 def test_measured_written_and_read_again(tmp_path):
     serving, told = engine(build(TEXT), slots=4), []
     points = asyncio.run(

@@ -1,4 +1,4 @@
-"""What an engine is asked for is checked whole, before it is entered into the books (rule 9 of `test_engine.py`).
+"""A request to an engine is checked whole, before it is entered into the books (rule 9 of `test_engine.py`).
 
 Types are checked by the test session's import hook, too; here it is stepped around, as production has no such hook.
 """
@@ -166,6 +166,7 @@ def test_numpy_numbers_and_lists_become_plain_ones():
     assert checked(good(temperature=LEAST_TEMPERATURE), SERVED["vision"]).sampling.temperature == LEAST_TEMPERATURE
 
 
+@pytest.mark.slow
 def test_a_request_in_numpy_numbers_is_served_like_a_plain_one():
     serving, prompt = engine(build(TEXT)), text_prompt(5)
     plain = request("r", prompt, n=2, seed=-1, max_new_tokens=5, stop_ids=(3,))
@@ -216,6 +217,7 @@ async def serve_among(serving, script):
     return await asyncio.gather(*streams)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(BAD), st.sampled_from("abcr"), st.integers(0, 15)), max_size=12))
 def test_bad_requests_among_good_ones_leave_no_trace(served, bad):

@@ -54,17 +54,18 @@ def requests(vision=False):
 
 
 def assert_same(got, wanted):
-    for one, other in zip(itertools.chain(*got), itertools.chain(*wanted), strict=True):
-        assert one.ids == other.ids and one.finish == other.finish
-        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=TOLERANCE)
+    for answer, expected in zip(itertools.chain(*got), itertools.chain(*wanted), strict=True):
+        assert answer.ids == expected.ids and answer.finish == expected.finish
+        np.testing.assert_allclose(answer.logprobs, expected.logprobs, rtol=0, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one device generates."""
+    """The answers that one device generates."""
     return run(engine(build(VL)), *requests(vision=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 4])
 def test_19_and_20_several_devices_generate_what_one_does(alone, degree):
     serving = engine(build(VL), devices=DEVICES[3 : 3 + degree])
@@ -110,6 +111,7 @@ def test_20_devices_are_a_power_of_two_and_different(wrong):
         engine(build(TEXT), devices=wrong)
 
 
+@pytest.mark.slow
 def test_21_moves_between_requests():
     serving = engine(build(TEXT), version=3)
     before = run(serving, *requests())
@@ -127,6 +129,7 @@ def test_21_moves_between_requests():
     asyncio.run(serving.close())
 
 
+@pytest.mark.slow
 def test_21_refuses_while_samples_run_or_wait():
     async def check():
         serving = engine(build(TEXT), slots=2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -21,6 +22,11 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 BYTES = bytes_tokenizer()
+BYTE_IDS = {
+    byte: BYTES.encode(text).ids[i]
+    for text in ("\x00", *map(chr, range(1, 256)), "€", "😀", "�")
+    for i, byte in enumerate(text.encode())
+}
 
 
 def test_characters_of_several_bytes_come_whole():
@@ -42,6 +48,48 @@ def test_bytes_that_never_become_a_character_do_not_stop_the_text():
     ids = [*broken, *BYTES.encode("after").ids]
     stream = TextStream(BYTES.decode)
     assert "".join([*(stream.add([id]) for id in ids), stream.finish()]) == BYTES.decode(ids)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.sampled_from(["a", "né", "€", "😀", "stop", "👩‍🚀", "\ufffd", b"\xf0\x9f", b"\x98", b"\xe2\x82"]),
+        max_size=60,
+    ),
+    st.lists(st.sampled_from(["é€", "stop", "😀😀", "s", "top€n"]), max_size=2),
+    st.integers(1, 7),
+)
+def test_long_text_is_that_of_all_tokens_at_once(words, stops, chunk):
+    """Characters and stop strings are split across tokens, and bytes that are no characters stand between them."""
+    ids = [BYTE_IDS[byte] for word in words for byte in (word.encode() if isinstance(word, str) else word)]
+    stream = TextStream(BYTES.decode, stops)
+    pieces = [stream.add(ids[start : start + chunk]) for start in range(0, len(ids), chunk)]
+    pieces.append(stream.finish())
+
+    def shown(n: int) -> str:
+        return BYTES.decode(ids[:n]).rstrip("\ufffd")
+
+    end = next((n for n in range(len(ids) + 1) if any(stop in shown(n) for stop in stops)), None)
+    assert stream.stopped == (end is not None) and stream.token_ids == ids[:end]
+    whole = BYTES.decode(ids) if end is None else shown(end)
+    cut = min((whole.index(stop) for stop in stops if stop in whole), default=len(whole)) if stream.stopped else None
+    assert stream.text == "".join(pieces) == whole[:cut]
+
+
+@pytest.mark.parametrize("stops", [(), ("😀 that never comes",), ("never", "é€é€!")])
+def test_each_token_is_decoded_a_bounded_number_of_times(stops):
+    ids = BYTES.encode("né €é€é😀 " * 200).ids
+    decoded = 0
+
+    def decode(some) -> str:
+        nonlocal decoded
+        decoded += len(some)
+        return BYTES.decode(some)
+
+    stream = TextStream(decode, stops)
+    pieces = [stream.add([id]) for id in ids]
+    assert "".join([*pieces, stream.finish()]) == BYTES.decode(ids)
+    assert decoded < 100 * len(ids), "decoding all tokens again each time takes 2,000 times their number"
 
 
 def letters(ids) -> str:

@@ -93,7 +93,7 @@ def main(target, hlo, residuals):
         fsdp.shardings,
     )
     step = jax.jit(fsdp.loss_and_grad, compiler_options=compiler_options(mesh))
-    pathlib.Path(hlo).write_text(step.lower(params, batch).compile().as_text())
+    pathlib.Path(hlo).write_text(step.lower(params, batch).compile().as_text() or "")
 
 
 if __name__ == "__main__":

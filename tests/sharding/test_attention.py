@@ -42,7 +42,7 @@ def by_loops(q, k, v, causal):
 @pytest.mark.parametrize("whole_scores", [1 << 26, B * N * T * 4, 1])
 def test_equals_loops(causal, whole_scores):
     q, k, v = draw()
-    expected = by_loops(*(np.asarray(x) for x in (q, k, v)), causal)
+    expected = by_loops(np.asarray(q), np.asarray(k), np.asarray(v), causal)
     described = attention(q, k, v, mask(causal), whole_scores=whole_scores)
     dense = attention(q, k, v, mask(causal).dense(), whole_scores=whole_scores)
     np.testing.assert_allclose(described, expected, rtol=0, atol=2e-6)
@@ -52,7 +52,7 @@ def test_equals_loops(causal, whole_scores):
 
 def test_chunked_gradients_equal_whole_ones():
     def grads(whole_scores):
-        loss = lambda *qkv: jnp.sum(jnp.sin(attention(*qkv, mask(), whole_scores=whole_scores)))  # noqa: E731
+        loss = lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v, mask(), whole_scores=whole_scores)))  # noqa: E731
         return jax.jit(jax.grad(loss, (0, 1, 2)))(*draw())
 
     for got, want in zip(grads(B * N * T * 3), grads(1 << 26), strict=True):
@@ -67,7 +67,7 @@ def test_chunks_bound_the_memory():
     scores = 4 * tokens * tokens
 
     def temp(whole_scores):
-        loss = lambda *qkv: jnp.sum(attention(*qkv, Mask(segments), whole_scores=whole_scores))  # noqa: E731
+        loss = lambda q, k, v: jnp.sum(attention(q, k, v, Mask(segments), whole_scores=whole_scores))  # noqa: E731
         return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*qkv).compile().memory_analysis().temp_size_in_bytes
 
     assert temp(scores) >= 4 * scores
@@ -76,7 +76,8 @@ def test_chunks_bound_the_memory():
 
 def test_bfloat16_scores_are_float32():
     q, k, v = draw(jnp.bfloat16)
-    wide = by_loops(*(np.asarray(x.astype(jnp.float32)) for x in (q, k, v)), True)
+    wide_q, wide_k, wide_v = (np.asarray(x.astype(jnp.float32)) for x in (q, k, v))
+    wide = by_loops(wide_q, wide_k, wide_v, True)
     got = attention(q, k, v, mask())
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), wide, rtol=0, atol=2**-6)

@@ -49,7 +49,7 @@ def test_refusals_are_one_line(arguments, flags, text, tmp_path):
     assert not (tmp_path / "cost.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick_calibration_gives_a_model_to_plan_with(tmp_path):
     out = tmp_path / "cost.json"
     done = run("--quick", "--devices=4", "--repeats=2", f"--out={out}")

@@ -28,6 +28,7 @@ def single():
     return run(1)[:2]
 
 
+@pytest.mark.slow
 def test_one_device_equals_plain_autodiff():
     model, params = toy()
     graphdef, batch = nnx.graphdef(model), make_batch()
@@ -46,6 +47,7 @@ def test_one_device_equals_plain_autodiff():
     assert_equal((value, grads), jax.value_and_grad(plain)(params), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3, 6, 8])
 @pytest.mark.parametrize("options", [{}, {"unroll": 0}, {"unroll": 0, "remat": True}], ids=str)
 def test_any_number_of_devices_equals_one(devices, options):
@@ -62,6 +64,7 @@ def test_any_number_of_devices_equals_one(devices, options):
     assert logprobs[0].sharding.spec == P(fsdp.mesh.axis_names if devices in (3, 6) else fsdp.mesh.axis_names[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 6, 8])
 def test_bfloat16_compute_stays_near_and_gradients_are_float32(devices):
     (value, _, grads), _, _ = run(devices, compute_dtype=jnp.bfloat16)
@@ -107,8 +110,8 @@ def compiled(devices, fsdp_options=None, **sizes):
 
 
 def test_gradients_are_scattered_not_summed_whole():
-    """With sizes that 8 divides: gathers and scatters, and only the odd bias and scalars are summed on all devices."""
-    text = compiled(8, width=16, inner=32).as_text()
+    """Sizes that 8 divides give gathers and scatters; only the odd bias and scalars are summed on all devices."""
+    text = compiled(8, width=16, inner=32).as_text() or ""
     assert re.search(r"= \S+ all-gather(-start)?\(", text)
     assert re.search(r"= \S+ reduce-scatter\(", text)
     summed = [int(size) for size in re.findall(r"= f32\[(\d+)\][^ ]* all-reduce", text)]
@@ -116,6 +119,7 @@ def test_gradients_are_scattered_not_summed_whole():
     assert not re.findall(r"= f32\[\d+,[\d,]+\][^ ]* all-reduce", text)
 
 
+@pytest.mark.slow
 def test_whole_weights_do_not_outlive_their_layer():
     """The stack's weights, 4 MB of 16 layers, are never all gathered at once, with or without rematerialisation."""
     sizes = {"width": 128, "inner": 256, "layers": 16}

@@ -103,7 +103,7 @@ def test_arrays_and_messages(tmp_path: pathlib.Path, processes: int) -> None:
 def test_a_killed_process(tmp_path: pathlib.Path, dies: int, processes: int) -> None:
     """Process 0 takes JAX's coordination service with it; the others still say in one line what happened."""
     with team(tmp_path, f"victim{dies}", processes) as run:
-        run.until("waiting", range(processes))
+        run.until("waiting", list(range(processes)))
         run.signal(dies, signal.SIGKILL)
         others = [process for process in range(processes) if process != dies]
         assert run.codes(others) == [7] * len(others), run.report()

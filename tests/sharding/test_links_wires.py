@@ -12,7 +12,7 @@ import pytest
 
 from sharding.links import LinkError
 from sharding.links.meeting import Card, connect, listen, own_address, place
-from sharding.links.wires import Wire, Wires
+from sharding.links.wires import Message, Wire, Wires
 
 Pair = Callable[[], tuple[Wire, socket.socket]]
 
@@ -25,7 +25,7 @@ class Log:
         self.why: list[str] = []
         self.gone = threading.Event()
 
-    def hear(self, process: int, message: dict[str, object]) -> None:
+    def hear(self, process: int, message: Message) -> None:
         self.heard.append((process, message["kind"]))
 
     def lose(self, process: int, why: str) -> None:

@@ -60,6 +60,7 @@ def summed(kinds):
 # --- equality ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from([(1, 0), (2, 0), (3, 0), (4, 0), (4, 2), (6, 2), (8, 0)]),
@@ -75,6 +76,7 @@ def test_equals_one_device_whoever_computes_what(mesh, microbatches, determinist
     assert_equal(result, summed(kinds), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"remat": True}, {"live_layers": 2}, {"live_layers": 9}])
 def test_equals_one_device_however_much_is_kept(options):
     odc, params = make(2, **options)
@@ -96,6 +98,7 @@ def test_scores_lie_on_the_devices_that_computed_them():
         assert result[0].devices() == {jax.devices()[device]}
 
 
+@pytest.mark.slow
 def test_low_precision_weights_travel_in_low_precision():
     model, params = toy()
     fsdp = strategy(2, model, compute_dtype=jnp.bfloat16)
@@ -112,6 +115,7 @@ def test_low_precision_weights_travel_in_low_precision():
 # --- reproducible -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_deterministic_order_gives_the_same_bits_whatever_the_pace(monkeypatch):
     odc, params = make(4, deterministic=True, live_layers=2)
     kinds, own = (3, 7, 7, 3, 3, 7), [0, 1, 1, 2, 3, 3]
@@ -283,6 +287,7 @@ def test_a_stack_whose_layers_change_the_shape_is_refused():
         cut(traced, params, batches()[3]["inputs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "group"), [(1, 0), (2, 0), (3, 0), (4, 2), (6, 2), (8, 4), (8, 0)])
 def test_rows_hold_every_weight_once_and_give_it_back(devices, group):
     model, params = toy()

@@ -38,13 +38,13 @@ def passes(hlo: str) -> list[tuple[str, dict[str, int]]]:
 
 
 def exposed(at: dict[str, int]) -> list[str]:
-    """Which transfers nothing hides. A round's must start before the computation ahead of it and end after it began;
+    """The transfers that nothing hides. A round's must start before the computation ahead of it and end after it began;
     its results must not be waited for before the next round's computation has begun."""
     hidden_by = dict(zip(SHARDED, (ALONE, *SHARDED), strict=False))
     wrong = [
         f"send {j}"
-        for j, other in hidden_by.items()
-        if not at[f"start send {j}"] < at[f"attend {other}"] < at[f"done send {j}"] < at[f"attend {j}"]
+        for j, computed in hidden_by.items()
+        if not at[f"start send {j}"] < at[f"attend {computed}"] < at[f"done send {j}"] < at[f"attend {j}"]
     ]
     following = itertools.pairwise(SHARDED)
     return wrong + [f"return {j}" for j, after in following if not at[f"attend {after}"] < at[f"done return {j}"]]
@@ -54,8 +54,8 @@ def plugin_environment() -> dict[str, str]:
     folder = os.environ.get("FLUXJAX_AOT", "")
     if not folder and not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
         pytest.skip("needs the CUDA plugin: run `bash scripts/test.sh aot`, or set FLUXJAX_AOT to a folder with it")
-    own = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # of tests on CPU devices
-    clean = {name: value for name, value in os.environ.items() if name not in own}
+    of_tests = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # of tests on CPU devices
+    clean = {name: value for name, value in os.environ.items() if name not in of_tests}
     return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
 
 

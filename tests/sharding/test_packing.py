@@ -1,6 +1,7 @@
 """Schedules over devices and microbatches: whole, within the budget, as even as promised; small cases by hand."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,7 +159,8 @@ def test_bubbles_by_hand() -> None:
 
 def test_schedules_by_hand() -> None:
     """10 alone is as much as a microbatch holds: by squares 100, and the others are 16 + 16 + 9 + 9 + 4."""
-    lengths, square = [10, 4, 4, 3, 3, 2], {"work": [100, 16, 16, 9, 9, 4]}
+    lengths = [10, 4, 4, 3, 3, 2]
+    square: dict[str, Any] = {"work": [100, 16, 16, 9, 9, 4]}
     assert local_sort(lengths, 2, limits(10), **square).microbatches == (((0,), (2,), (4,)), ((1,), (3,), (5,)))
     mini = lb_mini(lengths, 2, limits(10), **square)
     assert mini.microbatches[0] == ((0,),)
@@ -201,7 +203,8 @@ def test_two_levels_are_balanced_only_together() -> None:
 
 
 def test_work_follows_the_cost() -> None:
-    cost, lengths = CostModel.published(), [9000, 4000, 1000]
+    cost: Any = CostModel.published()  # its numbers are numpy's
+    lengths = [9000, 4000, 1000]
     made = lb_mini(lengths, 2, cost=cost)
     assert made.work == tuple(float(cost.attention_seconds(n) + cost.linear_seconds(n)) for n in lengths)
     assert bubble_rate(lb_mini(lengths, 2), cost, "minibatch") == pytest.approx(

@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from matplotlib.patches import Rectangle
 
 from sharding.planner import PLANNERS, Limits, balance_bound, flex_ulysses, flexrl, greedy, ulysses
 from sharding.planner.draw import draw
@@ -26,6 +27,7 @@ def traffic(plan: ShardPlan) -> float:
     return sum(n * (p - 1) / p for n, p in zip(plan.lengths, plan.degrees, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, DEVICES, st.sampled_from([0, 1, 5, 28]), st.booleans())
 def test_any_plan_keeps_to_its_limits(lengths: list[int], num_devices: int, heads: int, packed: bool) -> None:
@@ -40,6 +42,7 @@ def test_any_plan_keeps_to_its_limits(lengths: list[int], num_devices: int, head
     assert plan.balance >= balance_bound(lengths, num_devices, limits) - 1e-9
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, st.sampled_from([2, 4, 8, 16, 32]))
 def test_without_a_cap_balance_and_memory_are_within_their_limits(lengths: list[int], num_devices: int) -> None:
@@ -48,6 +51,7 @@ def test_without_a_cap_balance_and_memory_are_within_their_limits(lengths: list[
     assert plan.memory_ratio <= 1.1 * (1 + 1e-6)
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, DEVICES)
 def test_where_unsharded_is_balanced_nothing_is_sharded(lengths: list[int], num_devices: int) -> None:
@@ -60,15 +64,25 @@ def test_where_unsharded_is_balanced_nothing_is_sharded(lengths: list[int], num_
         assert plan.balance <= plain.balance * (1 + limits.tolerance)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, DEVICES, st.sampled_from([0, 4]))
+@example([1551, 2617, 2701, 2701, 4169, 4169, 4580, 6277, 9246, 19090], 48, 0)  # three blocks of 16 devices
+@example([1551, 2617, 2701, 2701, 4169, 4169, 4580, 6277, 9246, 10000], 48, 0)  # memory against compute
+@example([16704, 13325, 10348, 10348, 16704, 10348, 10348, 10348, 10348, 10348, 10348], 48, 0)  # the same, harder
+@example([693, 10586, 9029, 1903, 558, 17741, 9003, 7270, 10029, 2], 24, 0)  # no plan keeps to the memory limit
+@example([7466, 1074, 30, 266, 6167, 8115, 2110], 12, 0)  # traffic at a highest degree of 4
+@example([700, 16000, 17000, 700, 16000, 90000, 17000, 300, 16000, 90000, 17000], 48, 0)
+@example([12513, 15506, 12513, 9758, 9758, 15506, 9758, 12513, 12513, 9758], 6, 4)  # the paper's exceeds alpha
 def test_never_worse_than_the_papers_own_algorithm(lengths: list[int], num_devices: int, heads: int) -> None:
     """FlexRL's placement is no candidate of the planner. Loads may be higher than its by the tolerance that the planner
-    documents, and traffic up to what counts as little, 0.85 of that of degree 8 for all; no further."""
+    documents, and traffic up to what counts as little, 0.85 of that of degree 8 for all; no further. A placement beyond
+    the memory limit, where the plan keeps to it, is no yardstick of balance: both cannot always be had."""
     limits = Limits(num_heads=heads)
     plan, published = flex_ulysses(lengths, num_devices, limits), flexrl(lengths, num_devices, limits)
     least = balance_bound(lengths, num_devices, limits)
-    assert plan.balance <= (1 + limits.tolerance) * max(published.balance, least) + 1e-9
+    if published.memory_ratio <= max(plan.memory_ratio, limits.alpha) * (1 + 1e-6):
+        assert plan.balance <= (1 + limits.tolerance) * max(published.balance, least) + 1e-9
     assert plan.memory_ratio <= max(published.memory_ratio, limits.alpha) * (1 + 1e-6)
     if published.balance <= (1 + limits.tolerance) * least and published.memory_ratio <= limits.alpha:
         assert traffic(plan) <= max(traffic(published), 0.85 * sum(lengths) * 7 / 8) + 1e-6
@@ -147,6 +161,7 @@ def test_a_cost_model_says_how_even_is_even_enough() -> None:
         assert Cost(wire).step_seconds(plan) <= Cost(wire).step_seconds(flex_ulysses(lengths, 4))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.sampled_from([4, 6, 8]), st.integers(0, 3000))
 def test_tokens_per_device_hold_with_the_padding_of_chunks(lengths: list[int], num_devices: int, extra: int) -> None:
@@ -245,6 +260,7 @@ def test_a_plan_can_be_drawn_and_summed_up() -> None:
     for axis, loads in zip(figure.axes, (plan.compute(), plan.memory(), plan.traffic()), strict=True):
         tops = np.zeros(8)
         for bar in axis.patches:
+            assert isinstance(bar, Rectangle)
             tops[round(bar.get_x() + 0.5)] += bar.get_height()
         mean = (plan.compute() if axis is figure.axes[0] else plan.memory()).mean()
         np.testing.assert_allclose(tops, loads / mean, rtol=1e-9, atol=1e-12)

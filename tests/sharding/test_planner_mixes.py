@@ -9,6 +9,9 @@ from plan_bounds import least_balance, least_traffic
 
 from sharding.cost import CostModel
 from sharding.planner import Limits, flex_ulysses, flexrl
+from sharding.planner.limits import pose
+from sharding.planner.placement import score
+from sharding.planner.regroup import regrouped
 
 SYNTHETIC = plan_cases.synthetic_pools()
 NEAR = 1 + Limits.tolerance  # the planner's promise is within its tolerance of the smallest possible
@@ -24,7 +27,10 @@ def test_bounds_hold_on_synthetic_mixes(seed: int) -> None:
     assert not plan_cases.faults(case, planned(case)), case.name
 
 
-@pytest.mark.parametrize("seed", [*range(20), 34, 77, 176, 190, 273, 310])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seed", [*range(20), 34, pytest.param(77, marks=pytest.mark.long), 81, 176, 190, 273, 310, 689]
+)
 def test_bounds_hold_on_the_shared_mixes(shared, seed: int) -> None:
     case = plan_cases.drawn(plan_cases.shared_pools(shared / "data" / "lengths" / "flexrl_mixes.json"), seed)
     assert not plan_cases.faults(case, planned(case)), case.name
@@ -45,6 +51,7 @@ def test_one_very_long_sequence_keeps_to_the_bounds() -> None:
         assert not plan_cases.faults(case, planned(case), NEAR), case.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(16))
 def test_never_slower_than_the_papers_own_algorithm(seed: int) -> None:
     """The planner never looks at the paper's placement. Its largest load may exceed the smallest possible by its
@@ -59,6 +66,20 @@ def test_never_slower_than_the_papers_own_algorithm(seed: int) -> None:
     for known, uneven in ((None, (limits.alpha - 1) * share), (cost, 0.0)):
         ours = flex_ulysses(case.lengths, case.num_devices, limits, cost=known)
         assert cost.step_seconds(ours) <= papers * (1 + limits.tolerance + uneven), known
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_regrouping_sends_the_least(devices: int) -> None:
+    # A sequence for each device: nothing is sent.
+    problem = pose([100] * devices, devices, Limits(max_degree=2))
+    placement = regrouped(problem, 2)
+    assert placement is not None and score(problem, placement) == (0.0, 0.0)
+    # On each pair one sequence of 150 and one of 50: neither fits a device, both travel by half.
+    problem = pose([150, 50] * (devices // 2), devices, Limits(max_degree=2), work=[150, 50] * (devices // 2))
+    placement = regrouped(problem, 2)
+    assert placement is not None and score(problem, placement)[0] == 0.0
+    assert score(problem, placement)[1] == pytest.approx(100 * devices / 2)
+    assert regrouped(pose([100] * 6, 6, Limits(max_degree=2)), 2) is None  # three blocks
 
 
 def test_proven_bounds_by_hand() -> None:

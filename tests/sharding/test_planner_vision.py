@@ -17,9 +17,11 @@ RUN = st.tuples(st.integers(1, 40), st.sampled_from([16, 64, 100, 256, 999]), st
 def units(runs: list[tuple[int, int, int, int]]) -> tuple[list[int], list[int], list[int]]:
     """(count, patches, device, log2 degree) of each run -> units, home_first, home_degree on 8 devices."""
     rows = [(size, device >> k << k, 1 << k) for count, size, device, k in runs for _ in range(count)]
-    return tuple(map(list, zip(*rows, strict=True)))
+    units, home_first, home_degree = map(list, zip(*rows, strict=True))
+    return units, home_first, home_degree
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(st.lists(RUN, min_size=1, max_size=12), st.sampled_from([0, 4]))
 def test_units_are_even_within_their_replica(runs: list[tuple[int, int, int, int]], replica: int) -> None:

@@ -37,7 +37,8 @@ def both(function, q, k, v, segments):
 
 reference = jax.jit(lambda q, k, v, segments: both(whole, q, k, v, segments))
 local = jax.jit(
-    lambda q, k, v, segments, bound: both(lambda *a: segment_attention(*a, bound), q, k, v, segments), static_argnums=4
+    lambda q, k, v, segments, bound: both(lambda q, k, v, s: segment_attention(q, k, v, s, bound), q, k, v, segments),
+    static_argnums=4,
 )
 
 
@@ -68,5 +69,5 @@ def test_no_matrix_over_the_whole_axis(bound: int) -> None:
     """The compiled program of a long axis holds nothing of the size of its square."""
     length = 4096
     shapes = [jax.ShapeDtypeStruct((length, N, H), jnp.float32)] * 3 + [jax.ShapeDtypeStruct((length,), jnp.int32)]
-    compiled = jax.jit(lambda *a: segment_attention(*a, bound)).lower(*shapes).compile()
+    compiled = jax.jit(lambda q, k, v, s: segment_attention(q, k, v, s, bound)).lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < length * length

@@ -43,13 +43,13 @@ def sized(plan, predecessors=None) -> SizedLayout:
 
 def streams(layout: SizedLayout):
     """(round, group, cells of its stream in the order of devices and columns)."""
-    for j, one in enumerate(layout.plan.rounds):
-        for group in range(len(one.groups)):
+    for j, round in enumerate(layout.plan.rounds):
+        for group in range(len(round.groups)):
             cells = [
                 device * layout.columns + layout.starts[device, j] + np.arange(layout.counts[device, j])
-                for device in range(group * one.degree, (group + 1) * one.degree)
+                for device in range(group * round.degree, (group + 1) * round.degree)
             ]
-            yield one, group, np.concatenate(cells)
+            yield round, group, np.concatenate(cells)
 
 
 @given(choices())
@@ -60,14 +60,14 @@ def test_every_token_has_its_own_cell_in_the_order_of_its_stream(choice):
     assert len(np.unique(layout.cells)) == len(layout.cells) == sum(plan.lengths)
     assert layout.cells.max() < plan.num_devices * layout.columns
     ends = np.cumsum(plan.lengths)
-    for one, group, cells in streams(layout):
-        expected = [layout.cells[ends[i] - plan.lengths[i] : ends[i]] for i in one.groups[group]]
+    for round, group, cells in streams(layout):
+        expected = [layout.cells[ends[i] - plan.lengths[i] : ends[i]] for i in round.groups[group]]
         np.testing.assert_array_equal(cells, np.concatenate(expected) if expected else [])
     used = layout.counts.sum(axis=1)
     np.testing.assert_allclose(used, plan.memory(), atol=len(plan.rounds))  # chunks are rounded up
     budgets = np.array([budget for _, budget in layout.rounds])
     assert (layout.counts <= budgets[None]).all() and budgets.max() <= layout.columns
-    assert [degree for degree, _ in layout.rounds] == [one.degree for one in plan.rounds]
+    assert [degree for degree, _ in layout.rounds] == [round.degree for round in plan.rounds]
 
 
 @given(choices(), st.integers(0, 2**31))

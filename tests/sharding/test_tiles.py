@@ -65,13 +65,14 @@ def needed(segments, branches, tile=TILE):
 
 
 def active(segments, branches, tile=TILE):
-    made = jax.jit(tile_list, static_argnums=2)(jnp.asarray(segments), jnp.asarray(branches), tile)
-    table = np.zeros((len(made.segments),) * 2, bool)
-    table[tuple(np.asarray(made.pairs)[: int(made.count)].T)] = True
-    assert table.sum() == made.count
+    found = jax.jit(tile_list, static_argnums=2)(jnp.asarray(segments), jnp.asarray(branches), tile)
+    table = np.zeros((len(found.segments),) * 2, bool)
+    table[tuple(np.asarray(found.pairs)[: int(found.count)].T)] = True
+    assert table.sum() == found.count
     return table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])
 @settings(deadline=None, max_examples=15)
 @given(stream=streams())
@@ -105,8 +106,8 @@ def test_no_needed_tile_is_missing_and_none_is_foreign(stream, scattered):
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), gap=st.integers(0, S), width=st.integers(0, 12))
 def test_within_one_segment_no_tile_of_a_foreign_branch_is_active(lengths, gap, width):
     branches = np.repeat(np.arange(len(lengths)), lengths)[:S]
-    own = np.full_like(branches, 9)
-    padded = (np.insert(x, min(gap, len(x)), np.zeros(width, int)) for x in (own, branches))
+    one_branch = np.full_like(branches, 9)
+    padded = (np.insert(x, min(gap, len(x)), np.zeros(width, int)) for x in (one_branch, branches))
     segments, branches = (np.pad(x, (0, S))[:S].astype(np.int32) for x in padded)
     np.testing.assert_array_equal(active(segments, branches), needed(segments, branches))
 
@@ -132,6 +133,7 @@ def test_a_stream_of_padding_gives_zeros_and_no_gradient():
         np.testing.assert_array_equal(x, 0)
 
 
+@pytest.mark.slow
 def test_bfloat16_sums_in_float32():
     tokens = 1024
     segments, branches = jnp.ones(tokens, jnp.int32), jnp.zeros(tokens, jnp.int32)
@@ -143,6 +145,7 @@ def test_bfloat16_sums_in_float32():
         assert error < 0.012  # 3 units in the last place of bfloat16; sums of 1024 in bfloat16 would be off by 10 times
 
 
+@pytest.mark.slow
 def test_scan_and_checkpoint_take_it():
     segments = jnp.asarray(np.repeat([2, 1, 0], 15), jnp.int32)
     branches = jnp.zeros_like(segments)

@@ -33,6 +33,7 @@ def value_and_grads(function, hidden, head):
     return function(hidden, head), jax.jit(jax.grad(scalar, (0, 1)))(hidden, head)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [0, 1, 4, 7, 21, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_equals_naive(chunk, temperature):

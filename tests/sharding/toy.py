@@ -75,9 +75,9 @@ def strategy(devices, model, **options):
 
 
 def assert_equal(got, want, relative):
-    def one(a, b):
+    def check(a, b):
         np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=relative * np.abs(b).max()
         )
 
-    jax.tree.map(one, got, want)
+    jax.tree.map(check, got, want)

@@ -6,8 +6,8 @@ import dataclasses
 
 from fluxjax.simulation.clock import Clock
 from fluxjax.simulation.hardware import Setup
-from fluxjax.simulation.servers import Servers
-from fluxjax.simulation.simulated_engines import SimulatedFleet
+from fluxjax.simulation.scoring import Servers
+from fluxjax.simulation.simulated_engine import SimulatedFleet
 from fluxjax.simulation.workload import Workload
 
 

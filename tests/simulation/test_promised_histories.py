@@ -6,10 +6,10 @@ import pytest
 
 from fluxjax.config import Policy
 from fluxjax.coordinator.messages import Skip
-from fluxjax.simulation.histories import History, check
-from fluxjax.simulation.scenarios import scenario
+from fluxjax.simulation.histories import History, check, scenario
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_promises_are_kept_whatever_goes_wrong(first: int) -> None:
     for seed in range(first, first + 20):

@@ -75,6 +75,7 @@ def simulate(limit: int, max_running: int, events: list[tuple]):
     return engine, finished, answers
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(stories())
 def test_jumps_equal_one_token_at_a_time(story):

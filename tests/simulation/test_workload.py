@@ -11,8 +11,8 @@ from fluxjax.simulation.clock import Clock
 from fluxjax.simulation.draws import exponential, key, uniform
 from fluxjax.simulation.faults import FaultPlan, FaultRates
 from fluxjax.simulation.hardware import SETUPS
-from fluxjax.simulation.servers import Servers
-from fluxjax.simulation.simulated_engines import SimulatedFleet
+from fluxjax.simulation.scoring import Servers
+from fluxjax.simulation.simulated_engine import SimulatedFleet
 from fluxjax.simulation.workload import Workload, response
 
 
@@ -57,7 +57,7 @@ def test_a_prompt_tells_something_about_its_lengths():
     text = np.array([len(work.prompt(draw).text) for draw in range(2000)])
     lengths = np.array([np.log(work.samples(draw, 0, 8).lengths).mean() for draw in range(2000)])
     ranks = [values.argsort().argsort() for values in (text, lengths)]
-    assert 0.4 < np.corrcoef(*ranks)[0, 1] < 0.7
+    assert 0.4 < np.corrcoef(ranks[0], ranks[1])[0, 1] < 0.7
     code, judge = (
         np.mean([lengths[draw] for draw in range(2000) if work.prompt(draw).source == task])
         for task in ("code", "judge")

@@ -12,12 +12,12 @@ shrunk by how many of its responses are known; both variances estimated a source
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from ...base.types import Prompt
+from ..saved import SavedState, State
 from .ridge import LengthFit, features, prior_variances
 from .survival import Prediction, censored, ends_by, given_survival
 
@@ -44,8 +44,8 @@ class _Level:
         self.sums = [0.0] * 4  # squares within groups and how many, squares of residuals and how many (groups)
 
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> bool:
-        """Enters a response with its squared deviation from its group (None: the first of it) and from the
-        regression; whether to settle."""
+        """Enters a response with its squared deviation from its group (None: it is the group's first) and from the
+        regression. Returns whether to settle now."""
         if within is None:  # the fit knows the group of the others, so that their residuals are too small
             self.sums[2] += residual
             self.sums[3] += 1
@@ -67,7 +67,7 @@ class _Level:
         kept = self.fit.solve(towards, self.within + size * self.between)
         self.sums = [kept * value for value in self.sums]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {
             "fit": self.fit.state_dict(),
             "within": self.within,
@@ -76,14 +76,14 @@ class _Level:
             "sums": self.sums,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         self.fit.load_state_dict(state["fit"])
         self.within, self.between, self.shift = state["within"], state["between"], state["shift"]
         self.sums = list(state["sums"])
 
 
 class _Known:
-    """What was seen of a prompt: of its latest draw, and in `past` what its earlier draws left."""
+    """The responses seen of a prompt: of its latest draw, and in `past` what its earlier draws left."""
 
     __slots__ = ("count", "draw", "fixed", "past", "past_count", "total")
 
@@ -108,7 +108,7 @@ class _Known:
         return (self.count, self.total) if draw == self.draw else (0.0, 0.0)
 
     def earlier(self, draw: int) -> tuple[float, float]:
-        """Count and mean deviation of what was seen before this draw."""
+        """Returns count and mean deviation of what was seen before this draw."""
         if draw == self.draw or not self.count:
             return self.past_count, self.past
         kept = _HISTORY * self.past_count
@@ -143,7 +143,7 @@ class LengthPredictor:
         self._cache: dict[tuple[str, str], tuple[np.ndarray, _Level, int, float, float]] = {}
 
     def predict(self, prompt: Prompt, done: Sequence[int] = (), running: int = 0) -> Prediction:
-        """The length of a response to `prompt`, in tokens.
+        """Predicts the length of a response to `prompt`, in tokens.
 
         `done`: lengths of the group's finished responses; empty: those observed for this draw of the prompt.
         `running`: tokens that the response has already; the prediction is conditional on its going on.
@@ -166,7 +166,7 @@ class LengthPredictor:
         return given_survival(mu, sigma, running, self.limit)
 
     def ends_by(self, prompt: Prompt, tokens: int, running: int = 0) -> float:
-        """The probability that a response which has `running` tokens and goes on ends with at most `tokens`."""
+        """Returns the probability that a response which has `running` tokens and goes on ends with at most `tokens`."""
         if 0 < self.limit <= tokens:
             return 1.0
         level = self._sources.get(prompt.source, self._pooled)
@@ -176,8 +176,8 @@ class LengthPredictor:
         return ends_by(mu, sigma, tokens, running)
 
     def observe(self, prompt: Prompt, length: int, finished: bool = True) -> None:
-        """A response of `length` tokens. Not `finished`: it was ended before it was over, with so many tokens (a
-        censored observation: it would have been longer). One that fills `limit` is taken for unfinished, too."""
+        """Enters a response of `length` tokens. Not `finished`: it was stopped with so many tokens (a censored
+        observation: it would have been longer). A response that fills `limit` is taken for unfinished, too."""
         if length < 0:
             raise ValueError(f"prompt {prompt.source}/{prompt.id}: a response of {length} tokens")
         level = self._level(prompt.source)
@@ -214,7 +214,7 @@ class LengthPredictor:
         return level
 
     def _regression(self, prompt: Prompt, level: _Level) -> tuple[np.ndarray, float, float]:
-        """Features, expected ln(length), and the variance of that expectation."""
+        """Returns features, expected ln(length), and the variance of that expectation."""
         key = prompt.source, prompt.id
         cached = self._cache.get(key)
         if cached is not None and cached[1] is level and cached[2] == level.fit.version:
@@ -226,15 +226,15 @@ class LengthPredictor:
         self._cache[key] = x, level, level.fit.version, fixed, variance
         return x, fixed + level.shift, variance
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON. Features are computed again when they are needed."""
+    def state_dict(self) -> State:
+        """Leaves out the features, which are computed again when they are needed."""
         return {
             "pooled": self._pooled.state_dict(),
             "sources": {source: level.state_dict() for source, level in self._sources.items()},
             "prompts": [[*key, *known.state()] for key, known in self._known.items()],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         self._pooled.load_state_dict(state["pooled"])
         self._sources = {source: _Level(_SOURCE, self._memory) for source in state["sources"]}
         for source, level in self._sources.items():
@@ -246,7 +246,7 @@ class LengthPredictor:
 def _posterior(
     level: _Level, fixed: float, variance: float, count: float, total: float, past_count: float, past: float
 ) -> tuple[float, float]:
-    """Mean and standard deviation of ln(length) of the prompt's next response: its effect has the prior
+    """Returns mean and standard deviation of ln(length) of the prompt's next response. Its effect has the prior
     N(fixed, between + variance); `count` responses sum to `total`, `past_count` earlier ones deviate by `past`."""
     prior = level.between + variance
     precision = 1 / prior + (count + past_count) / level.within

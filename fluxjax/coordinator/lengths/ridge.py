@@ -1,16 +1,15 @@
-"""What of a prompt tells how long its answers get, and a ridge regression that learns it response by response."""
+"""Features of a prompt that tell how long its answers get, and a ridge regression that learns from each response."""
 
 from __future__ import annotations
 
 import math
 import re
 import zlib
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from ...base.types import MediaKind, Prompt
+from ..saved import SavedState, State
 
 WORDS = 32  # hashed words: prompts that share words are similar, and so are their lengths
 _WORD = re.compile(r"[^\W\d_]+")
@@ -20,8 +19,8 @@ _SOLVE_EVERY = 32  # responses between two solutions, more of them when thousand
 
 
 def features(prompt: Prompt) -> np.ndarray:
-    """f64[FEATURES], roughly in [-2, 2]: intercept, logs of text length, of words, digits and formula marks, counts
-    of images and videos, then hashed words."""
+    """Returns f64[FEATURES], roughly in [-2, 2]: intercept, logs of text length, of words, digits and formula marks,
+    counts of images and videos, then hashed words."""
     text = prompt.text
     words = _WORD.findall(text.lower())
     digits, marks = len(_DIGIT.findall(text)), len(_MARK.findall(text))
@@ -49,7 +48,7 @@ FEATURES = _DENSE + WORDS
 
 
 def prior_variances(intercept: float, dense: float, words: float) -> np.ndarray:
-    """f64[FEATURES] from standard deviations of the weights in ln(tokens) a unit of the feature."""
+    """Returns f64[FEATURES], from standard deviations of the weights in ln(tokens) a unit of the feature."""
     return np.array([intercept] + [dense] * (_DENSE - 1) + [words] * WORDS) ** 2
 
 
@@ -73,15 +72,15 @@ class LengthFit:
         self.version = 0  # grows with every solution
 
     def add(self, x: np.ndarray, y: float, weight: float) -> bool:
-        """Enters a response; whether weights should be solved for now."""
+        """Enters a response. Returns whether weights should be solved for now."""
         self._pending.append((x, y, weight))
         self._fresh += 1
         self.responses += 1
         return self._fresh >= max(min(_SOLVE_EVERY, 1 + self.responses // 8), self.responses // 64)
 
     def solve(self, towards: np.ndarray, noise: float) -> float:
-        """Weights given those to shrink towards and the variance of ln(length) that a response counts with. Answers
-        the weight that everything entered before has from now on."""
+        """Solves for the weights, shrunk towards `towards`; `noise` is the variance of ln(length) of a response.
+        Returns the weight that everything entered before has from now on."""
         self._enter()
         self.covariance = np.linalg.inv(self._precision + self._gram / noise)
         self.weights = towards + self.covariance @ ((self._moment - self._gram @ towards) / noise)
@@ -94,7 +93,7 @@ class LengthFit:
         return keep
 
     def _enter(self) -> None:
-        """All together: one product of matrices is much cheaper than many small ones."""
+        """Enters all pending responses together: one product of matrices is much cheaper than many small ones."""
         if self._pending:
             rows, targets, weights = zip(*self._pending, strict=True)
             x, scale = np.array(rows), np.array(weights)
@@ -103,7 +102,7 @@ class LengthFit:
             self._moment += scaled.T @ np.array(targets)
             self._pending.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {
             "gram": self._gram.tolist(),
             "moment": self._moment.tolist(),
@@ -115,7 +114,7 @@ class LengthFit:
             "version": self.version,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         self._gram = np.array(state["gram"], np.float64)
         self._moment = np.array(state["moment"], np.float64)
         pending = state.get("pending", [])  # not in checkpoints of earlier releases

@@ -16,8 +16,7 @@ older by missing the step, and a prompt that became older all the same is genera
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ...base.types import Group
 from ...config import AdaptiveAsyncConfig, ComposerConfig
@@ -25,13 +24,14 @@ from ...config.pid import Pid
 from .. import selection as composer
 from ..ledger import PromptStage
 from ..machine import Coordinator
-from ..messages import DrawPrompts, Evaluate, Generate, Instruction, Park, PublishWeights, SaveCheckpoint, Train
+from ..messages import DrawPrompts, Evaluate, Generate, Instruction, PublishWeights, SaveCheckpoint, Train
+from ..saved import SavedState, State
 from .rounds import Base, requests
 from .staleness import staleness
 
 
 class AdaptiveAsync(Base):
-    """See the module's docstring. `ratio`, `staleness` and `barriers` are there for displays."""
+    """The policy of the module's docstring. `ratio`, `staleness` and `barriers` are for displays."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class AdaptiveAsync(Base):
     # --- after a step ---------------------------------------------------------------------------
 
     def _observe(self, coordinator: Coordinator) -> None:
-        """Once after each step: Flux's update of the ratio."""
+        """Updates the ratio as Flux does, once after each step."""
         settings = self.settings
         first, self._seen = self._seen < 0, coordinator.step
         if first:
@@ -88,7 +88,7 @@ class AdaptiveAsync(Base):
             self.barriers += 1
 
     def _publish(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """New weights go out at once, to all engines; or with `interrupt` off to those where nothing runs."""
+        """Publishes new weights at once, to all engines; with `interrupt` off, to those where nothing runs."""
         if PublishWeights in coordinator.awaiting or coordinator.served == coordinator.version:
             return []
         if self.settings.interrupt:
@@ -98,13 +98,13 @@ class AdaptiveAsync(Base):
         return [PublishWeights(coordinator.version, idle)] if idle else []
 
     def _boundary(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """What is due after a step, while engines go on; at the end and at a stop they are emptied first."""
+        """Says what is due after a step, while engines go on; at the end and at a stop they are emptied first."""
         ledger, awaiting = coordinator.ledger, coordinator.awaiting
         if awaiting.keys() & {Train, Evaluate, SaveCheckpoint, PublishWeights, DrawPrompts}:
             return []
         last = coordinator.ending or coordinator.stop_reason
         if last and (running := ledger.at(PromptStage.RUNNING)):
-            return [Park(entry.prompt, keep=True) for entry in running]
+            return [entry.park(keep=True) for entry in running]
         if coordinator.served != coordinator.version or (last and ledger.count(PromptStage.STOPPING)):
             return []
         return self._due(coordinator)
@@ -125,7 +125,7 @@ class AdaptiveAsync(Base):
             return []
         candidates = [entry.group() for entry in ledger.at(PromptStage.SCORED)]
         if late := [group for group in candidates if composer.staleness(group, version) > limit]:
-            return [Park(group.prompt) for group in late]
+            return [ledger.entries[group.prompt.draw].park() for group in late]
         return self._train(
             coordinator, [ledger.entries[group.prompt.draw] for group in self._chosen(coordinator, candidates)]
         )
@@ -159,23 +159,23 @@ class AdaptiveAsync(Base):
             return [DrawPrompts(room)]
         oldest, size = coordinator.version - self.settings.max_staleness, coordinator.settings.group_size
         entries = [*ledger.at(PromptStage.DEFERRED), *ledger.at(PromptStage.WAITING)]
-        made = requests(coordinator, entries, size, size, keep=lambda entry: entry.born > oldest, engines=engines)
-        return [Generate(made)]
+        launched = requests(coordinator, entries, size, size, keep=lambda entry: entry.born > oldest, engines=engines)
+        return [Generate(launched)]
 
     def _usable(self, coordinator: Coordinator) -> list[int]:
-        """Engines that get new requests: all, or those that serve the newest weights already."""
+        """Returns the engines that get new requests: all, or those that serve the newest weights already."""
         fleet = coordinator.fleet
         if self.ratio and self.settings.interrupt:
             return list(range(len(fleet)))
         return [engine for engine, served in enumerate(fleet.served) if served == coordinator.version]
 
     def _room(self, coordinator: Coordinator) -> int:
-        """Prompts that may be submitted now."""
+        """Returns how many prompts may be submitted now."""
         settings = coordinator.settings
         steps = min(1 + self.ratio * self.settings.max_staleness, settings.steps - coordinator.step)
         return math.floor(steps * settings.prompts_per_step) - coordinator.ledger.live
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {
             "pid": self._pid.state_dict(),
             "staleness": self.staleness,
@@ -185,8 +185,8 @@ class AdaptiveAsync(Base):
             "seen": self._seen,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of another policy: this one starts afresh."""
+    def load_state_dict(self, state: SavedState) -> None:
+        """Restores the ratio and the barriers; after another policy's state, this policy starts afresh."""
         if "pid" not in state:
             return
         self._pid.load_state_dict(state["pid"])

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
-from ..messages import DrawPrompts, Generate, Instruction, Park
+from ..messages import DrawPrompts, Generate, Instruction
 from .rounds import Rounds, check_versions, requests
 from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
 
 
 class April(Rounds):
-    """`oversample` prompts are under way for each one that a step needs; nothing is trained on that is more than
+    """Keeps `oversample` prompts under way for each that a step needs, and trains on nothing that is more than
     `max_staleness` versions old."""
 
     def __init__(
@@ -47,7 +47,7 @@ class April(Rounds):
         ledger, needed = coordinator.ledger, coordinator.settings.prompts_per_step
         oldest = coordinator.version - self.max_staleness
         if late := [entry for entry in ledger.at(PromptStage.SCORED) if entry.born < oldest]:
-            return [Park(entry.prompt) for entry in late]
+            return [entry.park() for entry in late]
         missing = math.ceil(self.oversample * needed) - ledger.live
         scored = ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
         if missing > 0 and not coordinator.exhausted and scored < needed:
@@ -65,7 +65,7 @@ class April(Rounds):
         if coordinator.awaiting:
             return []
         self._open = False
-        park = [Park(entry.prompt, keep=True) for entry in ledger.at(PromptStage.RUNNING)]
+        park = [entry.park(keep=True) for entry in ledger.at(PromptStage.RUNNING)]
         training = ledger.count(PromptStage.TRAINING)
         winners = sorted(ledger.at(PromptStage.SCORED), key=_oldest_first)[: needed - training]
         if not (winners or training):
@@ -75,7 +75,7 @@ class April(Rounds):
         return [*park, *self._train(coordinator, winners)]
 
     def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
-        """Only what no other prompt can displace: the oldest of all that are under way."""
+        """Returns only what no other prompt can displace: the oldest of all that are under way."""
         entries = sorted(coordinator.ledger.entries.values(), key=_oldest_first)
         first = entries[: coordinator.settings.prompts_per_step]
         return [entry for entry in first if entry.stage is PromptStage.SCORED]
@@ -85,7 +85,7 @@ class April(Rounds):
         return any(entry.born <= oldest for stage in stages for entry in coordinator.ledger.at(stage))
 
     def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
-        """Shortest first; those that became too old start afresh."""
+        """Launches prompts, those predicted to end first before others; what became too old starts afresh."""
         size, oldest = coordinator.settings.group_size, coordinator.version - self.max_staleness
         left = {entry.prompt.draw: _left(coordinator, entry) for entry in entries}
         ordered = sorted(entries, key=lambda entry: (left[entry.prompt.draw], entry.prompt.draw))
@@ -97,7 +97,7 @@ def _oldest_first(entry: Entry) -> tuple[int, int]:
 
 
 def _left(coordinator: Coordinator, entry: Entry) -> float:
-    """Tokens that the longest of its responses is predicted to need yet."""
+    """Predicts how many tokens the longest response of a prompt needs yet."""
     begun = [len(response.token_ids) for response in entry.begun.values()]
     lengths = coordinator.lengths
     if not begun:

@@ -7,11 +7,10 @@ Evaluations and checkpoints come between rounds. Gradients of some groups may be
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from ...base.types import Group, Response, has_variance
-from ..ledger import CoordinatorError, Entry, PromptStage
+from ...base.types import Group, Response
+from ..ledger import CoordinatorError, Entry, PromptStage, RunGivenUp
 from ..machine import Coordinator
 from ..messages import (
     Abort,
@@ -20,7 +19,6 @@ from ..messages import (
     Generate,
     Instruction,
     Lend,
-    Park,
     PublishWeights,
     Request,
     Score,
@@ -29,6 +27,7 @@ from ..messages import (
     Train,
     request_id,
 )
+from ..saved import SavedState, State
 from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
 
@@ -36,19 +35,19 @@ _PATIENCE = 3  # prompts given up in a row, without one response in between, unt
 NO_VARIANCE = "all responses have the same reward"
 
 
-class EngineLost(CoordinatorError):
+class EngineLost(RunGivenUp):
     """Prompt after prompt fails on the engines and no response comes back: going on would only burn the data."""
 
 
 class Retries:
-    """What becomes of a prompt whose attempt was lost."""
+    """Decides what becomes of a prompt whose attempt was lost."""
 
     def __init__(self) -> None:
         self._given_up = 0  # prompts given up in a row, without a response in between
         self._accepted = 0  # responses taken in when the last one was given up
 
     def again(self, coordinator: Coordinator, entry: Entry) -> Sequence[Instruction]:
-        """The whole group once more: draws depend on the seed of the prompt only, so nothing is biased by it."""
+        """Generates the whole group once more: samples depend on the prompt's seed only, so this biases nothing."""
         abort = Abort(request_id(entry.prompt.draw, entry.attempt))  # responses may still be running
         if entry.failures < coordinator.settings.max_attempts:
             return [abort, Generate(requests(coordinator, [entry], entry.n, entry.need, avoid=entry.engine))]
@@ -64,15 +63,14 @@ class Retries:
 
 
 class Base:
-    """What every policy does alike."""
+    """The part that all policies have in common."""
 
     def __init__(self, *, dynamic_sampling: bool = False) -> None:
         self._retries = Retries()
         self._dynamic_sampling = dynamic_sampling
-        self._good: set[int] = set()  # draws of scored groups that something can be learnt from
 
     def _urgent(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """What is done at once, whatever else goes on."""
+        """Says what is done at once, whatever else goes on."""
         ledger = coordinator.ledger
         if ledger.unscored:
             return [Score(response) for response in ledger.unscored.values()]
@@ -83,17 +81,14 @@ class Base:
         return self._useless(ledger.at(PromptStage.SCORED)) if self._dynamic_sampling else []
 
     def _useless(self, scored: Sequence[Entry]) -> Sequence[Instruction]:
-        """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups of equal rewards teach nothing."""
-        fresh = [entry for entry in scored if entry.prompt.draw not in self._good]
-        bad = [entry for entry in fresh if not has_variance(entry.group())]
-        self._good = {entry.prompt.draw for entry in scored} - {entry.prompt.draw for entry in bad}
-        return [Skip(entry.prompt, NO_VARIANCE) for entry in bad]
+        """Skips groups that teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
+        return [Skip(entry.prompt, NO_VARIANCE) for entry in scored if not entry.varied]
 
     def _train(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
         return [Train(coordinator.step + 1, tuple(entry.group() for entry in entries))]
 
     def _due(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """What comes after a step that ends, if anything: evaluation, checkpoint, the end of the run."""
+        """Says what comes after a step, if anything: evaluation, checkpoint, the end of the run."""
         stopped = coordinator.stop_reason
         evaluation = coordinator.evaluation_due()
         if evaluation and not stopped:  # a stop should be quick; the resumed run makes up for it
@@ -149,31 +144,31 @@ class Rounds(Base, abc.ABC):
         """Must not end the round while `coordinator.awaiting` something."""
 
     def _given_up(self, coordinator: Coordinator) -> bool:
-        """Whether a stop ends the round as it is: with dynamic sampling, the end of its step may be far, or never come.
-        What is scored stays in the books; the resumed run goes on with it."""
+        """Returns whether a stop ends the round as it is: with dynamic sampling, its step may end late or never. What
+        is scored stays in the books; the resumed run goes on with it."""
         ledger = coordinator.ledger
         missing = coordinator.settings.prompts_per_step - ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
         return bool(coordinator.stop_reason and ledger.dropped.count and missing > 0)
 
     def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
-        """Scored groups that the round trains on, whatever else becomes of it."""
+        """Returns the scored groups that the round will train on, whatever else becomes of it."""
         ledger = coordinator.ledger
         left = coordinator.settings.prompts_per_step - ledger.count(PromptStage.TRAINING)
         return ledger.at(PromptStage.SCORED)[: max(left, 0)]
 
     def _early(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """The round waits: what can be done of its training."""
-        helpers = [one for one in (self.stream, self.speculative) if one is not None]
+        """Says what can be done of the round's training while the round waits."""
+        helpers = [helper for helper in (self.stream, self.speculative) if helper is not None]
         if not helpers or not self._in_round(coordinator):
             return []
         ready = self._ready(coordinator)
-        said = next(filter(None, (one.consult(coordinator, ready) for one in helpers)), [])
+        said = next(filter(None, (helper.consult(coordinator, ready) for helper in helpers)), [])
         for group in (group for order in said if isinstance(order, Accumulate) for group in order.groups):
             check_versions([group], coordinator.version - self.max_staleness)
         return said
 
     def _other_degree(self, coordinator: Coordinator) -> int:
-        """How many devices an engine is to have from now on, if not as many as it has and nothing is in the way."""
+        """Returns how many devices an engine is to have from now on; 0: no others than it has, or not yet."""
         planner, ledger = coordinator.parallelism, coordinator.ledger
         if planner is None or planner.degree == coordinator.fleet.degree or self._in_round(coordinator):
             return 0
@@ -183,28 +178,28 @@ class Rounds(Base, abc.ABC):
     def _between(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if coordinator.awaiting or coordinator.ledger.count(PromptStage.STOPPING):
             return []
-        for one in (self.stream, self.speculative):
-            if one is not None:
-                one.reset()
+        for helper in (self.stream, self.speculative):
+            if helper is not None:
+                helper.reset()
         if lent := coordinator.fleet.lent:  # and nothing was trained: the weights are those that they serve
             return [PublishWeights(coordinator.version, tuple(sorted(lent)))]
         last = coordinator.ending or coordinator.stop_reason
         if last and (begun := coordinator.ledger.at(PromptStage.RUNNING)):  # lost after it was parked
-            return [Park(entry.prompt, keep=True) for entry in begun]
+            return [entry.park(keep=True) for entry in begun]
         return self._due(coordinator) or self._begin(coordinator)
 
     def _moving(self, coordinator: Coordinator) -> Sequence[Entry]:
-        """Deferred prompts that go on where they were, under the same weights: their engine was lent."""
+        """Returns the deferred prompts that go on where they were, under the same weights: their engine was lent."""
         if not coordinator.fleet.lent:
             return []
         deferred = coordinator.ledger.at(PromptStage.DEFERRED)
         return [entry for entry in deferred if entry.born == coordinator.version and entry.so_far()]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Between rounds the books say it all."""
+    def load_state_dict(self, state: SavedState) -> None:
+        """Nothing is restored: between rounds the books say it all."""
         return
 
 
@@ -218,11 +213,10 @@ def requests(
     engines: Sequence[int] = (),
     avoid: int = -1,
 ) -> tuple[Request, ...]:
-    """One for each entry, each to the engine that is predicted to have the least to do (of `engines`; none given: of
-    all), but to none that is lent. Entries to `keep` go on with what there is of their responses, as many as they were
-    begun with."""
+    """Makes a request for each entry, to the engine with the least predicted work (of `engines`; none given: of all)
+    that is not lent. Entries to `keep` go on with what there is of their responses, as many as they were begun with."""
     fleet = coordinator.fleet
-    loads, made = list(fleet.load), []
+    loads, found = list(fleet.load), []
     for entry in entries:
         begun = entry.so_far() if keep(entry) else ()
         engine = fleet.route(loads, engines or range(len(fleet)), avoid)
@@ -230,19 +224,19 @@ def requests(
         loads[engine] += count * coordinator.expected_tokens(entry.prompt)
         need_here = entry.need if begun else need
         temperature = _temperature(coordinator, entry, begun)
-        made.append(Request(entry.prompt, count, entry.attempt + 1, need_here, engine, begun, temperature))
-    return tuple(made)
+        found.append(Request(entry.prompt, count, entry.attempt + 1, need_here, engine, begun, temperature))
+    return tuple(found)
 
 
 def _temperature(coordinator: Coordinator, entry: Entry, begun: Sequence[Response | None]) -> float | None:
-    """As scheduled, and one for all tokens of a group."""
+    """Returns the scheduled temperature; a group that goes on keeps the temperature of its first tokens."""
     if (first := next(filter(None, begun), None)) is not None:
         return first.temperature
     return coordinator.scheduled("temperature", None, entry.prompt)
 
 
 def check_versions(groups: Sequence[Group], oldest: int) -> None:
-    """Raises CoordinatorError for a token of a version before `oldest`."""
+    """Raises `CoordinatorError` for a token of a version before `oldest`."""
     for sample in (sample for group in groups for sample in group.samples):
         versions = sample.response.versions
         if versions and versions[0] >= oldest and versions.count(versions[0]) == len(versions):

@@ -22,7 +22,8 @@ _LOOKS = 16  # in the time that the gradients take: predictions of many response
 
 
 class SpeculativeSync:
-    """Policies that train in rounds ask it when they would wait. `begun` counts how often training began early."""
+    """A helper that policies which train in rounds ask when they would wait. `begun` counts how often training began
+    early."""
 
     def __init__(self, settings: SpeculativeSyncConfig | None = None) -> None:
         self.settings = settings or SpeculativeSyncConfig(enabled=True)
@@ -34,7 +35,7 @@ class SpeculativeSync:
         self._next = 0.0
 
     def consult(self, coordinator: Coordinator, ready: Sequence[Entry]) -> Sequence[Instruction]:
-        """What to do while a round goes on; `ready` are scored groups that it will train on, whatever else comes."""
+        """Returns what to do while a round goes on; the round will train on the `ready` groups, whatever else comes."""
         pace, now = coordinator.pace, coordinator.now
         if coordinator.awaiting or not ready or not (pace.training and pace.growth) or now < self._next:
             return []
@@ -48,7 +49,7 @@ class SpeculativeSync:
 
 
 def probability(coordinator: Coordinator, seconds: float) -> float:
-    """That the groups which the batch still lacks are complete within this time, as the length predictor has it; their
+    """Returns the predicted probability that the groups which the batch lacks are complete within this time; their
     rewards may come later. Of more prompts than are needed, those count that are likeliest to be in time."""
     ledger = coordinator.ledger
     missing = coordinator.settings.prompts_per_step - ledger.count(
@@ -61,7 +62,7 @@ def probability(coordinator: Coordinator, seconds: float) -> float:
 
 
 def _in_time(coordinator: Coordinator, entry: Entry, seconds: float) -> float:
-    """The probability that enough of its responses end within this time. They are taken for independent."""
+    """Returns the probability that enough responses of a group end within this time, taken for independent."""
     pace, lengths, now = coordinator.pace, coordinator.lengths, coordinator.now
     longest = max((len(response.token_ids) for response in entry.responses.values()), default=0)
     chances = []

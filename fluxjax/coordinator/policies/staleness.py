@@ -9,7 +9,7 @@ from ...config import AdaptiveAsyncConfig
 
 
 def staleness(metrics: Mapping[str, float], settings: AdaptiveAsyncConfig) -> float:
-    """The weighted sum of three metrics of a step, each over what counts as 1.
+    """Returns the weighted sum of three metrics of a step, each divided by the value that counts as 1.
 
     KL(behaviour || policy) in nats, `staleness/kl`; `log1p` of the variance of importance weights,
     `staleness/variance`; the mean number of versions between generation and training, `staleness/lag_mean`. A step

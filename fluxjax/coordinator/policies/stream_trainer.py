@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from ...config import StreamTrainerConfig
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
-from ..messages import Accumulate, Instruction, Lend, Park
+from ..messages import Accumulate, Instruction, Lend
 
 
 class StreamTrainer:
-    """Policies that train in rounds ask it when they would wait. `lent` and `refused` are there for displays."""
+    """A helper that policies which train in rounds ask when they would wait. `lent` and `refused` are for displays."""
 
     def __init__(self, settings: StreamTrainerConfig | None = None) -> None:
         self.settings = settings or StreamTrainerConfig(enabled=True)
@@ -32,7 +32,7 @@ class StreamTrainer:
         self._looked = 0.0
 
     def consult(self, coordinator: Coordinator, ready: Sequence[Entry]) -> Sequence[Instruction]:
-        """What to do while a round goes on; `ready` are scored groups that it will train on, whatever else comes."""
+        """Returns what to do while a round goes on; the round will train on the `ready` groups, whatever else comes."""
         if coordinator.awaiting:
             return []
         if not coordinator.fleet.lent:
@@ -58,11 +58,11 @@ class StreamTrainer:
             return []
         self.lent += 1
         moved = [entry for entry in coordinator.ledger.at(PromptStage.RUNNING) if entry.engine in spared]
-        return [*(Park(entry.prompt, keep=True) for entry in moved), Lend(tuple(sorted(spared)))]
+        return [*(entry.park(keep=True) for entry in moved), Lend(tuple(sorted(spared)))]
 
 
 def projected_tokens(coordinator: Coordinator) -> float:
-    """Tokens in all caches when everything that runs now has its predicted length.
+    """Predicts the tokens in all caches when everything that runs now has its predicted length.
 
     Responses of a group begin together and grow at the same pace: one that still runs is at least as long as those of
     its group that have ended.
@@ -76,7 +76,7 @@ def projected_tokens(coordinator: Coordinator) -> float:
 
 
 def _progress(coordinator: Coordinator) -> float:
-    """The share of the round's responses that have ended."""
+    """Returns the share of the round's responses that have ended."""
     ledger = coordinator.ledger
     over = sum(entry.n for stage in _OVER for entry in ledger.at(stage))
     running = [entry for stage in (PromptStage.RUNNING, PromptStage.STOPPING) for entry in ledger.at(stage)]

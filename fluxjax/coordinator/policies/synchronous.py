@@ -16,7 +16,7 @@ from .rounds import Rounds, check_versions, requests
 
 
 class Synchronous(Rounds):
-    """See the module's docstring. What to do follows from the books alone; nothing is kept from step to step."""
+    """The policy of the module's docstring. It follows from the books alone; nothing is kept from step to step."""
 
     def _in_round(self, coordinator: Coordinator) -> bool:
         return coordinator.ledger.live > 0

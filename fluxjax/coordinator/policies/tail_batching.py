@@ -12,19 +12,19 @@ are skipped, never deferred, and new prompts are launched in their place.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
-from ..messages import DrawPrompts, Generate, Instruction, Park
+from ..messages import DrawPrompts, Generate, Instruction
+from ..saved import SavedState, State
 from .rounds import Rounds, check_versions, requests
 from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
 
 
 class TailBatching(Rounds):
-    """`prompts` and `responses` are launched for each one that is needed, in short rounds (the paper's eta)."""
+    """Launches `prompts` and `responses` for each one that is needed, in short rounds (the paper's eta)."""
 
     def __init__(
         self,
@@ -74,31 +74,28 @@ class TailBatching(Rounds):
         return self._close(coordinator, needed)
 
     def _close(self, coordinator: Coordinator, needed: int) -> Sequence[Instruction]:
-        """Nothing that still runs is waited for."""
+        """Nothing that still runs is waited for; of more groups than are needed, the lowest draws win."""
         ledger = coordinator.ledger
         needed -= ledger.count(PromptStage.TRAINING)
         if late := ledger.at(PromptStage.RUNNING):
-            return [Park(entry.prompt) for entry in late]
+            return [entry.park() for entry in late]
         if ledger.count(PromptStage.STOPPING) or (
             ledger.count(PromptStage.COMPLETE) and ledger.count(PromptStage.SCORED) < needed
         ):
             return []
-        winners = ledger.at(PromptStage.SCORED)[:needed]
-        if surplus := [
-            *ledger.at(PromptStage.COMPLETE),
-            *ledger.at(PromptStage.SCORED)[needed:],
-        ]:  # the next weights are others
-            return [Park(entry.prompt) for entry in surplus]
+        scored = ledger.at(PromptStage.SCORED)
+        if surplus := [*ledger.at(PromptStage.COMPLETE), *scored[needed:]]:  # the next weights are others
+            return [entry.park() for entry in surplus]
         if coordinator.awaiting:
             return []
         self.round = ""
-        if not (winners or ledger.count(PromptStage.TRAINING)):
+        if not (scored or ledger.count(PromptStage.TRAINING)):
             return self._between(coordinator)
-        check_versions([entry.group() for entry in winners], coordinator.version)
-        return self._train(coordinator, winners)
+        check_versions([entry.group() for entry in scored], coordinator.version)
+        return self._train(coordinator, scored)
 
     def _wanted(self, coordinator: Coordinator) -> int:
-        """Prompts under way in this round."""
+        """Returns how many prompts are to be under way in this round."""
         needed = coordinator.settings.prompts_per_step
         if self.round == "long":
             return needed
@@ -110,8 +107,8 @@ class TailBatching(Rounds):
         n = math.ceil(excess * need)
         return [Generate(requests(coordinator, entries, n, need))]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"rounds": dict(self.rounds)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         self.rounds = dict(state.get("rounds", self.rounds))

@@ -180,7 +180,7 @@ class AdaptiveAsyncPromises(Promises):
             return False
         step = books.step
         every = settings.evaluate_every
-        if (step == 0 or (every and step % every == 0)) and step not in {one for one, _ in self.evaluated}:
+        if (step == 0 or (every and step % every == 0)) and step not in {evaluated for evaluated, _ in self.evaluated}:
             return False
         every = settings.checkpoint_every
         if every and step and step % every == 0 and step not in self.saved:

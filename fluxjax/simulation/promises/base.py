@@ -201,7 +201,7 @@ class Promises:
         """One temperature for all tokens of a group: that of the step in which it was begun."""
         if request.begun:
             self.expect(request.begun == seen.kept(), f"{request.rid} goes on with something else than it had")
-            first = next(one for one in request.begun if one is not None)
+            first = next(response for response in request.begun if response is not None)
             self.expect(request.temperature == first.temperature, f"{request.rid} goes on at another temperature")
             return
         schedule = self.schedules.get("temperature")

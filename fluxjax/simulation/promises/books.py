@@ -8,53 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Final
 
 from ...base.types import Group, Prompt, Response, Reward, Sample
+from ...coordinator import messages
+from ...coordinator.dispatch import Handlers
 from ...coordinator.ledger import ABORTED, PromptStage
-from ...coordinator.messages import (
-    Abort,
-    Accumulate,
-    Accumulated,
-    CheckpointSaved,
-    DrawPrompts,
-    EngineFailed,
-    Evaluate,
-    Evaluated,
-    Event,
-    Finish,
-    Generate,
-    Instruction,
-    Lend,
-    Lent,
-    ParallelismSet,
-    Park,
-    PromptsDrawn,
-    PublishWeights,
-    Request,
-    ResponseFinished,
-    RewardReady,
-    SaveCheckpoint,
-    Score,
-    SetParallelism,
-    Skip,
-    Started,
-    StopRequested,
-    Train,
-    Trained,
-    WeightsPublished,
-)
 
-_ANSWERS: dict[type, type] = {
-    PromptsDrawn: DrawPrompts,
-    Trained: Train,
-    Accumulated: Accumulate,
-    Lent: Lend,
-    ParallelismSet: SetParallelism,
-    WeightsPublished: PublishWeights,
-    Evaluated: Evaluate,
-    CheckpointSaved: SaveCheckpoint,
-}
-_ANSWERED = frozenset(_ANSWERS.values())
 UNDER_WAY = (PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE, PromptStage.LOST)
 
 
@@ -64,7 +24,7 @@ class Seen:
 
     prompt: Prompt
     stage: PromptStage = PromptStage.WAITING
-    request: Request | None = None  # the newest one
+    request: messages.Request | None = None  # the newest one
     born: int = -1  # weight version of the engine when the oldest of its responses began
     failures: int = 0
     ended: dict[int, Response] = dataclasses.field(default_factory=dict)
@@ -97,7 +57,7 @@ class Books:
         self.lent: set[int] = set()
         self.version, self.step = -1, 0
         self.exhausted, self.stop = False, ""
-        self.awaiting: dict[type, Instruction] = {}
+        self.awaiting: dict[type, messages.Instruction] = {}
         self.running: dict[str, int] = {}
         self.unscored: set[str] = set()  # whole responses that nobody was told to score yet
         self.scoring: set[str] = set()
@@ -116,38 +76,62 @@ class Books:
 
     # --- events ---------------------------------------------------------------------------------
 
-    def hear(self, event: Event) -> None:
-        order = self.awaiting.pop(_ANSWERS[type(event)], None) if type(event) in _ANSWERS else None
-        match event:
-            case Started(version):
-                self.served, self.version = [version] * len(self.served), max(self.version, version)
-            case PromptsDrawn(prompts, skipped):
-                assert isinstance(order, DrawPrompts)
-                self.exhausted = len(prompts) + len(skipped) < order.count
-                self.prompts |= {prompt.draw: Seen(prompt) for prompt in prompts}
-            case ResponseFinished(response):
-                self.running.pop(response.rid, None)
-                self._finish(response)
-            case RewardReady(rid, reward):
-                self._reward(rid, reward)
-            case EngineFailed(requests):
-                for request in requests:
-                    self._end(request)
-                    seen = self.prompts.get(int(request.partition(".")[0]))
-                    if seen and seen.request and seen.request.rid == request and seen.stage in UNDER_WAY[:2]:
-                        self._lose(seen)
-            case Trained(version):
-                self.version, self.step = version, self.step + 1
-                self.prompts = {d: seen for d, seen in self.prompts.items() if seen.stage is not PromptStage.TRAINING}
-            case WeightsPublished(version):
-                assert isinstance(order, PublishWeights)
-                for engine in order.engines or range(len(self.served)):
-                    self.served[engine] = version
-                    self.lent.discard(engine)
-            case ParallelismSet(_, engines):
-                self.served, self.lent, self.running = [min(self.served)] * engines, set(), {}
-            case StopRequested(reason):
-                self.stop = self.stop or reason or "stopped"
+    _hear: Final = Handlers(messages.Event)
+    _say: Final = Handlers(messages.Instruction)
+
+    def hear(self, event: messages.Event) -> None:
+        self._hear[type(event)](self, event)
+        if type(event) in messages.ANSWERS:
+            self.awaiting.pop(messages.ANSWERS[type(event)], None)
+
+    @_hear.of(messages.Accumulated, messages.CheckpointSaved, messages.Evaluated, messages.Lent, messages.Tick)
+    def _only_answered(self, event: messages.Event) -> None:
+        """Nothing else changes with it."""
+
+    @_hear.of(messages.Started)
+    def _started(self, event: messages.Started) -> None:
+        self.served, self.version = [event.version] * len(self.served), max(self.version, event.version)
+
+    @_hear.of(messages.PromptsDrawn)
+    def _drawn(self, event: messages.PromptsDrawn) -> None:
+        order = self.awaiting[messages.DrawPrompts]
+        assert isinstance(order, messages.DrawPrompts)
+        self.exhausted = len(event.prompts) + len(event.skipped) < order.count
+        self.prompts |= {prompt.draw: Seen(prompt) for prompt in event.prompts}
+
+    @_hear.of(messages.ResponseFinished)
+    def _finished(self, event: messages.ResponseFinished) -> None:
+        self.running.pop(event.response.rid, None)
+        self._finish(event.response)
+
+    @_hear.of(messages.EngineFailed)
+    def _failed(self, event: messages.EngineFailed) -> None:
+        for request in event.request_ids:
+            self._end(request)
+            seen = self.prompts.get(int(request.partition(".")[0]))
+            if seen and seen.request and seen.request.rid == request and seen.stage in UNDER_WAY[:2]:
+                self._lose(seen)
+
+    @_hear.of(messages.Trained)
+    def _trained(self, event: messages.Trained) -> None:
+        self.version, self.step = event.version, self.step + 1
+        self.prompts = {d: seen for d, seen in self.prompts.items() if seen.stage is not PromptStage.TRAINING}
+
+    @_hear.of(messages.WeightsPublished)
+    def _published(self, event: messages.WeightsPublished) -> None:
+        order = self.awaiting[messages.PublishWeights]
+        assert isinstance(order, messages.PublishWeights)
+        for engine in order.engines or range(len(self.served)):
+            self.served[engine] = event.version
+            self.lent.discard(engine)
+
+    @_hear.of(messages.ParallelismSet)
+    def _parallelism(self, event: messages.ParallelismSet) -> None:
+        self.served, self.lent, self.running = [min(self.served)] * event.engines, set(), {}
+
+    @_hear.of(messages.StopRequested)
+    def _stop(self, event: messages.StopRequested) -> None:
+        self.stop = self.stop or event.reason or "stopped"
 
     def _finish(self, response: Response) -> None:
         seen = self.prompts.get(response.draw)
@@ -175,7 +159,9 @@ class Books:
         elif seen.stage is PromptStage.STOPPING and len(seen.ended) + len(seen.partial) == seen.request.n:
             seen.stage = PromptStage.DEFERRED
 
-    def _reward(self, rid: str, reward: Reward) -> None:
+    @_hear.of(messages.RewardReady)
+    def _reward(self, event: messages.RewardReady) -> None:
+        rid, reward = event.rid, event.reward
         seen = self.prompts.get(int(rid.partition(".")[0]))
         sample = int(rid.partition("/")[2])
         if seen is None or sample not in seen.ended or seen.ended[sample].rid != rid or sample in seen.rewards:
@@ -187,37 +173,63 @@ class Books:
 
     # --- instructions ---------------------------------------------------------------------------
 
-    def say(self, instruction: Instruction) -> None:
-        if type(instruction) in _ANSWERED:
+    def say(self, instruction: messages.Instruction) -> None:
+        if type(instruction) in messages.ANSWERED:
             self.awaiting[type(instruction)] = instruction
-        match instruction:
-            case Generate(requests):
-                for request in requests:
-                    self._generate(self.prompts[request.prompt.draw], request)
-            case Park(prompt, keep):
-                seen = self.prompts[prompt.draw]
-                if keep:
-                    seen.stage = PromptStage.STOPPING
-                else:
-                    self._end(seen.request.rid if seen.request else "")
-                    self._forget(seen)
-                    seen.stage = PromptStage.DEFERRED
-            case Abort(rid):
-                self.surplus.discard(rid)
-            case Score(response):
-                self.unscored.discard(response.rid)
-                self.scoring.add(response.rid)
-            case Skip(prompt):
-                self._forget(self.prompts.pop(prompt.draw))
-            case Train(_, groups) | Accumulate(_, groups):
-                for group in groups:
-                    self.prompts[group.prompt.draw].stage = PromptStage.TRAINING
-            case Lend(engines):
-                self.lent |= set(engines)
-            case Finish():
-                self.finished = True
+        self._say[type(instruction)](self, instruction)
 
-    def _generate(self, seen: Seen, request: Request) -> None:
+    @_say.of(
+        messages.DrawPrompts,
+        messages.Evaluate,
+        messages.PublishWeights,
+        messages.SaveCheckpoint,
+        messages.SetParallelism,
+    )
+    def _only_awaited(self, order: messages.Instruction) -> None:
+        """Everything else changes with the answer."""
+
+    @_say.of(messages.Generate)
+    def _generates(self, order: messages.Generate) -> None:
+        for request in order.requests:
+            self._generate(self.prompts[request.prompt.draw], request)
+
+    @_say.of(messages.Park)
+    def _park(self, order: messages.Park) -> None:
+        seen = self.prompts[order.prompt.draw]
+        if order.keep:
+            seen.stage = PromptStage.STOPPING
+        else:
+            self._end(seen.request.rid if seen.request else "")
+            self._forget(seen)
+            seen.stage = PromptStage.DEFERRED
+
+    @_say.of(messages.Abort)
+    def _abort(self, order: messages.Abort) -> None:
+        self.surplus.discard(order.rid)
+
+    @_say.of(messages.Score)
+    def _score(self, order: messages.Score) -> None:
+        self.unscored.discard(order.response.rid)
+        self.scoring.add(order.response.rid)
+
+    @_say.of(messages.Skip)
+    def _skip(self, order: messages.Skip) -> None:
+        self._forget(self.prompts.pop(order.prompt.draw))
+
+    @_say.of(messages.Accumulate, messages.Train)
+    def _train(self, order: messages.Accumulate | messages.Train) -> None:
+        for group in order.groups:
+            self.prompts[group.prompt.draw].stage = PromptStage.TRAINING
+
+    @_say.of(messages.Lend)
+    def _lend(self, order: messages.Lend) -> None:
+        self.lent |= set(order.engines)
+
+    @_say.of(messages.Finish)
+    def _end_of_run(self, order: messages.Finish) -> None:
+        self.finished = True
+
+    def _generate(self, seen: Seen, request: messages.Request) -> None:
         if not request.begun:
             self._forget(seen)
             seen.born = self.served[request.engine]

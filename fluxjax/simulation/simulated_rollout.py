@@ -15,19 +15,19 @@ from ..base.timeline import Span, Timeline
 from ..base.types import Response
 from ..coordinator.ledger import ABORTED
 from ..coordinator.messages import EngineFailed, Event, Generate, PublishWeights, Request, ResponseFinished
-from .batch import Segments
 from .clock import Clock
+from .continuous_batch import Segments
 from .faults import FaultPlan
 from .options import SimulationConfig
-from .simulated_engines import SimulatedFleet
+from .simulated_engine import SimulatedFleet
 from .workload import Samples, Workload, response
 
 SHOWN = 8  # engines in the Gantt picture
 
 
 @dataclasses.dataclass(slots=True)
-class _Open:
-    """A request of which something still runs, or is held back."""
+class _OpenRequest:
+    """A request of which a sample still runs, or is held back."""
 
     request: Request
     samples: Samples
@@ -37,8 +37,8 @@ class _Open:
 
 
 class Rollout:
-    """Reports to `post`. Of a draw that is generated, `requests` has the newest request, `samples` what its responses
-    are, or will be."""
+    """Runs requests on engines and reports to `post`. Of a draw that is generated, `requests` has the newest request,
+    `samples` its responses as they are or will be."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class Rollout:
         self.requests: dict[int, Request] = {}
         self.samples: dict[int, Samples] = {}
         self.launched = self.aborted = self.crashes = self.syncs = 0
-        self.longest = 0  # tokens of the responses that arrived since it was set to 0
-        self._open: dict[str, _Open] = {}
-        self._held: dict[int, dict[str, _Open]] = {}  # by engine that is down
-        self._weights = [0] * len(self.engines)  # that each was told to serve
+        self.longest = 0  # tokens of the longest response that arrived since this was set to 0
+        self._open: dict[str, _OpenRequest] = {}
+        self._held: dict[int, dict[str, _OpenRequest]] = {}  # by engine that is down, then by rid
+        self._weights = [0] * len(self.engines)  # the version that each engine was told to serve
         self._loading: set[int] = set()
         self._asleep: set[int] = set()
-        self._lent: set[int] = set()  # of those
-        self._seconds, self._since = 0.0, -1.0  # with something open, and since when; -1: nothing is
+        self._lent: set[int] = set()  # engines that sleep until they get new weights
+        self._seconds, self._since = 0.0, -1.0  # with a request open, and since when; -1: none is
 
     @property
     def seconds(self) -> float:
-        """Time so far in which something was generated or held back."""
+        """Seconds so far in which a request was generated or held back."""
         return self._seconds + (self.clock.now - self._since if self._open else 0.0)
 
     @property
@@ -86,35 +86,35 @@ class Rollout:
     # --- requests -----------------------------------------------------------------------------------
 
     def generate(self, order: Generate, step: int) -> None:
-        """Of a request with `begun`, what has ended before does not run again."""
+        """Begins requests; responses that ended before (`begun`) do not run again."""
         if not self._open:
             self._since = self.clock.now
         for request in order.requests:
             draw = request.prompt.draw
             if not request.begun:
                 self.samples[draw] = self.work.samples(draw, request.attempt, request.n)
-            one = _Open(request, self.samples[draw], self.clock.now, step)
-            self._open[request.rid] = one
+            opened = self._open[request.rid] = _OpenRequest(request, self.samples[draw], self.clock.now, step)
             self.requests[draw] = request
             if self.engines[request.engine].up:
-                self._submit(one)
+                self._submit(opened)
             else:
-                self._held.setdefault(request.engine, {})[request.rid] = one
+                self._held.setdefault(request.engine, {})[request.rid] = opened
 
-    def _submit(self, one: _Open) -> None:
-        request, engine = one.request, self.engines[one.request.engine]
+    def _submit(self, opened: _OpenRequest) -> None:
+        request, engine = opened.request, self.engines[opened.request.engine]
         prompt = self.work.prompt_tokens(request.prompt.draw)
         for sample, before in _running(request):
-            engine.submit(request.rid, sample, prompt, one.samples.lengths[sample], _tokens(before))
-            one.left += 1
-        self.launched += one.left
+            begun = 0 if before is None else len(before.token_ids)
+            engine.submit(request.rid, sample, prompt, opened.samples.lengths[sample], begun)
+            opened.left += 1
+        self.launched += opened.left
 
     def _ended(self, engine: int, rid: str, sample: int, tokens: int, segments: Segments) -> None:
-        one = self._open[rid]
+        opened = self._open[rid]
         self.longest = max(self.longest, tokens)
-        self._close(one, 1)
-        event = ResponseFinished(self._response(one.request, sample, segments, self._finish(tokens)))
-        delays = self.faults.replies(one.request.prompt.draw, one.request.attempt, sample)
+        self._close(opened, 1)
+        event = ResponseFinished(self._response(opened.request, sample, segments, self._finish(tokens)))
+        delays = self.faults.replies(opened.request.prompt.draw, opened.request.attempt, sample)
         for delay in delays:
             if delay:
                 self.clock.after(delay, partial(self.post, event))
@@ -129,11 +129,10 @@ class Rollout:
 
     @staticmethod
     def _response(request: Request, sample: int, segments: Segments, finish: str) -> Response:
-        rid, draw = f"{request.rid}/{sample}", request.prompt.draw
+        more = response(f"{request.rid}/{sample}", request.prompt.draw, sample, segments, finish)
         before = request.begun[sample] if request.begun else None
         if before is None:
-            return response(rid, draw, sample, segments, finish)
-        more = response(rid, draw, sample, segments, finish)
+            return more
         return dataclasses.replace(
             more,
             token_ids=before.token_ids + more.token_ids,
@@ -141,57 +140,53 @@ class Rollout:
             versions=before.versions + more.versions,
         )
 
-    def _close(self, one: _Open, samples: int) -> None:
-        """So many of its samples do not run any more."""
-        one.left -= samples
-        if one.left > 0:
+    def _close(self, opened: _OpenRequest, samples: int) -> None:
+        """Notes that so many of a request's samples do not run any more."""
+        opened.left -= samples
+        if opened.left > 0:
             return
-        request, now = one.request, self.clock.now
+        request, now = opened.request, self.clock.now
         del self._open[request.rid]
         if request.engine < SHOWN:
-            self.timeline.add(Span("rollout", f"engine {request.engine}", one.began, now, one.step))
+            self.timeline.add(Span("rollout", f"engine {request.engine}", opened.began, now, opened.step))
         if not self._open:
             self._seconds += now - self._since
 
     def abort(self, name: str) -> None:
-        """A request or one of its samples: what it has is reported as aborted."""
+        """Ends a request or one of its samples; what it has is reported as aborted."""
         rid, _, sample = name.partition("/")
-        one = self._open.get(rid)
-        if one is None:
+        opened = self._open.get(rid)
+        if opened is None:
             return
-        held = self._held.get(one.request.engine, {})
-        if rid in held:
-            self._let_go(one, sample)
+        request = opened.request
+        if rid in self._held.get(request.engine, {}):
+            if not sample:  # a held request ends as a whole: a sample of it can't end before the engine is up
+                del self._held[request.engine][rid]
+                self._close(opened, 0)
+                for number, _ in _running(request):
+                    self.post(ResponseFinished(self._response(request, number, (), ABORTED)))
             return
-        found = self.engines[one.request.engine].abort(name)
+        found = self.engines[request.engine].abort(name)
         self.aborted += len(found)
         if found:
-            self._close(one, len(found))
+            self._close(opened, len(found))
         for _, number, tokens, segments in found:  # at the very moment of its last token, it is over all the same
-            finish = ABORTED if tokens < one.samples.lengths[number] else self._finish(tokens)
-            self.post(ResponseFinished(self._response(one.request, number, segments, finish)))
-
-    def _let_go(self, one: _Open, sample: str) -> None:
-        """A held request ends as a whole; one of its samples can't end before the engine is up."""
-        if sample:
-            return
-        del self._held[one.request.engine][one.request.rid]
-        self._close(one, 0)
-        for number, _ in _running(one.request):
-            self.post(ResponseFinished(self._response(one.request, number, (), ABORTED)))
+            finish = ABORTED if tokens < opened.samples.lengths[number] else self._finish(tokens)
+            self.post(ResponseFinished(self._response(request, number, segments, finish)))
 
     def park(self, draw: int) -> None:
         self.abort(self.requests[draw].rid)
 
     def forget(self, draw: int) -> None:
-        """Nothing will be asked about this prompt any more."""
+        """Drops what is known of a prompt that nothing will be asked about any more."""
         self.samples.pop(draw, None)
         self.requests.pop(draw, None)
 
     # --- weights ------------------------------------------------------------------------------------
 
     def publish(self, order: PublishWeights, done: Callable[[], None]) -> None:
-        """`done` is called when all engines that are up have them; the others load them when they come up."""
+        """Loads new weights; `done` is called when all engines that are up have them, the others load them when they
+        come up."""
         engines = order.engines or range(len(self.engines))
         self.syncs += 1
         for index in engines:
@@ -214,8 +209,8 @@ class Rollout:
                 self._loaded()
 
     def sleep(self, engines: set[int]) -> set[int]:
-        """Their GPUs are wanted for something else until `wake`; what runs there stands still. Says which did not sleep
-        already."""
+        """Takes the GPUs of some engines away until `wake`; what runs there stands still. Returns the engines that did
+        not sleep already."""
         awake = engines - self._asleep
         for index in sorted(awake):
             self.engines[index].pause()
@@ -223,7 +218,7 @@ class Rollout:
         return awake
 
     def lend(self, engines: set[int]) -> None:
-        """So, until they get new weights."""
+        """Puts some engines to sleep until they get new weights."""
         self._lent |= self.sleep(engines)
 
     def wake(self, engines: set[int]) -> None:
@@ -232,7 +227,8 @@ class Rollout:
         self._asleep -= engines
 
     def set_parallelism(self, degree: int) -> int:
-        """Other engines on the same GPUs, with the oldest weights that any had; nothing may be generated. How many."""
+        """Makes other engines on the same GPUs, with the oldest weights that any had, and returns their number. Nothing
+        may be generated meanwhile."""
         self.fleet.set_parallelism(degree)
         self.engines = self.fleet.engines
         self._weights = [engine.version for engine in self.engines]
@@ -242,7 +238,7 @@ class Rollout:
     # --- crashes ------------------------------------------------------------------------------------
 
     def crash(self, index: int, reason: str) -> None:
-        """Everything on it is lost; weights that it is loading will be there when it is up again."""
+        """Loses everything on an engine; weights that it is loading will be there when it is up again."""
         self.crashes += 1
         lost = dict.fromkeys(progress.rid for progress in self.engines[index].crash())
         for rid in lost:
@@ -256,17 +252,57 @@ class Rollout:
         engine.recover(self._weights[index])
         if index in self._asleep:
             engine.pause()
-        for one in self._held.pop(index, {}).values():
-            self._submit(one)
+        for opened in self._held.pop(index, {}).values():
+            self._submit(opened)
 
 
 def _running(request: Request) -> Iterator[tuple[int, Response | None]]:
-    """The samples of a request that are to be generated, and what there is of each."""
+    """Yields the samples of a request that are to be generated, with what there is of each."""
     for sample in range(request.n):
         before = request.begun[sample] if request.begun else None
         if before is None or before.finish == ABORTED:
             yield sample, before
 
 
-def _tokens(before: Response | None) -> int:
-    return 0 if before is None else len(before.token_ids)
+Spells = Iterator[tuple[float, float]]
+
+
+class Incidents:
+    """Crashes and slow spells of engines, as a `FaultPlan` says, until `over()`. Engines that a change of degree
+    removed meet none."""
+
+    def __init__(self, rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]) -> None:
+        self.rollout, self.clock, self.factor = rollout, rollout.clock, faults.rates.slow_factor
+        self._over = over
+        for index in range(len(rollout.engines)):
+            self._next_crash(index, faults.crashes(index))
+            self._next_spell(index, faults.slow_spells(index))
+
+    def _next_crash(self, index: int, crashes: Spells) -> None:
+        if not self._over() and (crash := next(crashes, None)) is not None:
+            time, seconds = crash
+            self.clock.at(max(time, self.clock.now), partial(self._crash, index, seconds, crashes))
+
+    def _crash(self, index: int, seconds: float, crashes: Spells) -> None:
+        self.clock.after(seconds, partial(self._recover, index, crashes))
+        if index < len(self.rollout.engines):
+            self.rollout.crash(index, f"engine {index} crashed")
+
+    def _recover(self, index: int, crashes: Spells) -> None:
+        if index < len(self.rollout.engines):
+            self.rollout.recover(index)
+        self._next_crash(index, crashes)
+
+    def _next_spell(self, index: int, spells: Spells) -> None:
+        if not self._over() and (spell := next(spells, None)) is not None:
+            begin = max(spell[0], self.clock.now)
+            self.clock.at(begin, partial(self._slow_down, index, self.factor))
+            self.clock.at(begin + spell[1], partial(self._spell_ends, index, spells))
+
+    def _spell_ends(self, index: int, spells: Spells) -> None:
+        self._slow_down(index, 1.0)
+        self._next_spell(index, spells)
+
+    def _slow_down(self, index: int, factor: float) -> None:
+        if index < len(self.rollout.engines):
+            self.rollout.engines[index].slow_down(factor)

@@ -1,4 +1,4 @@
-"""The frames of a microbatch on the devices that compute them, where sequences are spread over devices.
+"""A microbatch whose sequences are spread over devices, before anything is written: its pieces, their plan, its frames.
 
 The vision tower's work is dealt out by a plan of its own (`sharding.planner.spread_vision`), evenly; its features then
 travel to their tokens (`sharding.spread.route`).
@@ -6,6 +6,7 @@ travel to their tokens (`sharding.spread.route`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -13,15 +14,65 @@ import numpy as np
 
 from models.config import VisionConfig
 from models.inputs import VisionInput
-from models.processing.vision_input import concatenate
+from models.processing.vision_input import ARRAYS, blank, common_bound, concatenate, side_by_side
 from sharding.mesh import binary_axes
 from sharding.planner import spread_vision
 from sharding.planner.plan import PlanError, ShardPlan
+from sharding.spread.buffers import Layout, lay
 from sharding.spread.route import Route, route
 from sharding.spread.shapes import Sizes
 
-from .fill import TrainGroup, blank, frame_bound_of, side_by_side
-from .rows import Piece
+from ..config import Config
+from .pieces import Piece, TrainGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """What a device holds of a microbatch: a row of so many `tokens`, and so many `patches`."""
+
+    tokens: int
+    patches: int
+    share_prompts: bool
+    vision: VisionConfig | None
+
+    @classmethod
+    def of(cls, config: Config, vision: VisionConfig | None) -> Room:
+        """The row has as many tokens as the packed rows of a device would have together."""
+        packing = config.packing
+        tokens = packing.tokens_per_row * packing.rows_per_device
+        return cls(tokens, packing.patches_per_device, packing.share_prompts, vision)
+
+    @property
+    def whole_patches(self) -> int:
+        """Patches in whole merged features; 0 for a text model."""
+        unit = self.vision.merge_unit if self.vision is not None else 0
+        return self.patches // unit * unit if unit else 0
+
+
+class Part:
+    """The sequences `pieces` of some groups and the devices that compute them.
+
+    `owner` is the device that computes all of it alone, by a plan of one device; None: the plan's devices together.
+    `work` is what it is predicted to cost the busiest device, in any unit; None: nobody asks.
+
+    Raises PlanError where a device does not hold its tokens or patches.
+    """
+
+    layout: Layout
+    media: SpreadMedia | None  # None: a text model
+
+    def __init__(
+        self,
+        groups: Sequence[TrainGroup],
+        pieces: Sequence[Piece],
+        plan: ShardPlan,
+        room: Room,
+        owner: int | None = None,
+        work: float | None = None,
+    ) -> None:
+        self.groups, self.pieces, self.plan, self.owner, self.work = groups, tuple(pieces), plan, owner, work
+        self.layout = lay(plan, room.tokens)
+        self.media = None if room.vision is None else SpreadMedia(groups, pieces, plan, room, room.vision)
 
 
 class SpreadMedia:
@@ -32,19 +83,19 @@ class SpreadMedia:
     """
 
     def __init__(
-        self, entries: Sequence[TrainGroup], pieces: Sequence[Piece], plan: ShardPlan, cap: int, vision: VisionConfig
+        self, groups: Sequence[TrainGroup], pieces: Sequence[Piece], plan: ShardPlan, room: Room, vision: VisionConfig
     ) -> None:
         self._vision, self._num_devices = vision, plan.num_devices
-        self.cap = cap // vision.merge_unit * vision.merge_unit
+        self.cap = room.whole_patches
         self._replica = 1 << len(binary_axes(plan.num_devices))
         homes: dict[tuple[int, int], int] = {}  # the first piece of an item in a replica
         for i, piece in enumerate(pieces):
             homes.setdefault((plan.firsts[i] // self._replica, piece.item), i)
-        self._bound = frame_bound_of(entries)
+        self._bound = common_bound(group.inputs.vision for group in groups)
         self.first_feature: dict[int, int] = {}
         total = 0
         for item in sorted({item for _, item in homes}):
-            part = entries[item].inputs.vision
+            part = groups[item].inputs.vision
             if part is not None:
                 self.first_feature[item] = total
                 total += part.num_patches // vision.merge_unit
@@ -54,7 +105,7 @@ class SpreadMedia:
         home: list[int] = []  # the piece of each unit
         used = 0
         for replica, item in sorted(homes):
-            part = entries[item].inputs.vision
+            part = groups[item].inputs.vision
             if part is None:
                 continue
             count, first = part.num_patches // vision.merge_unit, self.first_feature[item]
@@ -74,7 +125,8 @@ class SpreadMedia:
         self._fullest = int(self.plan.loads().max())
         if self._fullest > self.cap:
             raise PlanError(
-                f"a device would get {self._fullest} patches, more than packing.patches_per_device = {cap}; raise it"
+                f"a device would get {self._fullest} patches, more than packing.patches_per_device = {room.patches}; "
+                "raise it"
             )
 
     def needs(self, feature_index: np.ndarray, device: np.ndarray) -> Sizes:
@@ -116,7 +168,7 @@ class SpreadMedia:
         for units in members:
             runs = [_slice(*run) for run in _runs(units)]
             used = sum(run.num_patches for run in runs)
-            buffers.append(concatenate([*runs, blank(patches - used, self._vision)]))
+            buffers.append(concatenate([*runs, blank(patches - used, self._vision.patch_values)]))
         return side_by_side(buffers, self._bound, way)
 
 
@@ -132,10 +184,4 @@ def _runs(units: Iterable[tuple[VisionInput, int, int]]) -> list[tuple[VisionInp
 
 
 def _slice(part: VisionInput, start: int, stop: int) -> VisionInput:
-    return VisionInput(
-        part.patches_PX[start:stop],
-        part.positions_P2[start:stop],
-        part.frame_segments_P[start:stop],
-        part.window_segments_P[start:stop],
-        part.frame_bound,
-    )
+    return dataclasses.replace(part, **{name: getattr(part, name)[start:stop] for name in ARRAYS})

@@ -12,12 +12,12 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
+from ..links import Device
+
 Key = tuple[int, int]  # unit, layer
 Turn = tuple[int, int]  # device, its microbatch
 
@@ -31,7 +31,7 @@ class _Owner:
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
 
 
-class Gradients:
+class PushedGradients:
     """Sums of pushed rows, in float32, on the devices that own them.
 
     `orders` gives, for each owner's device and each key, whose pushes are added in which order; None adds them as they

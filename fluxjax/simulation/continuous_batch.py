@@ -1,4 +1,4 @@
-"""What an engine holds, without time: samples that run, samples that wait, and the cache that they share.
+"""The contents of a simulated engine, without time: samples that run, samples that wait, and the cache they share.
 
 Tokens are counted by steps: a running sample has one token more for each decode step since it was let in.
 """
@@ -13,8 +13,8 @@ Segments = tuple[tuple[int, int], ...]
 
 
 class Progress(NamedTuple):
-    """What a sample has. `segments` are (weight version, tokens) of what was generated since it was submitted here;
-    `tokens` counts what had begun before that, too."""
+    """The tokens of a sample so far. `segments` are (weight version, tokens) of what was generated since the sample was
+    submitted here; `tokens` counts what had begun before that, too."""
 
     rid: str
     sample: int
@@ -29,15 +29,15 @@ class Sequence:
 
     def __init__(self, rid: str, sample: int, prompt: int, total: int, begun: int) -> None:
         self.rid, self.sample, self.prompt, self.total = rid, sample, prompt, total
-        self.generated = begun  # tokens when it was let in
-        self.joined = 0  # the step at which that was
-        self.mark = -1  # the step that makes its last token; -1: it does not run
-        self.segments: Segments = ()  # of the times before it was thrown out
+        self.generated = begun  # tokens when the sample was let in
+        self.joined = 0  # the step at which it was let in
+        self.mark = -1  # the step that makes its last token; -1: the sample does not run
+        self.segments: Segments = ()  # of what was generated before the sample was thrown out
         self.waits = True
 
 
 class Batch:
-    """Samples share a cache of `kv_limit` tokens; at most `max_running` run at once."""
+    """Samples that share a cache of `kv_limit` tokens; at most `max_running` run at once."""
 
     def __init__(self, kv_limit: int, max_running: int, version: int) -> None:
         self.kv_limit, self.max_running = kv_limit, max_running
@@ -47,25 +47,27 @@ class Batch:
         self.running: dict[Sequence, None] = {}  # in the order in which they were let in
         self.waiting = 0
         self.preemptions = self.decoded = 0
-        self._queue: deque[Sequence] = deque()  # with some that are gone
+        self._queue: deque[Sequence] = deque()  # samples that wait, and some that are gone
         self._marks: list[tuple[int, int, Sequence]] = []  # heap of (mark, serial, sample), with some that are stale
         self._serial = 0
         self._versions = [(0, version)]  # (first step, version)
-        self._watermark = kv_limit // 100  # kept free when a sample is let in, so that it isn't thrown out at once
+        self._watermark = (
+            kv_limit // 100
+        )  # tokens kept free when a sample is let in, else it might be thrown out at once
 
     def add(self, sequence: Sequence) -> None:
         self._queue.append(sequence)
         self.waiting += 1
 
     def fits(self, sequence: Sequence, kv: int, running: int) -> bool:
-        """Whether it may be let in, with `kv` tokens in the cache and so many samples running."""
+        """Tells whether a sample may be let in, with `kv` tokens in the cache and `running` samples running."""
         if not running:
             return True
         room = max(running + 1, self._watermark)
         return running < self.max_running and kv + sequence.prompt + sequence.generated + room <= self.kv_limit
 
     def admit(self) -> int:
-        """Lets in whoever is next, as far as there is room. Returns the tokens that must be computed for that."""
+        """Lets in waiting samples in their order, as far as there is room; returns the tokens to compute for that."""
         queue, running, computed = self._queue, self.running, 0
         while self.waiting:
             sequence = queue[0]
@@ -88,13 +90,13 @@ class Batch:
         self.kv += sequence.prompt + sequence.generated
 
     def preempt(self) -> None:
-        """Throws out the youngest until everybody has room for a token."""
+        """Throws out the youngest samples until each of the others has room for a token."""
         while self.kv + len(self.running) > self.kv_limit:
             self._expel(next(reversed(self.running)))
             self.preemptions += 1
 
     def expel_all(self) -> None:
-        """Everybody waits again, in the same order, before those who waited already."""
+        """Makes all running samples wait again, in the same order, before those that waited already."""
         for sequence in tuple(reversed(self.running)):
             self._expel(sequence)
 
@@ -119,21 +121,21 @@ class Batch:
             self._leave(sequence, self.tokens(sequence))
 
     def horizon(self) -> int:
-        """Steps until a sample ends or the cache is full; somebody must run, and everybody have room for a token."""
+        """Steps until a sample ends or the cache is full. A sample must run, and each have room for a token."""
         marks = self._marks
         while marks[0][2].mark != marks[0][0]:
             heapq.heappop(marks)
         return min(marks[0][0] - self.steps, (self.kv_limit - self.kv) // len(self.running))
 
     def advance(self, steps: int) -> None:
-        """One token in each step for everybody who runs."""
+        """Gives every running sample one token in each of `steps` steps."""
         tokens = steps * len(self.running)
         self.steps += steps
         self.kv += tokens
         self.decoded += tokens
 
     def ended(self) -> list[Sequence]:
-        """Those that have their last token, in the order in which they were let in; they are gone then."""
+        """Removes the samples that have their last token and returns them, in the order in which they were let in."""
         marks, steps, found = self._marks, self.steps, []
         while marks and marks[0][0] <= steps:
             mark, _, sequence = heapq.heappop(marks)
@@ -144,11 +146,11 @@ class Batch:
         return found
 
     def tokens(self, sequence: Sequence, ahead: int = 0) -> int:
-        """What it has generated, `ahead` steps from now."""
+        """Tokens that a sample has generated, `ahead` steps from now."""
         return sequence.generated + (self.steps + ahead - sequence.joined if sequence.mark >= 0 else 0)
 
     def segments(self, sequence: Sequence, ahead: int = 0) -> Segments:
-        """(version, tokens) since it was submitted, `ahead` steps from now."""
+        """(version, tokens) of a sample since it was submitted, `ahead` steps from now."""
         if sequence.mark < 0:
             return sequence.segments
         parts, end = [], self.steps + ahead
@@ -165,7 +167,7 @@ class Batch:
         return (*sequence.segments, *reversed(parts))
 
     def change_version(self, version: int) -> None:
-        """Steps from here on are of `version`."""
+        """Counts the steps from here on as those of `version`."""
         if version != self.version:
             self.version = version
             self._versions.append((self.steps, version))

@@ -1,0 +1,112 @@
+"""What the composer hands to the learner: a step's microbatches, and where each response lies in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import jax
+import numpy as np
+
+from sharding.spread.buffers import SizedLayout
+
+from ..algorithms.importance import log_ratio, log_weight
+from ..base.types import TrainBatch
+from ..config import ImportanceConfig, ImportanceLevel
+
+PerToken: TypeAlias = Sequence[jax.Array | np.ndarray]  # an array `[B, T]` for each microbatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """What is computed at once.
+
+    `owner` is the device that computes the batch alone, at its own pace; None: all devices compute it together. `work`
+    is what the batch is predicted to cost each of them (the busiest one), in any unit; None under strategies that do
+    not ask. `layout` is that of its shard plan, None where sequences are packed without one.
+    """
+
+    batch: TrainBatch
+    owner: int | None = None
+    work: float | None = None
+    layout: SizedLayout | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """The microbatches of one step, in the order of their computation, and where each response lies in them.
+
+    `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens. `cells` says where these are,
+    response after response: indices into the token buffers of all microbatches, flattened, one after the other.
+    """
+
+    microbatches: tuple[Microbatch, ...]
+    keys: tuple[tuple[int, int], ...]
+    cells: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def batches(self) -> tuple[TrainBatch, ...]:
+        return tuple(microbatch.batch for microbatch in self.microbatches)
+
+    def fill(self) -> tuple[float, float]:
+        """Used over padded size of the token and of the patch buffers, between 0 and 1; 0 patches for text models."""
+        tokens = np.concatenate([batch.inputs.segments_BT.reshape(-1) for batch in self.batches])
+        media = [batch.inputs.vision.frame_segments_P for batch in self.batches if batch.inputs.vision is not None]
+        return float(np.mean(tokens != 0)), float(np.mean(np.concatenate(media) != 0)) if media else 0.0
+
+    def of_responses(self, arrays_BT: PerToken, dtype: type | None = None) -> np.ndarray:
+        """Per-token values, response after response."""
+        return np.concatenate([np.asarray(array, dtype).reshape(-1) for array in arrays_BT])[self.cells]
+
+    def replaced(self, arrays: Mapping[str, PerToken]) -> Composition:
+        """The same with other arrays, by the field of `TrainBatch`, one for each microbatch."""
+        microbatches = tuple(
+            dataclasses.replace(
+                microbatch,
+                batch=dataclasses.replace(microbatch.batch, **{name: array[i] for name, array in arrays.items()}),
+            )
+            for i, microbatch in enumerate(self.microbatches)
+        )
+        return dataclasses.replace(self, microbatches=microbatches)
+
+
+def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int], np.ndarray]:
+    """Per-token results of each response by (draw, sample), from one array `[B, T]` for each microbatch."""
+    shapes_BT = [batch.loss_weights_BT.shape for batch in composition.batches]
+    if [np.shape(array) for array in arrays_BT] != shapes_BT:
+        raise ValueError(f"arrays of shapes {[np.shape(a) for a in arrays_BT]} for batches of {shapes_BT}")
+    parts = np.split(composition.of_responses(arrays_BT), np.cumsum(composition.lengths)[:-1])
+    return dict(zip(composition.keys, parts, strict=True))
+
+
+def with_reference(composition: Composition, logprobs_BT: PerToken) -> Composition:
+    """The composition with these log-probs, one array `[B, T]` for each microbatch, as the reference model's."""
+    pairs = zip(composition.batches, logprobs_BT, strict=True)
+    reference = [np.where(b.loss_weights_BT != 0, np.asarray(a, np.float32), np.float32(0)) for b, a in pairs]
+    return composition.replaced({"reference_logprobs_BT": reference})
+
+
+def with_importance(composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig) -> Composition:
+    """The composition with what its importance weights need of whole responses, or of all: `importance.whole`.
+
+    `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. Responses get the means of their
+    tokens' log-ratios; to normalise, advantages are divided by the tokens' mean weight, since every objective of
+    policies is proportional to them.
+    """
+    batches, lengths = composition.batches, composition.lengths
+    behaviour = composition.of_responses([batch.behaviour_logprobs_BT for batch in batches], np.float64)
+    ratios = log_ratio(composition.of_responses(logprobs_BT, np.float64), behaviour)
+    ratios_BT, mean = [batch.response_log_ratios_BT for batch in batches], 1.0
+    if importance.level is ImportanceLevel.SEQUENCE:
+        ratios = np.repeat(np.add.reduceat(ratios, np.cumsum(lengths) - lengths) / lengths, lengths)
+        flat = np.zeros(sum(array.size for array in ratios_BT), np.float32)
+        flat[composition.cells] = ratios
+        parts = np.split(flat, np.cumsum([array.size for array in ratios_BT])[:-1])
+        ratios_BT = [part.reshape(array.shape) for part, array in zip(parts, ratios_BT, strict=True)]
+    if importance.normalize:
+        lags = composition.of_responses([batch.lags_BT for batch in batches], np.int32)
+        mean = np.exp(log_weight(ratios, lags, importance)[0]).mean() or 1.0  # 0 if all are masked
+    advantages_BT = [(batch.advantages_BT / mean).astype(np.float32) for batch in batches]
+    return composition.replaced({"response_log_ratios_BT": ratios_BT, "advantages_BT": advantages_BT})

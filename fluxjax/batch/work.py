@@ -1,0 +1,90 @@
+"""What sequences cost to compute, so that devices can be given equal work: seconds that were measured, or FLOPs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from models.config import TextConfig, VisionConfig
+from sharding.cost import CostError, CostModel, ModelSizes
+
+from ..config import Config, ConfigError, DType
+
+Floats = np.ndarray  # f64, one for each sequence
+Estimate = Callable[[Floats, Floats, Floats], Floats]  # (tokens, squares, patches) of each sequence -> work
+Numbers = Sequence[int] | Sequence[float] | np.ndarray
+
+VERL_LINEAR = 24576.0  # verl's work of a token where that of attention is length**2
+
+
+def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
+    """What a sequence costs beside others: seconds where `sharding.calibration` is given, else FLOPs; without `text`,
+    the decoder's sizes, verl's formula.
+
+    `squares` are twice the (query, key) pairs of attention, and the media count for each sequence that shows them.
+    Raises ConfigError for a calibration that can't be read.
+    """
+    if config.sharding.calibration:
+        try:
+            cost = calibrated(config, text, vision)
+        except CostError as error:
+            raise ConfigError(f"sharding.calibration: {error}") from error
+        return lambda tokens, squares, patches: (
+            forward_seconds(cost, tokens, squares) + (cost.vision_seconds(patches) if vision is not None else 0.0)
+        )
+    if text is None:
+        return lambda tokens, squares, patches: VERL_LINEAR * tokens + squares
+    # Of a forward pass; a backward pass takes about twice as much of either. Matrix products cost two FLOPs a token and
+    # weight. A pair costs two for its score and two for its value, in each channel of all heads of each layer, and
+    # `squares` count a pair twice. So in units of `squares` a token costs
+    #     weights / (layers * heads * head_size),    weights = those of all matrices, the output head's among them,
+    # which is 70,000 for Qwen2.5-VL-7B. ODC's fit to measured times of a 7B model has 64,500; verl's 24,576 counts the
+    # pairs behind the mask, too.
+    sizes = model_sizes(config, text, vision)
+    token, square = sizes.linear_flops(), 2.0 * sizes.layers * sizes.heads * sizes.head_size
+    patch = sizes.vision_flops() if vision is not None else 0.0
+    return lambda tokens, squares, patches: token * tokens + square * squares + patch * patches
+
+
+def forward_seconds(cost: CostModel, tokens: Numbers, squares: Numbers) -> np.ndarray:
+    """The seconds of a forward pass over each sequence, without its media."""
+    # Attention over a shared prompt is not quadratic in the length: the model is asked for that of equal work.
+    return np.asarray(cost.attention_seconds(np.sqrt(squares)) + cost.linear_seconds(np.array(tokens, float)))
+
+
+def calibrated(config: Config, text: TextConfig | None, vision: VisionConfig | None = None) -> CostModel:
+    """The cost model that `sharding.calibration` names, of a model of these sizes (None: of the one in the file).
+    Raises CostError for a file that can't be read."""
+    cost = _load(config.sharding.calibration)
+    return cost if text is None else cost.of(model_sizes(config, text, vision))
+
+
+_load = functools.cache(CostModel.load)
+
+
+def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = None) -> ModelSizes:
+    """The trained model's sizes, as the cost model takes them."""
+    decoder = ModelSizes(
+        name="the trained model",
+        layers=text.num_layers,
+        width=text.hidden_size,
+        heads=text.num_heads,
+        kv_heads=text.num_kv_heads,
+        head_size=text.head_dim,
+        mlp=text.intermediate_size,
+        vocabulary=text.vocab_size,
+        value_bytes=2 if config.model.compute_dtype is DType.BFLOAT16 else 4,
+    )
+    if vision is None:
+        return decoder
+    return dataclasses.replace(
+        decoder,
+        vision_layers=vision.depth,
+        vision_width=vision.hidden_size,
+        vision_mlp=vision.intermediate_size,
+        patch_values=vision.patch_values,
+        patches_per_token=vision.merge_unit,
+    )

@@ -1,0 +1,106 @@
+"""What sections of settings have in common: bounds, each declared beside its field, and walks over all fields."""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from ..base.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Section(Protocol):
+    """An instance of a dataclass of settings."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+class Bound(NamedTuple):
+    """`holds(value)` says whether a field may have the value; `allowed` says the same to users, behind "it must"."""
+
+    holds: Callable[[Any], bool]
+    allowed: str
+
+
+def bounded(default: T, holds: Callable[[Any], bool], allowed: str) -> T:
+    """Declares a field of a settings dataclass with its default and its `Bound`."""
+    return dataclasses.field(default=default, metadata={"bound": Bound(holds, allowed)})
+
+
+def within(default: T, interval: str, why: str = "") -> T:
+    """Declares a number field with an interval such as "[0, 1)" or "[1, inf)"; errors end with `why`."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above, below = (operator.gt, operator.ge)[interval[0] == "["], (operator.lt, operator.le)[interval[-1] == "]"]
+    if high < math.inf:
+        allowed = f"be in {interval}"
+    elif interval[0] == "(":
+        allowed = f"be greater than {low:g}"
+    else:
+        allowed = f"be at least {low:g}" if low else "not be negative"
+    allowed += f": {why}" if why else ""
+    return bounded(default, lambda value: above(value, low) and below(value, high), allowed)
+
+
+def positive(default: T) -> T:
+    return within(default, "(0, inf)")
+
+
+def not_negative(default: T) -> T:
+    return within(default, "[0, inf)")
+
+
+def power_of_two(default: T) -> T:
+    return bounded(default, lambda value: value > 0 and not value & (value - 1), "be a power of two")
+
+
+def check_fields(section: Section, prefix: str = "") -> None:
+    """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
+
+    Numbers must be finite. Sections within `section` are checked, too, and so are the entries of `data.sources`.
+    """
+    default = type(section)()
+    for field in dataclasses.fields(section):
+        name, value, wanted = prefix + field.name, getattr(section, field.name), getattr(default, field.name)
+        if isinstance(wanted, Section):
+            _check_section(name, value, type(wanted))
+        elif isinstance(wanted, float) and isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise ConfigError(f"{name} is {value}; it must be a finite number")
+        elif isinstance(wanted, Mapping) and isinstance(value, Mapping):
+            for key, entry in value.items():
+                _check_section(f"{name}.{key}", entry, field.metadata["entries"])
+        elif type(value) is not type(wanted):
+            raise ConfigError(f"{name} is {value!r}; it must be of type {type(wanted).__name__}")
+        bound: Bound | None = field.metadata.get("bound")
+        if bound and not bound.holds(value):
+            raise ConfigError(f"{name} is {value!r}; it must {bound.allowed}")
+
+
+def _check_section(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be a {kind.__name__}, not {value!r}")
+    check_fields(value, f"{name}.")
+
+
+def flatten(section: Section | Mapping[str, Section], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yields all fields as (dotted name, value), depth first in order of declaration."""
+    for name, value in children(section).items():
+        if isinstance(value, Section | Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def children(section: Section | Mapping[str, Section]) -> Mapping[str, object]:
+    """Returns the fields of a section, or the entries of a dictionary of sections, by name."""
+    if isinstance(section, Mapping):
+        return section
+    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+
+
+def lies_in(field: str, names: Iterable[str]) -> bool:
+    """Says whether a dotted field is one of `names`, or in a section that is."""
+    return any(f"{field}.".startswith(f"{name}.") for name in names)

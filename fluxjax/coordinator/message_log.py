@@ -1,0 +1,50 @@
+"""The last messages that the coordinator heard and said, for people who look for what went wrong.
+
+Not part of a checkpoint. Lines are written when they are read: to keep a message costs about a microsecond. A step of
+8,192 responses has some 25,000 messages, so in runs of that size the log reaches back less than a step.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+from .messages import Instruction, Message, Tick, request_id
+
+KEPT = 20_000  # messages, of some hundred bytes each
+_SHOWN = 4  # ids of a message that concerns many prompts
+
+
+class MessageLog:
+    """`Coordinator.story` and `CoordinatorError` read it."""
+
+    def __init__(self) -> None:
+        # Step under way, seconds, type of the message, what it concerns, and its %-format with the values.
+        self._kept: collections.deque[tuple[int, float, type[Message], Sequence[str | int], str, object]]
+        self._kept = collections.deque(maxlen=KEPT)
+
+    def add(self, step: int, now: float, message: Message) -> None:
+        """Ticks are left out: every line has its time."""
+        kind = type(message)
+        if kind is not Tick:
+            self._kept.append((step, now, kind, *message.told()))
+
+    def last(self, count: int) -> list[str]:
+        """The lines of the last messages, oldest first."""
+        return [_line(*kept) for kept in list(self._kept)[-count:]]
+
+    def story(self, draw: int) -> list[str]:
+        """The lines that concern one prompt, oldest first."""
+        prefix = request_id(draw, 0).partition(".")[0] + "."
+        lines = []
+        for step, now, kind, ids, form, values in list(self._kept):  # another thread may add some meanwhile
+            if hit := [i for i in ids if i == draw or (isinstance(i, str) and i.startswith(prefix))]:
+                lines.append(_line(step, now, kind, hit, form, values))
+        return lines
+
+
+def _line(step: int, now: float, kind: type[Message], ids: Sequence[str | int], form: str, values: object) -> str:
+    begin = f"step {step}" + (f", {now:.1f} s" if now else "")
+    says = "says" if issubclass(kind, Instruction) else "hears"
+    shown = ", ".join(map(str, ids[:_SHOWN])) + (f", ... ({len(ids)})" if len(ids) > _SHOWN else "")
+    return " ".join(part for part in (begin, says, kind.__name__, shown, form % values) if part)

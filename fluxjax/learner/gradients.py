@@ -1,0 +1,217 @@
+"""Gradients and log-probs of a model on one mesh, with parameters that each call is given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from models.decoder import Decoder
+from models.forward import logprobs as model_logprobs
+from models.inputs import PackedTokens
+from sharding.fsdp import Fsdp
+from sharding.gpu_flags import compiler_options
+from sharding.links import Links
+from sharding.mesh import MeshError, make_mesh
+from sharding.odc import Odc
+from sharding.strategy import Params, Tally
+from sharding.walk import Walk
+
+from ..algorithms import importance
+from ..base.types import TrainBatch
+from ..batch.composition import Microbatch
+from ..config import AlgorithmConfig, Config, ConfigError, Remat
+
+# (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, metrics by name, each [B, T])
+TokenLoss: TypeAlias = Callable[[Array, Array, TrainBatch, AlgorithmConfig], tuple[Array, dict[str, Array]]]
+Outcome: TypeAlias = tuple[Params, Tally]  # gradients laid out like the parameters, and what is counted beside them
+Scores: TypeAlias = tuple[Float[Array, "B T"], Float[Array, "B T"]]  # log-probability of each token, entropy in nats
+
+GAP = "rollout_trainer_logprob_gap"
+
+
+class TrainingPhase(NamedTuple):
+    """What is trained: the loss, and the policy that log-probs are of."""
+
+    token_loss: TokenLoss
+    temperature: float
+    never_sampled: tuple[int, ...]  # token ids to which the policy gives no probability
+
+
+class Gradients:
+    """Computes gradients and log-probs on `mesh`; the programs are compiled at their first use, for each batch shape.
+
+    `links` are those to the other processes, where there are others and `sharding.strategy` is `odc`.
+    """
+
+    def __init__(
+        self, config: Config, model: Decoder, phase: TrainingPhase, mesh: Mesh, links: Links | None = None
+    ) -> None:
+        self._config, self._model, self._phase, self._links = config, model, phase, links
+        self.mesh = mesh
+        self.strategy = Fsdp(
+            mesh,
+            model,
+            forward=self._forward,
+            loss=self._loss,
+            row_dims=_row_dims,
+            compute_dtype=jnp.dtype(config.model.compute_dtype.value),
+            remat=config.sharding.remat is Remat.LAYER,
+        )
+        self._compile()
+
+    def on(self, devices: Sequence[Any]) -> Gradients:
+        """The same on other devices of this process."""
+        return Gradients(self._config, self._model, self._phase, make_mesh(devices=devices))
+
+    def on_mesh(self, params: Params) -> Params:
+        """Parameters, or gradients, of another mesh laid out on this one."""
+        return self.strategy.shard(params)
+
+    def bring(self, outcome: Outcome) -> Outcome:
+        """What `accumulate` returned on another mesh, on this one."""
+        grads, tally = outcome
+        return self.on_mesh(grads), jax.device_put(tally, NamedSharding(self.mesh, P()))
+
+    def accumulate(self, params: Params, microbatches: Sequence[Microbatch]) -> Outcome:
+        """(gradients, tally) summed over the microbatches, laid out like the parameters.
+
+        All devices compute those without an owner together first. Then each device computes those that it owns, at its
+        own pace (`sharding.odc`), which is waited for. Raises ValueError without a microbatch, or if the devices do not
+        divide its rows; `sharding.odc.OdcError` for a device that fails alone.
+        """
+        if not microbatches:
+            raise ValueError("an optimizer step needs at least one microbatch")
+        together = [microbatch.batch for microbatch in microbatches if microbatch.owner is None]
+        first = self._accumulate_together(params, together) if together else None
+        if first is not None and len(together) == len(microbatches):
+            return first
+        jax.block_until_ready(first)  # so that all devices begin at their own pace together
+        _, batches, owners = _owned(microbatches)
+        work = [m.work for m in microbatches if m.owner is not None and m.work is not None]
+        _, tally, grads = self.odc.loss_and_grad(params, batches, owners, work)
+        return (grads, tally) if first is None else self.add(first, (grads, tally))
+
+    def _accumulate_together(self, params: Params, batches: Sequence[TrainBatch]) -> Outcome:
+        placed = self._place(batches[0].inputs, batches[0])
+        _, abstract, _ = jax.eval_shape(self._loss_and_grad, params, placed)
+        grads, tally = self._zeros(tuple(abstract.sums), tuple(abstract.maxima))
+        for batch in batches:
+            placed = placed if batch is batches[0] else self._place(batch.inputs, batch)
+            grads, tally = self._accumulate(params, grads, tally, placed)
+        return grads, tally
+
+    def logprobs(self, params: Params, inputs: PackedTokens) -> Scores:
+        """(log-probability of each token, entropy of its distribution), `[B, T]` float32. Meaningless where a token has
+        no predecessor."""
+        return self._logprobs(params, self._place(inputs, inputs))
+
+    def scores(self, params: Params, microbatches: Sequence[Microbatch]) -> list[Scores]:
+        """`logprobs` of each microbatch, computed by the devices that `accumulate` would have compute it. Raises
+        ConfigError where devices of other processes compute some of them: nothing brings their scores here."""
+        indices, batches, owners = _owned(microbatches)
+        together = sorted(set(range(len(microbatches))) - set(indices))
+        scores = {i: self.logprobs(params, microbatches[i].batch.inputs) for i in together}
+        if indices:
+            jax.block_until_ready(scores)
+            found = self.odc.logprobs(params, [batch.inputs for batch in batches], owners)
+            if None in found:
+                raise ConfigError("sharding.strategy is odc: log-probs of several processes can't be brought together")
+            scores |= dict(zip(indices, found, strict=True))
+        return [scores[i] for i in range(len(microbatches))]
+
+    @functools.cached_property
+    def odc(self) -> Odc:
+        """Runs microbatches that have an owner. Raises ConfigError for hosts that the mesh can't be cut into."""
+        settings = self._config.sharding
+        try:
+            return Odc(
+                self.strategy,
+                live_layers=settings.live_layers,
+                deterministic=settings.deterministic,
+                group=settings.devices_per_host if settings.hybrid else 0,
+                links=self._links,
+            )
+        except MeshError as error:
+            raise ConfigError(f"sharding.devices_per_host is {settings.devices_per_host}: {error}") from error
+
+    def _place(self, inputs: PackedTokens, batch: Any) -> Any:
+        if inputs.spread is not None and not set(inputs.spread.axes) <= set(self.mesh.axis_names):
+            raise ValueError(
+                f"the batch is spread over axes {inputs.spread.axes}, the mesh has {self.mesh.axis_names}; for these "
+                f"strategies make the mesh with make_mesh({self.mesh.size}), without further replicas"
+            )
+        return self.strategy.place(batch)
+
+    def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
+        return model_logprobs(
+            model,
+            inputs,
+            walk,
+            temperature=self._phase.temperature,
+            vocab_chunk=self._config.sharding.vocab_chunk,
+            never_sampled=self._phase.never_sampled,
+        )
+
+    def _loss(self, model: Any, batch: TrainBatch, walk: Walk) -> tuple[Float[Array, ""], Tally]:
+        logprobs_BT, entropies_BT = self._forward(model, batch.inputs, walk)
+        token_loss_BT, metrics = self._phase.token_loss(logprobs_BT, entropies_BT, batch, self._config.algorithm)
+        trained_BT = batch.loss_weights_BT != 0.0
+        generated_BT = trained_BT & (batch.lags_BT >= 0)
+        fresh_BT = trained_BT & (batch.lags_BT == 0)  # generated by these very weights
+        gap_BT = jnp.where(fresh_BT, jnp.abs(logprobs_BT - batch.behaviour_logprobs_BT), 0.0)
+        loss = jnp.sum(jnp.where(trained_BT, batch.loss_weights_BT * token_loss_BT, 0.0))
+        sums = {name: jnp.sum(jnp.where(trained_BT, metric_BT, 0.0)) for name, metric_BT in metrics.items()}
+        sums |= {
+            "entropy": jnp.sum(jnp.where(trained_BT, entropies_BT, 0.0)),
+            "loss": loss,
+            "trained_tokens": jnp.sum(trained_BT, dtype=jnp.float32),
+            "generated_tokens": jnp.sum(generated_BT, dtype=jnp.float32),
+            "fresh_tokens": jnp.sum(fresh_BT, dtype=jnp.float32),
+            GAP: jnp.sum(gap_BT),
+        }
+        more, maxima = importance.tally(logprobs_BT, batch, generated_BT, self._config.algorithm.importance)
+        return loss, Tally(sums | more, maxima | {f"{GAP}_max": jnp.max(gap_BT)})
+
+    def _compile(self) -> None:
+        shardings = self.strategy.shardings, NamedSharding(self.mesh, P())
+        options = compiler_options(self.mesh)
+        self._loss_and_grad = jax.jit(self.strategy.loss_and_grad)
+        self._logprobs = jax.jit(self.strategy.logprobs, compiler_options=options)
+
+        def zeros(sums: tuple[str, ...], maxima: tuple[str, ...]) -> Outcome:
+            grads = jax.tree.map(lambda weight: jnp.zeros(weight.shape, weight.dtype), self.strategy.abstract)
+            return grads, Tally(dict.fromkeys(sums, jnp.float32(0)), dict.fromkeys(maxima, jnp.float32(0)))
+
+        def accumulate(params: Params, grads: Params, tally: Tally, batch: TrainBatch) -> Outcome:
+            _, more_tally, more_grads = self._loss_and_grad(params, batch)
+            return jax.tree.map(jnp.add, grads, more_grads), tally + more_tally
+
+        def add(first: Outcome, second: Outcome) -> Outcome:
+            return jax.tree.map(jnp.add, first[0], second[0]), first[1] + second[1]
+
+        self._zeros = jax.jit(zeros, static_argnums=(0, 1), out_shardings=shardings)
+        # The sum of what `accumulate` returned for two parts of a step; the first one is donated.
+        self.add = jax.jit(add, donate_argnums=0, out_shardings=shardings)
+        self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=shardings, compiler_options=options)
+
+
+def _owned(microbatches: Sequence[Microbatch]) -> tuple[list[int], list[TrainBatch], list[int]]:
+    """(indices, batches, owners) of the microbatches that have an owner."""
+    owned = [(i, m.batch, m.owner) for i, m in enumerate(microbatches) if m.owner is not None]
+    return [i for i, _, _ in owned], [batch for _, batch, _ in owned], [owner for _, _, owner in owned]
+
+
+def _row_dims(batch: TrainBatch | PackedTokens) -> Any:
+    """Rows and patches are the first dimension of everything but the rotary positions."""
+
+    def dimension(path: tuple, _: Any) -> int:
+        return 1 if getattr(path[-1], "name", "") == "positions_3BT" else 0
+
+    return jax.tree_util.tree_map_with_path(dimension, batch)

@@ -1,0 +1,136 @@
+"""A simulated run from its configuration to its summary, and the summary as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config.schedules import make_schedules
+from ..coordinator import Coordinator, PromptStage, Settings
+from ..coordinator.factory import make_parallelism, make_policy
+from .cluster import Cluster, OnStep, Watch
+from .options import SimulateConfig
+from .step_records import StepRecord, step_times
+
+
+def make_cluster(config: SimulateConfig, watch: Watch | None = None, on_step: OnStep | None = None) -> Cluster:
+    """Makes a cluster with the coordinator and the policy that a run of this configuration has."""
+    cache = config.simulation.hardware().kv_limit(config.simulation.degree)
+    settings = dataclasses.replace(Settings.of(config), kv_tokens=cache, kv_reserved=0)
+    coordinator = Coordinator(settings, make_policy(config), make_schedules(config.schedules), make_parallelism(config))
+    return Cluster(config, coordinator, watch, on_step)
+
+
+def run(cluster: Cluster) -> None:
+    """Runs `cluster.run()` without garbage collection: nothing in it refers to itself in a circle."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        cluster.run()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
+    """Sums up a run in what JSON can hold. Times are virtual but for `wall_seconds`."""
+    config, ledger, records = cluster.config, cluster.coordinator.ledger, cluster.records
+    rollout, now = cluster.rollout, cluster.clock.now
+    used = cluster.utilisation()
+    tokens = sum(record.trained_tokens for record in records)
+    reasons = Counter(skipped.reason for skipped in ledger.skipped)
+    waiting = {stage.value: ledger.count(stage) for stage in PromptStage if ledger.count(stage)}
+    return {
+        "policy": config.policy.name.value,
+        "model": config.simulation.model.value,
+        "gpus": config.simulation.gpus,
+        "engines": len(rollout.engines),
+        "steps": len(records),
+        "simulated_seconds": round(now, 1),
+        "simulated_samples_per_second": round(ledger.trained_responses / now, 3) if now else 0.0,
+        "simulated_tokens_per_second": round(tokens / now, 1) if now else 0.0,
+        "simulated_step_seconds": step_times(records),
+        "simulated_utilisation": {name: round(value, 4) for name, value in used.items()},
+        "simulated_bubbles": round(1 - used["busy"], 4),
+        "preemptions": rollout.fleet.preemptions,
+        "staleness": {
+            "mean": round(statistics.fmean(r.lag_mean for r in records), 4) if records else 0.0,
+            "max": max((r.lag_max for r in records), default=0),
+        },
+        "prompts": {"trained": ledger.trained, "skipped": dict(reasons), "waiting": waiting},
+        "responses": {"launched": rollout.launched, "aborted": rollout.aborted, "accepted": ledger.accepted},
+        "rewards_timed_out": cluster.scoring.timed_out,
+        "crashes": rollout.crashes,
+        "ignored": dict(ledger.ignored),
+        "events": cluster.events,
+        "wall_seconds": round(wall_seconds, 2),
+    }
+
+
+# --- what is shown ------------------------------------------------------------------------------------
+
+_EVERY = 5.0  # seconds between two lines
+
+
+class ProgressLine:
+    """Prints a line on standard error every few seconds; to be called with the record of every step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._next = time.perf_counter() + _EVERY
+
+    def __call__(self, record: StepRecord) -> None:
+        if time.perf_counter() >= self._next:
+            self._next = time.perf_counter() + _EVERY
+            print(
+                f"step {record.step}/{self._steps} | {record.end:,.0f} simulated seconds", file=sys.stderr, flush=True
+            )
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints what `summary` returned as a table."""
+    title = (
+        f"{result['policy']}, {result['model']} on {result['gpus']:,} simulated GPUs ({result['engines']:,} engines)"
+    )
+    table = Table(title=title, show_header=False)
+    for row in _rows(result):
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    used, prompts, stale = result["simulated_utilisation"], result["prompts"], result["staleness"]
+    yield "steps", f"{result['steps']:,} in {result['simulated_seconds']:,.0f} simulated seconds"
+    yield "samples a second", f"{result['simulated_samples_per_second']:,.2f}"
+    for kind, times in result["simulated_step_seconds"].items():
+        name = "step" if kind == "all" else f"{kind} rounds ({times['steps']})"
+        parts = f"rollout {times['mean_rollout_seconds']:.1f}, training {times['mean_train_seconds']:.1f}"
+        longest = f"longest response {times['mean_longest_tokens']:,.0f} tokens"
+        yield name, f"mean {times['mean_seconds']:.1f} s, median {times['median_seconds']:.1f} s; {parts}; {longest}"
+    yield (
+        "GPUs busy",
+        f"{used['busy']:.1%} (engines {used['rollout_busy']:.1%} of theirs); bubbles {1 - used['busy']:.1%}",
+    )
+    yield "throughput of the peak", f"{used['throughput']:.1%}"
+    yield "preemptions", f"{result['preemptions']:,}"
+    yield "staleness", f"mean {stale['mean']:.2f} versions, at most {stale['max']}"
+    yield "prompts trained on", f"{prompts['trained']:,}"
+    for reason, count in prompts["skipped"].items():
+        yield "prompts skipped", f"{count:,}: {reason}"
+    if prompts["waiting"]:
+        yield "prompts left", ", ".join(f"{count:,} {stage}" for stage, count in prompts["waiting"].items())
+    yield "responses", ", ".join(f"{count:,} {what}" for what, count in result["responses"].items())
+    yield "rewards timed out", f"{result['rewards_timed_out']:,}"
+    if result["crashes"]:
+        yield "crashes of engines", f"{result['crashes']:,}"
+    yield "this took", f"{result['wall_seconds']:.1f} s for {result['events']:,} events"

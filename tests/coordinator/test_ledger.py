@@ -1,0 +1,105 @@
+"""The coordinator's books and its wiring: what is counted under which name, and what reaches a policy."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from coordinator_cases import changed, prompt, response, reward
+
+import fluxjax.coordinator
+from fluxjax.base.types import Media, MediaKind, Prompt
+from fluxjax.config import AprilConfig, Config, Policy, TailBatchingConfig
+from fluxjax.coordinator import April, CoordinatorError, Ledger, PromptStage, TailBatching
+from fluxjax.coordinator.factory import make_policy
+from fluxjax.coordinator.lengths.ridge import FEATURES, features
+from fluxjax.coordinator.lengths.survival import ends_by
+from fluxjax.coordinator.messages import Park, Request
+from fluxjax.coordinator.policies.rounds import Rounds
+
+
+def running(n: int = 2, need: int = 2) -> Ledger:
+    ledger = Ledger()
+    ledger.draw([prompt(0)], [])
+    ledger.generate(Request(prompt(0), n=n, need=need), served=0)
+    return ledger
+
+
+def test_repeated_and_surplus_responses_are_counted() -> None:
+    ledger = running(n=2, need=1)
+    for sample in (0, 0, 1):
+        ledger.finish(response(0, sample), newest_version=0)
+    assert ledger.ignored == {"repeated response": 1, "surplus response": 1}
+
+
+def test_an_aborted_response_loses_its_group() -> None:
+    ledger = running()
+    ledger.finish(changed(response(0, 0), finish="abort"), newest_version=0)
+    [entry] = ledger.at(PromptStage.LOST)
+    assert entry.failure == "a response was aborted" and entry.failures == 1
+
+
+def test_a_prompt_goes_on_with_its_own_responses_only() -> None:
+    ledger = running()
+    ledger.finish(response(0, 0), newest_version=0)
+    ledger.park(Park(prompt(0), 0, keep=True))
+    ledger.finish(changed(response(0, 1), finish="abort"), newest_version=0)
+    with pytest.raises(CoordinatorError, match="goes on with other responses than those that were begun"):
+        ledger.generate(Request(prompt(0), n=2, attempt=1, begun=(response(0, 0), None)), served=0)
+
+
+def test_only_the_newest_attempt_is_parked() -> None:
+    with pytest.raises(CoordinatorError, match=r"00000000\.03 is parked, but attempt 0 is the newest one"):
+        running().park(Park(prompt(0), attempt=3))
+
+
+@pytest.mark.parametrize("values", [(1.0, 1.0), (0.0, 1.0)])
+def test_whether_rewards_differ_is_known_after_a_resume_too(values: tuple[float, float]) -> None:
+    ledger = running()
+    for sample, value in enumerate(values):
+        ledger.finish(response(0, sample), newest_version=0)
+        ledger.score(response(0, sample))
+        ledger.reward(f"00000000.00/{sample}", reward(f"0000000{int(value)}.00/0"))
+    resumed = Ledger()
+    resumed.load_state_dict(ledger.state_dict(), {0: prompt(0)})
+    assert [books.at(PromptStage.SCORED)[0].varied for books in (ledger, resumed)] == [values[0] != values[1]] * 2
+
+
+def test_exported_names_exist() -> None:
+    assert all(hasattr(fluxjax.coordinator, name) for name in fluxjax.coordinator.__all__)
+
+
+def test_defaults_are_those_of_the_configuration() -> None:
+    tail, april = TailBatching(), April()
+    assert (tail.prompts, tail.responses) == (TailBatchingConfig().prompts, TailBatchingConfig().responses)
+    assert (april.oversample, april.max_staleness) == (AprilConfig().oversample, AprilConfig().max_staleness)
+    assert tail.round == "", "no round has begun"
+
+
+@pytest.mark.parametrize("name", [policy for policy in Policy if policy is not Policy.ADAPTIVE_ASYNC])
+def test_a_policy_gets_its_helpers(name: Policy) -> None:
+    config = Config()
+    config.policy.name, config.policy.dynamic_sampling = name, True
+    config.stream_trainer.enabled = config.speculative_sync.enabled = True
+    policy = make_policy(config)
+    assert isinstance(policy, Rounds) and policy._dynamic_sampling
+    assert policy.stream is not None and policy.stream.settings is config.stream_trainer
+    assert policy.speculative is not None and policy.speculative.settings is config.speculative_sync
+    config.stream_trainer.enabled = config.speculative_sync.enabled = False
+    plain = make_policy(config)
+    assert isinstance(plain, Rounds) and plain.stream is plain.speculative is None
+
+
+def test_features() -> None:
+    """Intercept, logs of text length, words, digits and marks, their share, images, videos; then 32 hashed words."""
+    media = (Media(MediaKind.IMAGE, "a.png"), Media(MediaKind.IMAGE, "b.png"), Media(MediaKind.VIDEO, "c.mp4"))
+    x = features(Prompt("p", "math", "What is 12 + 30 = x", "42", media=media))
+    dense = (1.0, math.log(19 / 128), math.log(4 / 24), math.log1p(4) - 1, math.log1p(2) - 1, 4 * 6 / 19 - 0.5)
+    assert x[:8].tolist() == pytest.approx([*dense, math.log1p(2), math.log1p(1)])
+    assert len(x) == FEATURES == 8 + 32 and abs(x[8:]).sum() in (1, 3), "three words, of which two may share a place"
+
+
+@pytest.mark.parametrize("sigma", [0.5, 2.0])
+def test_probabilities_far_in_the_tail_are_as_smooth_as_before(sigma: float) -> None:
+    near, far = (ends_by(0.0, sigma, int(1.1 * math.exp(z * sigma)), int(math.exp(z * sigma))) for z in (24.99, 25.01))
+    assert 0.5 < near < 1 and far == pytest.approx(near, rel=0.02)
