@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from rollout.throughput import Profile, ProfileError
 
@@ -60,21 +61,18 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
 
 def make_policy(config: Config) -> SchedulingPolicy:
     """Builds the policy of `config.policy`, with the settings of its own section."""
-    dynamic = config.policy.dynamic_sampling
-    stream = StreamTrainer(config.stream_trainer) if config.stream_trainer.enabled else None
-    speculative = SpeculativeSync(config.speculative_sync) if config.speculative_sync.enabled else None
+    dynamic, tail, april = config.policy.dynamic_sampling, config.tail_batching, config.april
+    rounds: dict[str, Any] = {
+        "stream": StreamTrainer(config.stream_trainer) if config.stream_trainer.enabled else None,
+        "speculative": SpeculativeSync(config.speculative_sync) if config.speculative_sync.enabled else None,
+        "dynamic_sampling": dynamic,
+    }
     match config.policy.name:
         case Name.SYNCHRONOUS:
-            return Synchronous(stream=stream, speculative=speculative, dynamic_sampling=dynamic)
+            return Synchronous(**rounds)
         case Name.TAIL_BATCHING:
-            tail = config.tail_batching
-            prompts, responses = tail.prompts, tail.responses
-            return TailBatching(prompts, responses, stream=stream, speculative=speculative, dynamic_sampling=dynamic)
+            return TailBatching(tail.prompts, tail.responses, **rounds)
         case Name.APRIL:
-            april = config.april
-            excess, oldest = april.oversample, april.max_staleness
-            return April(excess, oldest, stream=stream, speculative=speculative, dynamic_sampling=dynamic)
+            return April(april.oversample, april.max_staleness, **rounds)
         case Name.ADAPTIVE_ASYNC:
-            return AdaptiveAsync(
-                config.adaptive_async, composition=config.composer, seed=config.seed, dynamic_sampling=dynamic
-            )
+            return AdaptiveAsync(config.adaptive_async, config.composer, config.seed, dynamic_sampling=dynamic)

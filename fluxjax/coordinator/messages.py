@@ -8,9 +8,11 @@ in `ANSWERS`. `Coordinator`, `Runtime`, `Cluster` and `Books` then refuse to be 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..base.types import Group, Prompt, Response, Reward
+
+ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
 
 
 def request_id(draw: int, attempt: int) -> str:
@@ -25,11 +27,6 @@ def response_id(draw: int, attempt: int, sample: int) -> str:
 
 class Message:
     """What is heard or said."""
-
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        """What the log keeps of the message: the prompts that it concerns (draws, or ids of requests or responses), and
-        a %-format with its values. No tokens and no prompts: they would live as long as the log does."""
-        return (), "%s", vars(self)
 
 
 class Event(Message):
@@ -58,10 +55,6 @@ class PromptsDrawn(Event):
     prompts: tuple[Prompt, ...]
     skipped: tuple[tuple[Prompt, str], ...] = ()
 
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        draws = [prompt.draw for prompt in self.prompts]
-        return draws + [prompt.draw for prompt, _ in self.skipped], "%d of them skipped", len(self.skipped)
-
 
 @dataclasses.dataclass(frozen=True)
 class ResponseFinished(Event):
@@ -69,17 +62,11 @@ class ResponseFinished(Event):
 
     response: Response
 
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        return (self.response.rid,), "%d tokens, %s", (len(self.response.token_ids), self.response.finish)
-
 
 @dataclasses.dataclass(frozen=True)
 class RewardReady(Event):
     rid: str
     reward: Reward
-
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        return (self.rid,), "%g", self.reward.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +76,6 @@ class Trained(Event):
 
     version: int
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        return (), "version %d", self.version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +126,6 @@ class EngineFailed(Event):
     request_ids: tuple[str, ...]
     reason: str
 
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        return self.request_ids, "%s", self.reason
-
 
 @dataclasses.dataclass(frozen=True)
 class StopRequested(Event):
@@ -185,6 +166,12 @@ class Request:
     def rid(self) -> str:
         return request_id(self.prompt.draw, self.attempt)
 
+    def to_come(self) -> dict[int, int]:
+        """Returns the samples that are generated, each with the number of tokens that it begins with."""
+        begun = {i: before for i, before in enumerate(self.begun) if before is not None}
+        whole = {i for i, before in begun.items() if before.finish != ABORTED}
+        return {i: len(begun[i].token_ids) if i in begun else 0 for i in range(self.n) if i not in whole}
+
 
 @dataclasses.dataclass(frozen=True)
 class Generate(Instruction):
@@ -192,18 +179,12 @@ class Generate(Instruction):
 
     requests: tuple[Request, ...]
 
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        return [r.rid for r in self.requests], "on engines %s", sorted({r.engine for r in self.requests})
-
 
 @dataclasses.dataclass(frozen=True)
 class Abort(Instruction):
     """End a request (all its responses) or one response; ids that have ended already do no harm."""
 
     rid: str
-
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        return (self.rid,), "", ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,16 +205,10 @@ class Park(Instruction):
         """The id of the request that ends."""
         return request_id(self.prompt.draw, self.attempt)
 
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        return (self.request,), "keep=%s", self.keep
-
 
 @dataclasses.dataclass(frozen=True)
 class Score(Instruction):
     response: Response
-
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        return (self.response.rid,), "", ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,9 +217,6 @@ class Skip(Instruction):
 
     prompt: Prompt
     reason: str
-
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        return (self.prompt.draw,), "%s", self.reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,10 +236,6 @@ class Accumulate(Instruction):
     groups: tuple[Group, ...]
     engines: tuple[int, ...] = ()
 
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        draws = [group.prompt.draw for group in self.groups]
-        return draws, "for step %d, on engines %s", (self.step, self.engines)
-
 
 @dataclasses.dataclass(frozen=True)
 class Train(Instruction):
@@ -276,9 +244,6 @@ class Train(Instruction):
 
     step: int
     groups: tuple[Group, ...]
-
-    def told(self) -> tuple[Sequence[str | int], str, object]:
-        return [group.prompt.draw for group in self.groups], "step %d", self.step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,8 +69,7 @@ class Runtime:
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._submitting = asyncio.Lock()
-        self._routes: dict[str, Engine] = {}  # by request id, while its stream is open
-        self._streams: dict[int, set[asyncio.Task[None]]] = {}  # of each engine
+        self._streams: dict[str, tuple[Engine, asyncio.Task[None]]] = {}  # by request id, while they are open
         self._asleep: set[int] = set()  # engines that are lent
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
@@ -170,16 +169,13 @@ class Runtime:
         async with self._submitting:
             await on_all(engines, lambda engine: engine.pause())
             for prompt, request in zip(prepared, order.requests, strict=True):
-                streams = self._streams.setdefault(request.engine, set())
-                streams.add(task := self._spawn(self._stream, prompt, request, step))
-                task.add_done_callback(streams.discard)
+                engine = self._engines[request.engine]
+                self._streams[request.rid] = engine, self._spawn(self._stream, engine, prompt, request, step)
             await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
             await on_all(engines, lambda engine: engine.resume())
 
-    async def _stream(self, prepared: PreparedPrompt, order: messages.Request, step: int) -> None:
+    async def _stream(self, engine: Engine, prepared: PreparedPrompt, order: messages.Request, step: int) -> None:
         """Generates for one prompt; each response is reported as it ends."""
-        engine = self._engines[order.engine]
-        self._routes[order.rid] = engine
         try:
             with self.timeline.span("rollout", f"engine {order.engine}", step):
                 await self._collect(engine, self._request(prepared, order), order)
@@ -187,7 +183,7 @@ class Runtime:
             self._engine_error = error
             self._post(messages.EngineFailed((order.rid,), str(error)))
         finally:
-            del self._routes[order.rid]
+            del self._streams[order.rid]
 
     def _request(self, prepared: PreparedPrompt, order: messages.Request) -> GenerateRequest:
         sampling = self._sampling
@@ -226,7 +222,7 @@ class Runtime:
     async def _abort(self, order: messages.Abort | messages.Park) -> None:
         rid = order.rid if isinstance(order, messages.Abort) else order.request
         async with self._submitting:  # it may not even be queued yet
-            engine = self._routes.get(rid.partition("/")[0])
+            engine, _ = self._streams.get(rid.partition("/")[0], (None, None))
         if engine is not None:
             with contextlib.suppress(EngineError):  # an engine that is gone has nothing to abort
                 await engine.abort(rid)
@@ -244,13 +240,14 @@ class Runtime:
 
     @_carry_out.of(messages.Lend)
     async def _lend(self, order: messages.Lend) -> None:
+        engines = [self._engines[number] for number in order.engines]
         async with self._submitting:  # what was to run there is queued, and parked after that
-            streams = {task for number in order.engines for task in self._streams.get(number, ())}
+            streams = [task for engine, task in self._streams.values() if engine in engines]
         if streams:
             await asyncio.wait(streams)
-        for number in order.engines:
+        for engine in engines:
             with contextlib.suppress(EngineError):  # then its memory stays in use; its devices are idle all the same
-                await self._engines[number].sleep()
+                await engine.sleep()
         self._asleep.update(order.engines)
         self._post(messages.Lent(order.engines))
 

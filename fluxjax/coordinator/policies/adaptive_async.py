@@ -15,35 +15,31 @@ older by missing the step, and a prompt that became older all the same is genera
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ...base.types import Group
 from ...config import AdaptiveAsyncConfig, ComposerConfig
 from ...config.pid import Pid
-from .. import selection as composer
 from ..ledger import PromptStage
 from ..machine import Coordinator
-from ..messages import DrawPrompts, Evaluate, Generate, Instruction, PublishWeights, SaveCheckpoint, Train
+from ..messages import DrawPrompts, Evaluate, Instruction, PublishWeights, SaveCheckpoint, Train
 from ..saved import SavedState, State
-from .rounds import Base, requests
-from .staleness import staleness
+from ..selection import compose, versions_behind
+from .rounds import Base, generate
 
 
+@dataclasses.dataclass(eq=False)
 class AdaptiveAsync(Base):
-    """The policy of the module's docstring. `ratio`, `staleness` and `barriers` are for displays."""
+    """The policy of the module's docstring. `ratio`, `staleness` and `barriers` are for displays; `seed` is that of
+    `selection.compose`."""
 
-    def __init__(
-        self,
-        settings: AdaptiveAsyncConfig | None = None,
-        *,
-        composition: ComposerConfig | None = None,
-        seed: int = 0,
-        dynamic_sampling: bool = False,
-    ) -> None:
-        super().__init__(dynamic_sampling=dynamic_sampling)
-        self._composer, self._seed = composition or ComposerConfig(), seed
-        self.settings = settings = settings or AdaptiveAsyncConfig()
+    settings: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
+    composition: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        settings = self.settings
         low, high = settings.min_ratio, settings.max_ratio
         self._pid = Pid(settings.ratio, low, high, kp=settings.kp, ki=settings.ki, kd=settings.kd)
         self.staleness = 0.0  # moving average
@@ -121,26 +117,22 @@ class AdaptiveAsync(Base):
         if coordinator.evaluation_due() or coordinator.checkpoint_due():  # once the new weights are out
             return []
         limit, version = self.settings.max_staleness, coordinator.version
-        if any(version - entry.born >= limit for stage in _UNDER_WAY for entry in ledger.at(stage)):
+        if any(version - entry.born >= limit for entry in ledger.at(*_UNDER_WAY)):
             return []
         candidates = [entry.group() for entry in ledger.at(PromptStage.SCORED)]
-        if late := [group for group in candidates if composer.staleness(group, version) > limit]:
+        if late := [group for group in candidates if versions_behind(group, version) > limit]:
             return [ledger.entries[group.prompt.draw].park() for group in late]
-        return self._train(
-            coordinator, [ledger.entries[group.prompt.draw] for group in self._chosen(coordinator, candidates)]
-        )
-
-    def _chosen(self, coordinator: Coordinator, candidates: Sequence[Group]) -> Sequence[Group]:
-        return composer.compose(
+        chosen = compose(
             candidates,
-            min(coordinator.settings.prompts_per_step, len(candidates)),
-            self._composer,
-            version=coordinator.version,
-            max_staleness=self.settings.max_staleness,
+            min(needed, len(candidates)),
+            self.composition,
+            version=version,
+            max_staleness=limit,
             progress=coordinator.step / coordinator.settings.steps,
-            seed=self._seed,
+            seed=self.seed,
             step=coordinator.step,
         )
+        return [Train(coordinator.step + 1, chosen)]
 
     # --- running ahead --------------------------------------------------------------------------
 
@@ -158,9 +150,8 @@ class AdaptiveAsync(Base):
         if room > 0:
             return [DrawPrompts(room)]
         oldest, size = coordinator.version - self.settings.max_staleness, coordinator.settings.group_size
-        entries = [*ledger.at(PromptStage.DEFERRED), *ledger.at(PromptStage.WAITING)]
-        launched = requests(coordinator, entries, size, size, keep=lambda entry: entry.born > oldest, engines=engines)
-        return [Generate(launched)]
+        entries = ledger.at(PromptStage.DEFERRED, PromptStage.WAITING)
+        return generate(coordinator, entries, size, size, keep=lambda entry: entry.born > oldest, engines=engines)
 
     def _usable(self, coordinator: Coordinator) -> list[int]:
         """Returns the engines that get new requests: all, or those that serve the newest weights already."""
@@ -192,6 +183,21 @@ class AdaptiveAsync(Base):
         self._pid.load_state_dict(state["pid"])
         self.staleness, self.barriers = state["staleness"], state["barriers"]
         self._barrier, self._since_sync, self._seen = state["barrier"], state["since_sync"], state["seen"]
+
+
+def staleness(metrics: Mapping[str, float], settings: AdaptiveAsyncConfig) -> float:
+    """Returns how far the policy has moved away from what generated its data, in [0, 1] (Flux, component 1).
+
+    The weighted sum of three metrics of a step, each divided by the value that counts as 1: KL(behaviour || policy) in
+    nats, `staleness/kl`; `log1p` of the variance of importance weights, `staleness/variance`; the mean number of
+    versions between generation and training, `staleness/lag_mean`. A step without them (a batch that no engine
+    generated) has staleness 0.
+    """
+    kl = metrics.get("staleness/kl", 0.0) / settings.kl_normalizer
+    variance = math.log1p(max(metrics.get("staleness/variance", 0.0), 0.0)) / settings.variance_normalizer
+    gap = metrics.get("staleness/lag_mean", 0.0) / max(settings.max_staleness, 1)
+    total = settings.kl_weight * kl + settings.variance_weight * variance + settings.gap_weight * gap
+    return min(max(total, 0.0), 1.0) if math.isfinite(total) else 1.0
 
 
 _UNDER_WAY = (PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE, PromptStage.LOST)

@@ -7,6 +7,7 @@ Evaluations and checkpoints come between rounds. Gradients of some groups may be
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from ...base.types import Group, Response
@@ -39,35 +40,13 @@ class EngineLost(RunGivenUp):
     """Prompt after prompt fails on the engines and no response comes back: going on would only burn the data."""
 
 
-class Retries:
-    """Decides what becomes of a prompt whose attempt was lost."""
-
-    def __init__(self) -> None:
-        self._given_up = 0  # prompts given up in a row, without a response in between
-        self._accepted = 0  # responses taken in when the last one was given up
-
-    def again(self, coordinator: Coordinator, entry: Entry) -> Sequence[Instruction]:
-        """Generates the whole group once more: samples depend on the prompt's seed only, so this biases nothing."""
-        abort = Abort(request_id(entry.prompt.draw, entry.attempt))  # responses may still be running
-        if entry.failures < coordinator.settings.max_attempts:
-            return [abort, Generate(requests(coordinator, [entry], entry.n, entry.need, avoid=entry.engine))]
-        accepted = coordinator.ledger.accepted
-        self._given_up = self._given_up + 1 if accepted == self._accepted else 1
-        self._accepted = accepted
-        if self._given_up >= _PATIENCE:
-            raise EngineLost(
-                f"{self._given_up} prompts in a row failed {entry.failures} times each and no response came back; "
-                f"the last time because: {entry.failure}"
-            )
-        return [abort, Skip(entry.prompt, f"failed {entry.failures} times, last: {entry.failure}")]
-
-
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Base:
     """The part that all policies have in common."""
 
-    def __init__(self, *, dynamic_sampling: bool = False) -> None:
-        self._retries = Retries()
-        self._dynamic_sampling = dynamic_sampling
+    dynamic_sampling: bool = False
+    _failed: int = dataclasses.field(default=0, init=False)  # prompts given up in a row, with no response in between
+    _accepted: int = dataclasses.field(default=0, init=False)  # responses taken in when the last one was given up
 
     def _urgent(self, coordinator: Coordinator) -> Sequence[Instruction]:
         """Says what is done at once, whatever else goes on."""
@@ -77,15 +56,25 @@ class Base:
         if ledger.surplus:
             return [Abort(rid) for rid in ledger.surplus]
         if ledger.count(PromptStage.LOST):
-            return self._retries.again(coordinator, ledger.at(PromptStage.LOST)[0])
-        return self._useless(ledger.at(PromptStage.SCORED)) if self._dynamic_sampling else []
-
-    def _useless(self, scored: Sequence[Entry]) -> Sequence[Instruction]:
-        """Skips groups that teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
+            return self._again(coordinator, ledger.at(PromptStage.LOST)[0])
+        # Groups that teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2).
+        scored = ledger.at(PromptStage.SCORED) if self.dynamic_sampling else []
         return [Skip(entry.prompt, NO_VARIANCE) for entry in scored if not entry.varied]
 
-    def _train(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
-        return [Train(coordinator.step + 1, tuple(entry.group() for entry in entries))]
+    def _again(self, coordinator: Coordinator, entry: Entry) -> Sequence[Instruction]:
+        """Generates a lost group once more: samples depend on the prompt's seed only, so this biases nothing."""
+        abort = Abort(request_id(entry.prompt.draw, entry.attempt))  # responses may still be running
+        if entry.failures < coordinator.settings.max_attempts:
+            return [abort, *generate(coordinator, [entry], entry.n, entry.need, avoid=entry.engine)]
+        accepted = coordinator.ledger.accepted
+        self._failed = self._failed + 1 if accepted == self._accepted else 1
+        self._accepted = accepted
+        if self._failed >= _PATIENCE:
+            raise EngineLost(
+                f"{self._failed} prompts in a row failed {entry.failures} times each and no response came back; "
+                f"the last time because: {entry.failure}"
+            )
+        return [abort, Skip(entry.prompt, f"failed {entry.failures} times, last: {entry.failure}")]
 
     def _due(self, coordinator: Coordinator) -> Sequence[Instruction]:
         """Says what comes after a step, if anything: evaluation, checkpoint, the end of the run."""
@@ -102,22 +91,15 @@ class Base:
         return []
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Rounds(Base, abc.ABC):
     """Subclasses say how a round begins, what happens in it, and which groups it trains on. While a round waits,
     `stream` and `speculative` may train on what is complete. Nothing that is more than `max_staleness` versions old is
     trained on."""
 
-    max_staleness = 0
-
-    def __init__(
-        self,
-        *,
-        stream: StreamTrainer | None = None,
-        speculative: SpeculativeSync | None = None,
-        dynamic_sampling: bool = False,
-    ) -> None:
-        super().__init__(dynamic_sampling=dynamic_sampling)
-        self.stream, self.speculative = stream, speculative
+    stream: StreamTrainer | None = None
+    speculative: SpeculativeSync | None = None
+    max_staleness = 0  # of the class, where it is no setting
 
     def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if urgent := self._urgent(coordinator):
@@ -132,12 +114,16 @@ class Rounds(Base, abc.ABC):
             return self._between(coordinator)
         return self._round(coordinator) or self._early(coordinator)
 
+    @property
+    def _helpers(self) -> Sequence[StreamTrainer | SpeculativeSync]:
+        return [helper for helper in (self.stream, self.speculative) if helper is not None]
+
     @abc.abstractmethod
     def _in_round(self, coordinator: Coordinator) -> bool: ...
 
-    @abc.abstractmethod
     def _begin(self, coordinator: Coordinator) -> Sequence[Instruction]:
         """Opens a round; some prompts may be deferred from earlier ones."""
+        return self._round(coordinator)
 
     @abc.abstractmethod
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
@@ -158,14 +144,32 @@ class Rounds(Base, abc.ABC):
 
     def _early(self, coordinator: Coordinator) -> Sequence[Instruction]:
         """Says what can be done of the round's training while the round waits."""
-        helpers = [helper for helper in (self.stream, self.speculative) if helper is not None]
-        if not helpers or not self._in_round(coordinator):
+        if not self._helpers or not self._in_round(coordinator):
             return []
         ready = self._ready(coordinator)
-        said = next(filter(None, (helper.consult(coordinator, ready) for helper in helpers)), [])
-        for group in (group for order in said if isinstance(order, Accumulate) for group in order.groups):
-            check_versions([group], coordinator.version - self.max_staleness)
+        said = next(filter(None, (helper.consult(coordinator, ready) for helper in self._helpers)), [])
+        for order in said:
+            if isinstance(order, Accumulate):
+                self._check_versions(coordinator, order.groups)
         return said
+
+    def _train(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
+        groups = tuple(entry.group() for entry in entries)
+        self._check_versions(coordinator, groups)
+        return [Train(coordinator.step + 1, groups)]
+
+    def _check_versions(self, coordinator: Coordinator, groups: Sequence[Group]) -> None:
+        """Raises `CoordinatorError` for a token that is too old to be trained on."""
+        oldest = coordinator.version - self.max_staleness
+        for sample in (sample for group in groups for sample in group.samples):
+            versions = sample.response.versions
+            if versions and versions[0] >= oldest and versions.count(versions[0]) == len(versions):
+                continue  # all of one version, as most are: to count is faster than to look for the smallest
+            if min(versions, default=oldest) < oldest:
+                raise CoordinatorError(
+                    f"response {sample.response.rid} is of versions {sorted(set(versions))}, "
+                    f"training needs {oldest} or newer"
+                )
 
     def _other_degree(self, coordinator: Coordinator) -> int:
         """Returns how many devices an engine is to have from now on; 0: no others than it has, or not yet."""
@@ -178,9 +182,8 @@ class Rounds(Base, abc.ABC):
     def _between(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if coordinator.awaiting or coordinator.ledger.count(PromptStage.STOPPING):
             return []
-        for helper in (self.stream, self.speculative):
-            if helper is not None:
-                helper.reset()
+        for helper in self._helpers:
+            helper.reset()
         if lent := coordinator.fleet.lent:  # and nothing was trained: the weights are those that they serve
             return [PublishWeights(coordinator.version, tuple(sorted(lent)))]
         last = coordinator.ending or coordinator.stop_reason
@@ -203,7 +206,7 @@ class Rounds(Base, abc.ABC):
         return
 
 
-def requests(
+def generate(
     coordinator: Coordinator,
     entries: Sequence[Entry],
     n: int,
@@ -212,11 +215,11 @@ def requests(
     keep: Callable[[Entry], bool] = lambda entry: False,
     engines: Sequence[int] = (),
     avoid: int = -1,
-) -> tuple[Request, ...]:
-    """Makes a request for each entry, to the engine with the least predicted work (of `engines`; none given: of all)
+) -> Sequence[Instruction]:
+    """Generates for each entry, to the engine with the least predicted work (of `engines`; none given: of all)
     that is not lent. Entries to `keep` go on with what there is of their responses, as many as they were begun with."""
     fleet = coordinator.fleet
-    loads, found = list(fleet.load), []
+    loads, requests = list(fleet.load), []
     for entry in entries:
         begun = entry.so_far() if keep(entry) else ()
         engine = fleet.route(loads, engines or range(len(fleet)), avoid)
@@ -224,8 +227,8 @@ def requests(
         loads[engine] += count * coordinator.expected_tokens(entry.prompt)
         need_here = entry.need if begun else need
         temperature = _temperature(coordinator, entry, begun)
-        found.append(Request(entry.prompt, count, entry.attempt + 1, need_here, engine, begun, temperature))
-    return tuple(found)
+        requests.append(Request(entry.prompt, count, entry.attempt + 1, need_here, engine, begun, temperature))
+    return [Generate(tuple(requests))]
 
 
 def _temperature(coordinator: Coordinator, entry: Entry, begun: Sequence[Response | None]) -> float | None:
@@ -233,16 +236,3 @@ def _temperature(coordinator: Coordinator, entry: Entry, begun: Sequence[Respons
     if (first := next(filter(None, begun), None)) is not None:
         return first.temperature
     return coordinator.scheduled("temperature", None, entry.prompt)
-
-
-def check_versions(groups: Sequence[Group], oldest: int) -> None:
-    """Raises `CoordinatorError` for a token of a version before `oldest`."""
-    for sample in (sample for group in groups for sample in group.samples):
-        versions = sample.response.versions
-        if versions and versions[0] >= oldest and versions.count(versions[0]) == len(versions):
-            continue  # all of one version, as most are: to count is faster than to look for the smallest
-        if min(versions, default=oldest) < oldest:
-            raise CoordinatorError(
-                f"response {sample.response.rid} is of versions {sorted(set(sample.response.versions))}, "
-                f"training needs {oldest} or newer"
-            )

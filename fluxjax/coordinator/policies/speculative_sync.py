@@ -9,6 +9,7 @@ and trainer share their devices.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -21,14 +22,13 @@ from ..pace import trained_tokens
 _LOOKS = 16  # in the time that the gradients take: predictions of many responses are work, too
 
 
+@dataclasses.dataclass(eq=False)
 class SpeculativeSync:
-    """A helper that policies which train in rounds ask when they would wait. `begun` counts how often training began
-    early."""
+    """A helper that policies which train in rounds ask when they would wait."""
 
-    def __init__(self, settings: SpeculativeSyncConfig | None = None) -> None:
-        self.settings = settings or SpeculativeSyncConfig(enabled=True)
-        self.begun = 0
-        self._next = 0.0  # when to look again
+    settings: SpeculativeSyncConfig = dataclasses.field(default_factory=SpeculativeSyncConfig)
+    begun: int = dataclasses.field(default=0, init=False)  # times that training began early
+    _next: float = dataclasses.field(default=0.0, init=False)  # when to look again
 
     def reset(self) -> None:
         """A round is over."""
