@@ -270,7 +270,7 @@ class Coordinator:
             raise CoordinatorError(f"{type(event).__name__} answers no {kind.__name__} under way")
         for name in vars(order).keys() & vars(event).keys():
             if (got := getattr(event, name)) != (wanted := getattr(order, name)):
-                raise CoordinatorError(f"{type(event).__name__} says {name} {got}, asked for was {wanted}")
+                raise CoordinatorError(f"{name} {got} was reported done, {name} {wanted} was asked for")
         return order
 
     # --- instructions ---------------------------------------------------------------------------

@@ -8,6 +8,7 @@ in `ANSWERS`. `Coordinator`, `Runtime`, `Cluster` and `Books` then refuse to be 
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 
 from ..base.types import Group, Prompt, Response, Reward
@@ -25,8 +26,12 @@ def response_id(draw: int, attempt: int, sample: int) -> str:
     return f"{request_id(draw, attempt)}/{sample}"
 
 
+@typing.dataclass_transform(frozen_default=True)
 class Message:
-    """What is heard or said."""
+    """The base of what is heard or said. Every message is a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True)(cls)
 
 
 class Event(Message):
@@ -40,14 +45,12 @@ class Instruction(Message):
 # --- events: things that happened ---------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
 class Started(Event):
     """The runtime is up; all engines serve weight `version`."""
 
     version: int
 
 
-@dataclasses.dataclass(frozen=True)
 class PromptsDrawn(Event):
     """The answer to `DrawPrompts`: usable prompts in draw order, fewer than asked only if the data is exhausted.
     `skipped` are prompts that could not be prepared, as (prompt, reason)."""
@@ -56,20 +59,17 @@ class PromptsDrawn(Event):
     skipped: tuple[tuple[Prompt, str], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
 class ResponseFinished(Event):
     """One sample of a prompt ended (stop, length, or abort with what it had, what it was begun with included)."""
 
     response: Response
 
 
-@dataclasses.dataclass(frozen=True)
 class RewardReady(Event):
     rid: str
     reward: Reward
 
 
-@dataclasses.dataclass(frozen=True)
 class Trained(Event):
     """The optimizer step over the groups of `Train` is done; the trainer now holds `version`. `metrics` are the
     step's, for policies that steer by them."""
@@ -78,21 +78,18 @@ class Trained(Event):
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
 class Accumulated(Event):
     """The gradients of `Accumulate` are computed and kept until the `Train` of this step."""
 
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
 class Lent(Event):
     """Nothing runs on the engines of `Lend` any more: training may use their devices."""
 
     engines: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
 class ParallelismSet(Event):
     """There are so many engines now, of `degree` devices each, all awake; they serve the oldest weights that any of
     those before did. `kv_tokens` is what the cache of each holds; 0: as much as before."""
@@ -102,24 +99,20 @@ class ParallelismSet(Event):
     kv_tokens: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
 class WeightsPublished(Event):
     """The engines of `PublishWeights` serve `version` from now on."""
 
     version: int
 
 
-@dataclasses.dataclass(frozen=True)
 class Evaluated(Event):
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
 class CheckpointSaved(Event):
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
 class EngineFailed(Event):
     """The engine lost everything in flight for these requests; their prompts must be generated again."""
 
@@ -127,7 +120,6 @@ class EngineFailed(Event):
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
 class StopRequested(Event):
     """Someone wants the run to end with a checkpoint, so that it can be resumed: at the next step boundary, or within a
     step for which dynamic sampling would have to draw on."""
@@ -135,7 +127,6 @@ class StopRequested(Event):
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
 class Tick(Event):
     """Time passed. `now` is in seconds on the runtime's clock (virtual in simulation)."""
 
@@ -145,7 +136,6 @@ class Tick(Event):
 # --- instructions: things to do -----------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
 class DrawPrompts(Instruction):
     count: int
 
@@ -173,21 +163,18 @@ class Request:
         return {i: len(begun[i].token_ids) if i in begun else 0 for i in range(self.n) if i not in whole}
 
 
-@dataclasses.dataclass(frozen=True)
 class Generate(Instruction):
     """Submit these requests to their engines, in this order."""
 
     requests: tuple[Request, ...]
 
 
-@dataclasses.dataclass(frozen=True)
 class Abort(Instruction):
     """End a request (all its responses) or one response; ids that have ended already do no harm."""
 
     rid: str
 
 
-@dataclasses.dataclass(frozen=True)
 class Park(Instruction):
     """End the request of a prompt that is not trained on yet, which is its newest `attempt`; the prompt is deferred
     until it is generated again.
@@ -206,12 +193,10 @@ class Park(Instruction):
         return request_id(self.prompt.draw, self.attempt)
 
 
-@dataclasses.dataclass(frozen=True)
 class Score(Instruction):
     response: Response
 
 
-@dataclasses.dataclass(frozen=True)
 class Skip(Instruction):
     """Give this prompt up: it will not be trained on. `reason` goes into the run's summary."""
 
@@ -219,7 +204,6 @@ class Skip(Instruction):
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
 class Lend(Instruction):
     """Put these engines to sleep as soon as what was parked on them has ended; training may use their devices until
     the next `PublishWeights` to them, which wakes them."""
@@ -227,7 +211,6 @@ class Lend(Instruction):
     engines: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
 class Accumulate(Instruction):
     """Compute the gradients of these groups now, for the `Train` of `step`; nothing is updated. On the devices of
     these lent engines, or on the trainer's own if none are given."""
@@ -237,7 +220,6 @@ class Accumulate(Instruction):
     engines: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
 class Train(Instruction):
     """One optimizer step over these groups, in this order, and over those of the step's `Accumulate` before it, none of
     which is among these; advantages are not yet filled in. Steps count from 1: after it, `step` steps are done."""
@@ -246,7 +228,6 @@ class Train(Instruction):
     groups: tuple[Group, ...]
 
 
-@dataclasses.dataclass(frozen=True)
 class PublishWeights(Instruction):
     """Serve the trainer's weights, `version`, on these engines (none given: on all). What runs there goes on under
     them; those that were lent wake up."""
@@ -255,7 +236,6 @@ class PublishWeights(Instruction):
     engines: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
 class SetParallelism(Instruction):
     """Engines of `degree` devices each from now on, on the same devices as before: as many as that makes. Said when
     nothing is generated or trained. What `engine` and `engines` mean elsewhere begins anew with the answer."""
@@ -263,7 +243,6 @@ class SetParallelism(Instruction):
     degree: int
 
 
-@dataclasses.dataclass(frozen=True)
 class Evaluate(Instruction):
     """Measure the published weights on held-out prompts; `full` at the start and the end of the run."""
 
@@ -271,14 +250,12 @@ class Evaluate(Instruction):
     full: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
 class SaveCheckpoint(Instruction):
     """Save the state as it is now, before any later instruction is carried out."""
 
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
 class Finish(Instruction):
     """Nothing is left to do, `step` steps are done. `reason` is for people; `complete` is False when the run was
     stopped early and can be resumed."""
