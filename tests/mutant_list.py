@@ -226,8 +226,8 @@ MUTANTS = [
     Mutant(
         "longest first",
         APRIL,
-        "key=lambda entry: (left[entry.prompt.draw], entry.prompt.draw))",
-        "key=lambda entry: (-left[entry.prompt.draw], entry.prompt.draw))",
+        "key=lambda entry: (_left(coordinator, entry), entry.prompt.draw))",
+        "key=lambda entry: (-_left(coordinator, entry), entry.prompt.draw))",
     ),
     Mutant("the round waits for everything", APRIL, "if running and (enough < needed or", "if running and (True or"),
     Mutant(
@@ -268,14 +268,14 @@ MUTANTS = [
     Mutant(
         "temperatures of schedules ignored",
         ROUNDS,
-        'return coordinator.scheduled("temperature", None, entry.prompt)',
-        "return None",
+        'n, need, coordinator.scheduled("temperature", None, entry.prompt)',
+        "n, need, None",
     ),
     Mutant(
         "another temperature in the middle of a group",
         ROUNDS,
-        "return first.temperature",
-        'return coordinator.scheduled("temperature", None, entry.prompt)',
+        "entry.need, first.temperature",
+        'entry.need, coordinator.scheduled("temperature", None, entry.prompt)',
     ),
     Mutant("engines keep their degree", ROUNDS, "else planner.degree\n", "else 0\n"),
     Mutant("lent engines are not woken", ROUNDS, "if lent := coordinator.fleet.lent:", "if lent := set():"),

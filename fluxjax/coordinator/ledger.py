@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..base.types import Group, Prompt, Response, Reward, Sample, has_variance
 from .dropped import Dropped
 from .messages import ABORTED, Park, Request, response_id
-from .saved import SavedState, State, responses_from_json, responses_to_json, rewards_from_json, rewards_to_json
+from .saved import SavedState, State, responses_from_json, responses_to_json
 
 
 class CoordinatorError(RuntimeError):
@@ -76,6 +76,11 @@ class Entry:
         """Returns what there is of each response, for `Request.begun`; empty if there is nothing of any."""
         kept = tuple(self.responses.get(i) or self.begun.get(i) for i in range(self.n))
         return kept if any(kept) else ()
+
+    @property
+    def longest(self) -> int:
+        """The tokens of its longest response that has ended; 0: none has."""
+        return max((len(response.token_ids) for response in self.responses.values()), default=0)
 
     def park(self, *, keep: bool = False) -> Park:
         return Park(self.prompt, self.attempt, keep)
@@ -394,7 +399,7 @@ def _entry_to_json(entry: Entry) -> State:
         **{name: getattr(entry, name) for name in _OF_ENTRY},
         "stage": (stage if finished else PromptStage.DEFERRED).value,
         "responses": responses_to_json(entry.responses),
-        "rewards": rewards_to_json(entry.rewards),
+        "rewards": {str(sample): dataclasses.asdict(reward) for sample, reward in sorted(entry.rewards.items())},
         "begun": responses_to_json(entry.begun),
     }
 
@@ -405,7 +410,7 @@ def _entry_from_json(saved: SavedState, prompt: Prompt) -> Entry:
         PromptStage(saved["stage"]),
         **{name: saved[name] for name in _OF_ENTRY},
         responses=responses_from_json(saved["responses"]),
-        rewards=rewards_from_json(saved["rewards"]),
+        rewards={int(sample): Reward(**reward) for sample, reward in saved["rewards"].items()},
         begun=responses_from_json(saved["begun"]),
     )
 

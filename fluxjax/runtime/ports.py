@@ -33,7 +33,6 @@ class RewardScorer(Protocol):
         ...
 
 
-@runtime_checkable
 class Engines(Protocol):
     """Engines on a fixed set of devices."""
 
@@ -43,7 +42,6 @@ class Engines(Protocol):
         ...
 
 
-@runtime_checkable
 class Trainer(Protocol):
     """`accumulate`, `train` and `weights` block and run in a thread, one at a time."""
 
@@ -73,12 +71,10 @@ class Trainer(Protocol):
         ...
 
 
-@runtime_checkable
 class Evaluator(Protocol):
     async def evaluate(self, step: int, full: bool) -> Mapping[str, float]: ...
 
 
-@runtime_checkable
 class Checkpointer(Protocol):
     def save(self, step: int, state: State) -> None:
         """Saves in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background.

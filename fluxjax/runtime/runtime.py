@@ -48,6 +48,7 @@ class Runtime:
 
     def __post_init__(self, prepared: Mapping[int, PreparedPrompt] | None) -> None:
         """`prepared` are the prompts, by draw, that a resumed coordinator has in its books."""
+        self.engines = tuple(self.engines)
         self._preempted = 0  # on all engines, at the end of the last step
         self._prepared = dict(prepared or {})  # by draw, while the prompt is in flight
         self._events: asyncio.Queue[messages.Event] = asyncio.Queue()

@@ -21,8 +21,6 @@ from ..saved import SavedState, State
 from .ridge import Level, features
 from .survival import Prediction, censored, ends_by, given_survival
 
-__all__ = ["LengthPredictor", "Prediction"]
-
 _HISTORY = 0.5  # weight of an earlier epoch's responses beside those of the epoch after it
 _FOLLOW = 1 / 1024  # of a response's deviation, by which the source's level moves: policies learn to answer longer
 _CACHED = 1 << 16  # prompts whose features are kept

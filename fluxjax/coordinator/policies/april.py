@@ -44,7 +44,10 @@ class April(Rounds):
         if missing > 0 and not coordinator.exhausted and scored < needed:
             return [DrawPrompts(missing)]
         if waiting := ledger.at(PromptStage.DEFERRED, PromptStage.WAITING):
-            return self._launch(coordinator, waiting)
+            # Those predicted to end first go first; what became too old starts afresh.
+            waiting.sort(key=lambda entry: (_left(coordinator, entry), entry.prompt.draw))
+            size = coordinator.settings.group_size
+            return generate(coordinator, waiting, size, size, keep=lambda entry: entry.born >= oldest)
         running = ledger.count(PromptStage.RUNNING, PromptStage.STOPPING)
         enough = scored if self.dynamic_sampling else scored + ledger.count(PromptStage.COMPLETE)
         if running and (enough < needed or self._waited_for(coordinator, PromptStage.RUNNING, PromptStage.STOPPING)):
@@ -73,13 +76,6 @@ class April(Rounds):
     def _waited_for(self, coordinator: Coordinator, *stages: PromptStage) -> bool:
         oldest = coordinator.version - self.max_staleness
         return any(entry.born <= oldest for entry in coordinator.ledger.at(*stages))
-
-    def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
-        """Launches prompts, those predicted to end first before others; what became too old starts afresh."""
-        size, oldest = coordinator.settings.group_size, coordinator.version - self.max_staleness
-        left = {entry.prompt.draw: _left(coordinator, entry) for entry in entries}
-        ordered = sorted(entries, key=lambda entry: (left[entry.prompt.draw], entry.prompt.draw))
-        return generate(coordinator, ordered, size, size, keep=lambda entry: entry.born >= oldest)
 
 
 def _oldest_first(entry: Entry) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from ...base.types import Group, Response
+from ...base.types import Group
 from ..ledger import CoordinatorError, Entry, PromptStage, RunGivenUp
 from ..machine import Coordinator
 from ..messages import (
@@ -223,16 +223,11 @@ def generate(
     for entry in entries:
         begun = entry.so_far() if keep(entry) else ()
         engine = fleet.route(loads, engines or range(len(fleet)), avoid)
-        count = entry.n if begun else n
+        first = next(filter(None, begun), None)
+        if first is not None:  # the group keeps the temperature of its first tokens
+            count, wanted, temperature = entry.n, entry.need, first.temperature
+        else:
+            count, wanted, temperature = n, need, coordinator.scheduled("temperature", None, entry.prompt)
         loads[engine] += count * coordinator.expected_tokens(entry.prompt)
-        need_here = entry.need if begun else need
-        temperature = _temperature(coordinator, entry, begun)
-        requests.append(Request(entry.prompt, count, entry.attempt + 1, need_here, engine, begun, temperature))
+        requests.append(Request(entry.prompt, count, entry.attempt + 1, wanted, engine, begun, temperature))
     return [Generate(tuple(requests))]
-
-
-def _temperature(coordinator: Coordinator, entry: Entry, begun: Sequence[Response | None]) -> float | None:
-    """Returns the scheduled temperature; a group that goes on keeps the temperature of its first tokens."""
-    if (first := next(filter(None, begun), None)) is not None:
-        return first.temperature
-    return coordinator.scheduled("temperature", None, entry.prompt)

@@ -64,9 +64,8 @@ def probability(coordinator: Coordinator, seconds: float) -> float:
 def _in_time(coordinator: Coordinator, entry: Entry, seconds: float) -> float:
     """Returns the probability that enough responses of a group end within this time, taken for independent."""
     pace, lengths, now = coordinator.pace, coordinator.lengths, coordinator.now
-    longest = max((len(response.token_ids) for response in entry.responses.values()), default=0)
     chances = []
     for sample in set(range(entry.n)) - entry.responses.keys():
-        tokens = max(pace.tokens(response_id(entry.prompt.draw, entry.attempt, sample), now), longest)
+        tokens = max(pace.tokens(response_id(entry.prompt.draw, entry.attempt, sample), now), entry.longest)
         chances.append(lengths.ends_by(entry.prompt, tokens + int(pace.growth * seconds), running=tokens))
     return math.prod(sorted(chances, reverse=True)[: entry.need - len(entry.responses)], start=1.0)

@@ -70,8 +70,7 @@ def projected_tokens(coordinator: Coordinator) -> float:
     """
     total, reserved = 0.0, coordinator.settings.kv_reserved
     for entry in coordinator.ledger.at(PromptStage.RUNNING):
-        longest = max((len(response.token_ids) for response in entry.responses.values()), default=0)
-        tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=longest).mean
+        tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=entry.longest).mean
         total += (entry.n - len(entry.responses)) * max(tokens, reserved)
     return total
 
