@@ -63,7 +63,7 @@ MUTANTS = [
         'self.responses) if self.round == "short" else 1.0',
         "1.0)",
     ),
-    Mutant("the barrier never", ASYNC, "self._barrier = True", "self._barrier = False"),
+    Mutant("the barrier never", ASYNC, "self.barrier = True", "self.barrier = False"),
     Mutant(
         "engine version taken as the newest",
         FLEET,
@@ -118,20 +118,20 @@ MUTANTS = [
     Mutant(
         "the barrier for ever too late",
         ASYNC,
-        "self._since_sync > settings.sync_interval",
-        "self._since_sync > 10 * settings.sync_interval",
+        "self.since_sync > settings.sync_interval",
+        "self.since_sync > 10 * settings.sync_interval",
     ),
     Mutant(
         "the barrier one step early",
         ASYNC,
-        "self._since_sync > settings.sync_interval",
-        "self._since_sync >= settings.sync_interval",
+        "self.since_sync > settings.sync_interval",
+        "self.since_sync >= settings.sync_interval",
     ),
     Mutant(
         "no barrier for stale data",
         ASYNC,
-        "if not self._barrier and (too_stale or",
-        "if not self._barrier and (False or",
+        "if not self.barrier and (too_stale or",
+        "if not self.barrier and (False or",
     ),
     Mutant(
         "the barrier ends while responses run",
@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant(
         "generation goes on in a barrier",
         ASYNC,
-        "room = 0 if self._barrier or coordinator.exhausted",
+        "room = 0 if self.barrier or coordinator.exhausted",
         "room = 0 if coordinator.exhausted",
     ),
     Mutant(

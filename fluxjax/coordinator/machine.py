@@ -17,12 +17,12 @@ from typing import Final, Protocol, TypeVar
 from ..base.types import Prompt
 from ..config.schedules import RunSchedule
 from . import messages
-from .dispatch import Handlers
 from .dropped import Dropped
 from .engines import Fleet
 from .ledger import CoordinatorError, Ledger, PromptStage, RunGivenUp
 from .lengths.predictor import LengthPredictor
 from .message_log import MessageLog
+from .messages import Handlers
 from .pace import Pace
 from .parallelism import ParallelismPlanner
 from .run_settings import Settings

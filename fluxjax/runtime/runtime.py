@@ -20,7 +20,7 @@ from ..base.task_group import first_of, not_silently_cancelled, on_all
 from ..base.timeline import Timeline
 from ..base.types import Group, PreparedPrompt, Response
 from ..coordinator import Coordinator, CoordinatorError, messages
-from ..coordinator.dispatch import Handlers
+from ..coordinator.messages import Handlers
 from .ports import Checkpointer, Engines, Evaluator, Observer, PromptSource, RewardScorer, StepReport, Trainer
 
 T = TypeVar("T")

@@ -44,9 +44,9 @@ class AdaptiveAsync(Base):
         self._pid = Pid(settings.ratio, low, high, kp=settings.kp, ki=settings.ki, kd=settings.kd)
         self.staleness = 0.0  # moving average
         self.barriers = 0  # forced so far
-        self._barrier = False  # nothing new begins until everything that runs is trained on
-        self._since_sync = 0  # steps
-        self._seen = -1  # step of which the metrics were taken in
+        self.barrier = False  # nothing new begins until everything that runs is trained on
+        self.since_sync = 0  # steps
+        self.seen = -1  # step of which the metrics were taken in
 
     @property
     def ratio(self) -> float:
@@ -55,7 +55,7 @@ class AdaptiveAsync(Base):
     def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if urgent := self._urgent(coordinator):
             return urgent
-        if coordinator.step != self._seen:
+        if coordinator.step != self.seen:
             self._observe(coordinator)
         if publish := self._publish(coordinator):
             return publish
@@ -70,17 +70,17 @@ class AdaptiveAsync(Base):
     def _observe(self, coordinator: Coordinator) -> None:
         """Updates the ratio as Flux does, once after each step."""
         settings = self.settings
-        first, self._seen = self._seen < 0, coordinator.step
+        first, self.seen = self.seen < 0, coordinator.step
         if first:
             return
         now = staleness(coordinator.metrics, settings)
         self.staleness = settings.ema * self.staleness + (1 - settings.ema) * now
         target = coordinator.scheduled("target_staleness", settings.target_staleness)
         self._pid.update(target - self.staleness)
-        self._since_sync += 1
+        self.since_sync += 1
         too_stale = self.staleness > target + settings.tolerance
-        if not self._barrier and (too_stale or self._since_sync > settings.sync_interval):
-            self._barrier = True
+        if not self.barrier and (too_stale or self.since_sync > settings.sync_interval):
+            self.barrier = True
             self.barriers += 1
 
     def _publish(self, coordinator: Coordinator) -> Sequence[Instruction]:
@@ -138,10 +138,10 @@ class AdaptiveAsync(Base):
 
     def _ahead(self, coordinator: Coordinator) -> Sequence[Instruction]:
         ledger = coordinator.ledger
-        if self._barrier and not coordinator.awaiting and not ledger.count(*_UNDER_WAY):
-            self._barrier, self._since_sync = False, 0
+        if self.barrier and not coordinator.awaiting and not ledger.count(*_UNDER_WAY):
+            self.barrier, self.since_sync = False, 0
         waiting = ledger.count(PromptStage.DEFERRED, PromptStage.WAITING)
-        room = 0 if self._barrier or coordinator.exhausted else self._room(coordinator)
+        room = 0 if self.barrier or coordinator.exhausted else self._room(coordinator)
         if (room <= 0 and not waiting) or DrawPrompts in coordinator.awaiting:
             return []
         engines = self._usable(coordinator)
@@ -167,22 +167,15 @@ class AdaptiveAsync(Base):
         return math.floor(steps * settings.prompts_per_step) - coordinator.ledger.live
 
     def state_dict(self) -> State:
-        return {
-            "pid": self._pid.state_dict(),
-            "staleness": self.staleness,
-            "barriers": self.barriers,
-            "barrier": self._barrier,
-            "since_sync": self._since_sync,
-            "seen": self._seen,
-        }
+        return {"pid": self._pid.state_dict()} | {name: getattr(self, name) for name in _SAVED}
 
     def load_state_dict(self, state: SavedState) -> None:
         """Restores the ratio and the barriers; after another policy's state, this policy starts afresh."""
         if "pid" not in state:
             return
         self._pid.load_state_dict(state["pid"])
-        self.staleness, self.barriers = state["staleness"], state["barriers"]
-        self._barrier, self._since_sync, self._seen = state["barrier"], state["since_sync"], state["seen"]
+        for name in _SAVED:
+            setattr(self, name, state[name])
 
 
 def staleness(metrics: Mapping[str, float], settings: AdaptiveAsyncConfig) -> float:
@@ -200,4 +193,5 @@ def staleness(metrics: Mapping[str, float], settings: AdaptiveAsyncConfig) -> fl
     return min(max(total, 0.0), 1.0) if math.isfinite(total) else 1.0
 
 
+_SAVED = ("staleness", "barriers", "barrier", "since_sync", "seen")
 _UNDER_WAY = (PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE, PromptStage.LOST)
