@@ -12,7 +12,7 @@ The runtime (asyncio, or a simulation on virtual time) carries the instructions 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from ..base.types import Prompt
 from ..config.schedules import RunSchedule
@@ -34,6 +34,7 @@ I = TypeVar("I", bound=messages.Instruction)  # noqa: E741
 _LINES = 12  # of the log, in an error
 
 
+@runtime_checkable
 class SchedulingPolicy(Protocol):
     """Decides, and never changes the books itself. It is asked after every event, until it says nothing more."""
 

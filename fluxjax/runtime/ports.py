@@ -33,6 +33,7 @@ class RewardScorer(Protocol):
         ...
 
 
+@runtime_checkable
 class Engines(Protocol):
     """Engines on a fixed set of devices."""
 
@@ -42,6 +43,7 @@ class Engines(Protocol):
         ...
 
 
+@runtime_checkable
 class Trainer(Protocol):
     """`accumulate`, `train` and `weights` block and run in a thread, one at a time."""
 
@@ -71,10 +73,12 @@ class Trainer(Protocol):
         ...
 
 
+@runtime_checkable
 class Evaluator(Protocol):
     async def evaluate(self, step: int, full: bool) -> Mapping[str, float]: ...
 
 
+@runtime_checkable
 class Checkpointer(Protocol):
     def save(self, step: int, state: State) -> None:
         """Saves in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background.
