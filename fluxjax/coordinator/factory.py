@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from rollout.throughput import Profile, ProfileError
@@ -28,13 +29,8 @@ def make_coordinator(config: Config, policy: Callable[[], SchedulingPolicy] | No
     """Builds the coordinator that `config` describes, with another `policy` if one is given.
 
     Raises `ConfigError` for a schedule that can't be read, and for settings that only built-in policies read."""
-    switches = {
-        "policy.dynamic_sampling": config.policy.dynamic_sampling,
-        "stream_trainer.enabled": config.stream_trainer.enabled,
-        "speculative_sync.enabled": config.speculative_sync.enabled,
-    }
-    if policy and any(switches.values()):
-        names = " and ".join(name for name, on in switches.items() if on)
+    switches = ("policy.dynamic_sampling", "stream_trainer.enabled", "speculative_sync.enabled")
+    if policy and (names := " and ".join(name for name in switches if attrgetter(name)(config))):
         raise ConfigError(f"{names} would do nothing: a policy of your own is given; hand it what it needs yourself")
     return Coordinator(
         Settings.of(config),

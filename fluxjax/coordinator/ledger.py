@@ -331,7 +331,6 @@ class Ledger:
         for response in entry.responses.values():
             self.unscored.pop(response.rid, None)
             self._scoring.discard(response.rid)
-        self._forget_surplus(entry)
         entry.responses, entry.rewards, entry.begun = {}, {}, {}
 
     def _move(self, entry: Entry, stage: PromptStage) -> None:
@@ -340,15 +339,8 @@ class Ledger:
         self._stages[stage][entry.prompt.draw] = entry
 
     def _remove(self, entry: Entry) -> None:
-        self._forget_surplus(entry)
         del self._stages[entry.stage][entry.prompt.draw]
         del self.entries[entry.prompt.draw]
-
-    def _forget_surplus(self, entry: Entry) -> None:
-        if not self.surplus:
-            return
-        for i in range(entry.n):
-            self.surplus.pop(response_id(entry.prompt.draw, entry.attempt, i), None)
 
     # --- state ----------------------------------------------------------------------------------
 

@@ -102,10 +102,6 @@ class Coordinator:
         schedule = self.schedules.get(name)
         return otherwise if schedule is None else schedule.value(self.step / max(self.settings.steps - 1, 1), prompt)
 
-    def expected_tokens(self, prompt: Prompt) -> float:
-        """Returns how many tokens a response to the prompt is predicted to have."""
-        return self.lengths.predict(prompt).mean
-
     @property
     def evaluated_step(self) -> int:
         """The step after which the last evaluation was made; -1: none yet."""
@@ -283,7 +279,7 @@ class Coordinator:
     def _generate(self, order: messages.Generate) -> None:
         for request in order.requests:
             self.ledger.generate(request, self.fleet.served[request.engine])
-            self.fleet.begin(request, self.expected_tokens(request.prompt))
+            self.fleet.begin(request, self.lengths.predict(request.prompt).mean)
             self.pace.begin(request, self.now)
 
     @_say.of(messages.Park)

@@ -11,23 +11,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from ...base.types import Group
+from .. import messages
 from ..ledger import CoordinatorError, Entry, PromptStage, RunGivenUp
 from ..machine import Coordinator
-from ..messages import (
-    Abort,
-    Accumulate,
-    Finish,
-    Generate,
-    Instruction,
-    Lend,
-    PublishWeights,
-    Request,
-    Score,
-    SetParallelism,
-    Skip,
-    Train,
-    request_id,
-)
 from ..saved import SavedState, State
 from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
@@ -48,22 +34,22 @@ class Base:
     _failed: int = dataclasses.field(default=0, init=False)  # prompts given up in a row, with no response in between
     _accepted: int = dataclasses.field(default=0, init=False)  # responses taken in when the last one was given up
 
-    def _urgent(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _urgent(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Says what is done at once, whatever else goes on."""
         ledger = coordinator.ledger
         if ledger.unscored:
-            return [Score(response) for response in ledger.unscored.values()]
+            return [messages.Score(response) for response in ledger.unscored.values()]
         if ledger.surplus:
-            return [Abort(rid) for rid in ledger.surplus]
+            return [messages.Abort(rid) for rid in ledger.surplus]
         if ledger.count(PromptStage.LOST):
             return self._again(coordinator, ledger.at(PromptStage.LOST)[0])
         # Groups that teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2).
         scored = ledger.at(PromptStage.SCORED) if self.dynamic_sampling else []
-        return [Skip(entry.prompt, NO_VARIANCE) for entry in scored if not entry.varied]
+        return [messages.Skip(entry.prompt, NO_VARIANCE) for entry in scored if not entry.varied]
 
-    def _again(self, coordinator: Coordinator, entry: Entry) -> Sequence[Instruction]:
+    def _again(self, coordinator: Coordinator, entry: Entry) -> Sequence[messages.Instruction]:
         """Generates a lost group once more: samples depend on the prompt's seed only, so this biases nothing."""
-        abort = Abort(request_id(entry.prompt.draw, entry.attempt))  # responses may still be running
+        abort = messages.Abort(messages.request_id(entry.prompt.draw, entry.attempt))  # responses may still be running
         if entry.failures < coordinator.settings.max_attempts:
             return [abort, *generate(coordinator, [entry], entry.n, entry.need, avoid=entry.engine)]
         accepted = coordinator.ledger.accepted
@@ -74,9 +60,9 @@ class Base:
                 f"{self._failed} prompts in a row failed {entry.failures} times each and no response came back; "
                 f"the last time because: {entry.failure}"
             )
-        return [abort, Skip(entry.prompt, f"failed {entry.failures} times, last: {entry.failure}")]
+        return [abort, messages.Skip(entry.prompt, f"failed {entry.failures} times, last: {entry.failure}")]
 
-    def _due(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _due(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Says what comes after a step, if anything: evaluation, checkpoint, the end of the run."""
         stopped = coordinator.stop_reason
         evaluation = coordinator.evaluation_due()
@@ -85,9 +71,9 @@ class Base:
         if checkpoint := coordinator.checkpoint_due():
             return [checkpoint]
         if coordinator.ending and not evaluation:
-            return [Finish(coordinator.step, coordinator.ending)]
+            return [messages.Finish(coordinator.step, coordinator.ending)]
         if stopped:
-            return [Finish(coordinator.step, stopped, complete=False)]
+            return [messages.Finish(coordinator.step, stopped, complete=False)]
         return []
 
 
@@ -101,15 +87,15 @@ class Rounds(Base, abc.ABC):
     speculative: SpeculativeSync | None = None
     max_staleness = 0  # of the class, where it is no setting
 
-    def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         if urgent := self._urgent(coordinator):
             return urgent
-        if coordinator.awaiting.keys() - {Accumulate, Lend}:
+        if coordinator.awaiting.keys() - {messages.Accumulate, messages.Lend}:
             return []
         if degree := self._other_degree(coordinator):  # before new weights go to the engines
-            return [SetParallelism(degree)]
+            return [messages.SetParallelism(degree)]
         if coordinator.served != coordinator.version:
-            return [PublishWeights(coordinator.version)]
+            return [messages.PublishWeights(coordinator.version)]
         if not self._in_round(coordinator) or self._given_up(coordinator):
             return self._between(coordinator)
         return self._round(coordinator) or self._early(coordinator)
@@ -121,12 +107,12 @@ class Rounds(Base, abc.ABC):
     @abc.abstractmethod
     def _in_round(self, coordinator: Coordinator) -> bool: ...
 
-    def _begin(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _begin(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Opens a round; some prompts may be deferred from earlier ones."""
         return self._round(coordinator)
 
     @abc.abstractmethod
-    def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _round(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Must not end the round while `coordinator.awaiting` something."""
 
     def _given_up(self, coordinator: Coordinator) -> bool:
@@ -142,21 +128,21 @@ class Rounds(Base, abc.ABC):
         left = coordinator.settings.prompts_per_step - ledger.count(PromptStage.TRAINING)
         return ledger.at(PromptStage.SCORED)[: max(left, 0)]
 
-    def _early(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _early(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Says what can be done of the round's training while the round waits."""
         if not self._helpers or not self._in_round(coordinator):
             return []
         ready = self._ready(coordinator)
         said = next(filter(None, (helper.consult(coordinator, ready) for helper in self._helpers)), [])
         for order in said:
-            if isinstance(order, Accumulate):
+            if isinstance(order, messages.Accumulate):
                 self._check_versions(coordinator, order.groups)
         return said
 
-    def _train(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
+    def _train(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[messages.Instruction]:
         groups = tuple(entry.group() for entry in entries)
         self._check_versions(coordinator, groups)
-        return [Train(coordinator.step + 1, groups)]
+        return [messages.Train(coordinator.step + 1, groups)]
 
     def _check_versions(self, coordinator: Coordinator, groups: Sequence[Group]) -> None:
         """Raises `CoordinatorError` for a token that is too old to be trained on."""
@@ -179,13 +165,13 @@ class Rounds(Base, abc.ABC):
         late = coordinator.awaiting or coordinator.ending or coordinator.stop_reason
         return 0 if late or ledger.count(PromptStage.RUNNING, PromptStage.STOPPING) else planner.degree
 
-    def _between(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _between(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         if coordinator.awaiting or coordinator.ledger.count(PromptStage.STOPPING):
             return []
         for helper in self._helpers:
             helper.reset()
         if lent := coordinator.fleet.lent:  # and nothing was trained: the weights are those that they serve
-            return [PublishWeights(coordinator.version, tuple(sorted(lent)))]
+            return [messages.PublishWeights(coordinator.version, tuple(sorted(lent)))]
         last = coordinator.ending or coordinator.stop_reason
         if last and (begun := coordinator.ledger.at(PromptStage.RUNNING)):  # lost after it was parked
             return [entry.park(keep=True) for entry in begun]
@@ -215,7 +201,7 @@ def generate(
     keep: Callable[[Entry], bool] = lambda entry: False,
     engines: Sequence[int] = (),
     avoid: int = -1,
-) -> Sequence[Instruction]:
+) -> Sequence[messages.Instruction]:
     """Generates for each entry, to the engine with the least predicted work (of `engines`; none given: of all)
     that is not lent. Entries to `keep` go on with what there is of their responses, as many as they were begun with."""
     fleet = coordinator.fleet
@@ -228,6 +214,6 @@ def generate(
             count, wanted, temperature = entry.n, entry.need, first.temperature
         else:
             count, wanted, temperature = n, need, coordinator.scheduled("temperature", None, entry.prompt)
-        loads[engine] += count * coordinator.expected_tokens(entry.prompt)
-        requests.append(Request(entry.prompt, count, entry.attempt + 1, wanted, engine, begun, temperature))
-    return [Generate(tuple(requests))]
+        loads[engine] += count * coordinator.lengths.predict(entry.prompt).mean
+        requests.append(messages.Request(entry.prompt, count, entry.attempt + 1, wanted, engine, begun, temperature))
+    return [messages.Generate(tuple(requests))]
