@@ -70,3 +70,15 @@ def _forget_compiled_programs():
     """Every compiled program holds memory maps. Linux allows a process 65,530 of them; beyond that, XLA crashes."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def held_by():
+    """`held_by(device)`: the bytes of all live arrays on a device, beyond those of before the test."""
+
+    def now(device: jax.Device) -> int:
+        shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
+        return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+    before = {device: now(device) for device in jax.devices()}
+    return lambda device: now(device) - before[device]

@@ -209,6 +209,8 @@ class OptimConfig:
     eps: float = positive(1e-8)
     weight_decay: float = not_negative(0.0)
     max_grad_norm: float = not_negative(1.0)  # gradients are clipped to this global norm; 0: they are not
+    moments_dtype: DType = DType.FLOAT32  # in which Adam's two moments are kept; they are computed in float32
+    gradients_dtype: DType = DType.FLOAT32  # in which gradients are summed over the microbatches of a step
 
 
 @dataclasses.dataclass(slots=True)
@@ -349,6 +351,11 @@ class Config:
         if parallelism.enabled and engines * parallelism.degree < 2:
             raise ConfigError(
                 "parallelism.enabled needs two devices at least: policy.engines x parallelism.degree is 1"
+            )
+        if self.optim.moments_dtype is DType.BFLOAT16 and self.optim.beta2 > 1 - 2**-7:
+            raise ConfigError(
+                f"optim.moments_dtype is bfloat16, whose 8 bits lose what optim.beta2 = {self.optim.beta2} adds to the "
+                "second moment in a step; lower optim.beta2 to 0.99"
             )
         if stream.first > stream.last:
             raise ConfigError(

@@ -30,7 +30,7 @@ from sharding.weights import with_shardings
 
 from ..algorithms import importance
 from ..batch.composition import Microbatch
-from ..config import Config, OptimConfig, Schedule, Strategy
+from ..config import Config, DType, OptimConfig, Schedule, Strategy
 from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase
 
 
@@ -100,7 +100,7 @@ class Learner:
         phase = TrainingPhase(token_loss, temperature or 1.0, never_sampled)
         self._schedule = learning_rate(optim, steps or config.steps)
         self._optimizer = optimizer(optim, self._schedule)
-        built_for = phase, config.algorithm, config.model, config.sharding
+        built_for = phase, config.algorithm, config.model, config.sharding, config.optim.gradients_dtype
         if self._built_for != built_for:  # else `fit` again would compile again what there is
             self.gradients = Gradients(config, self._model, phase, self.mesh, self._links)
             self._built_for = phase, *copy.deepcopy(built_for[1:])
@@ -180,6 +180,7 @@ class Learner:
         self._init = jax.jit(self._optimizer.init, out_shardings=self._opt_shardings)
 
         def apply(params: Params, opt_state: Any, grads: Params, tally: Tally) -> tuple[Params, Any, Array]:
+            grads = jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, params)
             grad_norm = optax.tree_utils.tree_norm(grads)
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(tally.sums["loss"])
             with jax.numpy_dtype_promotion("standard"):  # optax relies on it
@@ -232,9 +233,26 @@ def optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTra
     """AdamW (decoupled weight decay on every weight) after clipping by the global norm; 0 clips nothing.
 
     The last part of its state counts the steps."""
+    adam = optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps)
     return optax.chain(
         optax.clip_by_global_norm(optim.max_grad_norm or math.inf),
-        optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps),
+        adam if optim.moments_dtype is DType.FLOAT32 else _kept_in(optim.moments_dtype, adam),
         optax.add_decayed_weights(optim.weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+def _kept_in(dtype: DType, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same transformation, but what it remembers between two steps is rounded to this dtype."""
+
+    def cast(state: Any, to: str) -> Any:
+        return jax.tree.map(lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def init(params: optax.Params) -> Any:
+        return cast(inner.init(params), dtype.value)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
+        updates, state = inner.update(updates, cast(state, "float32"), params)
+        return updates, cast(state, dtype.value)
+
+    return optax.GradientTransformation(init, update)

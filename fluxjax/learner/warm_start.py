@@ -33,7 +33,9 @@ async def warm_start(
     weights = {name: config.data.sources[name].weight for name in sources}
     learner.reset(
         sft.token_loss,
-        optim=OptimConfig(lr=settings.lr, warmup_steps=min(10, settings.steps // 2)),
+        optim=OptimConfig(
+            lr=settings.lr, warmup_steps=min(10, settings.steps // 2), moments_dtype=config.optim.moments_dtype
+        ),
         steps=settings.steps,
         temperature=1.0,
     )

@@ -308,8 +308,8 @@ class FluxTrainer:
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         if config.algorithm.kl_coefficient:
             self.reference = self.learner.params
-        # A run that is killed before its first periodic checkpoint need not repeat the warm start.
-        self._save(0, {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()})
+        if total:  # a run that is killed before its first periodic checkpoint need not repeat the warm start
+            self._save(0, {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()})
         self._started = True
 
     async def _reinforce(self, callbacks: Callbacks) -> Finish:
