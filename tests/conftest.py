@@ -1,6 +1,8 @@
 """Strict defaults for every test: 8 CPU devices, strict dtype and rank promotion, warnings are errors (pyproject)."""
 
 import atexit
+import gc
+import math
 import os
 import pathlib
 import shutil
@@ -76,9 +78,10 @@ def _forget_compiled_programs():
 def held_by():
     """`held_by(device)`: the bytes of all live arrays on a device, beyond those of before the test."""
 
-    def now(device: jax.Device) -> int:
-        shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
-        return sum(shard.data.nbytes for shard in shards if shard.device == device)
+    def now(device: jax.Device) -> int:  # asked for their shards, arrays would make further arrays
+        here = [x for x in jax.live_arrays() if device in x.sharding.addressable_devices]
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
 
+    gc.collect()
     before = {device: now(device) for device in jax.devices()}
     return lambda device: now(device) - before[device]
