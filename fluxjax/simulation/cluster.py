@@ -22,7 +22,7 @@ from .clock import Clock
 from .faults import FaultPlan
 from .options import SimulateConfig
 from .scoring import Scoring
-from .simulated_rollout import SHOWN, Incidents, Rollout
+from .simulated_rollout import SHOWN, Rollout, meet_incidents
 from .step_records import StepRecord, lags, staleness_metrics
 from .workload import Workload
 
@@ -73,7 +73,7 @@ class Cluster:
     def run(self) -> messages.Finish:
         """Until the coordinator is finished. Raises StuckError if that can't be, or what the coordinator raises."""
         self.clock.at(0.0, partial(self.post, messages.Started(0)))
-        Incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
+        meet_incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
         self.clock.run()
         if self.coordinator.finished is None:
             self._stuck()

@@ -12,11 +12,11 @@ from typing import ClassVar
 from ..config import Config, ConfigError
 from ..config.bounds import check_fields, not_negative, positive, within
 from .faults import FaultRates
-from .hardware import LONGEST_PROMPT, SETUPS, TASKS, Hardware
+from .hardware import HARDWARE, LONGEST_PROMPT, TASKS, Hardware
 
 
 class Model(enum.Enum):
-    """The model that runs on the GPUs: a key of `hardware.SETUPS`."""
+    """The model that runs on the GPUs: a key of `hardware.HARDWARE`."""
 
     QWEN_7B = "7b"
     QWEN_14B = "14b"
@@ -59,7 +59,7 @@ class SimulationConfig:
     faults: FaultRates = dataclasses.field(default_factory=FaultRates)
 
     def hardware(self) -> Hardware:
-        known = SETUPS[self.model.value].hardware
+        known = HARDWARE[self.model.value]
         return dataclasses.replace(known, scale=self.speed, memory_fraction=self.memory_fraction)
 
     @property

@@ -19,14 +19,12 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from functools import partial
 
 from .clock import Action, Clock, Handle
-from .continuous_batch import Batch, Progress, Segments, Sequence
-from .hardware import EngineCost
+from .continuous_batch import Batch, Progress, Sequence
+from .hardware import Hardware
 
-OnFinish = Callable[[str, int, int, Segments], object]
-OnFleetFinish = Callable[[int, str, int, int, Segments], object]  # engine, rid, sample, tokens, segments
+OnFinish = Callable[[Progress], object]
 
 
 class Jump:
@@ -77,14 +75,13 @@ class SimulatedEngineError(RuntimeError):
 
 
 class SimulatedEngine:
-    """An engine of `degree` GPUs. It calls `on_finish(rid, sample, tokens, segments)` when a sample has all its tokens;
-    `segments` are (weight version, tokens) of what was generated since the sample was submitted here. The callback may
-    submit and abort."""
+    """An engine of `degree` GPUs. It calls `on_finish` when a sample has all its tokens; the callback may submit and
+    abort."""
 
     def __init__(
         self,
         clock: Clock,
-        cost: EngineCost,
+        cost: Hardware,
         degree: int,
         on_finish: OnFinish,
         max_running: int = 256,
@@ -96,7 +93,7 @@ class SimulatedEngine:
         self.phase = Phase.IDLE
         self._step_seconds: dict[int, float] = {}  # by the number of samples, as they occur
         self._kv_seconds = cost.kv_seconds(degree)
-        self._updates: list[tuple[float, int | None, bool, Action | None]] = []
+        self._updates: list[tuple[float, int, bool, Action | None]] = []
         self._paused = self._cut = False
         self._inside = False  # a callback runs: what it asks for takes effect when it returns
         self._slowdown = 1.0
@@ -124,24 +121,17 @@ class SimulatedEngine:
         sequence = samples[sample] = Sequence(rid, sample, prompt_tokens, total_tokens, begun)
         first = not batch.waiting  # behind others it can't be let in, and what they wait for is an event of its own
         batch.add(sequence)
-        if self.phase is Phase.IDLE or (first and batch.fits(sequence, self.kv_tokens, len(batch.running))):
+        if self.phase is Phase.IDLE or (first and batch.fits(sequence, self.kv_tokens)):
             self._interrupt()
 
     def abort(self, name: str) -> list[Progress]:
         """Ends a request (`rid`) or one sample (`rid/i`) and returns what each sample had; [] for what isn't here."""
-        found = self._find(name)
+        rid, _, sample = name.partition("/")
+        samples = self._requests.get(rid, {})
+        found = [number for number in samples if not sample or number == int(sample)]
         if found:
             self._interrupt()
-        ended = [self._progress(sequence, 0) for sequence in found]
-        for sequence in found:
-            self.batch.remove(sequence)
-            self._forget(sequence)
-        return ended
-
-    def progress(self, name: str) -> list[Progress]:
-        """Returns what each sample of a request (`rid`) or one sample (`rid/i`) has so far; [] for what isn't here."""
-        ahead = self._elapsed()
-        return [self._progress(sequence, ahead) for sequence in self._find(name)]
+        return [self.batch.remove(self._forget(rid, number)) for number in found]
 
     def pause(self) -> None:
         """Stands still after the step under way, until `resume`. Running samples keep their cache."""
@@ -152,9 +142,7 @@ class SimulatedEngine:
         self._paused = False
         self._interrupt()
 
-    def update(
-        self, seconds: float, version: int | None = None, recompute: bool = False, done: Action | None = None
-    ) -> None:
+    def update(self, seconds: float, version: int, recompute: bool, done: Action | None = None) -> None:
         """Loads new weights: stands still for `seconds` from the end of the step under way, then generates under
         `version`. `recompute` fills the cache anew under the new weights. `done` is called when they are loaded, unless
         the engine crashes before. Updates follow one another. Raises SimulatedEngineError if the engine is down."""
@@ -168,26 +156,26 @@ class SimulatedEngine:
         self._slowdown = factor
         self._interrupt()
 
-    def crash(self) -> list[Progress]:
-        """Loses everything, waiting updates too, and returns what was here. The engine is down until `recover`."""
-        lost = [progress for rid in self._requests for progress in self.progress(rid)]
+    def crash(self) -> list[str]:
+        """Loses everything, waiting updates too, and returns the ids of the requests that were here. The engine is down
+        until `recover`."""
         self._settle()
         self.clock.cancel(self._handle)
         self._updates.clear()
         self._paused, self._cut, self._slowdown = False, False, 1.0
         self._rest(Phase.DOWN)
+        lost = list(self._requests)
         for samples in self._requests.values():
             for sequence in samples.values():
                 self.batch.remove(sequence)
         self._requests.clear()
         return lost
 
-    def recover(self, version: int | None = None) -> None:
-        """Brings the engine up after a crash, empty, with the weights of `version` (None: those it had)."""
+    def recover(self, version: int) -> None:
+        """Brings the engine up after a crash, empty, with the weights of `version`."""
         if self.phase is Phase.DOWN:
             self.phase, self._paused = Phase.IDLE, False
-            if version is not None:
-                self.batch.change_version(version)
+            self.batch.change_version(version)
 
     @property
     def up(self) -> bool:
@@ -196,18 +184,6 @@ class SimulatedEngine:
     @property
     def version(self) -> int:
         return self.batch.version
-
-    @property
-    def running(self) -> int:
-        return len(self.batch.running)
-
-    @property
-    def waiting(self) -> int:
-        return self.batch.waiting
-
-    @property
-    def preemptions(self) -> int:
-        return self.batch.preemptions
 
     @property
     def decoded(self) -> int:
@@ -232,22 +208,12 @@ class SimulatedEngine:
 
     # --- samples ------------------------------------------------------------------------------------
 
-    def _find(self, name: str) -> list[Sequence]:
-        rid, _, sample = name.partition("/")
-        samples = self._requests.get(rid, {})
-        if not sample:
-            return list(samples.values())
-        return [samples[int(sample)]] if int(sample) in samples else []
-
-    def _forget(self, sequence: Sequence) -> None:
-        samples = self._requests[sequence.rid]
-        del samples[sequence.sample]
+    def _forget(self, rid: str, sample: int) -> Sequence:
+        samples = self._requests[rid]
+        sequence = samples.pop(sample)
         if not samples:
-            del self._requests[sequence.rid]
-
-    def _progress(self, sequence: Sequence, ahead: int) -> Progress:
-        batch = self.batch
-        return Progress(sequence.rid, sequence.sample, batch.tokens(sequence, ahead), batch.segments(sequence, ahead))
+            del self._requests[rid]
+        return sequence
 
     # --- steps in time ------------------------------------------------------------------------------
 
@@ -319,19 +285,18 @@ class SimulatedEngine:
         self.batch.advance(self._jump.steps)
         self.phase = Phase.IDLE
         ended = self.batch.ended()
-        for sequence in ended:
-            self._forget(sequence)
+        for progress in ended:
+            self._forget(progress.rid, progress.sample)
         self._inside = True
-        for sequence in ended:
-            self.on_finish(sequence.rid, sequence.sample, sequence.total, sequence.segments)
+        for progress in ended:
+            self.on_finish(progress)
         self._inside = False
         self._go()
 
     def _updated(self) -> None:
         _, version, recompute, done = self._updates.pop(0)
         self.phase = Phase.IDLE
-        if version is not None:
-            self.batch.change_version(version)
+        self.batch.change_version(version)
         if recompute:
             self.batch.expel_all()
         self._inside = True
@@ -342,52 +307,34 @@ class SimulatedEngine:
 
 
 class SimulatedFleet:
-    """Engines of `degree` GPUs each, on `gpus` GPUs in hosts of `gpus_per_host`. `on_finish` is that of
-    `SimulatedEngine`, with the index of the engine in front."""
+    """Engines of `degree` GPUs each, on `gpus` GPUs. Raises ValueError for a degree that does not divide them, or a
+    host's."""
 
     def __init__(
-        self,
-        clock: Clock,
-        cost: EngineCost,
-        gpus: int,
-        degree: int,
-        on_finish: OnFleetFinish,
-        max_running: int = 256,
-        gpus_per_host: int = 8,
-        version: int = 0,
+        self, clock: Clock, cost: Hardware, gpus: int, degree: int, on_finish: OnFinish, max_running: int = 256
     ) -> None:
-        self.clock, self.cost, self.gpus, self.on_finish = clock, cost, gpus, on_finish
-        self.max_running, self.gpus_per_host = max_running, gpus_per_host
-        self._begun = clock.now
+        self.clock, self.cost, self.gpus, self.on_finish, self.max_running = clock, cost, gpus, on_finish, max_running
         self._past = [0.0] * 4  # of earlier engines: GPU seconds of work, peak tokens, tokens, preemptions
-        self._check(degree)
-        self._build(degree, version)
-
-    def _check(self, degree: int) -> None:
-        if degree < 1 or self.gpus % degree or self.gpus_per_host % degree:
-            raise ValueError(f"{self.gpus} GPUs in hosts of {self.gpus_per_host} can't be engines of {degree}")
+        self._build(degree, version=0)
 
     def _build(self, degree: int, version: int) -> None:
+        hosts = self.cost.gpus_per_host
+        if degree < 1 or self.gpus % degree or hosts % degree:
+            raise ValueError(f"{self.gpus} GPUs in hosts of {hosts} can't be engines of {degree}")
         self.degree, self._since = degree, self.clock.now
-
         self.engines = [
-            SimulatedEngine(self.clock, self.cost, degree, partial(self.on_finish, index), self.max_running, version)
-            for index in range(self.gpus // degree)
+            SimulatedEngine(self.clock, self.cost, degree, self.on_finish, self.max_running, version)
+            for _ in range(self.gpus // degree)
         ]
 
-    def set_parallelism(self, degree: int, seconds: float = 0.0) -> list[Progress]:
-        """Replaces the engines by others on the same GPUs and returns what was on the old ones, to be submitted anew
-        with what it has begun. The new engines can be used at once and begin to work after `seconds`; they serve the
-        oldest weights that any of the old ones had. Raises ValueError for a degree that does not divide a host."""
-        self._check(degree)
-        oldest = min(engine.version for engine in self.engines)
-        unfinished = [progress for engine in self.engines for progress in engine.crash()]
-        self._past = self._totals()
-        self._build(degree, oldest)
-        if seconds > 0:
-            for engine in self.engines:
-                engine.update(seconds)
-        return unfinished
+    def set_parallelism(self, degree: int) -> None:
+        """Replaces the engines, on which nothing is generated, by others on the same GPUs, with the oldest weights that
+        any of them had. Raises ValueError like the class."""
+        past, before = self._totals(), self.engines
+        self._build(degree, min(engine.version for engine in before))
+        self._past = past
+        for engine in before:
+            engine.crash()  # a last step may be under way, for samples that were aborted
 
     def _totals(self) -> list[float]:
         engines, span = self.engines, self.clock.now - self._since
@@ -395,7 +342,7 @@ class SimulatedFleet:
             self.degree * sum(engine.busy_seconds for engine in engines),
             span * len(engines) * engines[0].peak,
             float(sum(engine.decoded for engine in engines)),
-            float(sum(engine.preemptions for engine in engines)),
+            float(sum(engine.batch.preemptions for engine in engines)),
         ]
         return [before + more for before, more in zip(self._past, now, strict=True)]
 
@@ -408,5 +355,5 @@ class SimulatedFleet:
         """Returns (part of the GPUs' time in which their engine worked, tokens decoded as part of the most that were
         possible) since the beginning."""
         busy, peak, tokens, _ = self._totals()
-        span = self.clock.now - self._begun
+        span = self.clock.now
         return (busy / (span * self.gpus), tokens / peak) if span > 0 else (0.0, 0.0)

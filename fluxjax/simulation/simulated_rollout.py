@@ -16,7 +16,7 @@ from ..base.types import Response
 from ..coordinator.ledger import ABORTED
 from ..coordinator.messages import EngineFailed, Event, Generate, PublishWeights, Request, ResponseFinished
 from .clock import Clock
-from .continuous_batch import Segments
+from .continuous_batch import Progress
 from .faults import FaultPlan
 from .options import SimulationConfig
 from .simulated_engine import SimulatedFleet
@@ -51,20 +51,13 @@ class Rollout:
     ) -> None:
         self.clock, self.settings, self.work, self.faults = clock, settings, work, faults
         self.post, self.timeline = post, timeline
-        self.hardware = hardware = settings.hardware()
-        self.fleet = SimulatedFleet(
-            clock,
-            hardware,
-            settings.rollout_gpus,
-            settings.degree,
-            self._ended,
-            settings.max_running,
-            hardware.gpus_per_host,
-        )
+        self.hardware = settings.hardware()
+        gpus, degree = settings.rollout_gpus, settings.degree
+        self.fleet = SimulatedFleet(clock, self.hardware, gpus, degree, self._ended, settings.max_running)
         self.engines = self.fleet.engines
         self.requests: dict[int, Request] = {}
         self.samples: dict[int, Samples] = {}
-        self.launched = self.aborted = self.crashes = self.syncs = 0
+        self.launched = self.aborted = self.crashes = 0
         self.longest = 0  # tokens of the longest response that arrived since this was set to 0
         self._open: dict[str, _OpenRequest] = {}
         self._held: dict[int, dict[str, _OpenRequest]] = {}  # by engine that is down, then by rid
@@ -109,28 +102,28 @@ class Rollout:
             opened.left += 1
         self.launched += opened.left
 
-    def _ended(self, engine: int, rid: str, sample: int, tokens: int, segments: Segments) -> None:
-        opened = self._open[rid]
-        self.longest = max(self.longest, tokens)
+    def _ended(self, progress: Progress) -> None:
+        opened = self._open[progress.rid]
+        self.longest = max(self.longest, progress.tokens)
         self._close(opened, 1)
-        event = ResponseFinished(self._response(opened.request, sample, segments, self._finish(tokens)))
-        delays = self.faults.replies(opened.request.prompt.draw, opened.request.attempt, sample)
+        event = ResponseFinished(self._response(opened, progress))
+        delays = self.faults.replies(opened.request.prompt.draw, opened.request.attempt, progress.sample)
         for delay in delays:
             if delay:
                 self.clock.after(delay, partial(self.post, event))
             else:
                 self.post(event)
         if not delays:
-            reason = f"no answer within {self.settings.reply_limit:g} s"
-            self.clock.after(self.settings.reply_limit, partial(self.post, EngineFailed((rid,), reason)))
+            failed = EngineFailed((progress.rid,), f"no answer within {self.settings.reply_limit:g} s")
+            self.clock.after(self.settings.reply_limit, partial(self.post, failed))
 
-    def _finish(self, tokens: int) -> str:
-        return "length" if tokens >= self.work.max_new_tokens else "stop"
-
-    @staticmethod
-    def _response(request: Request, sample: int, segments: Segments, finish: str) -> Response:
-        more = response(f"{request.rid}/{sample}", request.prompt.draw, sample, segments, finish)
-        before = request.begun[sample] if request.begun else None
+    def _response(self, opened: _OpenRequest, progress: Progress) -> Response:
+        """A sample with what it had before. At the very moment of its last token it is over, even if it is aborted."""
+        rid, sample, tokens, segments = progress
+        finish = "length" if tokens >= self.work.max_new_tokens else "stop"
+        finish = finish if tokens >= opened.samples.lengths[sample] else ABORTED
+        more = response(f"{rid}/{sample}", opened.request.prompt.draw, sample, segments, finish)
+        before = opened.request.begun[sample] if opened.request.begun else None
         if before is None:
             return more
         return dataclasses.replace(
@@ -163,16 +156,16 @@ class Rollout:
             if not sample:  # a held request ends as a whole: a sample of it can't end before the engine is up
                 del self._held[request.engine][rid]
                 self._close(opened, 0)
-                for number, _ in _running(request):
-                    self.post(ResponseFinished(self._response(request, number, (), ABORTED)))
+                for number, before in _running(request):
+                    had = len(before.token_ids) if before else 0
+                    self.post(ResponseFinished(self._response(opened, Progress(rid, number, had, ()))))
             return
         found = self.engines[request.engine].abort(name)
         self.aborted += len(found)
         if found:
             self._close(opened, len(found))
-        for _, number, tokens, segments in found:  # at the very moment of its last token, it is over all the same
-            finish = ABORTED if tokens < opened.samples.lengths[number] else self._finish(tokens)
-            self.post(ResponseFinished(self._response(request, number, segments, finish)))
+        for progress in found:
+            self.post(ResponseFinished(self._response(opened, progress)))
 
     def park(self, draw: int) -> None:
         self.abort(self.requests[draw].rid)
@@ -188,7 +181,6 @@ class Rollout:
         """Loads new weights; `done` is called when all engines that are up have them, the others load them when they
         come up."""
         engines = order.engines or range(len(self.engines))
-        self.syncs += 1
         for index in engines:
             self._weights[index] = order.version
         self._loading = {index for index in engines if self.engines[index].up}
@@ -237,14 +229,14 @@ class Rollout:
 
     # --- crashes ------------------------------------------------------------------------------------
 
-    def crash(self, index: int, reason: str) -> None:
+    def crash(self, index: int) -> None:
         """Loses everything on an engine; weights that it is loading will be there when it is up again."""
         self.crashes += 1
-        lost = dict.fromkeys(progress.rid for progress in self.engines[index].crash())
+        lost = self.engines[index].crash()
         for rid in lost:
             self._close(self._open[rid], self._open[rid].left)
         if lost:
-            self.post(EngineFailed(tuple(lost), reason))
+            self.post(EngineFailed(tuple(lost), f"engine {index} crashed"))
         self._has_loaded(index)
 
     def recover(self, index: int) -> None:
@@ -264,45 +256,31 @@ def _running(request: Request) -> Iterator[tuple[int, Response | None]]:
             yield sample, before
 
 
-Spells = Iterator[tuple[float, float]]
+def meet_incidents(rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]) -> None:
+    """Lets engines crash and slow down as a `FaultPlan` says, until `over()`. Engines that a change of degree removed
+    meet nothing."""
+    clock = rollout.clock
 
+    def meets(index: int, incident: Callable[[int], None]) -> None:
+        if index < len(rollout.engines):
+            incident(index)
 
-class Incidents:
-    """Crashes and slow spells of engines, as a `FaultPlan` says, until `over()`. Engines that a change of degree
-    removed meet none."""
+    def next_spell(index: int, spells: Iterator[tuple[float, float]], *incidents: Callable[[int], None]) -> None:
+        """One of the two `incidents` begins the next spell, the other ends it."""
+        if over() or (spell := next(spells, None)) is None:
+            return
+        begin = max(spell[0], clock.now)
+        clock.at(begin, partial(meets, index, incidents[0]))
+        clock.at(begin + spell[1], partial(spell_ends, index, spells, *incidents))
 
-    def __init__(self, rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]) -> None:
-        self.rollout, self.clock, self.factor = rollout, rollout.clock, faults.rates.slow_factor
-        self._over = over
-        for index in range(len(rollout.engines)):
-            self._next_crash(index, faults.crashes(index))
-            self._next_spell(index, faults.slow_spells(index))
+    def spell_ends(index: int, spells: Iterator[tuple[float, float]], *incidents: Callable[[int], None]) -> None:
+        meets(index, incidents[1])
+        next_spell(index, spells, *incidents)
 
-    def _next_crash(self, index: int, crashes: Spells) -> None:
-        if not self._over() and (crash := next(crashes, None)) is not None:
-            time, seconds = crash
-            self.clock.at(max(time, self.clock.now), partial(self._crash, index, seconds, crashes))
+    def pace(factor: float, index: int) -> None:
+        rollout.engines[index].slow_down(factor)
 
-    def _crash(self, index: int, seconds: float, crashes: Spells) -> None:
-        self.clock.after(seconds, partial(self._recover, index, crashes))
-        if index < len(self.rollout.engines):
-            self.rollout.crash(index, f"engine {index} crashed")
-
-    def _recover(self, index: int, crashes: Spells) -> None:
-        if index < len(self.rollout.engines):
-            self.rollout.recover(index)
-        self._next_crash(index, crashes)
-
-    def _next_spell(self, index: int, spells: Spells) -> None:
-        if not self._over() and (spell := next(spells, None)) is not None:
-            begin = max(spell[0], self.clock.now)
-            self.clock.at(begin, partial(self._slow_down, index, self.factor))
-            self.clock.at(begin + spell[1], partial(self._spell_ends, index, spells))
-
-    def _spell_ends(self, index: int, spells: Spells) -> None:
-        self._slow_down(index, 1.0)
-        self._next_spell(index, spells)
-
-    def _slow_down(self, index: int, factor: float) -> None:
-        if index < len(self.rollout.engines):
-            self.rollout.engines[index].slow_down(factor)
+    slow, fast = partial(pace, faults.rates.slow_factor), partial(pace, 1.0)
+    for index in range(len(rollout.engines)):
+        next_spell(index, faults.crashes(index), rollout.crash, rollout.recover)
+        next_spell(index, faults.slow_spells(index), slow, fast)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from fluxjax.simulation.hardware import QWEN2_5_7B, Hardware
+from sharding.cost.tables import ModelSizes
 
-class Cost:
+
+@dataclasses.dataclass(frozen=True)
+class Cost(Hardware):
     """Numbers of few binary digits: sums of times are exact, in whatever order they are added up."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    model: ModelSizes = QWEN2_5_7B
+    limit: int = 0  # tokens that the cache holds
 
     def step_seconds(self, batch: int, degree: int) -> float:
         return (16 + batch) / (1024 * degree)
@@ -41,14 +45,14 @@ class One:
 
 class NaiveEngine:
     def __init__(self, limit: int, max_running: int) -> None:
-        self.cost, self.limit, self.max_running = Cost(limit), limit, max_running
+        self.cost, self.limit, self.max_running = Cost(limit=limit), limit, max_running
         self.now, self.version, self.slowdown = 0.0, 0, 1.0
         self.running: list[One] = []
         self.waiting: list[One] = []
         self.updates: list[tuple] = []
         self.phase, self.until, self.paused = "idle", 0.0, False
         self.finished: list[tuple] = []
-        self.answers: list[list[tuple]] = []
+        self.answers: list[list] = []
         self.preemptions = self.decoded = self.prefilled = self.highest = 0
         self.busy = 0.0
         self.submitted: dict[tuple[str, int], One] = {}
@@ -146,11 +150,6 @@ class NaiveEngine:
             del self.submitted[one.rid, one.sample]
             (self.running if one in self.running else self.waiting).remove(one)
 
-    def _progress(self, name: str) -> None:
-        rid, _, sample = name.partition("/")
-        found = [one for one in self.submitted.values() if one.rid == rid and sample in ("", str(one.sample))]
-        self.answers.append([one.result() for one in found])
-
     def _pause(self) -> None:
         self.paused = self.phase != "down"
 
@@ -165,7 +164,7 @@ class NaiveEngine:
             self.updates.append((seconds, version, recompute))
 
     def _crash(self) -> None:
-        self.answers.append(sorted(one.result() for one in self.submitted.values()))
+        self.answers.append(sorted({one.rid for one in self.submitted.values()}))
         self.submitted.clear()
         self.running, self.waiting, self.updates = [], [], []
         self.phase, self.paused, self.slowdown = "down", False, 1.0

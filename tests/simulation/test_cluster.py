@@ -16,7 +16,7 @@ from fluxjax.coordinator.policies.rounds import Rounds
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from by_hand import roll_out, workload
+from by_hand import roll_out, setup_of, workload
 
 from fluxjax import simulate
 from fluxjax.base.types import Response
@@ -33,7 +33,6 @@ from fluxjax.coordinator.messages import (
     Train,
 )
 from fluxjax.simulation.cluster import Cluster, StuckError
-from fluxjax.simulation.hardware import SETUPS
 from fluxjax.simulation.histories import History, scenario
 from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster
@@ -71,12 +70,12 @@ def test_a_synchronous_step_is_the_one_worked_out_by_hand():
     config = configuration(
         "simulation.gpus=2", "simulation.rewards=synchronous", "simulation.tasks=('math',)", "steps=1"
     )
-    setup, watched = SETUPS["14b"], Watched(config)
+    setup, watched = setup_of("14b"), Watched(config)
     work = workload(setup, 0, "math")
     seen = watched.cluster.work
     draws = list(range(16))
     assert [work.samples(d, 0, 4).lengths for d in draws] == [seen.samples(d, 0, 4).lengths for d in draws]
-    small = dataclasses.replace(setup, gpus=2, prompts=16, responses=4)
+    small = dataclasses.replace(setup, gpus=2, responses=4)
     rollout = roll_out(small, work, draws)
     hardware = setup.hardware
     tokens = sum(sum(work.samples(d, 0, 4).lengths) + 4 * work.prompt_tokens(d) for d in draws)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from naive_engine import Cost, NaiveEngine
 
 from fluxjax.simulation.clock import Clock, ClockError
+from fluxjax.simulation.continuous_batch import Progress
 from fluxjax.simulation.simulated_engine import SimulatedEngine, SimulatedEngineError
 
 TIMES = st.integers(0, 1500).map(lambda ticks: ticks / 1024)
@@ -37,7 +38,7 @@ def stories(draw):
             events.append((at, "submit", rid, sample, prompt, total, begun))
     for at in draw(st.lists(TIMES, max_size=6)):
         name = draw(NAMES) + draw(st.sampled_from(["", "/0", "/1", "/2"]))
-        events.append((at, draw(st.sampled_from(["abort", "progress"])), name))
+        events.append((at, "abort", name))
     if draw(st.booleans()):
         first, last = sorted([draw(TIMES), draw(TIMES)])
         events += [(first, "pause"), (last, "resume")]
@@ -56,7 +57,7 @@ def stories(draw):
 def simulate(limit: int, max_running: int, events: list[tuple]):
     clock, finished, answers = Clock(), [], []
     engine = SimulatedEngine(
-        clock, Cost(limit), 1, lambda *what: finished.append((clock.now, *what)), max_running=max_running
+        clock, Cost(limit=limit), 1, lambda what: finished.append((clock.now, *what)), max_running=max_running
     )
 
     def act(name: str, *arguments) -> None:
@@ -64,10 +65,10 @@ def simulate(limit: int, max_running: int, events: list[tuple]):
         if not engine.up and name in ("submit", "update", "pause"):
             return
         answer = getattr(engine, name)(*arguments)
-        if name in ("abort", "progress"):
+        if name == "abort":
             answers.append([tuple(one) for one in answer])
         elif name == "crash":
-            answers.append(sorted(tuple(one) for one in answer))
+            answers.append(sorted(answer))
 
     for time, name, *arguments in events:
         clock.at(time, lambda name=name, arguments=arguments: act(name, *arguments))
@@ -87,7 +88,7 @@ def test_jumps_equal_one_token_at_a_time(story):
     assert [time for time, *_ in finished] == sorted(time for time, *_ in finished)
     assert answers == naive.answers
     assert naive.highest <= limit
-    assert (engine.preemptions, engine.decoded, engine.prefilled) == (
+    assert (engine.batch.preemptions, engine.decoded, engine.prefilled) == (
         naive.preemptions,
         naive.decoded,
         naive.prefilled,
@@ -102,7 +103,7 @@ def test_tokens_are_conserved(story):
     """What was decoded is what came out: finished, aborted or lost, less what had begun elsewhere."""
     limit, max_running, events = story
     crashes = [at for at, name, *_ in events if name == "crash"]
-    events = [event for event in events if event[1] != "progress" and not (crashes and event[0] == crashes[0])]
+    events = [event for event in events if not (crashes and event[0] == crashes[0])]
     events = [event for event in events if event[1] not in ("pause", "crash", "recover")]
     engine, finished, answers = simulate(limit, max_running, events)
     begun = sum(event[6] for event in events if event[1] == "submit")
@@ -112,13 +113,13 @@ def test_tokens_are_conserved(story):
     total = {(event[2], event[3]): event[5] for event in events if event[1] == "submit"}
     assert all(total[rid, sample] == tokens for rid, sample, tokens in ended)
     assert len(ended) + len(aborted) == len(total)
-    assert engine.running == engine.waiting == engine.kv_tokens == 0
+    assert len(engine.batch.running) == engine.batch.waiting == engine.kv_tokens == 0
 
 
 def test_preempted_samples_end_with_the_right_length():
     events = [(0.0, "submit", "a", sample, 10, 80, 0) for sample in range(5)]
     engine, finished, _ = simulate(200, 8, events)
-    assert engine.preemptions > 0
+    assert engine.batch.preemptions > 0
     assert engine.prefilled > 50
     assert engine.decoded == 5 * 80
     assert [(rid, sample, tokens) for _, rid, sample, tokens, _ in finished] == [("a", i, 80) for i in range(5)]
@@ -136,18 +137,19 @@ def test_segments_say_which_weights_made_which_tokens():
 def test_callbacks_may_submit_abort_and_crash():
     clock, seen = Clock(), []
 
-    def on_finish(rid: str, sample: int, tokens: int, segments: tuple) -> None:
-        seen.append((rid, sample, tokens))
+    def on_finish(progress: Progress) -> None:
+        rid = progress.rid
+        seen.append(progress[:3])
         if rid == "a":
             assert [one[:3] for one in engine.abort("b")] == [("b", 0, 10)]
             engine.submit("c", 0, 1, 20)
         if rid == "c":
             engine.submit("d", 0, 1, 5)
-            assert [one[:3] for one in engine.crash()] == [("d", 0, 0)]
+            assert engine.crash() == ["d"]
             engine.recover(4)
             engine.submit("e", 0, 1, 5)
 
-    engine = SimulatedEngine(clock, Cost(1000), 1, on_finish)
+    engine = SimulatedEngine(clock, Cost(limit=1000), 1, on_finish)
     engine.submit("a", 0, 1, 10)
     engine.submit("b", 0, 1, 90)
     clock.run()
@@ -156,7 +158,7 @@ def test_callbacks_may_submit_abort_and_crash():
 
 
 def test_what_cannot_be_generated_is_refused():
-    engine = SimulatedEngine(Clock(), Cost(100), 1, print)
+    engine = SimulatedEngine(Clock(), Cost(limit=100), 1, print)
     for prompt, total, begun in [(50, 51, 0), (1, 0, 0), (1, 5, 5), (1, 5, -1)]:
         with pytest.raises(SimulatedEngineError):
             engine.submit("a", 0, prompt, total, begun)
@@ -166,7 +168,7 @@ def test_what_cannot_be_generated_is_refused():
     engine.crash()
     with pytest.raises(SimulatedEngineError, match="down"):
         engine.submit("c", 0, 1, 5)
-    assert engine.abort("nobody") == engine.abort("b/7") == engine.progress("b") == []
+    assert engine.abort("nobody") == engine.abort("b/7") == engine.abort("b") == []
 
 
 def test_clock_keeps_order_and_cancels():

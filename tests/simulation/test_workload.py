@@ -10,7 +10,7 @@ import pytest
 from fluxjax.simulation.clock import Clock
 from fluxjax.simulation.draws import exponential, key, uniform
 from fluxjax.simulation.faults import FaultPlan, FaultRates
-from fluxjax.simulation.hardware import SETUPS
+from fluxjax.simulation.hardware import HARDWARE
 from fluxjax.simulation.scoring import Servers
 from fluxjax.simulation.simulated_engine import SimulatedFleet
 from fluxjax.simulation.workload import Workload, response
@@ -147,26 +147,28 @@ def test_servers_queue():
         Servers(0)
 
 
-def test_engines_are_cut_anew_and_their_work_goes_on():
+def test_engines_are_cut_anew_and_their_work_counts():
     clock, finished = Clock(), []
-    fleet = SimulatedFleet(clock, SETUPS["7b"].hardware, 16, 1, lambda *what: finished.append(what))
+    fleet = SimulatedFleet(clock, HARDWARE["7b"], 16, 1, finished.append)
     assert len(fleet.engines) == 16
-    for index, engine in enumerate(fleet.engines):
-        engine.submit(f"r{index}", 0, 100, 500)
-    clock.run(until=2.0)
-    unfinished = fleet.set_parallelism(4, seconds=1.0)
-    assert len(fleet.engines) == 4 and len(unfinished) == 16
-    assert all(0 < progress.tokens < 500 for progress in unfinished)
-    for index, progress in enumerate(unfinished):
-        fleet.engines[index % 4].submit(progress.rid, progress.sample, 100, 500, progress.tokens)
+
+    def generate(tokens: int) -> None:
+        for index in range(16):
+            fleet.engines[index % len(fleet.engines)].submit(f"r{tokens}.{index}", 0, 100, tokens)
+        clock.run()
+
+    generate(500)
+    begun, (worked, part) = clock.now, fleet.utilisation()
+    assert 0 < part < worked == 1
+    fleet.engines[3].update(0.0, 2, False)
     clock.run()
-    assert len(finished) == 16
-    assert all(
-        sum(count for _, count in segments) + next(p.tokens for p in unfinished if p.rid == rid) == tokens == 500
-        for _, rid, _, tokens, segments in finished
-    )
-    busy, part = fleet.utilisation()
-    assert 0 < part < busy < 1 and fleet.preemptions == 0
+    fleet.set_parallelism(4)
+    assert [engine.version for engine in fleet.engines] == [0] * 4, "the oldest weights that any had"
+    generate(300)
+    assert sorted(progress.tokens for progress in finished) == [300] * 16 + [500] * 16
+    assert all(progress.segments == ((0, progress.tokens),) for progress in finished if progress.tokens == 300)
+    assert fleet.utilisation() == (pytest.approx(1.0), pytest.approx(part * begun / clock.now, rel=0.5))
+    assert fleet.preemptions == 0
     for degree in (0, 3, 16):
         with pytest.raises(ValueError):
             fleet.set_parallelism(degree)
