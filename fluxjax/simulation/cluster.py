@@ -50,10 +50,14 @@ class Cluster:
         self.settings = settings = config.simulation
         self.clock = Clock()
         self.timeline = Timeline(STEPS_SHOWN, lambda: self.clock.now)
-        mix = dict.fromkeys(settings.tasks, 1.0)
         self.work = Workload(
-            *(config.seed, settings.prompts, config.rollout.max_new_tokens),
-            *(settings.median, settings.spread, settings.shared, mix),
+            config.seed,
+            settings.prompts,
+            config.rollout.max_new_tokens,
+            settings.median,
+            settings.spread,
+            settings.shared,
+            settings.tasks,
         )
         self.faults = FaultPlan(settings.faults, config.seed)
         self.rollout = Rollout(self.clock, settings, self.work, self.faults, self.post, self.timeline)

@@ -124,7 +124,7 @@ class SimulateConfig(Config):
                     f"parallelism.max_degree is {self.parallelism.max_degree}; engines of up to so many GPUs must "
                     f"divide the {sim.rollout_gpus} for rollout"
                 )
-        _check_faults(sim.faults)
+        sim.faults.validate("simulation.faults.")
 
     def _validate_memory(self, hardware: Hardware, degree: int) -> None:
         longest = self.rollout.max_new_tokens + LONGEST_PROMPT
@@ -138,10 +138,3 @@ class SimulateConfig(Config):
                 f"rollout.max_new_tokens is {self.rollout.max_new_tokens}; with its prompt, a response may have "
                 f"{longest} tokens, but the cache of an engine of {degree} GPUs holds {room}"
             )
-
-
-def _check_faults(faults: FaultRates) -> None:
-    try:
-        faults.validate()
-    except ValueError as error:
-        raise ConfigError(f"simulation.faults.{error}") from None

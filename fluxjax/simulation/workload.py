@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -42,9 +41,9 @@ class Samples:
     correct: list[bool]
     sandbox: list[float]
 
-    def reward(self, sample: int, limit: float = math.inf) -> Reward:
+    def reward(self, sample: int, limit: float = SANDBOX_LIMIT) -> Reward:
         """Scores a sample; 0 if its sandbox is stopped after `limit` seconds."""
-        if self.sandbox[sample] >= min(limit, SANDBOX_LIMIT):
+        if self.sandbox[sample] >= limit:
             return Reward(0.0, False, "timed out")
         return Reward(float(self.correct[sample]), self.correct[sample])
 
@@ -71,8 +70,8 @@ def response(rid: str, draw: int, sample: int, segments: Segments, finish: str =
 
 class Workload:
     """A data set of `size` prompts, drawn epoch after epoch in another order each. `median` in tokens, `spread` is the
-    standard deviation of the logarithm of a length, `shared` what of its variance is the prompt's; `mix` are the
-    weights of the tasks, a subset of `TASKS`. Raises ValueError for anything else."""
+    standard deviation of the logarithm of a length, `shared` what of its variance is the prompt's; `tasks` are some of
+    `TASKS`, with as many prompts each, about."""
 
     def __init__(
         self,
@@ -82,21 +81,16 @@ class Workload:
         median: float = 550.0,
         spread: float = 1.05,
         shared: float = 0.5,
-        mix: Mapping[str, float] | None = None,
+        tasks: tuple[str, ...] = TASKS,
     ) -> None:
-        mix = dict.fromkeys(TASKS, 1.0) if mix is None else mix
-        if size < 1 or max_new_tokens < 1 or median <= 0 or spread < 0 or not 0 <= shared <= 1:
-            raise ValueError(f"no work can be made of {size} prompts, {median} +- {spread}, {shared}, {max_new_tokens}")
-        if not mix or set(mix) - set(TASKS) or min(mix.values()) <= 0:
-            raise ValueError(f"the mixture is {dict(mix)}; it needs positive weights for some of {', '.join(TASKS)}")
         self.seed, self.size, self.max_new_tokens = seed, size, max_new_tokens
-        self.tasks = tuple(mix)
+        self.tasks = tasks
         self._own = spread * math.sqrt(1 - shared)
-        shares = np.array([mix[task] for task in self.tasks]) / sum(mix.values())
+        shares = np.full(len(tasks), 1 / len(tasks))
         random = generator(seed, _PROMPTS)
-        source = random.choice(len(self.tasks), size, p=shares)
+        source = random.choice(len(tasks), size, p=shares)
         text, hidden, difficulty = random.standard_normal((3, size))
-        offsets = np.array([_OFFSETS[task] for task in self.tasks])
+        offsets = np.array([_OFFSETS[task] for task in tasks])
         offsets = math.sqrt(_SOURCE) * (offsets - shares @ offsets)
         unseen = 1 - shares @ offsets**2 - _TEXT  # so that a single task has the same spread as a mixture
         effect = offsets[source] + math.sqrt(_TEXT) * text + math.sqrt(unseen) * hidden

@@ -7,7 +7,7 @@ import dataclasses
 from fluxjax.config import cli
 from fluxjax.simulation.clock import Clock
 from fluxjax.simulation.continuous_batch import Progress
-from fluxjax.simulation.hardware import Hardware
+from fluxjax.simulation.hardware import TASKS, Hardware
 from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.scoring import Servers
 from fluxjax.simulation.simulated_engine import SimulatedFleet
@@ -54,8 +54,7 @@ class Step:
 
 
 def workload(setup: Setup, seed: int, *tasks: str) -> Workload:
-    mix = dict.fromkeys(tasks, 1.0) if tasks else None
-    return Workload(seed, max_new_tokens=setup.max_new_tokens, median=setup.median, mix=mix)
+    return Workload(seed, max_new_tokens=setup.max_new_tokens, median=setup.median, tasks=tasks or TASKS)
 
 
 @dataclasses.dataclass
