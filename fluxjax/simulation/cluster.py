@@ -80,14 +80,10 @@ class Cluster:
         meet_incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
         self.clock.run()
         if self.coordinator.finished is None:
-            self._stuck()
-        assert self.coordinator.finished is not None
+            awaited = ", ".join(kind.__name__ for kind in self.coordinator.awaiting) or "responses or rewards"
+            step, heard = self.coordinator.step + 1, self._heard
+            raise StuckError(f"step {step}: since {heard:.0f} s nothing happens, the coordinator awaits {awaited}")
         return self.coordinator.finished
-
-    def _stuck(self) -> None:
-        awaited = ", ".join(kind.__name__ for kind in self.coordinator.awaiting) or "responses or rewards"
-        step, heard = self.coordinator.step + 1, self._heard
-        raise StuckError(f"step {step}: since {heard:.0f} s nothing happens, the coordinator awaits {awaited}")
 
     def post(self, event: messages.Event) -> None:
         """Something happened, now. Speculative sync learns from the time of it."""
@@ -191,15 +187,22 @@ class Cluster:
         then()
 
     def _trained(self, step: int) -> None:
-        now, rollout, end = self.clock.now, self.rollout, self.records[-1].end if self.records else 0.0
+        now, rollout, last = self.clock.now, self.rollout, self.records[-1].end if self.records else 0.0
         metrics = staleness_metrics(self._lags, self.settings.drift)
         preemptions = rollout.fleet.preemptions
         metrics["rollout/preemptions"] = float(preemptions - self._preemptions)
         self.records.append(
             StepRecord(
-                *(step, self._round, now, now - end, rollout.seconds - self._rollout_seconds, self._train_seconds),
-                *(rollout.longest, self._trained_tokens, preemptions - self._preemptions),
-                *(metrics["staleness/lag_mean"], int(metrics["staleness/lag_max"])),
+                step=step,
+                round=self._round,
+                end=now,
+                seconds=now - last,
+                rollout=rollout.seconds - self._rollout_seconds,
+                train=self._train_seconds,
+                longest=rollout.longest,
+                trained_tokens=self._trained_tokens,
+                lag_mean=metrics["staleness/lag_mean"],
+                lag_max=int(metrics["staleness/lag_max"]),
             )
         )
         self._rollout_seconds, self._preemptions = rollout.seconds, preemptions

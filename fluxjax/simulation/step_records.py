@@ -1,12 +1,11 @@
-"""The records of a simulated run, one a step, and what they say in sum."""
+"""The record of a simulated step, and the metrics that a trainer would report of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from ..base.types import Group
 
@@ -24,7 +23,6 @@ class StepRecord:
     train: float
     longest: int  # tokens of the longest response that arrived
     trained_tokens: int  # of responses
-    preemptions: int
     lag_mean: float  # versions, over the tokens trained on
     lag_max: int
 
@@ -56,27 +54,4 @@ def staleness_metrics(counts: Counter[int], drift: float) -> dict[str, float]:
         "staleness/lag_max": float(max(counts, default=0)),
         "staleness/kl": mean(lambda lag: lag * drift**2 / 2),
         "staleness/variance": mean(lambda lag: math.expm1(min(lag * drift**2, 50.0))),
-    }
-
-
-def step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float | int]]:
-    """Computes mean and median seconds of all steps, and of short and long rounds where there are such."""
-    kinds = {"all": list(records)}
-    for record in records:
-        if record.round:
-            kinds.setdefault(record.round, []).append(record)
-    return {kind: _times(some) for kind, some in kinds.items() if some}
-
-
-def _times(records: Sequence[StepRecord]) -> dict[str, float | int]:
-    def mean(name: str) -> float:
-        return round(statistics.fmean(getattr(record, name) for record in records), 2)
-
-    return {
-        "steps": len(records),
-        "mean_seconds": mean("seconds"),
-        "median_seconds": round(statistics.median(record.seconds for record in records), 2),
-        "mean_rollout_seconds": mean("rollout"),
-        "mean_train_seconds": mean("train"),
-        "mean_longest_tokens": round(statistics.fmean(record.longest for record in records), 1),
     }
