@@ -139,8 +139,8 @@ class Cluster:
     def _score(self, order: messages.Score) -> None:
         response, rollout = order.response, self.rollout
         tokens = self.work.prompt_tokens(response.draw) + len(response.token_ids)
-        request, samples = rollout.requests[response.draw], rollout.samples[response.draw]
-        self.scoring.score(request, response, samples, tokens, self.coordinator.step + 1)
+        generation = rollout.newest[response.draw]
+        self.scoring.score(generation.request, response, generation.samples, tokens, self.coordinator.step + 1)
 
     @_carry_out.of(messages.Lend)
     def _lend(self, order: messages.Lend) -> None:

@@ -16,8 +16,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 class Progress(NamedTuple):
-    """The tokens of a sample so far. `segments` are (weight version, tokens) of what was generated since the sample was
-    submitted here; `tokens` counts what had begun before that, too."""
+    """The tokens of a sample so far; `segments` are their (weight version, tokens)."""
 
     rid: str
     sample: int
@@ -30,12 +29,12 @@ class Sequence:
 
     __slots__ = ("generated", "joined", "mark", "prompt", "rid", "sample", "segments", "total", "waits")
 
-    def __init__(self, rid: str, sample: int, prompt: int, total: int, begun: int) -> None:
+    def __init__(self, rid: str, sample: int, prompt: int, total: int, begun: Segments) -> None:
         self.rid, self.sample, self.prompt, self.total = rid, sample, prompt, total
-        self.generated = begun  # tokens when the sample was let in
         self.joined = 0  # the step at which it was let in
         self.mark = -1  # the step that makes its last token; -1: the sample does not run
-        self.segments: Segments = ()  # of what was generated before the sample was thrown out
+        self.segments = begun  # of what was generated before it was let in
+        self.generated = sum(tokens for _, tokens in begun)
         self.waits = True
 
 
@@ -144,7 +143,7 @@ class Batch:
         return found
 
     def _generated(self, sequence: Sequence) -> tuple[int, Segments]:
-        """Returns the tokens of a sample, and its (version, tokens) since it was submitted."""
+        """Returns the tokens of a sample and their (version, tokens)."""
         if sequence.waits:
             return sequence.generated, sequence.segments
         segments = list(sequence.segments)

@@ -16,12 +16,12 @@ O(log n). `continuous_batch.py` has the samples and the cache, without time.
 
 from __future__ import annotations
 
+import bisect
 import enum
-import math
 from collections.abc import Callable
 
 from .clock import Action, Clock, Handle
-from .continuous_batch import Batch, Progress, Sequence
+from .continuous_batch import Batch, Progress, Segments, Sequence
 from .hardware import Hardware
 
 OnFinish = Callable[[Progress], object]
@@ -44,17 +44,8 @@ class Jump:
         return self.anchor + (steps * self.first + self.growth * (steps * (steps - 1) // 2))
 
     def elapsed(self, now: float) -> int:
-        """Steps that are done at `now`: a guess from the quadratic equation, made exact."""
-        if now >= self.end(self.steps):
-            return self.steps
-        spent, linear = max(now - self.anchor, 0.0), self.first - self.growth / 2
-        root = math.sqrt(linear * linear + 2 * self.growth * spent)
-        guess = min(int(2 * spent / (linear + root)), self.steps) if linear + root > 0 else 0
-        while guess > 0 and self.end(guess) > now:
-            guess -= 1
-        while guess < self.steps and self.end(guess + 1) <= now:
-            guess += 1
-        return guess
+        """Steps that are done at `now`."""
+        return bisect.bisect(range(1, self.steps + 1), now, key=self.end)
 
     def cut(self, done: int, now: float) -> None:
         """After `done` steps, the jump is only the step that is under way at `now`; nothing if none is."""
@@ -94,7 +85,8 @@ class SimulatedEngine:
         self._step_seconds: dict[int, float] = {}  # by the number of samples, as they occur
         self._kv_seconds = cost.kv_seconds(degree)
         self._updates: list[tuple[float, int, bool, Action | None]] = []
-        self._paused = self._cut = False
+        self.paused = self._cut = False
+        self._newest = version  # the weights that it was told to serve
         self._inside = False  # a callback runs: what it asks for takes effect when it returns
         self._slowdown = 1.0
         self._jump = Jump(0.0, 1.0, 0.0, 0)
@@ -103,16 +95,14 @@ class SimulatedEngine:
         self.on_finish = on_finish
         self._requests: dict[str, dict[int, Sequence]] = {}
 
-    def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: int = 0) -> None:
-        """Takes in a sample that ends with `total_tokens` generated tokens, of which `begun` exist already. Raises
-        SimulatedEngineError if the engine is down, if there is such a sample, if it has nothing left to generate or can
-        never fit."""
-        if self.phase is Phase.DOWN:
-            raise SimulatedEngineError(f"{rid}/{sample} is submitted to an engine that is down")
-        batch = self.batch
-        if not 0 <= begun < total_tokens or prompt_tokens + total_tokens > batch.kv_limit:
+    def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: Segments = ()) -> None:
+        """Takes in a sample that ends with `total_tokens` generated tokens, of which those of `begun` exist already; it
+        waits while the engine is down. Raises SimulatedEngineError if there is such a sample, if it has nothing left to
+        generate or can never fit."""
+        batch, had = self.batch, sum(tokens for _, tokens in begun)
+        if had >= total_tokens or prompt_tokens + total_tokens > batch.kv_limit:
             raise SimulatedEngineError(
-                f"{rid}/{sample} has {prompt_tokens} + {total_tokens} tokens, {begun} of them begun; "
+                f"{rid}/{sample} has {prompt_tokens} + {total_tokens} tokens, {had} of them begun; "
                 f"the cache holds {batch.kv_limit}"
             )
         samples = self._requests.setdefault(rid, {})
@@ -135,21 +125,21 @@ class SimulatedEngine:
 
     def pause(self) -> None:
         """Stands still after the step under way, until `resume`. Running samples keep their cache."""
-        self._paused = True
+        self.paused = True
         self._interrupt()
 
     def resume(self) -> None:
-        self._paused = False
+        self.paused = False
         self._interrupt()
 
     def update(self, seconds: float, version: int, recompute: bool, done: Action | None = None) -> None:
         """Loads new weights: stands still for `seconds` from the end of the step under way, then generates under
         `version`. `recompute` fills the cache anew under the new weights. `done` is called when they are loaded, unless
-        the engine crashes before. Updates follow one another. Raises SimulatedEngineError if the engine is down."""
-        if self.phase is Phase.DOWN:
-            raise SimulatedEngineError("new weights for an engine that is down")
-        self._updates.append((seconds, version, recompute, done))
-        self._interrupt()
+        the engine is down or crashes before: then it has them when it is up again. Updates follow one another."""
+        self._newest = version
+        if self.up:
+            self._updates.append((seconds, version, recompute, done))
+            self._interrupt()
 
     def slow_down(self, factor: float) -> None:
         """Makes everything take `factor` times as long as it should, from the next step on."""
@@ -157,12 +147,11 @@ class SimulatedEngine:
         self._interrupt()
 
     def crash(self) -> list[str]:
-        """Loses everything, waiting updates too, and returns the ids of the requests that were here. The engine is down
-        until `recover`."""
+        """Loses everything that is here and returns the ids of its requests. The engine is down until `recover`."""
         self._settle()
         self.clock.cancel(self._handle)
         self._updates.clear()
-        self._paused, self._cut, self._slowdown = False, False, 1.0
+        self._cut, self._slowdown = False, 1.0
         self._rest(Phase.DOWN)
         lost = list(self._requests)
         for samples in self._requests.values():
@@ -171,11 +160,12 @@ class SimulatedEngine:
         self._requests.clear()
         return lost
 
-    def recover(self, version: int) -> None:
-        """Brings the engine up after a crash, empty, with the weights of `version`."""
-        if self.phase is Phase.DOWN:
-            self.phase, self._paused = Phase.IDLE, False
-            self.batch.change_version(version)
+    def recover(self) -> None:
+        """Brings the engine up after a crash, with the newest weights that it was told to serve."""
+        if not self.up:
+            self.phase = Phase.IDLE
+            self.batch.change_version(self._newest)
+            self._interrupt()
 
     @property
     def up(self) -> bool:
@@ -251,7 +241,7 @@ class SimulatedEngine:
             self._rest(Phase.UPDATE)
             self._handle = self.clock.at(now + self._updates[0][0], self._updated)
             return
-        if self._paused:
+        if self.paused:
             self._rest(Phase.IDLE)
             return
         batch.preempt()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
 
 from ..base.timeline import Span, Timeline
 from ..base.types import Response
@@ -26,19 +27,18 @@ SHOWN = 8  # engines in the Gantt picture
 
 
 @dataclasses.dataclass(slots=True)
-class _OpenRequest:
-    """A request of which a sample still runs, or is held back."""
+class Generation:
+    """A request, with its responses as they are or will be."""
 
     request: Request
     samples: Samples
-    began: float
+    began: float  # s
     step: int
     left: int = 0  # samples on the engine
 
 
 class Rollout:
-    """Runs requests on engines and reports to `post`. Of a draw that is generated, `requests` has the newest request,
-    `samples` its responses as they are or will be."""
+    """Runs requests on engines and reports to `post`. `newest` has the last generation of each draw."""
 
     def __init__(
         self,
@@ -55,21 +55,17 @@ class Rollout:
         gpus, degree = settings.rollout_gpus, settings.degree
         self.fleet = SimulatedFleet(clock, self.hardware, gpus, degree, self._ended, settings.max_running)
         self.engines = self.fleet.engines
-        self.requests: dict[int, Request] = {}
-        self.samples: dict[int, Samples] = {}
+        self.newest: dict[int, Generation] = {}
         self.launched = self.aborted = self.crashes = 0
         self.longest = 0  # tokens of the longest response that arrived since this was set to 0
-        self._open: dict[str, _OpenRequest] = {}
-        self._held: dict[int, dict[str, _OpenRequest]] = {}  # by engine that is down, then by rid
-        self._weights = [0] * len(self.engines)  # the version that each engine was told to serve
+        self._open: dict[str, Generation] = {}  # by rid: those of which a sample is on the engine
         self._loading: set[int] = set()
-        self._asleep: set[int] = set()
         self._lent: set[int] = set()  # engines that sleep until they get new weights
         self._seconds, self._since = 0.0, -1.0  # with a request open, and since when; -1: none is
 
     @property
     def seconds(self) -> float:
-        """Seconds so far in which a request was generated or held back."""
+        """Seconds so far in which a request was on an engine."""
         return self._seconds + (self.clock.now - self._since if self._open else 0.0)
 
     @property
@@ -83,24 +79,20 @@ class Rollout:
         if not self._open:
             self._since = self.clock.now
         for request in order.requests:
-            draw = request.prompt.draw
-            if not request.begun:
-                self.samples[draw] = self.work.samples(draw, request.attempt, request.n)
-            opened = self._open[request.rid] = _OpenRequest(request, self.samples[draw], self.clock.now, step)
-            self.requests[draw] = request
-            if self.engines[request.engine].up:
-                self._submit(opened)
+            rid, draw, engine = request.rid, request.prompt.draw, self.engines[request.engine]
+            if request.begun:
+                samples = self.newest[draw].samples
             else:
-                self._held.setdefault(request.engine, {})[request.rid] = opened
-
-    def _submit(self, opened: _OpenRequest) -> None:
-        request, engine = opened.request, self.engines[opened.request.engine]
-        prompt = self.work.prompt_tokens(request.prompt.draw)
-        for sample, before in _running(request):
-            begun = 0 if before is None else len(before.token_ids)
-            engine.submit(request.rid, sample, prompt, opened.samples.lengths[sample], begun)
-            opened.left += 1
-        self.launched += opened.left
+                samples = self.work.samples(draw, request.attempt, request.n)
+            generation = Generation(request, samples, self.clock.now, step)
+            self._open[rid] = self.newest[draw] = generation
+            for sample, before in enumerate(request.begun or [None] * request.n):
+                if before is None or before.finish == ABORTED:
+                    versions = () if before is None else before.versions
+                    begun = tuple((version, len(list(run))) for version, run in groupby(versions))
+                    engine.submit(rid, sample, self.work.prompt_tokens(draw), samples.lengths[sample], begun)
+                    generation.left += 1
+            self.launched += generation.left
 
     def _ended(self, progress: Progress) -> None:
         opened = self._open[progress.rid]
@@ -117,23 +109,14 @@ class Rollout:
             failed = EngineFailed((progress.rid,), f"no answer within {self.settings.reply_limit:g} s")
             self.clock.after(self.settings.reply_limit, partial(self.post, failed))
 
-    def _response(self, opened: _OpenRequest, progress: Progress) -> Response:
-        """A sample with what it had before. At the very moment of its last token it is over, even if it is aborted."""
+    def _response(self, opened: Generation, progress: Progress) -> Response:
+        """At the very moment of its last token a response is over, even if it is aborted."""
         rid, sample, tokens, segments = progress
         finish = "length" if tokens >= self.work.max_new_tokens else "stop"
         finish = finish if tokens >= opened.samples.lengths[sample] else ABORTED
-        more = response(f"{rid}/{sample}", opened.request.prompt.draw, sample, segments, finish)
-        before = opened.request.begun[sample] if opened.request.begun else None
-        if before is None:
-            return more
-        return dataclasses.replace(
-            more,
-            token_ids=before.token_ids + more.token_ids,
-            logprobs=before.logprobs + more.logprobs,
-            versions=before.versions + more.versions,
-        )
+        return response(f"{rid}/{sample}", opened.request.prompt.draw, sample, segments, finish)
 
-    def _close(self, opened: _OpenRequest, samples: int) -> None:
+    def _close(self, opened: Generation, samples: int) -> None:
         """Notes that so many of a request's samples do not run any more."""
         opened.left -= samples
         if opened.left > 0:
@@ -147,33 +130,26 @@ class Rollout:
 
     def abort(self, name: str) -> None:
         """Ends a request or one of its samples; what it has is reported as aborted."""
-        rid, _, sample = name.partition("/")
-        opened = self._open.get(rid)
+        opened = self._open.get(name.partition("/")[0])
         if opened is None:
             return
-        request = opened.request
-        if rid in self._held.get(request.engine, {}):
-            if not sample:  # a held request ends as a whole: a sample of it can't end before the engine is up
-                del self._held[request.engine][rid]
-                self._close(opened, 0)
-                for number, before in _running(request):
-                    had = len(before.token_ids) if before else 0
-                    self.post(ResponseFinished(self._response(opened, Progress(rid, number, had, ()))))
-            return
-        found = self.engines[request.engine].abort(name)
-        self.aborted += len(found)
+        engine = self.engines[opened.request.engine]
+        found = engine.abort(name)
+        if engine.up:
+            self.aborted += len(found)
+        else:  # what waits for an engine was never launched
+            self.launched -= len(found)
         if found:
             self._close(opened, len(found))
         for progress in found:
             self.post(ResponseFinished(self._response(opened, progress)))
 
     def park(self, draw: int) -> None:
-        self.abort(self.requests[draw].rid)
+        self.abort(self.newest[draw].request.rid)
 
     def forget(self, draw: int) -> None:
         """Drops what is known of a prompt that nothing will be asked about any more."""
-        self.samples.pop(draw, None)
-        self.requests.pop(draw, None)
+        self.newest.pop(draw, None)
 
     # --- weights ------------------------------------------------------------------------------------
 
@@ -181,15 +157,13 @@ class Rollout:
         """Loads new weights; `done` is called when all engines that are up have them, the others load them when they
         come up."""
         engines = order.engines or range(len(self.engines))
-        for index in engines:
-            self._weights[index] = order.version
         self._loading = {index for index in engines if self.engines[index].up}
         self._loaded = done
         self.wake(self._lent & set(engines))
         self._lent -= set(engines)
         if not self._loading:
             self.clock.after(0.0, done)
-        for index in sorted(self._loading):
+        for index in sorted(engines):
             seconds = self.hardware.sync_seconds() + self.faults.sync_delay(order.version, index)
             then = partial(self._has_loaded, index)
             self.engines[index].update(seconds, order.version, self.settings.recompute, then)
@@ -203,10 +177,9 @@ class Rollout:
     def sleep(self, engines: set[int]) -> set[int]:
         """Takes the GPUs of some engines away until `wake`; what runs there stands still. Returns the engines that did
         not sleep already."""
-        awake = engines - self._asleep
+        awake = {index for index in engines if not self.engines[index].paused}
         for index in sorted(awake):
             self.engines[index].pause()
-        self._asleep |= awake
         return awake
 
     def lend(self, engines: set[int]) -> None:
@@ -214,17 +187,16 @@ class Rollout:
         self._lent |= self.sleep(engines)
 
     def wake(self, engines: set[int]) -> None:
-        for index in sorted(engines & self._asleep):
-            self.engines[index].resume()
-        self._asleep -= engines
+        for index in sorted(engines):
+            if self.engines[index].paused:
+                self.engines[index].resume()
 
     def set_parallelism(self, degree: int) -> int:
         """Makes other engines on the same GPUs, with the oldest weights that any had, and returns their number. Nothing
         may be generated meanwhile."""
         self.fleet.set_parallelism(degree)
         self.engines = self.fleet.engines
-        self._weights = [engine.version for engine in self.engines]
-        self._loading, self._asleep, self._lent = set(), set(), set()
+        self._loading, self._lent = set(), set()
         return len(self.engines)
 
     # --- crashes ------------------------------------------------------------------------------------
@@ -239,48 +211,34 @@ class Rollout:
             self.post(EngineFailed(tuple(lost), f"engine {index} crashed"))
         self._has_loaded(index)
 
-    def recover(self, index: int) -> None:
-        engine = self.engines[index]
-        engine.recover(self._weights[index])
-        if index in self._asleep:
-            engine.pause()
-        for opened in self._held.pop(index, {}).values():
-            self._submit(opened)
 
-
-def _running(request: Request) -> Iterator[tuple[int, Response | None]]:
-    """Yields the samples of a request that are to be generated, with what there is of each."""
-    for sample in range(request.n):
-        before = request.begun[sample] if request.begun else None
-        if before is None or before.finish == ABORTED:
-            yield sample, before
+Incident = Callable[[int], None]  # to the engine of this index
+Spells = Iterator[tuple[float, float]]
 
 
 def meet_incidents(rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]) -> None:
     """Lets engines crash and slow down as a `FaultPlan` says, until `over()`. Engines that a change of degree removed
     meet nothing."""
-    clock = rollout.clock
+    clock, factor = rollout.clock, faults.rates.slow_factor
 
-    def meets(index: int, incident: Callable[[int], None]) -> None:
-        if index < len(rollout.engines):
-            incident(index)
-
-    def next_spell(index: int, spells: Iterator[tuple[float, float]], *incidents: Callable[[int], None]) -> None:
-        """One of the two `incidents` begins the next spell, the other ends it."""
+    def next_spell(index: int, spells: Spells, begins: Incident, ends: Incident) -> None:
         if over() or (spell := next(spells, None)) is None:
             return
         begin = max(spell[0], clock.now)
-        clock.at(begin, partial(meets, index, incidents[0]))
-        clock.at(begin + spell[1], partial(spell_ends, index, spells, *incidents))
+        clock.at(begin, partial(meets, index, begins))
+        clock.at(begin + spell[1], partial(spell_ends, index, spells, begins, ends))
 
-    def spell_ends(index: int, spells: Iterator[tuple[float, float]], *incidents: Callable[[int], None]) -> None:
-        meets(index, incidents[1])
-        next_spell(index, spells, *incidents)
+    def spell_ends(index: int, spells: Spells, begins: Incident, ends: Incident) -> None:
+        meets(index, ends)
+        next_spell(index, spells, begins, ends)
+
+    def meets(index: int, incident: Incident) -> None:
+        if index < len(rollout.engines):
+            incident(index)
 
     def pace(factor: float, index: int) -> None:
         rollout.engines[index].slow_down(factor)
 
-    slow, fast = partial(pace, faults.rates.slow_factor), partial(pace, 1.0)
     for index in range(len(rollout.engines)):
-        next_spell(index, faults.crashes(index), rollout.crash, rollout.recover)
-        next_spell(index, faults.slow_spells(index), slow, fast)
+        next_spell(index, faults.crashes(index), rollout.crash, lambda index: rollout.engines[index].recover())
+        next_spell(index, faults.slow_spells(index), partial(pace, factor), partial(pace, 1.0))

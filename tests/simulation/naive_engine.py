@@ -8,6 +8,8 @@ import itertools
 from fluxjax.simulation.hardware import QWEN2_5_7B, Hardware
 from sharding.cost.tables import ModelSizes
 
+BEFORE = -1  # the version of what had begun before a sample was submitted
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost(Hardware):
@@ -46,7 +48,7 @@ class One:
 class NaiveEngine:
     def __init__(self, limit: int, max_running: int) -> None:
         self.cost, self.limit, self.max_running = Cost(limit=limit), limit, max_running
-        self.now, self.version, self.slowdown = 0.0, 0, 1.0
+        self.now, self.version, self.newest, self.slowdown = 0.0, 0, 0, 1.0
         self.running: list[One] = []
         self.waiting: list[One] = []
         self.updates: list[tuple] = []
@@ -137,10 +139,9 @@ class NaiveEngine:
         getattr(self, f"_{name}")(*arguments)
 
     def _submit(self, rid: str, sample: int, prompt: int, total: int, begun: int) -> None:
-        if self.phase != "down":
-            one = One(rid, sample, prompt, total, begun)
-            self.submitted[rid, sample] = one
-            self.waiting.append(one)
+        one = One(rid, sample, prompt, total, begun, [BEFORE] * begun)
+        self.submitted[rid, sample] = one
+        self.waiting.append(one)
 
     def _abort(self, name: str) -> None:
         rid, _, sample = name.partition("/")
@@ -151,7 +152,7 @@ class NaiveEngine:
             (self.running if one in self.running else self.waiting).remove(one)
 
     def _pause(self) -> None:
-        self.paused = self.phase != "down"
+        self.paused = True
 
     def _resume(self) -> None:
         self.paused = False
@@ -160,6 +161,7 @@ class NaiveEngine:
         self.slowdown = factor
 
     def _update(self, seconds: float, version: int, recompute: bool) -> None:
+        self.newest = version
         if self.phase != "down":
             self.updates.append((seconds, version, recompute))
 
@@ -167,8 +169,8 @@ class NaiveEngine:
         self.answers.append(sorted({one.rid for one in self.submitted.values()}))
         self.submitted.clear()
         self.running, self.waiting, self.updates = [], [], []
-        self.phase, self.paused, self.slowdown = "down", False, 1.0
+        self.phase, self.slowdown = "down", 1.0
 
-    def _recover(self, version: int) -> None:
+    def _recover(self) -> None:
         if self.phase == "down":
-            self.phase, self.version = "idle", version
+            self.phase, self.version = "idle", self.newest

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from naive_engine import Cost, NaiveEngine
+from naive_engine import BEFORE, Cost, NaiveEngine
 
 from fluxjax.simulation.clock import Clock, ClockError
 from fluxjax.simulation.continuous_batch import Progress
@@ -49,7 +49,7 @@ def stories(draw):
         events.append((at, "slow_down", draw(st.sampled_from([1.0, 1.5, 4.0]))))
     if draw(st.booleans()):
         first, last = sorted([draw(TIMES), draw(TIMES)])
-        events += [(first, "crash"), (last, "recover", 9)]
+        events += [(first, "crash"), (last, "recover")]
     events.sort(key=lambda event: event[0])
     return limit, draw(st.integers(1, 6)), events
 
@@ -62,8 +62,8 @@ def simulate(limit: int, max_running: int, events: list[tuple]):
 
     def act(name: str, *arguments) -> None:
         assert engine.kv_tokens <= limit
-        if not engine.up and name in ("submit", "update", "pause"):
-            return
+        if name == "submit":
+            arguments = (*arguments[:-1], ((BEFORE, arguments[-1]),) if arguments[-1] else ())
         answer = getattr(engine, name)(*arguments)
         if name == "abort":
             answers.append([tuple(one) for one in answer])
@@ -130,8 +130,8 @@ def test_segments_say_which_weights_made_which_tokens():
     _, finished, _ = simulate(100, 8, events)
     ((_, _, _, tokens, segments),) = finished
     assert tokens == 40
-    assert [version for version, _ in segments] == [0, 3]
-    assert sum(count for _, count in segments) == 35
+    assert [version for version, _ in segments] == [BEFORE, 0, 3] and segments[0] == (BEFORE, 5)
+    assert sum(count for _, count in segments) == 40
 
 
 def test_callbacks_may_submit_abort_and_crash():
@@ -146,7 +146,8 @@ def test_callbacks_may_submit_abort_and_crash():
         if rid == "c":
             engine.submit("d", 0, 1, 5)
             assert engine.crash() == ["d"]
-            engine.recover(4)
+            engine.update(1.0, 4, False)
+            engine.recover()
             engine.submit("e", 0, 1, 5)
 
     engine = SimulatedEngine(clock, Cost(limit=1000), 1, on_finish)
@@ -159,15 +160,13 @@ def test_callbacks_may_submit_abort_and_crash():
 
 def test_what_cannot_be_generated_is_refused():
     engine = SimulatedEngine(Clock(), Cost(limit=100), 1, print)
-    for prompt, total, begun in [(50, 51, 0), (1, 0, 0), (1, 5, 5), (1, 5, -1)]:
+    for prompt, total, begun in [(50, 51, 0), (1, 0, 0), (1, 5, 5), (1, 5, 9)]:
         with pytest.raises(SimulatedEngineError):
-            engine.submit("a", 0, prompt, total, begun)
+            engine.submit("a", 0, prompt, total, ((0, begun),))
     engine.submit("b", 0, 1, 5)
     with pytest.raises(SimulatedEngineError, match="already"):
         engine.submit("b", 0, 1, 5)
     engine.crash()
-    with pytest.raises(SimulatedEngineError, match="down"):
-        engine.submit("c", 0, 1, 5)
     assert engine.abort("nobody") == engine.abort("b/7") == engine.abort("b") == []
 
 
