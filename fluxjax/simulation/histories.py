@@ -142,9 +142,6 @@ class History:
         places += Counter(draw for draw in ledger.entries if not training or draw not in places)
         if places != Counter(range(ledger.drawn)):
             yield f"prompts that are not in one place: {dict(places - Counter(range(ledger.drawn)))}"
-        times = Counter((group.prompt.epoch, group.prompt.id) for _, group in self.groups)
-        if often := [(prompt, count) for prompt, count in times.items() if count > 1]:
-            yield f"trained on more than once in an epoch: {often}"
         for version, group in self.groups:
             yield from self._wrong_group(version, group)
 

@@ -22,6 +22,7 @@ from ..base.types import Prompt, Response, Reward
 from .continuous_batch import Segments
 from .draws import generator
 from .hardware import LONGEST_PROMPT, SANDBOX_LIMIT, TASKS
+from .options import SimulationConfig
 
 _SOURCE, _TEXT = 0.1, 0.35  # of the variance of a prompt's effect on lengths: told by its source, by its text's length
 _OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # of mean 0 and variance 1
@@ -69,22 +70,11 @@ def response(rid: str, draw: int, sample: int, segments: Segments, finish: str =
 
 
 class Workload:
-    """A data set of `size` prompts, drawn epoch after epoch in another order each. `median` in tokens, `spread` is the
-    standard deviation of the logarithm of a length, `shared` what of its variance is the prompt's; `tasks` are some of
-    `TASKS`, with as many prompts each, about."""
+    """A data set of `settings.prompts` prompts, drawn epoch after epoch in another order each, and their answers."""
 
-    def __init__(
-        self,
-        seed: int = 0,
-        size: int = 10_240,
-        max_new_tokens: int = 16_384,
-        median: float = 550.0,
-        spread: float = 1.05,
-        shared: float = 0.5,
-        tasks: tuple[str, ...] = TASKS,
-    ) -> None:
-        self.seed, self.size, self.max_new_tokens = seed, size, max_new_tokens
-        self.tasks = tasks
+    def __init__(self, seed: int, settings: SimulationConfig, max_new_tokens: int) -> None:
+        tasks, size, spread, shared = settings.tasks, settings.prompts, settings.spread, settings.shared
+        self.seed, self.size, self.max_new_tokens, self.tasks = seed, size, max_new_tokens, tasks
         self._own = spread * math.sqrt(1 - shared)
         shares = np.full(len(tasks), 1 / len(tasks))
         random = generator(seed, _PROMPTS)
@@ -96,7 +86,7 @@ class Workload:
         effect = offsets[source] + math.sqrt(_TEXT) * text + math.sqrt(unseen) * hidden
         self._source = source.tolist()
         self._tokens = np.clip(150 * np.exp(0.6 * text), 10, LONGEST_PROMPT).astype(int).tolist()
-        self._log_length = (math.log(median) + spread * math.sqrt(shared) * effect).tolist()
+        self._log_length = (math.log(settings.median) + spread * math.sqrt(shared) * effect).tolist()
         # Right with the probability of a normal variable below this: long answers are those to hard questions; many
         # prompts are always or never answered rightly, so groups without variance occur.
         self._ease = (0.4 - 0.6 * effect + 1.2 * difficulty).tolist()

@@ -8,7 +8,7 @@ from fluxjax.config import cli
 from fluxjax.simulation.clock import Clock
 from fluxjax.simulation.continuous_batch import Progress
 from fluxjax.simulation.hardware import TASKS, Hardware
-from fluxjax.simulation.options import SimulateConfig
+from fluxjax.simulation.options import SimulateConfig, SimulationConfig
 from fluxjax.simulation.scoring import Servers
 from fluxjax.simulation.simulated_engine import SimulatedFleet
 from fluxjax.simulation.workload import Workload
@@ -54,7 +54,8 @@ class Step:
 
 
 def workload(setup: Setup, seed: int, *tasks: str) -> Workload:
-    return Workload(seed, max_new_tokens=setup.max_new_tokens, median=setup.median, tasks=tasks or TASKS)
+    settings = SimulationConfig(median=setup.median, tasks=tasks or TASKS)
+    return Workload(seed, settings, setup.max_new_tokens)
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +12,20 @@ from fluxjax.simulation.clock import Clock
 from fluxjax.simulation.draws import exponential, key, uniform
 from fluxjax.simulation.faults import FaultPlan, FaultRates
 from fluxjax.simulation.hardware import HARDWARE
+from fluxjax.simulation.options import SimulationConfig
 from fluxjax.simulation.scoring import Servers
 from fluxjax.simulation.simulated_engine import SimulatedFleet
 from fluxjax.simulation.workload import Workload, response
 
 
+def workload(seed: int, most: int = 16_384, **settings: Any) -> Workload:
+    return Workload(seed, SimulationConfig(**settings), most)
+
+
 @pytest.fixture(scope="module")
 def step_lengths():
     """[step, prompt, sample], uncapped."""
-    work = Workload(1, size=10_240, max_new_tokens=10**6)
+    work = workload(1, 10**6)
     return np.array([work.samples(draw, 0, 8).lengths for draw in range(10_240)]).reshape(80, 128, 8)
 
 
@@ -33,17 +39,17 @@ def test_lengths_have_the_published_quantiles(step_lengths):
 
 
 def test_lengths_are_capped_and_names_decide():
-    work, again, other = Workload(3), Workload(3), Workload(4)
+    work, again, other = workload(3), workload(3), workload(4)
     eight, ten = work.samples(7, 0, 8), again.samples(7, 0, 10)
     assert eight.lengths == ten.lengths[:8] and eight.correct == ten.correct[:8] and eight.sandbox == ten.sandbox[:8]
     assert work.samples(7, 1, 8).lengths != eight.lengths != other.samples(7, 0, 8).lengths
-    short = Workload(3, max_new_tokens=2048)
+    short = workload(3, 2048)
     lengths = [length for draw in range(2000) for length in short.samples(draw, 0, 8).lengths]
     assert max(lengths) == 2048 and min(lengths) >= 1
 
 
 def test_every_epoch_has_every_prompt_once():
-    work = Workload(0, size=50)
+    work = workload(0, prompts=50)
     prompts = [work.prompt(draw) for draw in range(100)]
     ids = [prompt.id for prompt in prompts]
     assert sorted(ids[:50]) == sorted(ids[50:]) and len(set(ids)) == 50 and ids[:50] != ids[50:]
@@ -53,7 +59,7 @@ def test_every_epoch_has_every_prompt_once():
 
 
 def test_a_prompt_tells_something_about_its_lengths():
-    work = Workload(2, size=4000)
+    work = workload(2, prompts=4000)
     text = np.array([len(work.prompt(draw).text) for draw in range(2000)])
     lengths = np.array([np.log(work.samples(draw, 0, 8).lengths).mean() for draw in range(2000)])
     ranks = [values.argsort().argsort() for values in (text, lengths)]
@@ -66,7 +72,7 @@ def test_a_prompt_tells_something_about_its_lengths():
 
 
 def test_rewards_hang_and_groups_lack_variance():
-    work = Workload(5, tasks=("code",))
+    work = workload(5, tasks=("code",))
     groups = [work.samples(draw, 0, 8) for draw in range(2000)]
     sandbox = np.array([group.sandbox for group in groups])
     assert (sandbox >= 30).mean() == pytest.approx(0.05, abs=0.005)
@@ -81,7 +87,7 @@ def test_rewards_hang_and_groups_lack_variance():
     right = next(group for group in groups if any(group.correct))
     sample = right.correct.index(True)
     assert right.reward(sample).value == 1.0 and right.reward(sample, limit=1e-3).reason == "timed out"
-    assert Workload(5, tasks=("math",)).samples(0, 0, 8).sandbox == [0.0] * 8
+    assert workload(5, tasks=("math",)).samples(0, 0, 8).sandbox == [0.0] * 8
 
 
 def test_responses_carry_their_versions():
