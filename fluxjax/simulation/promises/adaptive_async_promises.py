@@ -69,8 +69,10 @@ class AdaptiveAsyncPromises(Promises):
 
     def said(self, instruction: Instruction) -> None:
         match instruction:
-            case DrawPrompts():
-                self._draws()
+            case DrawPrompts() if self.barrier:  # it lasts until nothing runs
+                over = not (self.books.awaiting or self.books.count(*UNDER_WAY))
+                self.expect(over, "something new begins although a barrier was declared")
+                self.barrier, self.since = False, 0
             case Park():
                 self._parks(instruction)
             case Train():
@@ -78,14 +80,6 @@ class AdaptiveAsyncPromises(Promises):
             case PublishWeights():
                 self._publishes(instruction)
         super().said(instruction)
-
-    def _draws(self) -> None:
-        """During a barrier nothing is drawn, and it lasts until nothing runs."""
-        books = self.books
-        if self.barrier:
-            over = not (books.awaiting or books.count(*UNDER_WAY))
-            self.expect(over, "something new begins although a barrier was declared")
-            self.barrier, self.since = False, 0
 
     def _parks(self, order: Park) -> None:
         """What still runs when the run ends keeps what it has; what became too old begins anew."""
