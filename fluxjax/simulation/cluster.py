@@ -136,7 +136,7 @@ class Cluster:
 
     @_carry_out.of(messages.Park)
     def _park(self, order: messages.Park) -> None:
-        self.rollout.park(order.prompt.draw)
+        self.rollout.abort(order.request)
 
     @_carry_out.of(messages.Abort)
     def _abort(self, order: messages.Abort) -> None:

@@ -144,9 +144,6 @@ class Rollout:
         for progress in found:
             self.post(ResponseFinished(self._response(opened, progress)))
 
-    def park(self, draw: int) -> None:
-        self.abort(self.newest[draw].request.rid)
-
     def forget(self, draw: int) -> None:
         """Drops what is known of a prompt that nothing will be asked about any more."""
         self.newest.pop(draw, None)
