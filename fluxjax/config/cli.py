@@ -20,9 +20,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from ..base.errors import ConfigError
-from . import sections as config_module
+from . import Config, SourceConfig, renamed
 from .bounds import Bound, Section, children, flatten, lies_in
-from .sections import Config, SourceConfig, renamed
 from .unread import unread
 
 DEFAULT_CONFIG = "configs/vlm.py"
@@ -98,15 +97,14 @@ def read_file(selected: str, kind: type[C] = Config) -> C:
 
 def _explain(error: AttributeError, kind: type[Config]) -> str:
     match = re.fullmatch(r"'(\w+)' object has no attribute '(\w+)'", str(error))
-    module = sys.modules[kind.__module__]
-    section = getattr(module, match[1], getattr(config_module, match[1], None)) if match else None
+    known = vars(sys.modules[Config.__module__]) | vars(sys.modules[kind.__module__])
+    section = known.get(match[1]) if match else None
     if not match or not dataclasses.is_dataclass(section):
         return str(error) + renamed(str(error))
     names = [field.name for field in dataclasses.fields(section)]
     near = difflib.get_close_matches(match[2], names, 1)
-    return f"{match[1]} has no field {match[2]!r}; " + (
-        f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
-    )
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+    return f"{match[1]} has no field {match[2]!r}; {hint}"
 
 
 def _override(config: C, field: str, value: str) -> C:
@@ -134,31 +132,23 @@ def _kind(value: object) -> str:
 def _current(config: Config, field: str) -> object:
     """Returns the value of a dotted field; raises `ConfigError` with the nearest valid name if there is none."""
     value: object = config
-    where = ""
+    section = "config"
     for part in field.split("."):
         if not isinstance(value, Section | Mapping):
-            raise ConfigError(f"--config.{field}: {where} is a value and has no field {part!r}")
+            raise ConfigError(f"--config.{field}: {section} is a value and has no field {part!r}")
         names = children(value)
         if part not in names:
-            raise ConfigError(f"--config.{field}: no such field; {_hint(config, field, where, part, list(names))}")
-        value = names[part]
-        where = f"{where}.{part}" if where else part
+            every = [name for name, _ in flatten(config)]
+            near = [f"{section}.{name}" for name in difflib.get_close_matches(part, names, 1)]
+            near += [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
+            near += [f"config.{name}" for name in difflib.get_close_matches(field, every, 1, cutoff=0.4)]
+            hint = f"did you mean --{near[0]}?" if near else f"{section} has {', '.join(names)}"
+            raise ConfigError(f"--config.{field}: no such field; {hint}")
+        section, value = f"{section}.{part}", names[part]
     if isinstance(value, Section | Mapping):
-        raise ConfigError(
-            f"--config.{field} is a section; set its fields: " + ", ".join(f"{field}.{n}" for n in children(value))
-        )
+        fields = ", ".join(f"{field}.{name}" for name in children(value))
+        raise ConfigError(f"--config.{field} is a section; set its fields: {fields}")
     return value
-
-
-def _hint(config: Config, field: str, where: str, part: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(part, names, 1)
-    if near:
-        return f"did you mean --config.{where + '.' if where else ''}{near[0]}?"
-    every = [name for name, _ in flatten(config)]
-    near = [name for name in every if name.rpartition(".")[2] == part] or difflib.get_close_matches(
-        field, every, 1, cutoff=0.4
-    )
-    return f"did you mean --config.{near[0]}?" if near else f"{where or 'config'} has {', '.join(names)}"
 
 
 def help_text(doc: str, kind: type[Config] = Config) -> str:

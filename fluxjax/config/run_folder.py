@@ -12,8 +12,8 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.replace_text import replace_text
+from . import Config, SourceConfig, renamed
 from .bounds import Section
-from .sections import Config, SourceConfig, renamed
 
 CONFIG = "config.json"
 

@@ -6,18 +6,17 @@ Only choices of behaviour are listed: that `warm_start.lr` does nothing in 0 ste
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from . import Config, Importance, ModelConfig, Policy, Strategy
 from .bounds import flatten, lies_in
-from .scheduling import Importance, Policy
-from .sections import Config, ModelConfig, Strategy
 
 
 class Need(NamedTuple):
     """`fields` (or all fields of a section) are read only if `met`: for users, only if `setting` is `wanted`."""
 
-    fields: tuple[str, ...]
+    fields: Sequence[str]
     setting: str
     wanted: str
     met: Callable[[Config], bool]
@@ -45,6 +44,10 @@ def _when(setting: str, values: tuple[object, ...], *fields: str) -> Need:
     return Need(fields, setting, " or ".join(map(_text, values)), lambda config: read(config) in values)
 
 
+def _of(section: str, *names: str) -> list[str]:
+    return [f"{section}.{name}" for name in names]
+
+
 def _text(value: object) -> str:
     return str(getattr(value, "value", value)) or "empty"
 
@@ -55,12 +58,19 @@ def _corrected(config: Config) -> bool:
     return importance.decoupled or importance.kind is not Importance.NONE
 
 
-_KIND = "algorithm.importance.kind"
+def _weighted(config: Config) -> bool:
+    """Says whether tokens have weights."""
+    return _corrected(config) or config.algorithm.importance.decay < 1
+
+
+def _several_rounds(config: Config) -> bool:
+    return config.packing.rounds_per_degree > 1
+
+
+_KIND, _STRATEGY = "algorithm.importance.kind", "sharding.strategy"
 _STALE = (Policy.APRIL, Policy.ADAPTIVE_ASYNC)  # policies that train on older versions
-_TINY_MODEL = (  # with model.path, the architecture is the checkpoint's
-    f"model.{name}" for name, _ in flatten(ModelConfig()) if name not in ("path", "compute_dtype")
-)
-_SPREAD = (Strategy.ULYSSES, Strategy.FLEX_ULYSSES, Strategy.ODC)
+_TINY_MODEL = [name for name, _ in flatten(ModelConfig()) if name not in ("path", "compute_dtype")]
+_SPREAD = tuple(strategy for strategy in Strategy if strategy.spreads)
 NEEDS = (
     _when(
         "policy.name", (Policy.TAIL_BATCHING,), "tail_batching", "schedules.tail_prompts", "schedules.tail_responses"
@@ -68,9 +78,7 @@ NEEDS = (
     _when("policy.name", (Policy.APRIL,), "april"),
     _when("policy.name", (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
     _when("policy.dynamic_sampling", (True,), "policy.max_num_gen_batches"),
-    _when(
-        "stream_trainer.enabled", (True,), *(f"stream_trainer.{name}" for name in ("first", "last", "every", "chunk"))
-    ),
+    _when("stream_trainer.enabled", (True,), *_of("stream_trainer", "first", "last", "every", "chunk")),
     _when("speculative_sync.enabled", (True,), "speculative_sync.confidence"),
     _when("parallelism.enabled", (True,), "parallelism.rise", "parallelism.calm"),
     _when("schedules.temperature", ("",), "rollout.temperature"),  # the schedule takes the place of the constant
@@ -79,34 +87,16 @@ NEEDS = (
     _when("schedules.tail_responses", ("",), "tail_batching.responses"),
     _when(_KIND, (Importance.TRUNCATE, Importance.MASK), "algorithm.importance.high"),
     _when(_KIND, (Importance.MASK,), "algorithm.importance.low"),
-    Need(("algorithm.importance.level",), _KIND, "truncate or mask", _corrected),
-    Need(
-        ("algorithm.importance.normalize",),
-        _KIND,
-        "truncate or mask",
-        lambda config: _corrected(config) or config.algorithm.importance.decay < 1,
-    ),
+    Need(["algorithm.importance.level"], _KIND, "truncate or mask", _corrected),
+    Need(["algorithm.importance.normalize"], _KIND, "truncate or mask", _weighted),
     _when("policy.name", _STALE, "algorithm.importance.decay"),
     _when("algorithm.importance.decoupled", (False,), "algorithm.clip_low", "algorithm.clip_high"),
-    _when(
-        "sharding.strategy",
-        (Strategy.ODC,),
-        *(f"sharding.{name}" for name in ("balance", "hybrid", "deterministic", "live_layers")),
-    ),
-    _when("sharding.strategy", _SPREAD, "sharding.max_degree", "sharding.devices_per_host", "sharding.max_shapes"),
-    _when(
-        "sharding.strategy",
-        (Strategy.FLEX_ULYSSES, Strategy.ODC),
-        *("sharding.calibration", "sharding.alpha", "sharding.tolerance"),
-    ),
-    _when("sharding.strategy", _SPREAD, "packing.rounds_per_degree", "packing.short", "packing.group_cap"),
-    Need(
-        ("packing.short", "packing.group_cap"),
-        "packing.rounds_per_degree",
-        "above 1",
-        lambda config: config.packing.rounds_per_degree > 1,
-    ),
-    _when("model.path", ("",), *_TINY_MODEL),
+    _when(_STRATEGY, (Strategy.ODC,), *_of("sharding", "balance", "hybrid", "deterministic", "live_layers")),
+    _when(_STRATEGY, _SPREAD, *_of("sharding", "max_degree", "devices_per_host", "max_shapes")),
+    _when(_STRATEGY, (Strategy.FLEX_ULYSSES, Strategy.ODC), *_of("sharding", "calibration", "alpha", "tolerance")),
+    _when(_STRATEGY, _SPREAD, *_of("packing", "rounds_per_degree", "short", "group_cap")),
+    Need(_of("packing", "short", "group_cap"), "packing.rounds_per_degree", "above 1", _several_rounds),
+    _when("model.path", ("",), *_of("model", *_TINY_MODEL)),  # else the architecture is the checkpoint's
 )
 
 
