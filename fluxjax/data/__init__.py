@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import logging
-import pathlib
 
-from ..base.errors import DataError, RecordError
-from ..config import DataConfig, SourceConfig
-from .fields import Fields
-from .sources import Source, all_texts, common_words, open_source
-
-__all__ = [
-    "DataError",
-    "Fields",
-    "RecordError",
-    "Source",
-    "all_texts",
-    "common_words",
-    "open_held_out",
-    "open_source",
-    "open_sources",
-    "open_warm_start",
-]
+from ..base.errors import DataError as DataError
+from ..base.errors import RecordError as RecordError
+from ..config import DataConfig
+from .fields import Fields as Fields
+from .sources import Source as Source
+from .sources import all_texts as all_texts
+from .sources import common_words as common_words
+from .sources import open_source as open_source
 
 
 def open_sources(config: DataConfig) -> dict[str, Source]:
@@ -29,10 +19,7 @@ def open_sources(config: DataConfig) -> dict[str, Source]:
 
     Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
     """
-    return {
-        name: open_source(source.path or _embedded(config, name) / "train.jsonl", name, _fields(source))
-        for name, source in config.sources.items()
-    }
+    return {name: _open(config, name, source.path, "train.jsonl") for name, source in config.sources.items()}
 
 
 def open_held_out(config: DataConfig) -> dict[str, Source]:
@@ -40,9 +27,7 @@ def open_held_out(config: DataConfig) -> dict[str, Source]:
     result: dict[str, Source] = {}
     for name, source in config.sources.items():
         if source.eval_path or not source.path:
-            result[name] = open_source(
-                source.eval_path or _embedded(config, name) / "eval.jsonl", name, _fields(source)
-            )
+            result[name] = _open(config, name, source.eval_path, "eval.jsonl")
         else:
             logging.getLogger("fluxjax.data").warning(
                 "data.sources.%s has no eval_path: its accuracy is not measured", name
@@ -52,22 +37,19 @@ def open_held_out(config: DataConfig) -> dict[str, Source]:
 
 def open_warm_start(config: DataConfig) -> dict[str, Source]:
     """Opens the records whose answers the warm start sees: those meant for it, or else the training records."""
-    result: dict[str, Source] = {}
-    for name, source in config.sources.items():
-        path = source.warm_start_path
-        if not path and not source.path:
-            folder = _embedded(config, name)
-            manifest = folder / "warm_start.jsonl"
-            path = manifest if manifest.exists() else folder / "train.jsonl"
-        result[name] = open_source(path or source.path, name, _fields(source))
-    return result
+    return {
+        name: _open(config, name, source.warm_start_path or source.path, "warm_start.jsonl", "train.jsonl")
+        for name, source in config.sources.items()
+    }
 
 
-def _fields(source: SourceConfig) -> Fields:
-    return Fields(source.prompt_field, source.answer_field, source.images_field, source.videos_field, source.id_field)
+def _open(config: DataConfig, name: str, path: str, *manifests: str) -> Source:
+    """Opens `path`, or, if that is empty, the first of the `manifests` that the embedded data set of that name has."""
+    if not path:
+        from ..tasks.embedded import ensure
 
-
-def _embedded(config: DataConfig, name: str) -> pathlib.Path:
-    from ..tasks.embedded import ensure
-
-    return ensure(name, config.root)
+        folder = ensure(name, config.root)
+        path = next(str(folder / manifest) for manifest in manifests if (folder / manifest).exists())
+    source = config.sources[name]
+    fields = Fields(source.prompt_field, source.answer_field, source.images_field, source.videos_field, source.id_field)
+    return open_source(path, name, fields)

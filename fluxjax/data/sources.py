@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import pathlib
 import re
@@ -11,11 +12,10 @@ from typing import Protocol, runtime_checkable
 
 from ..base.errors import DataError
 from ..base.types import Media, MediaKind, Prompt
-from .fields import Fields, resolve
-from .records import answer_text, make_prompt
+from ..config import DataConfig
+from .fields import MARK, Fields, answer_text, make_prompt, resolve
 
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_MARK = re.compile("<image>|<video>")
 
 
 @runtime_checkable
@@ -49,6 +49,18 @@ class PromptList:
     def texts(self) -> Iterator[str]:
         for prompt in self.prompts:
             yield from (prompt.text, prompt.answer)
+
+
+def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
+    """Groups prompts by source. Raises `DataError` for a source that the configuration does not name: it would have no
+    reward."""
+    by_source: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        if prompt.source not in config.sources:
+            known = ", ".join(config.sources)
+            raise DataError(f"prompt {prompt.id} is of source {prompt.source!r}; data.sources names {known}")
+        by_source.setdefault(prompt.source, []).append(prompt)
+    return {name: PromptList(group) for name, group in by_source.items()}
 
 
 class JsonlSource(PromptList):
@@ -144,8 +156,7 @@ def _to_prompt(
 
 def all_texts(sources: Iterable[Source]) -> Iterator[str]:
     """Yields every prompt and answer: what a tokenizer built for these sources must be able to write."""
-    for source in sources:
-        yield from source.texts()
+    return itertools.chain.from_iterable(source.texts() for source in sources)
 
 
 def common_words(sources: Iterable[Source], share: float = 0.02) -> list[str]:
@@ -156,7 +167,7 @@ def common_words(sources: Iterable[Source], share: float = 0.02) -> list[str]:
         counts: collections.Counter[str] = collections.Counter()
         total = 0
         for text in source.texts():
-            counts.update(set(_WORD.findall(_MARK.sub(" ", text))))
+            counts.update(set(_WORD.findall(MARK.sub(" ", text))))
             total += 1
         words.update(word for word, count in counts.items() if count >= share * total)
     return sorted(words)

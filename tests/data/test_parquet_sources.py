@@ -45,7 +45,6 @@ def test_rows_with_embedded_images(tmp_path):
     assert list(source.texts())[:2] == ["<image>Find x0.", "0"]
     with pytest.raises(IndexError):
         source[10]
-    source.close()
 
 
 def test_shards_follow_each_other(tmp_path):
