@@ -49,14 +49,11 @@ class Mixture(TypedDict):
 class PromptLoader:
     """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`.
 
-    Every source is shuffled anew for each of its own epochs and gives every record exactly once an epoch. With
-    `epochs`, the data ends where a source would begin one more (`is_end`): the proportions hold to the end.
+    Every source is shuffled anew for each of its own epochs and gives every record exactly once an epoch.
     Raises `DataError` for weights that name no source or are not positive.
     """
 
-    def __init__(
-        self, sources: Mapping[str, Source], weights: Mapping[str, float], seed: int, epochs: int | None = None
-    ) -> None:
+    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seed: int) -> None:
         if not sources:
             raise DataError("no data sources")
         if sorted(weights) != sorted(sources):
@@ -67,7 +64,6 @@ class PromptLoader:
         self.sources = dict(sorted(sources.items()))  # the order must not depend on the configuration file
         self.weights = {name: float(weights[name]) for name in self.sources}
         self.seed = seed
-        self.epochs = epochs
         self.mixtures = [self._mixture_from(0)]  # one more for each time that a resumed run had other weights
         self.order = self._make_order()
 
@@ -89,10 +85,6 @@ class PromptLoader:
             log.warning("the mixture changed from %s to %s", mixtures[-1]["weights"], self.weights)
             self.mixtures.append(self._mixture_from(draw))
         self.order = self._make_order()
-
-    def is_end(self, prompt: Prompt) -> bool:
-        """Returns True for the first prompt behind the end of the data: its source has been through all `epochs`."""
-        return self.epochs is not None and prompt.epoch >= self.epochs
 
     def _mixture_from(self, start: int) -> Mixture:
         sizes = {name: len(source) for name, source in self.sources.items()}

@@ -132,7 +132,7 @@ class Preparer:
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
 
     async def draw(self, count: int) -> Sorted:
-        """Returns the next `count` draws: those prepared and those skipped, with reasons; fewer at the end of the data.
+        """Returns the next `count` draws: those prepared, and those skipped, with reasons.
 
         Raises `DataError` when so many prompts in a row were skipped that the data must be wrong as a whole, when a
         file cannot be read, and when a worker process has ended.
@@ -185,24 +185,16 @@ class Preparer:
                 self._iterator = None
 
     def _take(self, count: int) -> list[Result]:
-        """Reads the next `count` items, fewer at the end of the data. Blocks."""
+        """Reads the next `count` items. Blocks."""
         with self._lock:
             if self._iterator is None:
                 self._iterator = self._iterate(self.loader.order[self._next_index :], self._workers)
-            items: list[Result] = []
-            while len(items) < count:
-                try:
-                    item = next(self._iterator)
-                except RuntimeError as error:
-                    if "terminated unexpectedly" not in str(error):  # Grain's words; other errors are a source's own
-                        raise
-                    raise DataError(f"data.workers={self._workers}: {error} Fewer, or 0, need less memory.") from error
-                if self.loader.is_end(item.prompt):
-                    self._iterator.close()
-                    self._iterator = None
-                    break
-                items.append(item)
-            return items
+            try:
+                return [next(self._iterator) for _ in range(count)]
+            except RuntimeError as error:
+                if "terminated unexpectedly" not in str(error):  # Grain's words; other errors are a source's own
+                    raise
+                raise DataError(f"data.workers={self._workers}: {error} Fewer, or 0, need less memory.") from error
 
     def _iterate(self, dataset: grain.MapDataset[Drawn], workers: int = 0) -> grain.DatasetIterator[Result]:
         prepared = dataset.map(self._prepare)
