@@ -77,10 +77,8 @@ def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
             for source, fields in value.items():
                 current[source] = SourceConfig()
                 _fill(current[source], fields, f"{prefix}{name}.{source}.")
-        elif isinstance(current, enum.Enum):
+        else:
             try:
-                setattr(section, name, type(current)(value))
+                setattr(section, name, type(current)(value) if isinstance(current, enum.Enum | tuple) else value)
             except ValueError as error:
                 raise ConfigError(f"the saved configuration has {prefix}{name}: {error}{renamed(str(value))}") from None
-        else:
-            setattr(section, name, tuple(value) if isinstance(current, tuple) else value)
