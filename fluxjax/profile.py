@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
     from .base.compile_cache import use_compile_cache
     from .base.errors import DataError
-    from .data import open_sources
+    from .data.sources import open_sources
     from .run.build import build_model
 
     use_compile_cache()

@@ -22,7 +22,7 @@ from ml_collections import config_flags
 from ..base.errors import ConfigError
 from . import Config, SourceConfig, renamed
 from .bounds import Bound, Section, children, flatten, lies_in
-from .unread import unread
+from .unread import refuse_unread
 
 DEFAULT_CONFIG = "configs/vlm.py"
 _OBVIOUS = ("be greater than 0", "not be negative")  # bounds that the help leaves out
@@ -63,9 +63,7 @@ def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CON
     for field, value in overrides:
         config = _override(config, field, value)
     config.validate()
-    given = {field for field, _ in overrides}
-    if idle := [setting.complaint for setting in unread(config) if setting.field in given]:
-        raise ConfigError(f"--config.{idle[0]}")
+    refuse_unread(config, [field for field, _ in overrides])
     return config
 
 

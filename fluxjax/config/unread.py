@@ -6,10 +6,10 @@ Only choices of behaviour are listed: that `warm_start.lr` does nothing in 0 ste
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from . import Config, Importance, ModelConfig, Policy, Strategy
+from . import Config, ConfigError, Importance, ModelConfig, Policy, Strategy
 from .bounds import flatten, lies_in
 
 
@@ -21,21 +21,8 @@ class Need(NamedTuple):
     wanted: str
     met: Callable[[Config], bool]
 
-
-class Unread(NamedTuple):
-    """A field that was changed from its default although `need` is not met."""
-
-    field: str
-    need: Need
-    current: str  # value of `need.setting`
-    default: str  # of the field
-
-    @property
-    def complaint(self) -> str:
-        return (
-            f"{self.field} needs {self.need.setting} {self.need.wanted}, not {self.current}; set the one or leave the "
-            f"other at {self.default}"
-        )
+    def current(self, config: Config) -> str:
+        return _text(operator.attrgetter(self.setting)(config))
 
 
 def _when(setting: str, values: tuple[object, ...], *fields: str) -> Need:
@@ -100,24 +87,33 @@ NEEDS = (
 )
 
 
-def unread(config: Config) -> list[Unread]:
-    """Lists the fields that were changed and are not read, in the order of `NEEDS`."""
+def unread(config: Config) -> dict[str, Need]:
+    """Returns the fields that were changed and are not read, each with the first of `NEEDS` that is not met."""
     values, defaults = dict(flatten(config)), dict(flatten(type(config)()))
-    found: dict[str, Unread] = {}
+    found: dict[str, Need] = {}
     for need in NEEDS:
-        if need.met(config):
-            continue
         for field, default in defaults.items():
-            if lies_in(field, need.fields) and values[field] != default:
-                found.setdefault(field, Unread(field, need, _text(values[need.setting]), _text(default)))
-    return list(found.values())
+            if lies_in(field, need.fields) and values[field] != default and not need.met(config):
+                found.setdefault(field, need)
+    return found
+
+
+def refuse_unread(config: Config, given: Collection[str]) -> None:
+    """Raises `ConfigError` for the first of the fields `given` on the command line that is not read."""
+    for field, need in unread(config).items():
+        if field in given:
+            default = _text(operator.attrgetter(field)(type(config)()))
+            raise ConfigError(
+                f"--config.{field} needs {need.setting} {need.wanted}, not {need.current(config)}; set the one or "
+                f"leave the other at {default}"
+            )
 
 
 def remarks(config: Config) -> list[str]:
     """Says what somebody who starts a run with these settings should know, a line each."""
     idle: dict[tuple[str, str], list[str]] = {}
-    for setting in unread(config):
-        idle.setdefault((setting.need.setting, setting.current), []).append(setting.field)
+    for field, need in unread(config).items():
+        idle.setdefault((need.setting, need.current(config)), []).append(field)
     lines = [
         f"settings without effect here, because {setting} is {value}: {', '.join(names)}"
         for (setting, value), names in idle.items()

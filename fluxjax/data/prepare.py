@@ -213,19 +213,15 @@ class Preparer:
 
     def _sort(self, items: Sequence[Result]) -> Sorted:
         """Splits prepared prompts from skipped ones, of which it logs the first few of each source and reason."""
-        prepared = [item for item in items if isinstance(item, PreparedPrompt)]
-        skipped: list[tuple[Prompt, str]] = []
-        for item in items:
-            if isinstance(item, PreparedPrompt):
-                continue
-            prompt, reason = item.prompt, item.reason
-            skipped.append((prompt, reason))
-            self._logged[prompt.source, reason] += 1
-            count = self._logged[prompt.source, reason]
-            if count <= _LOGGED:
+        skipped = [item for item in items if isinstance(item, SkippedPrompt)]
+        for item in skipped:
+            id, source, reason = item.prompt.id, item.prompt.source, item.reason
+            self._logged[source, reason] += 1
+            if (count := self._logged[source, reason]) <= _LOGGED:
                 more = "; more of this kind are only counted" if count == _LOGGED else ""
-                log.warning("skipped prompt %s of %s: %s (%s)%s", prompt.id, prompt.source, reason, item.detail, more)
-        return prepared, skipped
+                log.warning("skipped prompt %s of %s: %s (%s)%s", id, source, reason, item.detail, more)
+        prepared = [item for item in items if isinstance(item, PreparedPrompt)]
+        return prepared, [(item.prompt, item.reason) for item in skipped]
 
 
 def _from_earlier_release(state: Mapping[str, Any]) -> Mapping[str, Any]:

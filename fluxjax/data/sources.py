@@ -1,10 +1,11 @@
-"""Records of prompts: the source protocol, JSONL manifests, and opening whatever the configuration names."""
+"""Sources of prompts: their protocol, JSONL manifests, and opening whatever the configuration names."""
 
 from __future__ import annotations
 
 import collections
 import itertools
 import json
+import logging
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from ..base.types import Media, MediaKind, Prompt
 from ..config import DataConfig
 from .fields import MARK, Fields, answer_text, make_prompt, resolve
 
+log = logging.getLogger("fluxjax.data")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 
 
@@ -85,14 +87,43 @@ class JsonlSource(PromptList):
         super().__init__(prompts)
 
 
-def _how_to_download(path: pathlib.Path) -> str:
-    """Returns a hint where `path` looks like a Hub id, ORGANISATION/NAME."""
-    if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".jsonl", ".ndjson", ".parquet"):
-        return ""
-    return (
-        "; data sets are not downloaded by themselves, if this is a Hub id: "
-        f"hf download {path} --repo-type dataset --local-dir {path.name}, then give that folder"
-    )
+def open_sources(config: DataConfig) -> dict[str, Source]:
+    """Opens the training records of every source; embedded data sets are built when they are missing.
+
+    Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
+    """
+    return {name: _open(config, name, source.path, "train.jsonl") for name, source in config.sources.items()}
+
+
+def open_held_out(config: DataConfig) -> dict[str, Source]:
+    """Opens the held-out records of every source that has some."""
+    result: dict[str, Source] = {}
+    for name, source in config.sources.items():
+        if source.eval_path or not source.path:
+            result[name] = _open(config, name, source.eval_path, "eval.jsonl")
+        else:
+            log.warning("data.sources.%s has no eval_path: its accuracy is not measured", name)
+    return result
+
+
+def open_warm_start(config: DataConfig) -> dict[str, Source]:
+    """Opens the records whose answers the warm start sees: those meant for it, or else the training records."""
+    return {
+        name: _open(config, name, source.warm_start_path or source.path, "warm_start.jsonl", "train.jsonl")
+        for name, source in config.sources.items()
+    }
+
+
+def _open(config: DataConfig, name: str, path: str, *manifests: str) -> Source:
+    """Opens `path`, or, if that is empty, the first of the `manifests` that the embedded data set of that name has."""
+    if not path:
+        from ..tasks.embedded import ensure
+
+        folder = ensure(name, config.root)
+        path = next(str(folder / manifest) for manifest in manifests if (folder / manifest).exists())
+    source = config.sources[name]
+    fields = Fields(source.prompt_field, source.answer_field, source.images_field, source.videos_field, source.id_field)
+    return open_source(path, name, fields)
 
 
 def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None) -> Source:
@@ -107,6 +138,16 @@ def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = Non
     if path.suffix in (".jsonl", ".ndjson"):
         return JsonlSource(path, name, fields)
     raise DataError(f"data.sources.{name}: {path} is neither .jsonl nor .parquet nor a folder of .parquet files")
+
+
+def _how_to_download(path: pathlib.Path) -> str:
+    """Returns a hint where `path` looks like a Hub id, ORGANISATION/NAME."""
+    if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".jsonl", ".ndjson", ".parquet"):
+        return ""
+    return (
+        "; data sets are not downloaded by themselves, if this is a Hub id: "
+        f"hf download {path} --repo-type dataset --local-dir {path.name}, then give that folder"
+    )
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, Mapping[str, object]]]:

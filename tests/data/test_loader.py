@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fluxjax.base.errors import DataError, RecordError
 from fluxjax.base.types import Prompt
-from fluxjax.data import DataError, RecordError
 from fluxjax.data.loader import PromptLoader, SkippedPrompt
 
 

@@ -8,8 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from fluxjax.base.errors import DataError, RecordError
 from fluxjax.base.types import MediaKind
-from fluxjax.data import DataError, Fields, RecordError, open_source, parquet
+from fluxjax.data import parquet
+from fluxjax.data.fields import Fields
+from fluxjax.data.sources import open_source
 
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 

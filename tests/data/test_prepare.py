@@ -12,11 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from fluxjax.base.errors import DataError
 from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.config import Config
-from fluxjax.data import DataError, all_texts, common_words, open_source
 from fluxjax.data.loader import PromptLoader, SkippedPrompt
 from fluxjax.data.prepare import Preparer, PromptLimits, prepare_prompt
+from fluxjax.data.sources import all_texts, common_words, open_source
 from fluxjax.runtime.ports import PromptSource
 from fluxjax.tasks.digits import DigitsRecipe
 from fluxjax.tasks.embedded import ensure
