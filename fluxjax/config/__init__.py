@@ -101,20 +101,20 @@ class ModelConfig:
 
     def validate_tiny(self) -> None:
         """Raises `ConfigError` for a tiny model that cannot be built."""
-        if self.hidden_size % (2 * self.num_heads):
-            raise ConfigError(
-                f"model.hidden_size ({self.hidden_size}) must be model.num_heads ({self.num_heads}) "
-                "times an even number"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"model.num_heads ({self.num_heads}) must be a multiple of model.num_kv_heads ({self.num_kv_heads})"
-            )
-        if self.vision and self.vision_hidden_size % (4 * self.vision_num_heads):
-            raise ConfigError(
-                f"model.vision_hidden_size ({self.vision_hidden_size}) must be model.vision_num_heads "
-                f"({self.vision_num_heads}) times a multiple of 4 (rows and columns each take half a rotary embedding)"
-            )
+        multiples = [
+            ("hidden_size", "num_heads", 2, "a head's rotary embedding has pairs"),
+            ("num_heads", "num_kv_heads", 1, "as many heads share each"),
+            ("window_size", "patch_size", 2, "2 x 2 patches are a merged feature"),
+        ]
+        if self.vision:
+            why = "rows and columns each take half a rotary embedding"
+            multiples.append(("vision_hidden_size", "vision_num_heads", 4, why))
+        for name, unit, factor, why in multiples:
+            value, units = getattr(self, name), getattr(self, unit)
+            if value % (factor * units):
+                raise ConfigError(
+                    f"model.{name} ({value}) must be a multiple of {factor} x model.{unit} ({units}): {why}"
+                )
         if self.vision and sum(self.mrope_section) * 2 * self.num_heads != self.hidden_size:
             raise ConfigError(
                 f"model.mrope_section {self.mrope_section} must sum to half the head size, "
@@ -123,11 +123,6 @@ class ModelConfig:
         if wrong := [layer for layer in self.vision_full_attention_layers if not 0 <= layer < self.vision_depth]:
             raise ConfigError(
                 f"model.vision_full_attention_layers has {wrong}; layers go from 0 to {self.vision_depth - 1}"
-            )
-        if self.window_size % (2 * self.patch_size):
-            raise ConfigError(
-                f"model.window_size ({self.window_size}) must be a multiple of 2 * model.patch_size "
-                f"({2 * self.patch_size}), the pixels of a merged feature"
             )
 
 
