@@ -21,11 +21,11 @@ from ml_collections import config_flags
 
 from ..base.errors import ConfigError
 from . import Config, SourceConfig, renamed
-from .bounds import Bound, Section, children, flatten, lies_in
+from .bounds import Section, children, flatten, lies_in
 from .unread import refuse_unread
 
 DEFAULT_CONFIG = "configs/vlm.py"
-_OBVIOUS = ("be greater than 0", "not be negative")  # bounds that the help leaves out
+_OBVIOUS = ("", "be greater than 0", "not be negative")  # bounds that the help leaves out
 C = TypeVar("C", bound=Config)
 
 
@@ -167,8 +167,8 @@ def _line(shown: str, name: str, section: Section) -> str:
     value = getattr(section, name)
     declared = "".join(inspect.getsource(owner) for owner in type(section).__mro__ if dataclasses.is_dataclass(owner))
     match = re.search(rf"^    {name}: [^#\n]*#\s*(.*)$", declared, re.MULTILINE)
-    bound: Bound | None = section.__dataclass_fields__[name].metadata.get("bound")
-    allowed = bound.allowed.partition(": ")[0] if bound and bound.allowed not in _OBVIOUS else ""
-    notes = [note for note in (match and match[1], allowed and f"must {allowed}") if note]
+    allowed = section.__dataclass_fields__[name].metadata.get("allowed", "")
+    notes = [match[1]] if match else []
+    notes += [f"must {allowed.partition(': ')[0]}"] if allowed not in _OBVIOUS else []
     text = f"{shown}={value.value if isinstance(value, enum.Enum) else value}"
     return f"{text.ljust(56)}  {'; '.join(notes)}".rstrip()

@@ -21,11 +21,8 @@ CONFIG = "config.json"
 def create(config: Config) -> pathlib.Path:
     """Returns the run's folder, made if missing, and writes the configuration into it, also if the run is resumed:
     settings may have changed. Raises `ConfigError` if it cannot be written."""
-    if config.run_dir:
-        folder = pathlib.Path(config.run_dir)
-    else:
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = pathlib.Path("runs") / f"{config.name}-{now}"
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = pathlib.Path(config.run_dir or f"runs/{config.name}-{now}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write(config, folder)
