@@ -1,7 +1,4 @@
-"""Keeps compiled programs on disk, so that a resumed run, an evaluation and the next run start at once.
-
-They lie in the cache folder, beside the embedded data sets.
-"""
+"""Keeps compiled programs on disk, so that a resumed run, an evaluation and the next run start at once."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ HASHED = ("hash_obj", "compile_options_obj", "strip_device_assignment")
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns `$XDG_CACHE_HOME/fluxjax`, by default `~/.cache/fluxjax`."""
+    """Returns the folder for programs and embedded data sets: `$XDG_CACHE_HOME/fluxjax`, else `~/.cache/fluxjax`."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache") / "fluxjax"
 

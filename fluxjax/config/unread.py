@@ -54,16 +54,14 @@ def _several_rounds(config: Config) -> bool:
     return config.packing.rounds_per_degree > 1
 
 
-_KIND, _STRATEGY = "algorithm.importance.kind", "sharding.strategy"
+_KIND, _POLICY, _STRATEGY = "algorithm.importance.kind", "policy.name", "sharding.strategy"
 _STALE = (Policy.APRIL, Policy.ADAPTIVE_ASYNC)  # policies that train on older versions
 _TINY_MODEL = [name for name, _ in flatten(ModelConfig()) if name not in ("path", "compute_dtype")]
 _SPREAD = tuple(strategy for strategy in Strategy if strategy.spreads)
 NEEDS = (
-    _when(
-        "policy.name", (Policy.TAIL_BATCHING,), "tail_batching", "schedules.tail_prompts", "schedules.tail_responses"
-    ),
-    _when("policy.name", (Policy.APRIL,), "april"),
-    _when("policy.name", (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
+    _when(_POLICY, (Policy.TAIL_BATCHING,), "tail_batching", *_of("schedules", "tail_prompts", "tail_responses")),
+    _when(_POLICY, (Policy.APRIL,), "april"),
+    _when(_POLICY, (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
     _when("policy.dynamic_sampling", (True,), "policy.max_num_gen_batches"),
     _when("stream_trainer.enabled", (True,), *_of("stream_trainer", "first", "last", "every", "chunk")),
     _when("speculative_sync.enabled", (True,), "speculative_sync.confidence"),
@@ -76,7 +74,7 @@ NEEDS = (
     _when(_KIND, (Importance.MASK,), "algorithm.importance.low"),
     Need(["algorithm.importance.level"], _KIND, "truncate or mask", _corrected),
     Need(["algorithm.importance.normalize"], _KIND, "truncate or mask", _weighted),
-    _when("policy.name", _STALE, "algorithm.importance.decay"),
+    _when(_POLICY, _STALE, "algorithm.importance.decay"),
     _when("algorithm.importance.decoupled", (False,), "algorithm.clip_low", "algorithm.clip_high"),
     _when(_STRATEGY, (Strategy.ODC,), *_of("sharding", "balance", "hybrid", "deterministic", "live_layers")),
     _when(_STRATEGY, _SPREAD, *_of("sharding", "max_degree", "devices_per_host", "max_shapes")),

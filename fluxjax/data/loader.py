@@ -48,11 +48,8 @@ class Mixture(TypedDict):
 
 
 class PromptLoader:
-    """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`.
-
-    Every source is shuffled anew for each of its own epochs and gives every record exactly once an epoch.
-    Raises `DataError` for weights that name no source or are not positive.
-    """
+    """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`. An epoch of a source
+    has each of its records once. Raises `DataError` for weights that name no source or are not positive."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seed: int) -> None:
         if not sources:

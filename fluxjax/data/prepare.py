@@ -155,12 +155,13 @@ class Preparer:
 
     def prepare_all(self, prompts: Iterable[Drawn]) -> Sorted:
         """Prepares prompts that are not drawn, such as the held-out ones; in order, in threads, blocking."""
-        return self._prepare_each(grain.MapDataset.source(list(prompts)))
+        with contextlib.closing(self._iterate(grain.MapDataset.source(list(prompts)))) as iterator:
+            return self._sort(list(iterator))
 
     def again(self, draws: Iterable[int]) -> list[PreparedPrompt]:
         """Prepares prompts again that were drawn before a checkpoint. A prompt that cannot be used any more is logged
         and left out. Raises `DataError` if its source is not here any more."""
-        return self._prepare_each(grain.MapDataset.source(list(draws)).map(functools.partial(at, self.loader.order)))[0]
+        return self.prepare_all(at(self.loader.order, draw) for draw in draws)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last completed draw, as JSON values: `next_index` is that of Grain's iterator."""
@@ -206,10 +207,6 @@ class Preparer:
             flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own, which only absl's `app.run` would parse
         processes = grain.MultiprocessingOptions(workers, buffer)
         return iter(prepared.to_iter_dataset(grain.ReadOptions(0, 0)).mp_prefetch(processes, _begin_worker))
-
-    def _prepare_each(self, dataset: grain.MapDataset[Drawn]) -> Sorted:
-        with contextlib.closing(self._iterate(dataset)) as iterator:
-            return self._sort(list(iterator))
 
     def _sort(self, items: Sequence[Result]) -> Sorted:
         """Splits prepared prompts from skipped ones, of which it logs the first few of each source and reason."""

@@ -1,4 +1,4 @@
-"""Building a data set on disk so that it is there as a whole or not at all.
+"""Builds a data set on disk so that it is there as a whole or not at all.
 
 Files are written to a temporary folder that is renamed at the end. A killed build leaves only that folder, which
 the next one removes; two builds at once wait for each other by a file lock.
@@ -46,15 +46,14 @@ def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> N
                 log.warning("cannot lock %s: %s", lock.name, error)
             if folder.is_dir():  # another process built it while this one waited
                 return
-            for dead in folder.parent.glob(f".{folder.name}.building-*"):  # ours is the lock: nobody writes there
+            prefix = f".{folder.name}.building-"
+            for dead in folder.parent.glob(f"{prefix}*"):  # ours is the lock: nobody writes there
                 shutil.rmtree(dead, ignore_errors=True)
-            temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.building-", dir=folder.parent))
-            try:
+            with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as name:
+                temporary = pathlib.Path(name)
                 write(temporary)
-                temporary.chmod(0o755)  # mkdtemp gives a private folder; the cache may be shared
+                temporary.chmod(0o755)  # a temporary folder is private; the cache may be shared
                 temporary.rename(folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise DataError(_explain(folder, error)) from error
 
