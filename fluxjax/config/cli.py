@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 import inspect
 import pathlib
 import re
@@ -26,6 +27,7 @@ from .unread import refuse_unread
 
 DEFAULT_CONFIG = "configs/vlm.py"
 _OBVIOUS = ("", "be greater than 0", "not be negative")  # bounds that the help leaves out
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}
 C = TypeVar("C", bound=Config)
 
 
@@ -117,14 +119,10 @@ def _override(config: C, field: str, value: str) -> C:
         assert isinstance(changed, type(config))
         return changed
     except (flags.Error, ValueError, TypeError):
-        raise ConfigError(f"--config.{field}: {value!r} is not {_kind(current)}{renamed(value)}") from None
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, enum.Enum):
-        return "one of " + ", ".join(member.value for member in type(value))
-    kinds = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}
-    return kinds.get(type(value), f"a {type(value).__name__}")
+        wanted = _KINDS.get(type(current), f"a {type(current).__name__}")
+        if isinstance(current, enum.Enum):
+            wanted = "one of " + ", ".join(member.value for member in type(current))
+        raise ConfigError(f"--config.{field}: {value!r} is not {wanted}{renamed(value)}") from None
 
 
 def _current(config: Config, field: str) -> object:
@@ -162,8 +160,7 @@ def help_text(doc: str, kind: type[Config] = Config) -> str:
 def _line(shown: str, name: str, section: Section) -> str:
     """Returns a field's line: its default, and the comment behind its declaration, the one place that explains it."""
     *sections, name = name.split(".")
-    for part in sections:
-        section = getattr(section, part)
+    section = functools.reduce(getattr, sections, section)
     value = getattr(section, name)
     declared = "".join(inspect.getsource(owner) for owner in type(section).__mro__ if dataclasses.is_dataclass(owner))
     match = re.search(rf"^    {name}: [^#\n]*#\s*(.*)$", declared, re.MULTILINE)
