@@ -78,14 +78,12 @@ def load_photos(recipe: PansRecipe) -> dict[str, np.ndarray]:
     import skimage
     from sklearn.datasets import load_sample_image
 
-    images = {
-        path.name: path
+    photos = {
+        path.name: Image.open(path).convert("RGB")
         for path in sorted((pathlib.Path(skimage.__file__).parent / "data").iterdir())
         if path.suffix in (".png", ".jpg", ".jpeg") and path.name not in recipe.unused
     }
-    photos = {name: Image.open(path).convert("RGB") for name, path in images.items()}
-    for name in ("china", "flower"):
-        photos[name] = Image.fromarray(load_sample_image(f"{name}.jpg"))
+    photos |= {name: Image.fromarray(load_sample_image(f"{name}.jpg")) for name in ("china", "flower")}
     result = {}
     for name, photo in photos.items():
         scale = recipe.photo_side / min(photo.size)
