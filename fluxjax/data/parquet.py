@@ -128,7 +128,7 @@ class ParquetSource:
             return table
 
     def _check(self, shard: int) -> None:
-        """The columns of each shard are there and have usable types."""
+        """Raises `DataError` unless the shard has all columns, with usable types."""
         schema, where = self._files[shard].schema_arrow, self.paths[shard]
         for column in self._columns:
             if column not in schema.names:

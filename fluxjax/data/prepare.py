@@ -1,4 +1,4 @@
-"""From drawn prompts to prepared ones: media decoded and text tokenised by Grain, ahead of their use."""
+"""Prepares prompts that were drawn: Grain decodes their media and tokenises their text, ahead of their use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..config import Config
 from .loader import Drawn, Mixture, PromptLoader, SkippedPrompt, at
 
 log = logging.getLogger("fluxjax.data")
-_LOGGED = 5  # skips of one reason that are logged one by one; the rest is counted
+_LOGGED = 5  # skips of one source and reason that are logged one by one; the rest is counted
 Result: TypeAlias = PreparedPrompt | SkippedPrompt
 Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usable, and skipped with the reason
 _HOPELESS = 1000  # skips in a row that end the run: the data, or where it is looked for, must be wrong

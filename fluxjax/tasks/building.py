@@ -47,7 +47,7 @@ def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> N
             if folder.is_dir():  # another process built it while this one waited
                 return
             prefix = f".{folder.name}.building-"
-            for dead in folder.parent.glob(f"{prefix}*"):  # ours is the lock: nobody writes there
+            for dead in folder.parent.glob(f"{prefix}*"):  # the lock is ours: nobody writes there
                 shutil.rmtree(dead, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as name:
                 temporary = pathlib.Path(name)
