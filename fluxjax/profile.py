@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import sys
 
-from .config import Config
+from .config import ConfigError
 from .config.cli import parse
 
 
@@ -26,10 +26,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     args, rest = parser.parse_known_args(argv)
     config = parse(rest, f"{__doc__}\n{parser.format_usage()}")
-    return run(config, args)
 
-
-def run(config: Config, args: argparse.Namespace) -> int:
     import jax
 
     from rollout.engine import EngineError
@@ -38,8 +35,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
 
     from .base.compile_cache import use_compile_cache
     from .base.errors import DataError
-    from .config import ConfigError
-    from .data import open_sources
+    from .data.sources import open_sources
     from .run.build import build_model
 
     use_compile_cache()

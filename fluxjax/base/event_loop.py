@@ -25,15 +25,13 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {}
 
     def handle(number: int, frame: types.FrameType | None) -> None:
         signal.signal(number, previous[number])
         log.warning("stopping after this step; once more to stop at once")
         stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, handle)
+    previous: dict[int, Any] = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -9,9 +9,9 @@ from models.processing import Processor, PromptError
 from ..algorithms import sft
 from ..batch.composer import Composer, sft_groups
 from ..config import Config, OptimConfig
-from ..data import Source
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
+from ..data.sources import Source
 from .learner import Learner
 
 

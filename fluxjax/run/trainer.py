@@ -30,10 +30,9 @@ from ..config.unread import remarks
 from ..coordinator import CoordinatorError, SchedulingPolicy
 from ..coordinator.factory import make_coordinator
 from ..coordinator.messages import Finish
-from ..data import open_held_out, open_sources, open_warm_start
-from ..data.given import given
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
+from ..data.sources import given, open_held_out, open_sources, open_warm_start
 from ..learner.learner import Learner
 from ..learner.policy_trainer import PolicyTrainer
 from ..learner.warm_start import warm_start
