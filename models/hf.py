@@ -11,13 +11,14 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -37,14 +38,14 @@ SHARD_BYTES = 5_000_000_000  # as `transformers` splits by default
 HEAD = "lm_head.weight"
 DTYPES = ("BF16", "F16", "F32")  # as safetensors names them
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
-Path: TypeAlias = tuple[str, ...]  # the keys of a parameter in the nested dict
 
 
 def tensor_names(config: AnyConfig) -> list[TensorName]:
     """Every weight of the architecture with its name and layout on disk."""
+    weights = dict(nnx.to_flat_state(nnx.state(registry.abstract(config))))
     if isinstance(config, Qwen25VLConfig):
-        return qwen2_5_vl.tensor_names(config)
-    return decoder_names(config.text, "model")
+        return qwen2_5_vl.tensor_names(config, weights)
+    return decoder_names(weights, "model.")
 
 
 class _Files:
@@ -104,9 +105,9 @@ class _Files:
         return file.get_tensor(name)
 
 
-def _check_names(files: _Files, names: list[TensorName], layers: Mapping[Path, int]) -> None:
+def _check_names(files: _Files, names: list[TensorName]) -> None:
     """Raises CheckpointError for a missing or unexpected tensor, before anything large is read."""
-    wanted = {full for entry in names for full in _full_names(entry, layers[entry.path])}
+    wanted = {name for entry in names for name in entry.full_names}
     for name in sorted(wanted - files.where.keys()):
         raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
     for name in sorted(files.where.keys() - wanted):
@@ -140,26 +141,13 @@ def _is_tied_copy(files: _Files, config: AnyConfig) -> bool:
     return head.dtype == embedding.dtype and head.tobytes() == embedding.tobytes()
 
 
-def _full_names(entry: TensorName, layers: int) -> list[str]:
-    return [entry.name.format(layer) for layer in range(layers)] if entry.stacked else [entry.name]
-
-
-def _layers(config: AnyConfig) -> dict[Path, int]:
-    """The number of layers in the stack of each parameter; 1 where it is in none."""
-    depth = {"layers": config.text.num_layers}
-    if isinstance(config, Qwen25VLConfig):
-        depth["visual"] = config.vision.depth
-    return {entry.path: depth.get(entry.path[0], 1) for entry in tensor_names(config)}
-
-
-def _read_parameter(files: _Files, entry: TensorName, layers: int, dtype: DTypeLike | None) -> np.ndarray:
+def _read_parameter(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> np.ndarray:
     if not entry.stacked:
         value = entry.from_disk(files.read(entry.name, entry.disk_shape))
         return np.ascontiguousarray(value, dtype=dtype or value.dtype)
-    names = _full_names(entry, layers)
-    first = files.read(names[0], entry.disk_shape).dtype
-    buffer = np.empty((layers, *entry.shape), dtype or first)
-    for layer, name in enumerate(names):
+    first = files.read(entry.full_names[0], entry.disk_shape).dtype
+    buffer = np.empty((entry.layers, *entry.shape), dtype or first)
+    for layer, name in enumerate(entry.full_names):
         value = files.read(name, entry.disk_shape)
         if value.dtype != first and dtype is None:
             raise CheckpointError(
@@ -198,37 +186,27 @@ def load(path: str | os.PathLike[str], dtype: DTypeLike | None = None, shardings
         if isinstance(config, Qwen25VLConfig):
             config = dataclasses.replace(config, names=qwen2_5_vl.name_layout(files.where))
         config = _tied_or_not(files, config, raw)
-        names, layers = tensor_names(config), _layers(config)
-        _check_names(files, names, layers)
-        params: Params = {}
+        names = tensor_names(config)
+        _check_names(files, names)
+        places = dict.fromkeys(entry.path for entry in names) if shardings is None else flatten_dict(shardings)
+        params = {}
         for entry in names:
-            inner = params
-            place: Any = shardings
-            for key in entry.path[:-1]:
-                inner = inner.setdefault(key, {})
-                place = place[key] if place is not None else None
-            place = place[entry.path[-1]] if place is not None else None
             # No name is bound to the buffer: it is gone before the next is made. It may also be a view of the
             # memory-mapped file, hence no aliasing.
-            inner[entry.path[-1]] = jax.block_until_ready(
-                jax.device_put(_read_parameter(files, entry, layers[entry.path], dtype), place, may_alias=False)
+            params[entry.path] = jax.block_until_ready(
+                jax.device_put(_read_parameter(files, entry, dtype), places[entry.path], may_alias=False)
             )
             _drop_buffers(np.float32(0))
-    return nnx.merge(nnx.graphdef(registry.abstract(config)), params)
+    return nnx.merge(nnx.graphdef(registry.abstract(config)), unflatten_dict(params))
 
 
 def disk_tensors(config: AnyConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, tensor as on disk) of every weight, for export and for weight sync."""
-    layers = _layers(config)
+    by_path: dict[Any, Any] = flatten_dict(params)
     for entry in tensor_names(config):
-        value: Any = params
-        for key in entry.path:
-            value = value[key]
-        if not entry.stacked:
-            yield entry.name, entry.to_disk(np.asarray(value))
-            continue
-        for layer, name in enumerate(_full_names(entry, layers[entry.path])):
-            yield name, entry.to_disk(np.asarray(value[layer]))
+        value = by_path[entry.path]
+        for layer, name in enumerate(entry.full_names):
+            yield name, entry.to_disk(np.asarray(value[layer] if entry.stacked else value))
 
 
 def save(
