@@ -18,10 +18,8 @@ from ..hf_config import read_qwen2_5_vl
 from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
 from . import chat
-from .bad_media import PromptError
 from .images import load_image, resized, target_size
-from .media_file import Source, source_name
-from .patches import normalise, patchify
+from .media_file import PromptError, Source, source_name
 from .settings import (
     BICUBIC,
     VIDEO_PIXELS,
@@ -36,7 +34,7 @@ from .settings import (
     write_configs,
 )
 from .videos import load_video
-from .vision_input import Grid, pack_patches
+from .vision_input import Grid, normalise, pack_patches, patchify
 
 MARKS = {"<image>": "image", "<video>": "video"}
 MARK = re.compile("|".join(MARKS))

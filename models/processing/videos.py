@@ -19,11 +19,9 @@ from av.error import ArgumentError, FFmpegError
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
-from .bad_media import MediaError
-from .containers import check_size, open_container, reason_of
-from .endings import Ending
+from .containers import Ending, check_size, open_container, reason_of
 from .images import target_size
-from .media_file import OpenFile, Source, opened, source_name
+from .media_file import MediaError, OpenFile, Source, opened, source_name
 from .resize import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 
