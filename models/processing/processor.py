@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..config import JsonObject, ModelConfigError
+from ..config import JsonObject, ModelConfigError, PatchLayout
 from ..folder import read_json, why_missing
 from ..hf_config import read_qwen2_5_vl
 from ..inputs import ModelInput
@@ -25,7 +25,6 @@ from .settings import (
     VIDEO_PIXELS,
     DecodeLimits,
     FrameSettings,
-    PatchLayout,
     PixelSettings,
     read_configs,
     read_frames,

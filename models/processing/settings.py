@@ -11,32 +11,12 @@ import dataclasses
 import json
 import pathlib
 
-from ..config import JsonObject, VisionConfig
+from ..config import JsonObject, PatchLayout
 from ..folder import read_json
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 BICUBIC = 3  # a member of `PIL.Image.Resampling`; videos know no other
-
-
-@dataclasses.dataclass(frozen=True)
-class PatchLayout:
-    """The sizes by which pixels become patches, and patches windows: what preprocessing needs of a `VisionConfig`."""
-
-    patch_size: int = 14  # pixels
-    temporal_patch_size: int = 2  # frames
-    spatial_merge_size: int = 2  # patches a side of a merge block
-    window_size: int = 112  # pixels
-    tokens_per_second: float | int = 4  # ticks of the rotary time axis
-
-    @classmethod
-    def of(cls, vision: VisionConfig) -> PatchLayout:
-        return cls(**{field.name: getattr(vision, field.name) for field in dataclasses.fields(cls)})
-
-    @property
-    def factor(self) -> int:
-        """Sides of a resized frame are multiples of this many pixels."""
-        return self.patch_size * self.spatial_merge_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
+from ..config import PatchLayout
 from .processor import MARK, Processor
-from .settings import FrameSettings, PatchLayout, PixelSettings
+from .settings import FrameSettings, PixelSettings
 
 END = "<|endoftext|>"
 # In the order of Qwen's own vocabularies. `<|endoftext|>` has id 0: it pads, and ends an answer.

@@ -18,10 +18,10 @@ import numpy as np
 
 from sharding.spread.route import Route
 
-from ..config import VisionConfig
+from ..config import PatchLayout
 from ..inputs import VisionInput, frame_bound
 from ..qwen2_5_vl.positions import Grid
-from .settings import PatchLayout, PixelSettings
+from .settings import PixelSettings
 
 ARRAYS = ("patches_PX", "positions_P2", "frame_segments_P", "window_segments_P")
 
@@ -88,7 +88,7 @@ def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def pack_patches(
-    patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout | VisionConfig
+    patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout
 ) -> tuple[VisionInput, np.ndarray]:
     """Packs the patches of all media, given in raster order, into window order.
 

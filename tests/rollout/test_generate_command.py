@@ -14,9 +14,9 @@ from plain_decode import generate
 from rollout_cases import TEXT, VL, build
 
 import models
+from models.config import PatchLayout
 from models.generate import main
 from models.processing import Processor, tiny
-from models.processing.settings import PatchLayout
 from rollout.generation_defaults import how_to_sample
 
 TEXTS = ["abcdefghijklmnopqrstuvwxyz ?!.,:\n"]
