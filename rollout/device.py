@@ -17,12 +17,13 @@ from models.decoder import Decoder
 from sharding.walk import Walk
 
 from .engine import EngineError
-from .kv_cache import KVCache
+from .kv_cache import KVCache, Rows
 from .layer_weights import LayerParams, abstract_by_layer, split_layers, stacked_layers
 from .programs import programs
+from .requests import EngineLimits
 from .sampling import SlotSampling
 from .tensor_parallel import EngineLayout
-from .turns import RoundPlan, StartPlan, TurnLimits
+from .turns import PrefillBatch, RoundPlan, StartPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +54,14 @@ def _ids(sampling: SlotSampling) -> tuple[int, int]:
 
 
 class DeviceState:
-    """Weights and cache on the devices. `model` is copied, its weights are cast to `dtype` (None: as they are); `walk`
-    and `steps` are those of the programs."""
+    """Weights and cache on the devices. `model` is copied, its weights are cast to `dtype` (None: as they are)."""
 
     def __init__(
-        self, model: Decoder, walk: Walk, steps: int, limits: TurnLimits, layout: EngineLayout, dtype: DTypeLike | None
+        self, model: Decoder, walk: Walk, limits: EngineLimits, layout: EngineLayout, dtype: DTypeLike | None
     ) -> None:
         self._graphdef, params = models.split(model)
         self._abstract, self._text = models.abstract(model.config), model.config.text
-        self._walk, self._steps, self._dtype = walk, steps, dtype
+        self._walk, self._dtype = walk, dtype
         self.limits = limits
         self._served = {  # every weight as it is handed in, but in the dtype that is served
             name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in _by_name(params).items()
@@ -81,8 +81,8 @@ class DeviceState:
         self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
         by_layer = layout.weights(abstract_by_layer(self._abstract))
         self._by_layers = {**by_layer, "layers": [by_layer["layers"]] * self._text.num_layers}
-        several = len(layout.devices) > 1  # the programs of one device serve any other, too
-        self.programs = programs(self._graphdef, self._walk, self._steps, self._rows if several else None)
+        rows = self._rows if len(layout.devices) > 1 else None  # the programs of one device serve any other, too
+        self.programs = programs(self._graphdef, self._walk, self.limits.steps_per_sync, rows)
 
     def move(self, layout: EngineLayout) -> None:
         """Moves the weights to other devices and drops the cache."""
@@ -114,16 +114,11 @@ class DeviceState:
 
     def start(self, plan: StartPlan) -> list[NewTokens]:
         """Prefills prompts into slots and draws the first token of each sample."""
-        for batch in plan.prefills:
-            vision = batch.inputs.vision
-            patches = (vision.num_patches, vision.frame_bound) if vision is not None else ()
-            self.shapes.add(("prefill", (*batch.inputs.tokens_BT.shape, *patches)))
-            batch.outputs = self.programs.prefill(self.params, batch.inputs)
         drawn = []
-        for batch, slots_B, starts in plan.starts:
-            assert batch.outputs is not None, "prefilled above, or in an earlier turn"
+        for batch, slots_B, starts in plan:
+            outputs = batch.outputs = batch.outputs or self._prefill(batch)
             self.shapes.add(("start", (*batch.inputs.tokens_BT.shape, *starts.source_BT.shape, *_ids(starts.sampling))))
-            self.cache, *new = self.programs.start(self.params, self._ready_cache(), *batch.outputs, starts)
+            self.cache, *new = self.programs.start(self.params, self._ready_cache(), *outputs, starts)
             drawn.append((slots_B, new))
         results = []
         for slots_B, new in drawn:
@@ -132,11 +127,18 @@ class DeviceState:
             results.append(NewTokens(slots_B, tokens_B[:J, None], logprobs_B[:J, None], np.ones_like(slots_B)))
         return results
 
+    def _prefill(self, batch: PrefillBatch) -> tuple[Rows, jax.Array]:
+        vision = batch.inputs.vision
+        patches = (vision.num_patches, vision.frame_bound) if vision is not None else ()
+        self.shapes.add(("prefill", (*batch.inputs.tokens_BT.shape, *patches)))
+        return self.programs.prefill(self.params, batch.inputs)
+
     def decode(self, plan: RoundPlan) -> list[NewTokens]:
         """Up to `steps_per_sync` tokens for each running sample."""
-        self.shapes.add(("decode", (len(plan.batch.slots_B), plan.view_length, *_ids(plan.batch.sampling))))
-        self.cache, *new = self.programs.decode(self.params, self._ready_cache(), plan.batch, plan.view_length)
-        return [NewTokens(plan.slots_B, *(x[: len(plan.slots_B)] for x in jax.device_get(new)))]
+        slots_B, batch, view_length = plan
+        self.shapes.add(("decode", (len(batch.slots_B), view_length, *_ids(batch.sampling))))
+        self.cache, *new = self.programs.decode(self.params, self._ready_cache(), batch, view_length)
+        return [NewTokens(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new)))]
 
     def _ready_cache(self) -> KVCache:
         if self.cache is None:

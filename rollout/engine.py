@@ -75,7 +75,6 @@ class EngineStats:
     slots: int
     tokens_generated: int
     tokens_prefilled: int
-    decode_steps: int
     preemptions: int = 0  # running samples that lost their cache because there was no room for all
 
 

@@ -27,6 +27,7 @@ from sharding.walk import Walk
 from . import turns
 from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, GenerateRequest
+from .requests import EngineLimits
 from .scheduler import Delivery, Job, Scheduler
 from .stream import Mailbox, TokenStream
 from .tensor_parallel import EngineLayout
@@ -40,8 +41,8 @@ class JaxEngine:
 
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response.
     `steps_per_sync` tokens a sample are decoded between two looks of the host: more is cheaper, fewer lets chunks,
-    aborts and new weights through sooner; what is sampled does not depend on it. `prefill_tokens` and
-    `prefill_patches` bound one prefill call. `compute_dtype` casts the weights as they come in (None: as they are).
+    aborts and new weights through sooner; what is sampled does not depend on it.
+    `compute_dtype` casts the weights as they come in (None: as they are).
     `devices` compute together (`rollout.tensor_parallel`): 1, 2, 4, ... of this process; None: its first one.
     """
 
@@ -52,11 +53,9 @@ class JaxEngine:
         slots: int = 256,
         max_sequence_tokens: int = 128,
         steps_per_sync: int = 4,
-        prefill_tokens: int = 4096,
-        prefill_patches: int = 4096,
         compute_dtype: DTypeLike | None = None,
         devices: Sequence[Device] | None = None,
-        walk: Walk | None = None,
+        walk: Walk = Walk(),  # noqa: B008 (frozen)
         version: int = 0,
     ) -> None:
         sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens, "steps_per_sync": steps_per_sync}
@@ -64,25 +63,13 @@ class JaxEngine:
             raise EngineError(f"all of these must be positive: {sizes}")
         config = model.config
         vision = config.vision if isinstance(config, Qwen25VLConfig) else None
-        self._limits = turns.TurnLimits(
-            slots=slots,
-            max_sequence_tokens=max_sequence_tokens,
-            prefill_tokens=prefill_tokens,
-            prefill_patches=prefill_patches,
-            merge_unit=vision.merge_unit if vision is not None else 1,
-            small_model=jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL,
-        )
-        self._device = DeviceState(
-            model,
-            walk if walk is not None else Walk(),
-            steps_per_sync,
-            self._limits,
-            EngineLayout.of(devices),
-            compute_dtype,
-        )
-        self._scheduler = Scheduler(slots, max_sequence_tokens, config.text.vocab_size, vision)
+        small = jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL
+        self._limits = EngineLimits(slots, max_sequence_tokens, config.text.vocab_size, vision, steps_per_sync, small)
+        layout = EngineLayout.of(devices)
+        self._device = DeviceState(model, walk, self._limits, layout, compute_dtype)
+        self._scheduler = Scheduler(self._limits)
         self._version = version
-        self._tokens_prefilled = self._decode_steps = 0
+        self._tokens_prefilled = 0
         self._paused = self._asleep = self._closed = False
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -183,7 +170,6 @@ class JaxEngine:
             slots=self._limits.slots,
             tokens_generated=self._scheduler.tokens_generated,
             tokens_prefilled=self._tokens_prefilled,
-            decode_steps=self._decode_steps,
             preemptions=0,  # a slot is as long as a sequence may get: nothing is ever displaced
         )
 
@@ -273,12 +259,11 @@ class JaxEngine:
         scheduler = self._scheduler
         if scheduler.to_start():
             plan = turns.plan_starts(scheduler, self._limits)
+            new_tokens = sum(batch.tokens for batch, *_ in plan if batch.outputs is None)
             results = await self._in_thread(self._device.start, plan)
-            self._tokens_prefilled += sum(batch.tokens for batch in plan.prefills)
-        else:
-            results = await self._in_thread(self._device.decode, turns.plan_round(scheduler, self._limits))
-            self._decode_steps += max(int(new.count_B.max()) for new in results)
-        return results
+            self._tokens_prefilled += new_tokens
+            return results
+        return await self._in_thread(self._device.decode, turns.plan_round(scheduler, self._limits))
 
     async def _in_thread(self, function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

@@ -170,9 +170,4 @@ class EnginePrograms:
         return cache, tokens_BR, logprobs_BR, count_B
 
 
-@functools.lru_cache(maxsize=32)
-def programs(
-    graphdef: nnx.GraphDef[Decoder], walk: Walk, steps: int, rows: jax.sharding.Sharding | None = None
-) -> EnginePrograms:
-    """The programs of these settings; engines of equal settings share what is compiled."""
-    return EnginePrograms(graphdef, walk, steps, rows)
+programs = functools.lru_cache(maxsize=32)(EnginePrograms)  # engines of equal settings share what is compiled

@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from models.config import VisionConfig
-
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
-from .requests import Served, checked
+from .requests import EngineLimits, checked
 from .slots import SlotTable
 
 
@@ -64,14 +62,12 @@ Delivery = tuple[Job, TokenChunk]
 class Scheduler:
     """Requests, samples and slots. Methods that end or advance samples return the chunks to deliver."""
 
-    def __init__(
-        self, slots: int, max_sequence_tokens: int, vocabulary: int, vision: VisionConfig | None = None
-    ) -> None:
-        self.served = Served(max_sequence_tokens, vocabulary, vision)
-        self.table = SlotTable(slots, max_sequence_tokens)
+    def __init__(self, limits: EngineLimits) -> None:
+        self.limits = limits
+        self.table = SlotTable(limits.slots, limits.max_sequence_tokens)
         self.jobs: dict[str, Job] = {}
-        self.occupant: list[RunningSample | None] = [None] * slots
-        self.cached_N = np.zeros(slots, bool)  # the slot's cache holds its sample
+        self.occupant: list[RunningSample | None] = [None] * limits.slots
+        self.cached_N = np.zeros(limits.slots, bool)  # the slot's cache holds its sample
         self.waiting: deque[RunningSample] = deque()
         self.tokens_generated = 0
 
@@ -82,7 +78,7 @@ class Scheduler:
     def submit(self, request: GenerateRequest, sink: Any = None) -> tuple[Job, list[Delivery]]:
         """Queues a request. Raises EngineError for one that can never be served, which then leaves no trace; chunks
         are of samples whose prefix is already a whole response."""
-        request = checked(request, self.served)
+        request = checked(request, self.limits)
         if request.rid in self.jobs:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
         job = self.jobs[request.rid] = Job(request, sink)
