@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar, TypeVarTuple
@@ -21,17 +22,20 @@ from jax.typing import DTypeLike
 
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count
+from models.inputs import ModelInput
 from sharding.mesh import Device
 from sharding.walk import Walk
 
 from . import turns
+from .buckets import doubling
 from .device import DeviceState, NewTokens
-from .engine import EngineError, EngineStats, GenerateRequest
+from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .requests import EngineLimits
 from .scheduler import Delivery, Job, Scheduler
 from .stream import Mailbox, TokenStream
 from .tensor_parallel import EngineLayout
 
+LEAST_CACHE = 256  # tokens of `generate_once`; doubled, so that prompts of similar length share their compiled programs
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
@@ -300,3 +304,37 @@ class JaxEngine:
 
 def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+async def generate_once(
+    model: Decoder,
+    prompt: ModelInput,
+    sampling: SamplingParams,
+    *,
+    seed: int = 0,
+    on_chunk: Callable[[TokenChunk], bool] = lambda chunk: False,
+) -> TokenChunk:
+    """The whole response to one prompt, by an engine of its own; it copies the weights: keep no `model` where memory is
+    short.
+
+    `on_chunk` gets each chunk as it comes and ends the response by returning True; the chunk still counts. Raises
+    EngineError for a request that the engine refuses, or a model that computes no finite log-probs.
+    """
+    room = doubling(len(prompt) + sampling.max_new_tokens, LEAST_CACHE)
+    engine = JaxEngine(model, slots=1, max_sequence_tokens=room)
+    del model
+    stream = engine.generate(GenerateRequest("single", prompt, sampling, seed=seed))
+    chunks: list[TokenChunk] = []
+    try:
+        async for chunk in stream:
+            chunks.append(chunk)
+            if on_chunk(chunk):
+                break
+    finally:
+        await stream.aclose()
+        await engine.close()
+    ids, logprobs, versions = (
+        tuple(itertools.chain.from_iterable(getattr(chunk, name) for chunk in chunks))
+        for name in ("token_ids", "logprobs", "versions")
+    )
+    return TokenChunk("single", 0, ids, logprobs, versions, chunks[-1].finish or FinishReason.ABORT)
