@@ -18,7 +18,7 @@ from sharding.walk import Walk
 
 from .engine import EngineError
 from .kv_cache import KVCache, Rows
-from .layer_weights import LayerParams, abstract_by_layer, split_layers, stacked_layers
+from .layer_weights import LayerParams, split_layers
 from .programs import programs
 from .requests import EngineLimits
 from .sampling import SlotSampling
@@ -73,14 +73,15 @@ class DeviceState:
 
     def copy_model(self) -> Decoder:
         """The model with a copy of the weights, its layers stacked."""
-        return models.merge(self._graphdef, stacked_layers(self.params))
+        layers = jax.tree.map(lambda *weights: jnp.stack(weights), *self.params["layers"])
+        return models.merge(self._graphdef, {**self.params, "layers": layers})
 
     def _settle(self, layout: EngineLayout) -> None:
         """Prepares shardings and programs for these devices."""
         self.layout = layout
         self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
-        by_layer = layout.weights(abstract_by_layer(self._abstract))
-        self._by_layers = {**by_layer, "layers": [by_layer["layers"]] * self._text.num_layers}
+        layer = layout.weights(self._abstract.layers, stacked=False)
+        self._by_layers = {**self._stacked, "layers": [layer] * self._text.num_layers}
         rows = self._rows if len(layout.devices) > 1 else None  # the programs of one device serve any other, too
         self.programs = programs(self._graphdef, self._walk, self.limits.steps_per_sync, rows)
 

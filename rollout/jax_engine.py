@@ -163,7 +163,7 @@ class JaxEngine:
         self._attach()
         async with self._turn:
             self._closed = True
-            self._fail("the engine was closed")
+            self._lose(self._scheduler.clear(), "the engine was closed")
         self._thread.shutdown(wait=False)
 
     def stats(self) -> EngineStats:
@@ -202,7 +202,7 @@ class JaxEngine:
         if self._loop is not None and not self._loop.is_closed():
             raise EngineError("the engine is in use on another event loop")
         self._loop, self._turn, self._task = loop, asyncio.Lock(), None
-        self._fail("the event loop of this request was closed")
+        self._lose(self._scheduler.clear(), "the event loop of this request was closed")
 
     def _kick(self) -> None:
         """Starts the loop unless it runs already; it ends by itself when there is nothing to do."""
@@ -235,10 +235,10 @@ class JaxEngine:
                 try:
                     await self._one_turn()
                 except asyncio.CancelledError:
-                    self._fail("the event loop is shutting down")
+                    self._lose(self._scheduler.clear(), "the event loop is shutting down")
                     raise
                 except Exception as error:
-                    self._fail(_described(error), error)
+                    self._lose(self._scheduler.clear(), _described(error), error)
                 self._deliver(self._scheduler.reap())
 
     async def _one_turn(self) -> None:
@@ -250,14 +250,15 @@ class JaxEngine:
             jobs = self._scheduler.at_turn()
             if not jobs:
                 raise
-            self._blame(jobs, _described(error), error)
+            self._lose(self._scheduler.blame(jobs), _described(error), error)
             return
         broken = [job for new in results for job in self._scheduler.holders(new.slots_B[~new.finite_B])]
         for new in (result.only(result.finite_B) for result in results):
             chunks = self._scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version)
             self._deliver(chunks)
         if broken:
-            self._blame(broken, f"a sampled token has a log-prob that is not finite under weights {self._version}")
+            reason = f"a sampled token has a log-prob that is not finite under weights {self._version}"
+            self._lose(self._scheduler.blame(broken), reason)
 
     async def _results(self) -> list[NewTokens]:
         scheduler = self._scheduler
@@ -279,21 +280,13 @@ class JaxEngine:
             if not job.open:
                 job.sink.close()
 
-    def _blame(self, jobs: list[Job], reason: str, cause: Exception | None = None) -> None:
-        """Blames a failed turn on these jobs.
+    def _lose(self, jobs: Sequence[Job], reason: str, cause: Exception | None = None) -> None:
+        """Fails the streams of jobs that the scheduler has dropped.
 
-        The cache may be lost with the turn, or hold values that are not finite: masked entries must be finite, too, or
-        the next sample in such a slot would suffer.
+        The cache goes with them. It may be lost with a failed turn, or hold values that are not finite: masked entries
+        must be finite, too, or the next sample in such a slot would suffer.
         """
         self._device.cache = None
-        self._lose(self._scheduler.blame(jobs), reason, cause)
-
-    def _fail(self, reason: str, cause: Exception | None = None) -> None:
-        """Fails every open stream. The engine starts afresh with the next request; the cache may be lost."""
-        self._device.cache = None
-        self._lose(self._scheduler.clear(), reason, cause)
-
-    def _lose(self, jobs: Sequence[Job], reason: str, cause: Exception | None) -> None:
         if cause is not None:
             traceback.clear_frames(cause.__traceback__)  # whoever keeps the error would keep the turn's arrays, too
         for job in jobs:

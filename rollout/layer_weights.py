@@ -69,19 +69,7 @@ def _copied(x: jax.Array, dtype: DTypeLike, layers: int | None) -> tuple[PyTree,
     return copy, jnp.stack([jnp.isfinite(part).all() for part in jax.tree.leaves(copy)]).all()
 
 
-def stacked_layers(params: LayerParams) -> Params:
-    """The weights as of `models.split`; those of layers are copied into new stacks."""
-    return {**params, "layers": jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])}
-
-
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:
     """(the model, its layers). The model's own `layers` is the first of them: what is stacked elsewhere is not here."""
     parts: list[Decoder] = [models.merge(graphdef, {**params, "layers": layer}) for layer in params["layers"]]
     return parts[0], [part.layers for part in parts]
-
-
-def abstract_by_layer(model: Decoder) -> Decoder:
-    """The abstract model of one layer that is no stack: its shapes are those of `model_by_layers`."""
-    graphdef, params = models.split(model)
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params["layers"])
-    return nnx.merge(graphdef, {**params, "layers": first})

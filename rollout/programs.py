@@ -16,13 +16,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from models.decoder import Decoder, DecoderLayer
-from models.inputs import PackedTokens
+from models.inputs import AnyArray, PackedTokens
 from sharding.kernels.attention import Mask, attention
 from sharding.walk import Walk
 
 from .kv_cache import KVCache, LayerRows, Rows, cached_attention
 from .layer_weights import LayerParams, model_by_layers
-from .sampling import AnyArray, SlotSampling, allowed_tokens, sample, sample_keys, stopped
+from .sampling import SlotSampling, allowed_tokens, sample, sample_keys, stopped
 
 T = TypeVar("T")
 

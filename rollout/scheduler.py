@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -146,8 +145,7 @@ class Scheduler:
         """
         self.invalidate()
         if len(jobs) == 1:
-            self._drop(jobs)
-            return jobs
+            return self._drop(jobs)
         for job in jobs:
             job.suspect = True
         return []
@@ -230,15 +228,14 @@ class Scheduler:
 
     def clear(self) -> list[Job]:
         """Drops everything; returns the jobs that were open."""
-        jobs = list(self.jobs.values())
-        self._drop(jobs)
-        return jobs
+        return self._drop(list(self.jobs.values()))
 
-    def _drop(self, jobs: Iterable[Job]) -> None:
-        """Forgets jobs, without chunks."""
+    def _drop(self, jobs: list[Job]) -> list[Job]:
+        """Forgets jobs, without chunks; returns them."""
         for job in jobs:
             del self.jobs[job.request.rid]
             job.rows = None
             for sample in job.samples:
                 self._free(sample)
         self.waiting = deque(sample for sample in self.waiting if not sample.ended)
+        return jobs

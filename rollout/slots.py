@@ -102,11 +102,9 @@ def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
 
 
 def _with_ids(ids_NI: np.ndarray, slot: int, ids: tuple[int, ...]) -> np.ndarray:
-    """Writes a slot's list of ids, in a wider table if need be. Negative ids can't be sampled and are left out."""
-    known = sorted({id for id in ids if id >= 0})
-    width = doubling(len(known), ids_NI.shape[1])
-    if width > ids_NI.shape[1]:
-        ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)
+    """Writes a slot's list of ids, in a wider table if need be."""
+    width = doubling(len(ids), ids_NI.shape[1])
+    ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)
     ids_NI[slot] = -1
-    ids_NI[slot, : len(known)] = known
+    ids_NI[slot, : len(ids)] = ids
     return ids_NI

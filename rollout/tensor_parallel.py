@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from models.config import TextConfig
-from models.decoder import Decoder
 from sharding.mesh import Device, make_mesh
 from sharding.strategy import Params
 from sharding.weights import WeightSpec, map_weights
@@ -48,14 +47,17 @@ class EngineLayout:
         all different."""
         return EngineLayout(tuple(jax.local_devices()[:1] if devices is None else devices))
 
-    def weights(self, model: Decoder) -> Params:
-        """Shardings in the structure of the model's parameters; the model may be abstract."""
+    def weights(self, model: nnx.Module, *, stacked: bool = True) -> Params:
+        """Shardings in the structure of the model's parameters; the model may be abstract.
+
+        Without `stacked`, the model is a stack of layers, and the shardings are those of the weights of one layer.
+        """
 
         def sharding(variable: nnx.Variable) -> Sharding:
             spec: WeightSpec = variable.get_metadata("spec")
             for dim, (axis, size) in enumerate(zip(spec.axes, spec.shape, strict=True)):
                 if axis in CUT:
-                    return self._sharding(dim + len(variable.shape) - len(spec.shape), size)
+                    return self._sharding(dim + (len(variable.shape) - len(spec.shape) if stacked else 0), size)
             return self._sharding(0, 1)
 
         return map_weights(sharding, model)
