@@ -113,7 +113,7 @@ class DeviceState:
     def _copy(self, params: Mapping[str, Any]) -> LayerParams:
         return split_layers(params, self._dtype, self._stacked, self._by_layers)
 
-    def start(self, plan: StartPlan) -> list[NewTokens]:
+    def start(self, plan: StartPlan) -> NewTokens:
         """Prefills prompts into slots and draws the first token of each sample."""
         drawn = []
         for batch, slots_B, starts in plan:
@@ -121,12 +121,9 @@ class DeviceState:
             self.shapes.add(("start", (*batch.inputs.tokens_BT.shape, *starts.source_BT.shape, *_ids(starts.sampling))))
             self.cache, *new = self.programs.start(self.params, self._ready_cache(), *outputs, starts)
             drawn.append((slots_B, new))
-        results = []
-        for slots_B, new in drawn:
-            tokens_B, logprobs_B = jax.device_get(new)
-            J = len(slots_B)
-            results.append(NewTokens(slots_B, tokens_B[:J, None], logprobs_B[:J, None], np.ones_like(slots_B)))
-        return results
+        parts = [(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new))) for slots_B, new in drawn]
+        slots_B, tokens_B, logprobs_B = map(np.concatenate, zip(*parts, strict=True))
+        return NewTokens(slots_B, tokens_B[:, None], logprobs_B[:, None], np.ones_like(slots_B))
 
     def _prefill(self, batch: PrefillBatch) -> tuple[Rows, jax.Array]:
         vision = batch.inputs.vision
@@ -134,12 +131,12 @@ class DeviceState:
         self.shapes.add(("prefill", (*batch.inputs.tokens_BT.shape, *patches)))
         return self.programs.prefill(self.params, batch.inputs)
 
-    def decode(self, plan: RoundPlan) -> list[NewTokens]:
+    def decode(self, plan: RoundPlan) -> NewTokens:
         """Up to `steps_per_sync` tokens for each running sample."""
         slots_B, batch, view_length = plan
         self.shapes.add(("decode", (len(batch.slots_B), view_length, *_ids(batch.sampling))))
         self.cache, *new = self.programs.decode(self.params, self._ready_cache(), batch, view_length)
-        return [NewTokens(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new)))]
+        return NewTokens(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new)))
 
     def _ready_cache(self) -> KVCache:
         if self.cache is None:

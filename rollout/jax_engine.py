@@ -245,30 +245,29 @@ class JaxEngine:
         """Serves the running samples, and finds out whose fault it is if that fails."""
         self._scheduler.admit()
         try:
-            results = await self._results()
+            new = await self._new_tokens()
         except Exception as error:
             jobs = self._scheduler.at_turn()
             if not jobs:
                 raise
             self._lose(self._scheduler.blame(jobs), _described(error), error)
             return
-        broken = [job for new in results for job in self._scheduler.holders(new.slots_B[~new.finite_B])]
-        for new in (result.only(result.finite_B) for result in results):
-            chunks = self._scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version)
-            self._deliver(chunks)
+        finite_B = new.finite_B
+        broken, new = self._scheduler.holders(new.slots_B[~finite_B]), new.only(finite_B)
+        chunks = self._scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version)
+        self._deliver(chunks)
         if broken:
             reason = f"a sampled token has a log-prob that is not finite under weights {self._version}"
             self._lose(self._scheduler.blame(broken), reason)
 
-    async def _results(self) -> list[NewTokens]:
-        scheduler = self._scheduler
-        if scheduler.to_start():
-            plan = turns.plan_starts(scheduler, self._limits)
-            new_tokens = sum(batch.tokens for batch, *_ in plan if batch.outputs is None)
-            results = await self._in_thread(self._device.start, plan)
-            self._tokens_prefilled += new_tokens
-            return results
-        return await self._in_thread(self._device.decode, turns.plan_round(scheduler, self._limits))
+    async def _new_tokens(self) -> NewTokens:
+        if not self._scheduler.to_start():
+            return await self._in_thread(self._device.decode, turns.plan_round(self._scheduler, self._limits))
+        plan = turns.plan_starts(self._scheduler, self._limits)
+        prefilled = sum(batch.tokens for batch, *_ in plan if batch.outputs is None)
+        new = await self._in_thread(self._device.start, plan)
+        self._tokens_prefilled += prefilled
+        return new
 
     async def _in_thread(self, function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

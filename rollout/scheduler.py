@@ -11,6 +11,7 @@ A turn that failed is done again. If it served one request, that one is lost; if
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from typing import Any
 
@@ -23,11 +24,13 @@ from .slots import SlotTable
 
 @dataclasses.dataclass(eq=False)
 class RunningSample:
-    """One response in the making. `slot` is -1 while it waits and after it ended."""
+    """One response in the making. `slot` is -1 while it waits and after it ended. `place` is for `rollout.turns`: the
+    batch in which its prompt was prefilled and its place there, until it is started."""
 
     job: Job
     index: int
     slot: int = -1
+    place: Any = None
     aborted: bool = False
     ended: bool = False
 
@@ -38,13 +41,11 @@ class RunningSample:
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request in flight. `rows` is kept here for `rollout.turns`: the batch in which its prompt was prefilled and
-    the places of its samples in it, as long as samples wait for a slot. `sink` gets the chunks."""
+    """A request in flight. `sink` gets the chunks."""
 
     request: GenerateRequest
     sink: Any = None
     samples: list[RunningSample] = dataclasses.field(default_factory=list)
-    rows: Any = None
     suspect: bool = False  # a turn that it shared with others failed
 
     @property
@@ -191,7 +192,6 @@ class Scheduler:
         job = sample.job
         if not job.open:
             del self.jobs[job.request.rid]
-            job.rows = None
         return job, TokenChunk(job.request.rid, sample.index, (), (), (), finish)
 
     def _free(self, sample: RunningSample) -> None:
@@ -199,7 +199,7 @@ class Scheduler:
             self.occupant[sample.slot] = None
             self.cached_N[sample.slot] = False
             sample.slot = -1
-        sample.ended = True
+        sample.ended, sample.place = True, None
 
     def mark_aborted(self, id: str) -> None:
         """Marks a request (`rid`) or one sample (`rid/i`); unknown ids are ignored. `reap` ends what is marked."""
@@ -223,8 +223,8 @@ class Scheduler:
     def invalidate(self) -> None:
         """Forgets the cache, as after a change of weights: running samples are to be started again."""
         self.cached_N[:] = False
-        for job in self.jobs.values():
-            job.rows = None
+        for sample in itertools.chain(self.waiting, filter(None, self.occupant)):
+            sample.place = None
 
     def clear(self) -> list[Job]:
         """Drops everything; returns the jobs that were open."""
@@ -234,7 +234,6 @@ class Scheduler:
         """Forgets jobs, without chunks; returns them."""
         for job in jobs:
             del self.jobs[job.request.rid]
-            job.rows = None
             for sample in job.samples:
                 self._free(sample)
         self.waiting = deque(sample for sample in self.waiting if not sample.ended)

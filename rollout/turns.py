@@ -8,8 +8,9 @@ continued, or must be recomputed because the weights changed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from jax import Array
@@ -40,8 +41,7 @@ class Prefix:
     responses: tuple[np.ndarray, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The place of a sample's cache entries: the row of the batch, and the tokens of its response in that row."""
 
     row: int
@@ -50,7 +50,7 @@ class Place:
     response_tokens: int
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class PrefillBatch:
     """One call of the prefill program; `places[i][j]` is sample `j` of prefix `i`. The engine fills in `outputs`:
     keys and values, and hidden states, on the device."""
@@ -70,15 +70,15 @@ RoundPlan: TypeAlias = tuple[np.ndarray, DecodeRound, int]  # slots, what the pr
 def plan_starts(scheduler: Scheduler, limits: EngineLimits) -> StartPlan:
     """Starts every sample with a slot and no cache, and packs the prompts whose rows are missing.
 
-    Rows are kept with a job as long as samples of it wait for a slot, so that a prompt is computed once.
+    Samples that wait for a slot get their places, too, so that a prompt is computed once.
     """
     jobs = scheduler.to_start()
-    missing = [job for job in jobs if job.rows is None]
-    wanted = [[s for s in job.samples if s in jobs[job] or s.waiting] for job in missing]
-    prefixes = [
-        Prefix(job.request.prompt, tuple(scheduler.response(s) for s in samples))
-        for job, samples in zip(missing, wanted, strict=True)
+    wanted = [
+        [sample for sample in job.samples if sample in samples or sample.waiting]
+        for job, samples in jobs.items()
+        if samples[0].place is None
     ]
+    prefixes = [Prefix(samples[0].job.request.prompt, tuple(map(scheduler.response, samples))) for samples in wanted]
     for members, batch in plan(
         prefixes,
         row_tokens=limits.max_sequence_tokens,
@@ -88,25 +88,24 @@ def plan_starts(scheduler: Scheduler, limits: EngineLimits) -> StartPlan:
         least_area=LEAST_AREA if limits.small_model else 1,
     ):
         for i, places in zip(members, batch.places, strict=True):
-            missing[i].rows = (batch, {s.index: place for s, place in zip(wanted[i], places, strict=True)})
+            for sample, place in zip(wanted[i], places, strict=True):
+                sample.place = batch, place
 
-    by_batch: dict[int, tuple[PrefillBatch, list[tuple[RunningSample, Place]]]] = {}
-    for job, samples in jobs.items():
-        batch, places = job.rows
-        _, members = by_batch.setdefault(id(batch), (batch, []))
-        members.extend((sample, places[sample.index]) for sample in samples)
-        if not any(sample.waiting for sample in job.samples):
-            job.rows = None
-    return [_starts(scheduler, limits, batch, members) for batch, members in by_batch.values()]
+    by_batch: dict[PrefillBatch, list[RunningSample]] = {}
+    for sample in itertools.chain(*jobs.values()):
+        by_batch.setdefault(sample.place[0], []).append(sample)
+    return [(batch, *_starts(scheduler, limits, batch, samples)) for batch, samples in by_batch.items()]
 
 
 def _starts(
-    scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, members: list[tuple[RunningSample, Place]]
-) -> tuple[PrefillBatch, np.ndarray, Starts]:
-    size = doubling(len(members), _least_rows(limits), limits.slots)
-    slots_B = np.array([sample.slot for sample, _ in members], np.int32)
-    places = [(p.row, p.prompt_tokens, p.response_start, p.response_tokens) for _, p in members]
-    row_B, prompt_B, start_B, response_B = np.pad(np.array(places, np.int32), ((0, size - len(places)), (0, 0))).T
+    scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samples: list[RunningSample]
+) -> tuple[np.ndarray, Starts]:
+    size = doubling(len(samples), _least_rows(limits), limits.slots)
+    slots_B = np.array([sample.slot for sample in samples], np.int32)
+    places = np.array([sample.place[1] for sample in samples], np.int32)
+    for sample in samples:
+        sample.place = None
+    row_B, prompt_B, start_B, response_B = np.pad(places, ((0, size - len(places)), (0, 0))).T
     entries_B = prompt_B + response_B
     row_tokens = batch.inputs.tokens_BT.shape[1]
     entry_T = np.arange(min(geometric(int(entries_B.max()), LEAST_TOKENS), row_tokens), dtype=np.int32)
@@ -119,7 +118,7 @@ def _starts(
         index_B=response_B,
         sampling=scheduler.table.sampling(slots_B, size),
     )
-    return batch, slots_B, starts
+    return slots_B, starts
 
 
 def plan_round(scheduler: Scheduler, limits: EngineLimits) -> RoundPlan:
@@ -202,7 +201,7 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
         feature_index_BT[row:end, :P] = np.where(index >= 0, index + features, -1)
         for r, length in enumerate(row_lengths, start=row):
             segments_BT[r, :length] = 1
-        places.append([dataclasses.replace(place, row=row + place.row) for place in relative_places])
+        places.append([place._replace(row=row + place.row) for place in relative_places])
         for branch, (place, response) in enumerate(zip(places[-1], prefix.responses, strict=True), start=1):
             columns = slice(place.response_start, place.response_start + place.response_tokens)
             tokens_BT[place.row, columns] = response
