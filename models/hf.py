@@ -28,7 +28,7 @@ from sharding.strategy import Params
 from . import registry
 from .config import AnyConfig, JsonObject, ModelConfigError, Qwen25VLConfig
 from .decoder import Decoder
-from .folder import CheckpointError, read_json, why_missing
+from .folder import CheckpointError, read_json, why_missing, write_json
 from .hf_config import write_config
 from .qwen2_5_vl import params as qwen2_5_vl
 from .tensor_names import TensorName, decoder_names
@@ -250,9 +250,9 @@ def save(
         os.replace(folder / f"new-{number:05d}.part", folder / file)
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     stored = jnp.dtype(dtype if dtype is not None else params["embedding"]["table"].dtype).name
-    _write_json(folder / "config.json", _with_dtype(write_config(model.config), stored))
+    write_json(folder / "config.json", _with_dtype(write_config(model.config), stored))
 
 
 def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
@@ -263,9 +263,3 @@ def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
         if isinstance(config.get(section), dict):
             top[section] = {k: stored if k in said and v else v for k, v in config[section].items()}
     return {k: stored if k in said and v else v for k, v in config.items()} | top
-
-
-def _write_json(path: pathlib.Path, content: JsonObject) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, path)

@@ -17,12 +17,11 @@ from models.decoder import Decoder
 from sharding.walk import Walk
 
 from .engine import EngineError
+from .engine_weights import EngineLayout, LayerParams, split_layers
 from .kv_cache import KVCache, Rows
-from .layer_weights import LayerParams, split_layers
 from .programs import programs
 from .requests import EngineLimits
 from .sampling import SlotSampling
-from .tensor_parallel import EngineLayout
 from .turns import PrefillBatch, RoundPlan, StartPlan
 
 

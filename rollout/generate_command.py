@@ -109,15 +109,15 @@ def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[st
     """
     from models.processing.processor import MARK, MARKS
 
+    files = {"image": images, "video": videos}
+    if not MARK.search(text):
+        text = "".join(mark * len(files[kind]) for mark, kind in MARKS.items()) + text
     marks = [MARKS[mark] for mark in MARK.findall(text)]
-    if not marks:
-        text = "<image>" * len(images) + "<video>" * len(videos) + text
-        return text, [("image", path) for path in images] + [("video", path) for path in videos]
-    for kind, files in (("image", images), ("video", videos)):
-        if marks.count(kind) != len(files):
-            raise ValueError(f"the prompt marks {marks.count(kind)} {kind}(s), but {len(files)} were given")
-    files = {"image": iter(images), "video": iter(videos)}
-    return text, [(kind, next(files[kind])) for kind in marks]
+    for kind, given in files.items():
+        if marks.count(kind) != len(given):
+            raise ValueError(f"the prompt marks {marks.count(kind)} {kind}(s), but {len(given)} were given")
+    left = {kind: iter(given) for kind, given in files.items()}
+    return text, [(kind, next(left[kind])) for kind in marks]
 
 
 def run(options: argparse.Namespace) -> None:

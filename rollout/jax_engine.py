@@ -30,10 +30,10 @@ from . import turns
 from .buckets import doubling
 from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from .engine_weights import EngineLayout
 from .requests import EngineLimits
 from .scheduler import Delivery, Job, Scheduler
 from .stream import Mailbox, TokenStream
-from .tensor_parallel import EngineLayout
 
 LEAST_CACHE = 256  # tokens of `generate_once`; doubled, so that prompts of similar length share their compiled programs
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ class JaxEngine:
     `steps_per_sync` tokens a sample are decoded between two looks of the host: more is cheaper, fewer lets chunks,
     aborts and new weights through sooner; what is sampled does not depend on it.
     `compute_dtype` casts the weights as they come in (None: as they are).
-    `devices` compute together (`rollout.tensor_parallel`): 1, 2, 4, ... of this process; None: its first one.
+    `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first one.
     """
 
     def __init__(

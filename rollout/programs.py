@@ -20,8 +20,8 @@ from models.inputs import AnyArray, PackedTokens
 from sharding.kernels.attention import Mask, attention
 from sharding.walk import Walk
 
+from .engine_weights import LayerParams, model_by_layers
 from .kv_cache import KVCache, LayerRows, Rows, cached_attention
-from .layer_weights import LayerParams, model_by_layers
 from .sampling import SlotSampling, allowed_tokens, sample, sample_keys, stopped
 
 T = TypeVar("T")

@@ -8,11 +8,10 @@ A setting that this code cannot honour is refused, never ignored.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 
 from ..config import JsonObject, PatchLayout
-from ..folder import read_json
+from ..folder import read_json, write_json
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -150,5 +149,5 @@ def write_configs(
         **({"max_video_tokens": frames.max_video_tokens} if frames.max_video_tokens else {}),
         **sampling,
     }
-    for name, config in (("preprocessor_config.json", image_config), ("video_preprocessor_config.json", video_config)):
-        (folder / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "preprocessor_config.json", image_config)
+    write_json(folder / "video_preprocessor_config.json", video_config)

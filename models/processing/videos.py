@@ -151,7 +151,9 @@ class _Reader:
                     rgb = reformatter.reformat(frame, format="rgb24", threads=1 if small else 0)
                     image = _upright(rgb, frame.rotation)
                     if pixels is None:
-                        pixels = np.empty((len(indices), *self._size(image, len(indices)), 3), np.uint8)
+                        bounds = _bounded(self.settings, self.frames, len(indices), self.layout)
+                        size = target_size(self.name, image.shape[1], image.shape[0], self.layout.factor, bounds)
+                        pixels = np.empty((len(indices), *size, 3), np.uint8)
                     pixels[slot] = resize_frame(image, pixels.shape[1], pixels.shape[2])
                 times.append(frame.pts)
                 durations.append(frame.duration or 0)
@@ -181,11 +183,6 @@ class _Reader:
                     )
                 check_size(frame.width, frame.height, self.name, self.limits)  # the size may change on the way
                 yield frame
-
-    def _size(self, image: np.ndarray, count: int) -> tuple[int, int]:
-        """The (height, width) that all `count` sampled frames are resized to."""
-        limited = _bounded(self.settings, self.frames, count, self.layout)
-        return target_size(self.name, image.shape[1], image.shape[0], self.layout.factor, limited)
 
 
 def _rated(count: int, stream: VideoStream) -> float | None:
