@@ -96,13 +96,8 @@ class Scheduler:
 
     def admit(self) -> None:
         """Gives free slots to waiting samples."""
-        if not self.waiting:
-            return
-        for slot, occupant in enumerate(self.occupant):
-            if occupant is not None:
-                continue
-            if not self.waiting:
-                break
+        free = [slot for slot, occupant in enumerate(self.occupant) if occupant is None]
+        for slot in free[: len(self.waiting)]:
             sample = self.waiting.popleft()
             sample.slot = slot
             self.occupant[slot] = sample
@@ -166,11 +161,8 @@ class Scheduler:
         self.cached_N[slots_B] = True
         self.tokens_generated += int(count_B.sum())
         deliveries: list[Delivery] = []
-        rows = zip(
-            slots_B.tolist(), tokens_BR.tolist(), logprobs_BR.tolist(), count_B.tolist(), stop_B.tolist(),
-            full_B.tolist(), strict=True,
-        )  # fmt: skip
-        for slot, tokens, logprobs, count, stop, full in rows:
+        arrays = (slots_B, tokens_BR, logprobs_BR, count_B, stop_B, full_B)
+        for slot, tokens, logprobs, count, stop, full in zip(*(array.tolist() for array in arrays), strict=True):
             sample = self.occupant[slot]
             assert sample is not None, "slots are freed between turns only"
             finish = FinishReason.STOP if stop else FinishReason.LENGTH if full else None

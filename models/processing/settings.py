@@ -15,6 +15,7 @@ from ..folder import read_json, write_json
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 BICUBIC = 3  # a member of `PIL.Image.Resampling`; videos know no other
 
 
@@ -61,7 +62,7 @@ VIDEO_PIXELS = PixelSettings(min_pixels=128 * 28 * 28, max_pixels=28 * 28 * 768)
 
 def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
     """The settings in a `preprocessor_config.json` dictionary. Raises ValueError for a step that is switched off."""
-    for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+    for step in STEPS:
         if config.get(step, True) is False:
             raise ValueError(f"{step}=false is not supported")
     size = config.get("size") or {}
@@ -117,10 +118,7 @@ def write_configs(
 
     def common(pixels: PixelSettings) -> dict[str, object]:
         return {
-            "do_resize": True,
-            "do_rescale": True,
-            "do_normalize": True,
-            "do_convert_rgb": True,
+            **dict.fromkeys(STEPS, True),
             "size": {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels},
             "image_mean": list(pixels.mean),
             "image_std": list(pixels.std),
