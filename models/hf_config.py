@@ -136,12 +136,7 @@ def read_qwen2_5_vl(config: JsonObject) -> Qwen25VLConfig:
     text = config.get("text_config") or config
     return Qwen25VLConfig(
         text=read_text(
-            text,
-            config,
-            default_theta=1e6,
-            default_eps=1e-5,
-            default_section=(16, 24, 24),
-            default_full_layers=80,
+            text, config, default_theta=1e6, default_eps=1e-5, default_section=(16, 24, 24), default_full_layers=80
         ),
         vision=read_vision(_need(config, "vision_config", "config.json")),
         **{name: config[name] for name in _TOKEN_IDS if config.get(name) is not None},

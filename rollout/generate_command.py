@@ -176,10 +176,7 @@ def _with_bounds(processor: Processor, options: argparse.Namespace) -> Processor
     if options.max_frames is not None:
         most = options.max_frames
         frames = dataclasses.replace(
-            frames,
-            num_frames=min(frames.num_frames, most),
-            min_frames=min(frames.min_frames, most),
-            max_frames=most,
+            frames, num_frames=min(frames.num_frames, most), min_frames=min(frames.min_frames, most), max_frames=most
         )
     return dataclasses.replace(processor, frames=frames)
 

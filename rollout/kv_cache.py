@@ -73,11 +73,7 @@ class KVCache:
 
 
 def cached_attention(
-    q: Float[Array, "B 1 N H"],
-    cached: LayerRows,
-    fresh: LayerRows,
-    length_B: Int[Array, " B"],
-    step: Int[Array, ""],
+    q: Float[Array, "B 1 N H"], cached: LayerRows, fresh: LayerRows, length_B: Int[Array, " B"], step: Int[Array, ""]
 ) -> Float[Array, "B 1 N H"]:
     """Attention of one new token a slot over its first `length_B` cached entries (`[B, K, S, H]`) and the round's
     own entries `0 .. step` (`[B, K, R, H]`). Scores and softmax are float32."""

@@ -184,9 +184,7 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
     layouts = [_layout(prefix, row_tokens) for prefix in prefixes]
     lengths = [length for row_lengths, _ in layouts for length in row_lengths]
     B, T = _shape(len(lengths), max(lengths), least_area)
-    tokens_BT = np.zeros((B, T), np.int32)
-    segments_BT = np.zeros((B, T), np.int32)
-    branches_BT = np.zeros((B, T), np.int32)
+    tokens_BT, segments_BT, branches_BT = np.zeros((3, B, T), np.int32)
     positions_3BT = np.zeros((3, B, T), np.int32)
     feature_index_BT = np.full((B, T), -1, np.int32)
     visions: list[VisionInput] = []
@@ -212,20 +210,9 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
             features += prompt.vision.num_patches // merge_unit
         row = end
     predecessor_BT = np.broadcast_to(np.maximum(np.arange(T, dtype=np.int32) - 1, 0), (B, T))  # not used here
-    inputs = PackedTokens(
-        tokens_BT,
-        segments_BT,
-        branches_BT,
-        positions_3BT,
-        predecessor_BT,
-        feature_index_BT,
-        _pack_vision(visions, merge_unit),
-    )
+    vision = None
+    if visions:
+        joined = concatenate(visions)
+        vision = pad(joined, merge_unit * geometric(joined.num_patches // merge_unit, LEAST_FEATURES))
+    inputs = PackedTokens(tokens_BT, segments_BT, branches_BT, positions_3BT, predecessor_BT, feature_index_BT, vision)
     return PrefillBatch(inputs, places, sum(lengths))
-
-
-def _pack_vision(visions: Sequence[VisionInput], merge_unit: int) -> VisionInput | None:
-    if not visions:
-        return None
-    joined = concatenate(visions)
-    return pad(joined, merge_unit * geometric(joined.num_patches // merge_unit, LEAST_FEATURES))
