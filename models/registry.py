@@ -39,14 +39,11 @@ def read_config(config: JsonObject) -> AnyConfig:
     raise ModelConfigError(f"unsupported architecture {found}; supported are {', '.join(sorted(ARCHITECTURES))}")
 
 
-def build(config: AnyConfig, rngs: nnx.Rngs) -> Decoder:
-    """The model of a configuration, every weight drawn from `rngs`. A Qwen2 text model is the plain decoder."""
-    return Qwen25VL(config, rngs) if isinstance(config, Qwen25VLConfig) else Decoder(config, rngs)
-
-
 def abstract(config: AnyConfig) -> Decoder:
     """The model with shapes (`jax.ShapeDtypeStruct`) for weights: counts parameters of any size, allocates nothing."""
-    return nnx.eval_shape(lambda: build(config, nnx.Rngs(0)))
+    if isinstance(config, Qwen25VLConfig):
+        return nnx.eval_shape(lambda: Qwen25VL(config, nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))  # a Qwen2 text model is the plain decoder
 
 
 def create(config: AnyConfig, seed: int = 0) -> Decoder:

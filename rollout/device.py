@@ -139,7 +139,8 @@ class DeviceState:
 
     def _ready_cache(self) -> KVCache:
         if self.cache is None:
-            dtype = jax.tree.leaves(self.params)[0].dtype
+            text, dtype = self._text, jax.tree.leaves(self.params)[0].dtype
             slots, tokens = self.limits.slots, self.limits.max_sequence_tokens
-            self.cache = KVCache.create(self._text, slots, tokens, dtype, self._rows)
+            shape = (text.num_layers, slots, tokens, text.num_kv_heads, text.head_dim)
+            self.cache = KVCache(*(jnp.zeros(shape, dtype, device=self._rows) for _ in ("keys", "values")))
         return self.cache

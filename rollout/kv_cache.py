@@ -11,11 +11,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
-
-from models.config import TextConfig
 
 Rows = tuple[Array, Array]  # keys and values [L, B, T, K, H] of a prefill
 LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
@@ -28,14 +24,6 @@ class KVCache:
 
     k_LBSKH: PyTree  # arrays; JAX also builds this class of one sharding for each
     v_LBSKH: PyTree
-
-    @staticmethod
-    def create(
-        text: TextConfig, slots: int, max_tokens: int, dtype: DTypeLike, device: Sharding | None = None
-    ) -> KVCache:
-        """An empty cache; `device` is the sharding of `[L, B, S, K, H]`."""
-        shape = (text.num_layers, slots, max_tokens, text.num_kv_heads, text.head_dim)
-        return KVCache(jnp.zeros(shape, dtype, device=device), jnp.zeros(shape, dtype, device=device))
 
     def view(self, slots_B: Int[Array, " B"], length: int) -> list[LayerRows]:
         """The first `length` entries of some slots, layer by layer. An out-of-range slot (padding) reads another slot's

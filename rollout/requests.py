@@ -39,7 +39,7 @@ class EngineLimits:
 
 
 def checked(request: Any, limits: EngineLimits) -> GenerateRequest:
-    """The request in plain types. Raises EngineError, a line that names the field, for one that can't be limits."""
+    """The request in plain types. Raises EngineError, a line that names the field, for one that can't be served."""
     if not isinstance(request, GenerateRequest):
         raise EngineError(f"a GenerateRequest is wanted, not {_shown(request)}")
     if not isinstance(request.rid, str):

@@ -150,7 +150,7 @@ class Scheduler:
         """The tokens that a sample has so far, its prefix included."""
         if sample.slot < 0:
             return np.asarray(sample.job.prefix(sample.index), np.int32)
-        return self.table.response(sample.slot)
+        return self.table.response_NT[sample.slot, : self.table.produced_N[sample.slot]].copy()
 
     def record(
         self, slots_B: np.ndarray, tokens_BR: np.ndarray, logprobs_BR: np.ndarray, count_B: np.ndarray, version: int

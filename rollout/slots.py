@@ -45,9 +45,6 @@ class SlotTable:
         self.stop_ids_NI = _with_ids(self.stop_ids_NI, slot, sampling.stop_ids)
         self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slot, sampling.forbidden_ids)
 
-    def response(self, slot: int) -> np.ndarray:
-        return self.response_NT[slot, : self.produced_N[slot]].copy()
-
     def extend(self, slots_B: np.ndarray, tokens_BR: np.ndarray, count_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Adds the first `count_B` (at least 1) tokens to each slot; returns who hit a stop id, and who the limit."""
         fresh_BR = np.arange(tokens_BR.shape[1]) < count_B[:, None]

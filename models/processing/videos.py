@@ -149,7 +149,8 @@ class _Reader:
                     if frame.is_corrupt:
                         raise MediaError(self.name, f"frame {index} is damaged")
                     rgb = reformatter.reformat(frame, format="rgb24", threads=1 if small else 0)
-                    image = _upright(rgb, frame.rotation)
+                    # Phones store portrait videos lying down, with a rotation. Both count counter-clockwise.
+                    image = np.rot90(rgb.to_ndarray(), round(frame.rotation / 90) % 4)
                     if pixels is None:
                         bounds = _bounded(self.settings, self.frames, len(indices), self.layout)
                         size = target_size(self.name, image.shape[1], image.shape[0], self.layout.factor, bounds)
@@ -189,11 +190,6 @@ def _rated(count: int, stream: VideoStream) -> float | None:
     """The duration of `count` frames in seconds at the header's frame rate."""
     rate = stream.average_rate or stream.guessed_rate
     return float(count / rate) if rate else None
-
-
-def _upright(frame: av.VideoFrame, rotation: int) -> np.ndarray:
-    """An RGB frame turned as its display matrix says (phones store portrait videos lying down)."""
-    return np.rot90(frame.to_ndarray(), round(rotation / 90) % 4)  # both count counter-clockwise
 
 
 def _bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:
