@@ -18,8 +18,7 @@ from sharding.walk import Walk
 
 from .engine import EngineError
 from .engine_weights import EngineLayout, LayerParams, split_layers
-from .kv_cache import KVCache, Rows
-from .programs import programs
+from .programs import KVCache, Rows, programs
 from .requests import EngineLimits
 from .sampling import SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan

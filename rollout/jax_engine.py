@@ -27,10 +27,10 @@ from sharding.mesh import Device
 from sharding.walk import Walk
 
 from . import turns
-from .buckets import doubling
 from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
+from .programs import doubling
 from .requests import EngineLimits
 from .scheduler import Delivery, Job, Scheduler
 from .stream import Mailbox, TokenStream

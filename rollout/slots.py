@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .buckets import doubling
 from .engine import GenerateRequest
-from .programs import DecodeRound
+from .programs import DecodeRound, doubling
 from .sampling import SlotSampling, seed_words
 
 LEAST_IDS = 8  # stop and forbidden ids a slot; doubled when a request brings more

@@ -18,9 +18,7 @@ from jax import Array
 from models.inputs import ModelInput, PackedTokens, VisionInput
 from models.processing.vision_input import concatenate, pad
 
-from .buckets import doubling, geometric
-from .kv_cache import Rows
-from .programs import DecodeRound, Starts
+from .programs import DecodeRound, Rows, Starts, doubling, geometric
 from .requests import EngineLimits
 from .scheduler import RunningSample, Scheduler
 
