@@ -241,11 +241,9 @@ def save(
 
     for old in (*folder.glob("model*.safetensors"), *folder.glob(INDEX)):
         old.unlink()
-    files = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    )
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = [SINGLE]
     for number, file in enumerate(files, start=1):
         os.replace(folder / f"new-{number:05d}.part", folder / file)
     if len(shards) > 1:

@@ -36,9 +36,6 @@ class PromptError(ValueError):
         super().__init__(message)
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (str(self), self.reason)
-
 
 def source_name(source: Source) -> str:
     """The name of a source in messages."""
