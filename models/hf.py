@@ -29,7 +29,7 @@ from . import registry
 from .config import AnyConfig, JsonObject, ModelConfigError, Qwen25VLConfig
 from .decoder import Decoder
 from .folder import CheckpointError, read_json, why_missing, write_json
-from .hf_config import write_config
+from .hf_config import read_config, write_config
 from .qwen2_5_vl import params as qwen2_5_vl
 from .tensor_names import TensorName, decoder_names
 
@@ -177,7 +177,7 @@ def load(path: str | os.PathLike[str], dtype: DTypeLike | None = None, shardings
         raise CheckpointError(why)
     raw = read_json(folder / "config.json", needed=True)
     try:
-        config = registry.read_config(raw)
+        config = read_config(raw)
     except ModelConfigError as error:
         raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
     with contextlib.ExitStack() as stack:

@@ -18,9 +18,8 @@ import models
 from models import hf
 from models.config import ModelConfigError
 from models.hf import CheckpointError
-from models.hf_config import write_config
+from models.hf_config import read_config, write_config
 from models.processing import Processor
-from models.registry import read_config
 from sharding.weights import ShardingRules, shardings
 
 
