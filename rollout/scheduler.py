@@ -11,26 +11,26 @@ A turn that failed is done again. If it served one request, that one is lost; if
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from models.config import VisionConfig
-
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
-from .requests import Served, checked
+from .requests import EngineLimits, checked
 from .slots import SlotTable
 
 
 @dataclasses.dataclass(eq=False)
 class RunningSample:
-    """One response in the making. `slot` is -1 while it waits and after it ended."""
+    """One response in the making. `slot` is -1 while it waits and after it ended. `place` is for `rollout.turns`: the
+    batch in which its prompt was prefilled and its place there, until it is started."""
 
     job: Job
     index: int
     slot: int = -1
+    place: Any = None
     aborted: bool = False
     ended: bool = False
 
@@ -41,13 +41,11 @@ class RunningSample:
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request in flight. `rows` is kept here for `rollout.turns`: the batch in which its prompt was prefilled and
-    the places of its samples in it, as long as samples wait for a slot. `sink` gets the chunks."""
+    """A request in flight. `sink` gets the chunks."""
 
     request: GenerateRequest
     sink: Any = None
     samples: list[RunningSample] = dataclasses.field(default_factory=list)
-    rows: Any = None
     suspect: bool = False  # a turn that it shared with others failed
 
     @property
@@ -64,14 +62,12 @@ Delivery = tuple[Job, TokenChunk]
 class Scheduler:
     """Requests, samples and slots. Methods that end or advance samples return the chunks to deliver."""
 
-    def __init__(
-        self, slots: int, max_sequence_tokens: int, vocabulary: int, vision: VisionConfig | None = None
-    ) -> None:
-        self.served = Served(max_sequence_tokens, vocabulary, vision)
-        self.table = SlotTable(slots, max_sequence_tokens)
+    def __init__(self, limits: EngineLimits) -> None:
+        self.limits = limits
+        self.table = SlotTable(limits.slots, limits.max_sequence_tokens)
         self.jobs: dict[str, Job] = {}
-        self.occupant: list[RunningSample | None] = [None] * slots
-        self.cached_N = np.zeros(slots, bool)  # the slot's cache holds its sample
+        self.occupant: list[RunningSample | None] = [None] * limits.slots
+        self.cached_N = np.zeros(limits.slots, bool)  # the slot's cache holds its sample
         self.waiting: deque[RunningSample] = deque()
         self.tokens_generated = 0
 
@@ -82,7 +78,7 @@ class Scheduler:
     def submit(self, request: GenerateRequest, sink: Any = None) -> tuple[Job, list[Delivery]]:
         """Queues a request. Raises EngineError for one that can never be served, which then leaves no trace; chunks
         are of samples whose prefix is already a whole response."""
-        request = checked(request, self.served)
+        request = checked(request, self.limits)
         if request.rid in self.jobs:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
         job = self.jobs[request.rid] = Job(request, sink)
@@ -100,13 +96,8 @@ class Scheduler:
 
     def admit(self) -> None:
         """Gives free slots to waiting samples."""
-        if not self.waiting:
-            return
-        for slot, occupant in enumerate(self.occupant):
-            if occupant is not None:
-                continue
-            if not self.waiting:
-                break
+        free = [slot for slot, occupant in enumerate(self.occupant) if occupant is None]
+        for slot in free[: len(self.waiting)]:
             sample = self.waiting.popleft()
             sample.slot = slot
             self.occupant[slot] = sample
@@ -150,8 +141,7 @@ class Scheduler:
         """
         self.invalidate()
         if len(jobs) == 1:
-            self._drop(jobs)
-            return jobs
+            return self._drop(jobs)
         for job in jobs:
             job.suspect = True
         return []
@@ -160,7 +150,7 @@ class Scheduler:
         """The tokens that a sample has so far, its prefix included."""
         if sample.slot < 0:
             return np.asarray(sample.job.prefix(sample.index), np.int32)
-        return self.table.response(sample.slot)
+        return self.table.response_NT[sample.slot, : self.table.produced_N[sample.slot]].copy()
 
     def record(
         self, slots_B: np.ndarray, tokens_BR: np.ndarray, logprobs_BR: np.ndarray, count_B: np.ndarray, version: int
@@ -171,11 +161,8 @@ class Scheduler:
         self.cached_N[slots_B] = True
         self.tokens_generated += int(count_B.sum())
         deliveries: list[Delivery] = []
-        rows = zip(
-            slots_B.tolist(), tokens_BR.tolist(), logprobs_BR.tolist(), count_B.tolist(), stop_B.tolist(),
-            full_B.tolist(), strict=True,
-        )  # fmt: skip
-        for slot, tokens, logprobs, count, stop, full in rows:
+        arrays = (slots_B, tokens_BR, logprobs_BR, count_B, stop_B, full_B)
+        for slot, tokens, logprobs, count, stop, full in zip(*(array.tolist() for array in arrays), strict=True):
             sample = self.occupant[slot]
             assert sample is not None, "slots are freed between turns only"
             finish = FinishReason.STOP if stop else FinishReason.LENGTH if full else None
@@ -197,7 +184,6 @@ class Scheduler:
         job = sample.job
         if not job.open:
             del self.jobs[job.request.rid]
-            job.rows = None
         return job, TokenChunk(job.request.rid, sample.index, (), (), (), finish)
 
     def _free(self, sample: RunningSample) -> None:
@@ -205,7 +191,7 @@ class Scheduler:
             self.occupant[sample.slot] = None
             self.cached_N[sample.slot] = False
             sample.slot = -1
-        sample.ended = True
+        sample.ended, sample.place = True, None
 
     def mark_aborted(self, id: str) -> None:
         """Marks a request (`rid`) or one sample (`rid/i`); unknown ids are ignored. `reap` ends what is marked."""
@@ -229,20 +215,18 @@ class Scheduler:
     def invalidate(self) -> None:
         """Forgets the cache, as after a change of weights: running samples are to be started again."""
         self.cached_N[:] = False
-        for job in self.jobs.values():
-            job.rows = None
+        for sample in itertools.chain(self.waiting, filter(None, self.occupant)):
+            sample.place = None
 
     def clear(self) -> list[Job]:
         """Drops everything; returns the jobs that were open."""
-        jobs = list(self.jobs.values())
-        self._drop(jobs)
-        return jobs
+        return self._drop(list(self.jobs.values()))
 
-    def _drop(self, jobs: Iterable[Job]) -> None:
-        """Forgets jobs, without chunks."""
+    def _drop(self, jobs: list[Job]) -> list[Job]:
+        """Forgets jobs, without chunks; returns them."""
         for job in jobs:
             del self.jobs[job.request.rid]
-            job.rows = None
             for sample in job.samples:
                 self._free(sample)
         self.waiting = deque(sample for sample in self.waiting if not sample.ended)
+        return jobs

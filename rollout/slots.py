@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .buckets import doubling
 from .engine import GenerateRequest
-from .programs import DecodeRound
+from .programs import DecodeRound, doubling
 from .sampling import SlotSampling, seed_words
 
 LEAST_IDS = 8  # stop and forbidden ids a slot; doubled when a request brings more
@@ -44,9 +43,6 @@ class SlotTable:
         self.sample_N[slot] = sample
         self.stop_ids_NI = _with_ids(self.stop_ids_NI, slot, sampling.stop_ids)
         self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slot, sampling.forbidden_ids)
-
-    def response(self, slot: int) -> np.ndarray:
-        return self.response_NT[slot, : self.produced_N[slot]].copy()
 
     def extend(self, slots_B: np.ndarray, tokens_BR: np.ndarray, count_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Adds the first `count_B` (at least 1) tokens to each slot; returns who hit a stop id, and who the limit."""
@@ -102,11 +98,9 @@ def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
 
 
 def _with_ids(ids_NI: np.ndarray, slot: int, ids: tuple[int, ...]) -> np.ndarray:
-    """Writes a slot's list of ids, in a wider table if need be. Negative ids can't be sampled and are left out."""
-    known = sorted({id for id in ids if id >= 0})
-    width = doubling(len(known), ids_NI.shape[1])
-    if width > ids_NI.shape[1]:
-        ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)
+    """Writes a slot's list of ids, in a wider table if need be."""
+    width = doubling(len(ids), ids_NI.shape[1])
+    ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)
     ids_NI[slot] = -1
-    ids_NI[slot, : len(known)] = known
+    ids_NI[slot, : len(ids)] = ids
     return ids_NI

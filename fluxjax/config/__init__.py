@@ -318,6 +318,11 @@ class Config:
                 f"packing.tokens_per_row ({row}) is shorter than rollout.max_sequence_tokens ({longest}); the longest "
                 "response would not fit"
             )
+        if self.optim.moments_dtype is DType.BFLOAT16 and self.optim.beta2 > 1 - 2**-7:
+            raise ConfigError(
+                f"optim.moments_dtype is bfloat16, whose 8 bits lose what optim.beta2 = {self.optim.beta2} adds to the "
+                "second moment in a step; lower optim.beta2 to 0.99"
+            )
         if not self.data.sources:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
         if not self.model.path:

@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags
 
 from models.inputs import ModelInput, VisionInput
-from models.processing.bad_media import MediaError, PromptError
+from models.processing import MediaError, PromptError
 from sharding.planner.vision_units import surely_hold
 
 from ..base.errors import DataError

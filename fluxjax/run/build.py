@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import models
-from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import PatchLayout, Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
 from models.folder import why_missing
 from models.processing import Processor
-from models.processing.settings import DecodeLimits, PatchLayout
+from models.processing.settings import DecodeLimits
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.engine import SamplingParams

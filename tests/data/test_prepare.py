@@ -23,9 +23,9 @@ from fluxjax.tasks.digits import DigitsRecipe
 from fluxjax.tasks.embedded import ensure
 from fluxjax.tasks.pans import PansRecipe
 from fluxjax.tasks.strings import StringsRecipe
+from models.config import PatchLayout
 from models.inputs import ModelInput
 from models.processing import Processor, tiny
-from models.processing.settings import PatchLayout
 
 
 @pytest.fixture(scope="module")

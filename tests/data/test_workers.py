@@ -25,8 +25,8 @@ from fluxjax.tasks.digits import DigitsRecipe
 from fluxjax.tasks.embedded import ensure
 from fluxjax.tasks.pans import PansRecipe
 from fluxjax.tasks.strings import StringsRecipe
+from models.config import PatchLayout
 from models.processing import tiny
-from models.processing.settings import PatchLayout
 
 pytestmark = pytest.mark.slow  # a process takes seconds to start
 

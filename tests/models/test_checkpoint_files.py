@@ -19,9 +19,8 @@ import models
 from models import hf, registry
 from models.config import ModelConfigError
 from models.hf import CheckpointError
-from models.hf_config import write_config
+from models.hf_config import read_config, write_config
 from models.processing import Processor
-from models.registry import read_config
 from sharding import weights
 from sharding.mesh import make_mesh
 from sharding.weights import ShardingRules, shardings

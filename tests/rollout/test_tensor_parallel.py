@@ -32,7 +32,7 @@ from rollout_cases import (
 import models
 from models.config import Qwen2Config
 from rollout.engine import EngineError
-from rollout.tensor_parallel import EngineLayout
+from rollout.engine_weights import EngineLayout
 
 DEVICES = jax.devices("cpu")
 MEDIA = (IMAGE, VIDEO)
