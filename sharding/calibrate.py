@@ -250,7 +250,7 @@ def _show(cost: CostModel, rows: Rows, out: pathlib.Path) -> None:
         table.add_row(name, f"{measured * 1e3:.3f}", f"{fitted * 1e3:.3f}", f"{fitted / measured - 1:+.0%}")
     console = Console()
     console.print(table)
-    for name, figures in cost.goodness().items():
+    for name, figures in cost.fits.items():
         console.print(
             f"{name}: R2 {figures['r2']:.3f}, relative error {figures['mean_relative_error']:.0%} on average, "
             f"{figures['worst_relative_error']:.0%} at worst"

@@ -23,9 +23,6 @@ from jaxtyping import PyTree
 
 from ..strategy import Params
 from .trace import Stack, StageError, Trace, is_float, stack_of
-from .window import Row
-
-__all__ = ["Program", "Stage", "StageError", "Step", "backward", "cut", "forward", "infer"]
 
 T = TypeVar("T")
 Slots = tuple[int, ...]  # numbers of values that stages hand to each other; each is written once
@@ -247,76 +244,3 @@ def _with_last(steps: Sequence[Step], kept: set[int]) -> tuple[Step, ...]:
         seen.update(last)
         marked.append(dataclasses.replace(step, last=last))
     return tuple(reversed(marked))
-
-
-# --- the programs of a stage ------------------------------------------------------------------------
-
-Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> whole weights
-Forward = Callable[[Sequence[Row], Arrays, Layer], tuple[list[jax.Array], PyTree]]
-Backward = Callable[[PyTree, Sequence[Row], Sequence[jax.Array | np.ndarray]], tuple[list[Row], list[jax.Array]]]
-Infer = Callable[[Sequence[Row], Arrays, Layer], list[jax.Array]]
-
-
-@functools.partial(jax.tree_util.register_static)
-@dataclasses.dataclass(frozen=True)
-class _Dropped:
-    """Stands in saved values for the whole weight `index`: it is fetched again."""
-
-    index: int
-
-
-def forward(stage: Stage, whole: Whole, remat: bool) -> Forward:
-    """Makes the program `(rows, values, layer) -> (outputs, saved)`; `saved` is what `backward` needs beside the rows:
-    everything but whole weights, or with `remat` the inputs alone, as in `Walk`."""
-
-    def run(rows: Sequence[Row], values: Arrays, layer: Layer) -> tuple[list[jax.Array], PyTree]:
-        active, passive = _split(stage.active_in, values)
-        weights = whole(rows)
-
-        def body(weights: Arrays, active: Arrays, passive: Arrays, layer: Layer) -> list[jax.Array]:
-            return stage.function(weights, _merge(stage.active_in, active, passive), layer)
-
-        if remat:  # the two passes are programs of their own: nothing could be merged across them
-            body = jax.checkpoint(body, prevent_cse=False)
-
-        def active_part(weights: Arrays, active: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
-            return _split(stage.active_out, body(weights, active, passive, layer))
-
-        active_out, pull, passive_out = jax.vjp(active_part, weights, active, has_aux=True)
-        position = {id(weight): k for k, weight in enumerate(weights)}
-        leaves, tree = jax.tree.flatten(pull)
-        kept = [_Dropped(position[id(leaf)]) if id(leaf) in position else leaf for leaf in leaves]
-        return _merge(stage.active_out, active_out, passive_out), jax.tree.unflatten(tree, kept)
-
-    return run
-
-
-def backward(whole: Whole) -> Backward:
-    """Makes the program `(saved, rows, gradients of the active outputs) -> (gradient rows, gradients of the active
-    inputs)`."""
-
-    def run(
-        pull: PyTree, rows: Sequence[Row], cotangents: Sequence[jax.Array | np.ndarray]
-    ) -> tuple[list[Row], list[jax.Array]]:
-        weights, to_rows = jax.vjp(whole, rows)
-        leaves, tree = jax.tree.flatten(pull, is_leaf=lambda leaf: isinstance(leaf, _Dropped))
-        filled = [weights[leaf.index] if isinstance(leaf, _Dropped) else leaf for leaf in leaves]
-        gradients, back = jax.tree.unflatten(tree, filled)(cotangents)
-        return to_rows(gradients)[0], back
-
-    return run
-
-
-def infer(stage: Stage, whole: Whole) -> Infer:
-    """Makes the program `(rows, values, layer) -> outputs`, which keeps nothing."""
-    return lambda rows, values, layer: stage.function(whole(rows), values, layer)
-
-
-def _split(active: Sequence[bool], values: Sequence[T]) -> tuple[list[T], list[T]]:
-    pairs = list(zip(active, values, strict=True))
-    return [value for on, value in pairs if on], [value for on, value in pairs if not on]
-
-
-def _merge(active: Sequence[bool], first: Sequence[T], second: Sequence[T]) -> list[T]:
-    sides = iter(first), iter(second)
-    return [next(sides[not on]) for on in active]

@@ -1,4 +1,10 @@
-"""Where rows come from and where gradients go, in one minibatch: devices of this process, or of others."""
+"""Brings rows to workers and gradients to owners in one minibatch, between devices of this process and of others.
+
+Between processes nobody asks and nobody answers. All processes know the whole minibatch, so each knows which rows
+others' devices will fetch, in which order, and offers them under numbers that both sides count up; and which gradients
+they will push, so that an owner pulls these in that order. A worker that is more than a few pushes ahead of an owner
+waits for it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,18 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from ..links import Device
+from ..links import Device, Links
 from .flat import Rows
 from .pushed_gradients import Key, PushedGradients
-from .remote import Remote
 from .window import Itinerary, Row, Window
+
+_FETCH, _PUSH = 0, 1
 
 
 class Traffic:
-    """`published` are the rows of this minibatch, `local` the numbers of this process's devices; `remote` carries what
-    concerns devices of other processes, None if there are none."""
+    """`published` are the rows of this minibatch, `devices` all of the mesh in its order, `local` the numbers of this
+    process's. `links` lead to the other processes, None where nothing goes there; `number` is this minibatch's own in
+    their life. `bound` is how many pushes an owner in another process may be behind."""
 
     def __init__(
         self,
@@ -23,18 +31,16 @@ class Traffic:
         published: Sequence[Sequence[jax.Array]],
         devices: Sequence[Device],
         local: Sequence[int],
-        remote: Remote | None,
+        links: Links | None,
+        number: int,
+        bound: int,
     ) -> None:
-        self._rows, self._devices, self._local, self._remote = rows, devices, set(local), remote
+        self._rows, self._devices, self._local, self._bound = rows, devices, set(local), bound
+        self._optional_links, self._number = links, number
         self._dtype = published[0][0].dtype
         self._shards = [
             [{shard.device: shard.data for shard in layer.addressable_shards} for layer in unit] for unit in published
         ]
-        self._sizes = {
-            (u, layer): rows.units[u].size * rows.outer
-            for u, layers in enumerate(published)
-            for layer in range(len(layers))
-        }
 
     @property
     def clients(self) -> list[int]:
@@ -42,14 +48,15 @@ class Traffic:
         return [d for d in range(len(self._devices)) if d not in self._local and self._own(d)]
 
     def offer(self, trips: Sequence[Itinerary]) -> None:
-        """Everything that other processes' devices will fetch here on their way; `trips` are those of all devices."""
+        """Offers all that other processes' devices will fetch here on their way; `trips` are those of all devices."""
         for client in self.clients:
             keys = [key for keys in trips[client].fetches() for key in keys]
-            assert self._remote is not None
-            self._remote.offer(client, self._own(client), self._row, keys)
+            for count, key in enumerate(keys):
+                for owner in self._own(client):
+                    self._links.offer(self._name(_FETCH, client, count, owner), [self._row(owner, key)])
 
     def window(self, device: int, trip: Itinerary) -> Window:
-        """What feeds this device with weights."""
+        """Makes what feeds this device with weights."""
         owners = self._rows.members(device)
         here = [owner for owner in owners if owner in self._local]
 
@@ -57,15 +64,18 @@ class Traffic:
             local = [self._row(owner, key) for owner in here]
             rows = dict(zip(here, jax.device_put(local, self._devices[device]), strict=True))
             for owner in owners:
-                if owner not in rows and self._remote is not None:
-                    rows[owner] = self._remote.fetch(device, owner, count, self._sizes[key], self._dtype)
+                if owner not in rows:
+                    rows[owner] = self._pull(owner, self._name(_FETCH, device, count, owner), key, device)
             return tuple(rows[owner] for owner in owners)
 
-        away = self._remote if len(here) < len(owners) else None
-        return Window(trip, fetch, (lambda rows: None) if away is None else away.ready)
+        def ready(rows: Sequence[Row]) -> None:
+            if len(here) < len(owners):
+                self._links.ready([array for row in rows for array in row])
+
+        return Window(trip, fetch, ready)
 
     def pusher(self, device: int, gradients: PushedGradients) -> Callable[[Key, int, Sequence[jax.Array]], None]:
-        """What takes this device's gradients to their owners."""
+        """Makes what takes this device's gradients to their owners."""
         count = 0
 
         def push(key: Key, microbatch: int, rows: Sequence[jax.Array]) -> None:
@@ -73,16 +83,33 @@ class Traffic:
             for owner, row in zip(self._rows.members(device), rows, strict=True):
                 if owner in self._local:
                     gradients.push(self._devices[owner], key, (device, microbatch), row)
-                elif self._remote is not None:
-                    self._remote.push(device, owner, count, row)
+                else:
+                    self._links.wait(self._topic(device, owner), count - self._bound)
+                    self._links.offer(self._name(_PUSH, device, count, owner), [row])
             count += 1
 
         return push
 
     def serve(self, client: int, pushes: Sequence[tuple[int, Key]], gradients: PushedGradients) -> None:
-        """Takes what a device of another process pushes here."""
-        assert self._remote is not None
-        self._remote.serve(client, self._own(client), pushes, self._sizes, self._dtype, gradients)
+        """Takes all that a device of another process pushes here, to the end of the minibatch."""
+        owners = self._own(client)
+        for count, (microbatch, key) in enumerate(pushes):
+            rows = [self._pull(client, self._name(_PUSH, client, count, owner), key, owner) for owner in owners]
+            self._links.ready(rows)
+            for owner, row in zip(owners, rows, strict=True):
+                gradients.push(self._devices[owner], key, (client, microbatch), row)
+                self._links.notify(self._devices[client].process_index, self._topic(client, owner))
+
+    def end(self) -> None:
+        """Waits for all processes at the end of the minibatch."""
+        if self._optional_links is not None:
+            self._links.barrier("end of a minibatch")
+            self._links.forget(self._taken)
+
+    @property
+    def _links(self) -> Links:
+        assert self._optional_links is not None
+        return self._optional_links
 
     def _own(self, client: int) -> list[int]:
         return [owner for owner in self._rows.members(client) if owner in self._local]
@@ -90,3 +117,28 @@ class Traffic:
     def _row(self, owner: int, key: Key) -> jax.Array:
         unit, layer = key
         return self._shards[unit][layer][self._devices[owner]]
+
+    def _pull(self, source: int, name: int, key: Key, device: int) -> jax.Array:
+        """Starts the transfer of a row, or of its gradient, from device `source` of another process."""
+        like = jax.ShapeDtypeStruct((self._rows.units[key[0]].size * self._rows.outer,), self._dtype)
+        return self._links.fetch(self._devices[source].process_index, name, [like], self._devices[device])[0]
+
+    def _name(self, kind: int, client: int, count: int, owner: int) -> int:
+        """Unique in the offering process. Raises ValueError where the 63 bits of a key are not enough."""
+        name = 0
+        for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
+            if part >> bits:
+                raise ValueError(
+                    f"{len(self._devices)} devices, minibatch {self._number}, transfer {count} of a device: keys hold "
+                    "1,024 devices, 16 million minibatches, 262,144 transfers of a device in each"
+                )
+            name = name << bits | part
+        return name
+
+    @property
+    def _taken(self) -> str:
+        return f"taken/{self._number}/"
+
+    def _topic(self, client: int, owner: int) -> str:
+        """The topic under which an owner says that it has taken a gradient of device `client`."""
+        return f"{self._taken}{client}/{owner}"

@@ -6,19 +6,12 @@
 All planners of sequences are called alike and are in `PLANNERS` by name. `plan.ShardPlan` is what they return.
 """
 
-from .baselines import bucketing, greedy, ulysses
+from .baselines import bucketing, flexrl, greedy, ulysses
 from .flex import flex_ulysses
-from .flexrl import flexrl
 from .limits import Limits, balance_bound
 from .vision_units import VisionPlan, spread_vision
 
-PLANNERS = {
-    "flex_ulysses": flex_ulysses,
-    "flexrl": flexrl,
-    "ulysses": ulysses,
-    "bucketing": bucketing,
-    "greedy": greedy,
-}
+PLANNERS = {planner.__name__: planner for planner in (flex_ulysses, flexrl, ulysses, bucketing, greedy)}
 
 __all__ = [
     "PLANNERS",

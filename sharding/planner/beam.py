@@ -34,8 +34,7 @@ def beam(
     amounts_KRI = np.take_along_axis(amounts_KRI, order_KI[:, None], 2)
     groups = [(2**k, first) for k in range(len(weights)) for first in range(0, size, 2**k)]
     degree_G, first_G = np.array(groups).T
-    device_D = np.arange(size)
-    share_GD = ((first_G[:, None] <= device_D) & (device_D < (first_G + degree_G)[:, None])) / degree_G[:, None]
+    share_GD = device_shares(degree_G, first_G, size)
     weight_G = np.repeat(weights, size >> np.arange(len(weights)))
 
     block_K = np.arange(blocks)[:, None]
@@ -70,6 +69,12 @@ def beam(
     place_KI = np.zeros_like(group_KI)
     np.put_along_axis(place_KI, order_KI, group_KI, 1)
     return degree_G[place_KI], first_G[place_KI]
+
+
+def device_shares(degree_I: np.ndarray, first_I: np.ndarray, num_devices: int) -> np.ndarray:
+    """`[groups, devices]`: the share of each of these groups that each device computes."""
+    device_D, last_I = np.arange(num_devices), first_I + degree_I
+    return ((first_I[:, None] <= device_D) & (device_D < last_I[:, None])) / degree_I[:, None]
 
 
 def _groups(loads_KBRD: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
-
-from .enumeration import subsets
 
 FREE = 6  # so many sequences of two groups are placed anew together: 4**6 cases
 EPS = 1e-9
 
 
+class Subsets(NamedTuple):
+    """Each of `count` things elsewhere (0), left (1), right (2) or in both halves (3) of a group.
+
+    Ordered by the set of those that are here: the codes of set `m` (bit `i`: thing `i` is here) are
+    `[starts[m], starts[m + 1])`. `left` and `right` hold the share of a thing that each half computes, `both` is 1.0
+    where a thing stays in both.
+    """
+
+    code: np.ndarray
+    starts: np.ndarray
+    left: np.ndarray
+    right: np.ndarray
+    both: np.ndarray
+
+
+@functools.cache
+def subsets(count: int) -> Subsets:
+    code = np.array(list(itertools.product(range(4), repeat=count)), np.int8).reshape(-1, count)
+    here = ((code > 0) << np.arange(count)).sum(1)
+    order = np.argsort(here, kind="stable")
+    code, here = code[order], here[order]
+    both = (code == 3) * 1.0
+    starts = np.searchsorted(here, np.arange(2**count + 1))
+    return Subsets(code, starts, (code == 1) + both / 2, (code == 2) + both / 2, both)
+
+
 class Exchange:
     """Improves `degrees` and `firsts` in place; no device exceeds its load of 1, or what it has if that is more.
 
-    `work` and `tokens` are in units of what one device may take, `weights[log2(p)]` is the traffic of a token at `p`.
+    `amounts`, `[2, sequences]`, are work and tokens in units of what one device may take, `weights[log2(p)]` is the
+    traffic of a token at `p`.
     """
 
     def __init__(
-        self,
-        work: Sequence[float],
-        tokens: Sequence[float],
-        weights: Sequence[float],
-        degrees: list[int],
-        firsts: list[int],
-        num_devices: int,
+        self, amounts: np.ndarray, weights: Sequence[float], degrees: list[int], firsts: list[int], num_devices: int
     ) -> None:
-        self.amounts = np.array([work, tokens]).T.reshape(-1, 2)
-        self.size = self.amounts.max(1, initial=0.0).tolist()
+        self.amounts = amounts.T
+        self.size = self.amounts.max(1).tolist()
         self.weights, self.degrees, self.firsts, self.num_devices = weights, degrees, firsts, num_devices
         self.loads = np.zeros((num_devices, 2))
         self.members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for i in range(len(work)):
+        for i in range(len(degrees)):
             self._put(i, degrees[i], firsts[i])
 
     def run(self, max_degree: int, trials: int) -> None:
@@ -89,10 +111,8 @@ class Exchange:
         table = subsets(len(free))
         amounts = self.amounts[free]
         shares = (amounts / half).T
-        left, right = (
-            shares @ table.left.T,
-            shares @ table.right.T,
-        )  # each resource a row: columns would cost twice as much
+        # Each resource is a row: columns would cost twice as much.
+        left, right = shares @ table.left.T, shares @ table.right.T
         saved = self.weights[size.bit_length() - 1] - self.weights[half.bit_length() - 1]
         price = table.both @ (amounts[:, 1] * saved)
         costs = []

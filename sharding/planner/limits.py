@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from .plan import PlanError, Round, ShardPlan, rounds
+
+Placement = tuple[list[int], list[int]]  # degree and first device of every sequence
 
 
 @runtime_checkable
@@ -136,6 +138,26 @@ class Problem:
         return (degree - 1) / degree * (self.limits.gamma if degree > self.limits.tau else 1.0)
 
 
+def planner(place: Callable[..., Placement]) -> Callable[..., ShardPlan]:
+    """Makes a planner out of `place(problem, **options)`. The planner takes and raises what `pose` does, and takes the
+    options by name."""
+
+    def plan(
+        lengths: Sequence[int] | np.ndarray,
+        num_devices: int,
+        limits: Limits | None = None,
+        *,
+        work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
+        cost: SequenceCost | PlanCost | None = None,
+        **options: int,
+    ) -> ShardPlan:
+        problem = pose(lengths, num_devices, limits or Limits(), work, cost)
+        return problem.plan(*place(problem, **options))
+
+    plan.__name__, plan.__doc__ = place.__name__, place.__doc__
+    return plan
+
+
 def pose(
     lengths: Sequence[int] | np.ndarray,
     num_devices: int,
@@ -172,9 +194,9 @@ def pose(
     least_memory = least_load(lengths_I.astype(float), num_devices, degree)
     memory = max(limits.alpha * float(lengths_I.sum()) / num_devices, least_memory)
     room = limits.tokens_per_device
-    if room:
-        longest = int(lengths_I.argmax()) if len(lengths_I) else -1
-        if longest >= 0 and -(-int(lengths_I[longest]) // degree) > room:
+    if room and len(lengths_I):
+        longest = int(lengths_I.argmax())
+        if -(-int(lengths_I[longest]) // degree) > room:
             raise PlanError(
                 f"sequence {longest} has {lengths_I[longest]} tokens, but {degree} devices hold {degree * room}: raise "
                 f"limits.tokens_per_device ({room}) or limits.max_degree ({degree}), or shorten it"
@@ -184,9 +206,8 @@ def pose(
                 f"{int(lengths_I.sum())} tokens do not fit {num_devices} devices of limits.tokens_per_device {room} at "
                 f"limits.max_degree {degree}: one device would hold at least {math.ceil(least_memory)}"
             )
-        memory = max(
-            least_memory, min(memory, float(room - degree.bit_length()))
-        )  # every round may add a token of padding
+        # Every round may add a token of padding.
+        memory = max(least_memory, min(memory, float(room - degree.bit_length())))
     return Problem(
         lengths_I=lengths_I,
         work_I=work_I,

@@ -46,7 +46,7 @@ def test_attention_reproduces_table_3_within_two_percent():
     model = H800.of(tables.TABLE3_MODEL)
     for (count, length), ms in tables.TABLE3_MS.items():
         assert model.launch_seconds([length] * count) == pytest.approx(ms / 1e3, rel=0.02)
-    assert H800.goodness()["attention"]["r2"] > 0.999
+    assert H800.fits["attention"]["r2"] > 0.999
 
 
 @pytest.mark.parametrize(("cluster", "worst", "r2"), [("h800", 0.28, 0.95), ("h200", 0.19, 0.97)])
@@ -54,7 +54,7 @@ def test_all_to_all_reproduces_tables_4_and_5(cluster, worst, r2):
     model = CLUSTERS[cluster].of(tables.TABLE5_MODEL)
     runs = tables.TABLE5_MS[cluster]
     errors = [model.all_to_all_seconds(tokens, degree) * 1e3 / ms - 1 for (degree, tokens), ms in runs.items()]
-    figures = model.goodness()["all_to_all"]
+    figures = model.fits["all_to_all"]
     assert np.abs(errors).max() <= worst
     assert figures["worst_relative_error"] == pytest.approx(np.abs(errors).max(), abs=1e-4)
     assert figures["r2"] >= r2 and figures["measurements"] == len(runs) == 18
