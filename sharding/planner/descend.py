@@ -76,7 +76,7 @@ class Descent:
             self.degrees[i], self.firsts[i] = size, first
 
     def _total(self, members: Sequence[int]) -> Pair:
-        return sum(self.work[i] for i in members), sum(self.tokens[i] for i in members)
+        return sum((self.work[i] for i in members), 0.0), sum((self.tokens[i] for i in members), 0.0)
 
     def _less(self, stay: Sequence[int], size: int, have: Pair) -> Pair:
         work, tokens = self._total(stay)

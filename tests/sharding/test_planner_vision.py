@@ -1,6 +1,5 @@
 """Units of the vision tower: spread evenly, near the tokens that wait for them."""
 
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
