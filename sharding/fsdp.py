@@ -34,7 +34,7 @@ class Fsdp:
     `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a
     device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
     a pytree like the batch, or a prefix of it. Weights are kept in their declared dtype and cast to `compute_dtype`
-    before they are sent, which halves the traffic of bf16; `remat` and `unroll` are those of the walk.
+    before they are sent, which halves the traffic of bf16; `remat` is that of the walk.
 
     A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
     where each sequence is computed, and the batch is composed after the plan, so a run may change planners between two
@@ -49,13 +49,11 @@ class Fsdp:
         forward: Forward,
         loss: Loss,
         row_dims: Callable[[PyTree], PyTree],
-        rules: ShardingRules | None = None,
         compute_dtype: DTypeLike = jnp.float32,
         remat: bool = False,
-        unroll: int = Walk.unroll,
     ) -> None:
         self.mesh = mesh
-        self.rules = rules or ShardingRules()
+        self.rules = ShardingRules()
         self.shardings = shardings(model, mesh, self.rules)
         self.specs = specs(model)
         self.abstract: Params = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(model, nnx.Param)))
@@ -66,7 +64,7 @@ class Fsdp:
         self._row_dims = row_dims
         self._axes = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
         weights_as_they_are = not self._axes and self.compute_dtype == jnp.float32
-        self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat, unroll=unroll)
+        self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat)
 
     def shard(self, params: Params, *, may_alias: bool | None = None) -> Params:
         """The parameters as they lie on the mesh; `may_alias=False` copies what lies there already."""
@@ -78,7 +76,7 @@ class Fsdp:
         Every process has the whole batch and keeps its devices' part. Raises ValueError if the devices do not divide
         the rows.
         """
-        self._check(batch)
+        jax.tree.map(self._check, self._row_dims(batch), batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
         return _put(batch, placed)
 
@@ -131,16 +129,13 @@ class Fsdp:
     def _rows(self, dim: int) -> P:
         return P(*[None] * dim, self._axes) if self._axes else P()
 
-    def _check(self, batch: PyTree) -> None:
-        def check(dim: int, arrays: PyTree) -> None:
-            for array in jax.tree.leaves(arrays):
-                if array.shape[dim] % self.mesh.size:
-                    raise ValueError(
-                        f"an array of shape {array.shape} can't be divided over {self.mesh.size} devices along "
-                        f"dimension {dim}; compose batches for {self.mesh.size} shards"
-                    )
-
-        jax.tree.map(check, self._row_dims(batch), batch)
+    def _check(self, dim: int, arrays: PyTree) -> None:
+        for array in jax.tree.leaves(arrays):
+            if array.shape[dim] % self.mesh.size:
+                raise ValueError(
+                    f"an array of shape {array.shape} can't be divided over {self.mesh.size} devices along "
+                    f"dimension {dim}; compose batches for {self.mesh.size} shards"
+                )
 
 
 def _put(tree: Batch, shardings: PyTree, may_alias: bool | None = None) -> Batch:

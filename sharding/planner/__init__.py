@@ -6,12 +6,17 @@
 All planners of sequences are called alike and are in `PLANNERS` by name. `plan.ShardPlan` is what they return.
 """
 
+from collections.abc import Callable
+
 from .baselines import bucketing, flexrl, greedy, ulysses
 from .flex import flex_ulysses
 from .limits import Limits, balance_bound
+from .plan import ShardPlan
 from .vision_units import VisionPlan, spread_vision
 
-PLANNERS = {planner.__name__: planner for planner in (flex_ulysses, flexrl, ulysses, bucketing, greedy)}
+PLANNERS: dict[str, Callable[..., ShardPlan]] = {
+    planner.__name__: planner for planner in (flex_ulysses, flexrl, ulysses, bucketing, greedy)
+}
 
 __all__ = [
     "PLANNERS",
