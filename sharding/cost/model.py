@@ -174,14 +174,12 @@ class CostModel:
         compute, in a launch of its own; `[...]` for an array of lengths. Heads are dealt as in `sharding.spread.heads`,
         zeros included. Raises PlanError for a degree above the number of heads."""
         length = np.asarray(length, float)
-        launches = self.model.layers * self.attention.per_launch
-        return self._attention(length**2, length, degree) + launches
+        return self._attention(length**2, length, degree)
 
     def launch_seconds(self, lengths: Sequence[int], degree: int = 1) -> float:
         """Seconds of one launch over packed sequences, otherwise like `attention_seconds`."""
         tokens = np.asarray(lengths, float)
-        attention = self._attention((tokens**2).sum(), tokens.sum(), degree)
-        return float(attention + self.model.layers * self.attention.per_launch)
+        return float(self._attention((tokens**2).sum(), tokens.sum(), degree))
 
     def all_to_all_seconds(self, tokens: Number, degree: int) -> float:
         """Seconds of both all-to-alls of a sequence (or stream) of `tokens` in all over `degree` devices; 0 for one
@@ -258,8 +256,7 @@ class CostModel:
             degree, tokens = turn.degree, _sums(turn, lengths)
             there = np.repeat(tokens > 0, degree)
             attention = self._attention(_sums(turn, squares), tokens, degree)
-            launch = self.model.layers * self.attention.per_launch
-            seconds = np.repeat(np.asarray(factor * (attention + launch)), degree)
+            seconds = np.repeat(np.asarray(factor * attention), degree)
             if degree == 1:
                 busy_until[there] += seconds[there]
                 continue
@@ -280,7 +277,8 @@ class CostModel:
 
     def _attention(self, squares: Number, tokens: Number, degree: int) -> Number:
         channels = self.model.heads_of(degree)[0] / degree * self.model.head_size
-        return self.model.layers * self.attention.seconds(squares, tokens, channels)
+        seconds = self.model.layers * self.attention.seconds(squares, tokens, channels)
+        return seconds + self.model.layers * self.attention.per_launch
 
     def _all_to_all(self, tokens: np.ndarray, degree: int) -> Number:
         if degree <= 1:

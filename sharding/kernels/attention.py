@@ -65,12 +65,11 @@ def attention(
 
     if isinstance(mask, Mask):
         index = jnp.broadcast_to(jnp.arange(T), (B, T))
-        described = jax.tree.map(split, (mask.segments, mask.branches, index))
-        chunk_out = jax.checkpoint(lambda part: _attend(part[0], k, v, mask.of(*part[1])))
-        out = jax.lax.map(chunk_out, (split(q), described))
+        masks, dense = jax.tree.map(split, (mask.segments, mask.branches, index)), lambda part: mask.of(*part)
     else:
-        chunk_out = jax.checkpoint(lambda part: _attend(part[0], k, v, part[1]))
-        out = jax.lax.map(chunk_out, (split(q), split(mask)))
+        masks, dense = split(mask), lambda part: part
+    chunk_out = jax.checkpoint(lambda part: _attend(part[0], k, v, dense(part[1])))
+    out = jax.lax.map(chunk_out, (split(q), masks))
     return jnp.moveaxis(out, 0, 1).reshape(B, chunks * chunk, *q.shape[2:])[:, :T]
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -151,34 +151,31 @@ class _Cutter:
     def _stack(self, stack: Stack, eqn: JaxprEqn) -> None:
         """Adds one step for each layer, all of one stage."""
         shared = stack.captured + stack.carried
-        # How to make each argument of the body: (a weight, a value or a constant; which; whether it is sliced).
-        sources: list[tuple[Literal["weight", "value", "const"], int, bool]] = []
+        # Each argument of the body: how it is made of weights and values, and whether it is sliced.
+        sources: list[tuple[Callable[[Arrays, Arrays], jax.Array], bool]] = []
         weights: list[int] = []
         values: list[Var] = []
-        consts: list[np.ndarray] = []
         carried: list[int] = []  # which of `values` are what one layer hands to the next
         for at, var in enumerate(eqn.invars):
             sliced = at >= shared
             if isinstance(var, Constant) or var in self._consts:
-                sources.append(("const", len(consts), sliced))
-                consts.append(np.asarray(var.val) if isinstance(var, Constant) else self._consts[var])
+                const = np.asarray(var.val) if isinstance(var, Constant) else self._consts[var]
+                sources.append((lambda given, inputs, const=const: jnp.asarray(const), sliced))
             elif var in self._leaf:
-                sources.append(("weight", len(weights), False))
+                sources.append((lambda given, inputs, k=len(weights): given[k], False))
                 weights.append(self._leaf[var])
                 if not sliced:
                     raise StageError(f"the weight {self._paths[weights[-1]]} is used whole by every layer of a stack")
             else:
                 if stack.captured <= at < shared:
                     carried.append(len(values))
-                sources.append(("value", len(values), sliced))
+                sources.append((lambda given, inputs, k=len(values): inputs[k], sliced))
                 values.append(var)
 
         def function(given: Arrays, inputs: Arrays, layer: Layer) -> list[jax.Array]:
             arguments = []
-            for kind, which, sliced in sources:
-                value = (
-                    jnp.asarray(consts[which]) if kind == "const" else (given if kind == "weight" else inputs)[which]
-                )
+            for made_of, sliced in sources:
+                value = made_of(given, inputs)
                 arguments.append(jax.lax.dynamic_index_in_dim(value, layer, keepdims=False) if sliced else value)
             return list(stack.layer(*arguments))
 

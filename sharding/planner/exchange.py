@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,30 +13,22 @@ FREE = 6  # so many sequences of two groups are placed anew together: 4**6 cases
 EPS = 1e-9
 
 
-class Subsets(NamedTuple):
-    """Each of `count` things elsewhere (0), left (1), right (2) or in both halves (3) of a group.
+@functools.cache
+def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(starts, codes, left, right, both): each of `count` things elsewhere (0), left (1), right (2) or in both halves
+    (3) of a group.
 
     Ordered by the set of those that are here: the codes of set `m` (bit `i`: thing `i` is here) are
     `[starts[m], starts[m + 1])`. `left` and `right` hold the share of a thing that each half computes, `both` is 1.0
     where a thing stays in both.
     """
-
-    code: np.ndarray
-    starts: np.ndarray
-    left: np.ndarray
-    right: np.ndarray
-    both: np.ndarray
-
-
-@functools.cache
-def subsets(count: int) -> Subsets:
     code = np.array(list(itertools.product(range(4), repeat=count)), np.int8).reshape(-1, count)
     here = ((code > 0) << np.arange(count)).sum(1)
     order = np.argsort(here, kind="stable")
     code, here = code[order], here[order]
     both = (code == 3) * 1.0
     starts = np.searchsorted(here, np.arange(2**count + 1))
-    return Subsets(code, starts, (code == 1) + both / 2, (code == 2) + both / 2, both)
+    return starts, code, (code == 1) + both / 2, (code == 2) + both / 2, both
 
 
 class Exchange:
@@ -108,19 +99,19 @@ class Exchange:
             for placed in before:
                 self._put(*placed)
             return None
-        table = subsets(len(free))
+        bounds, codes, in_left, in_right, in_both = subsets(len(free))
         amounts = self.amounts[free]
         shares = (amounts / half).T
         # Each resource is a row: columns would cost twice as much.
-        left, right = shares @ table.left.T, shares @ table.right.T
+        left, right = shares @ in_left.T, shares @ in_right.T
         saved = self.weights[size.bit_length() - 1] - self.weights[half.bit_length() - 1]
-        price = table.both @ (amounts[:, 1] * saved)
+        price = in_both @ (amounts[:, 1] * saved)
         costs = []
         for k in (0, 2):
             fits = (left[0] <= room[k][0]) & (left[1] <= room[k][1])
             fits &= (right[0] <= room[k + 1][0]) & (right[1] <= room[k + 1][1])
             costs.append(np.where(fits, price, np.inf))
-        least = [np.minimum.reduceat(cost, table.starts[:-1]) for cost in costs]
+        least = [np.minimum.reduceat(cost, bounds[:-1]) for cost in costs]
         total = least[0] + least[1][::-1]
         here = int(total.argmin())
         was = sum(float(self.amounts[i, 1]) * saved for i, degree, _ in before if degree == size)
@@ -129,8 +120,8 @@ class Exchange:
                 self._put(*placed)
             return False
         for first, cost, which in zip(firsts, costs, (here, len(total) - 1 - here), strict=True):
-            begin, end = table.starts[which], table.starts[which + 1]
-            code = table.code[begin + int(cost[begin:end].argmin())].tolist()
+            begin, end = bounds[which], bounds[which + 1]
+            code = codes[begin + int(cost[begin:end].argmin())].tolist()
             for i, way in zip(free, code, strict=True):
                 if way:
                     self._put(i, size if way == 3 else half, first + (half if way == 2 else 0))

@@ -28,9 +28,7 @@ class VisionPlan:
 
     def loads(self) -> np.ndarray:
         """`[devices]` int64: patches of each device."""
-        loads = np.zeros(self.num_devices, np.int64)
-        np.add.at(loads, np.array(self.devices, int), np.array(self.units, np.int64))
-        return loads
+        return np.bincount(np.array(self.devices, int), self.units, self.num_devices).astype(np.int64)
 
     @property
     def balance(self) -> float:
@@ -77,16 +75,12 @@ def spread_vision(
             f"needs patches, and a home within one replica of {replica} of the {num_devices} devices"
         )
     devices = np.zeros(len(sizes), np.int64)
-    if len(sizes):
-        change = np.flatnonzero(np.any([np.diff(row) != 0 for row in rows], axis=0)) + 1
-        starts = np.concatenate([[0], change, [len(sizes)]])
-        runs = [
-            _Run(int(a), int(b - a), int(sizes[a]), int(firsts[a]), int(degrees[a]))
-            for a, b in itertools.pairwise(starts)
-        ]
-        runs.sort(key=lambda run: (-run.size, run.start))
-        for base in range(0, num_devices, replica):
-            _replica([run for run in runs if run.first // replica == base // replica], base, replica, devices)
+    runs: list[_Run] = []
+    for unit, members in itertools.groupby(zip(*(row.tolist() for row in rows), strict=True)):
+        runs.append(_Run(runs[-1].start + runs[-1].count if runs else 0, len(list(members)), *unit))
+    runs.sort(key=lambda run: (-run.size, run.start))
+    for base in range(0, num_devices, replica):
+        _replica([run for run in runs if run.first // replica == base // replica], base, replica, devices)
     return VisionPlan(
         num_devices, tuple(sizes.tolist()), tuple(devices.tolist()), tuple(firsts.tolist()), tuple(degrees.tolist())
     )
