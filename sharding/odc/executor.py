@@ -21,8 +21,7 @@ from ..strategy import Params, Tally
 from .flat import Rows
 from .pushed_gradients import Key, PushedGradients, Turn
 from .stage_programs import StagedMicrobatch, StagePrograms
-from .traffic import Traffic
-from .window import Itinerary
+from .traffic import Itinerary, Traffic
 from .worker import Task, Worker
 
 _numbers = itertools.count(1)  # of minibatches of this process: all processes run the same ones in the same order

@@ -20,7 +20,7 @@ from .flat import Rows
 from .pushed_gradients import Key
 from .stages import Arrays, Layer, Stage, Step, cut
 from .trace import MarkingWalk
-from .window import Row
+from .traffic import Row
 
 T = TypeVar("T")
 Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> whole weights

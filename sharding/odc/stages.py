@@ -157,19 +157,19 @@ class _Cutter:
         values: list[Var] = []
         carried: list[int] = []  # which of `values` are what one layer hands to the next
         for at, var in enumerate(eqn.invars):
-            sliced = at >= shared
+            sliced, weight, value = at >= shared, len(weights), len(values)
             if isinstance(var, Constant) or var in self._consts:
                 const = np.asarray(var.val) if isinstance(var, Constant) else self._consts[var]
                 sources.append((lambda given, inputs, const=const: jnp.asarray(const), sliced))
             elif var in self._leaf:
-                sources.append((lambda given, inputs, k=len(weights): given[k], False))
+                sources.append((lambda given, inputs, k=weight: given[k], False))
                 weights.append(self._leaf[var])
                 if not sliced:
                     raise StageError(f"the weight {self._paths[weights[-1]]} is used whole by every layer of a stack")
             else:
                 if stack.captured <= at < shared:
-                    carried.append(len(values))
-                sources.append((lambda given, inputs, k=len(values): inputs[k], sliced))
+                    carried.append(value)
+                sources.append((lambda given, inputs, k=value: inputs[k], sliced))
                 values.append(var)
 
         def function(given: Arrays, inputs: Arrays, layer: Layer) -> list[jax.Array]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..mesh import binary_axes
+from ..mesh import binary_axes, replica_size
 from .shapes import Sizes
 
 
@@ -60,7 +60,7 @@ def route(
     its replica: groups of sequences never do.
     """
     axes = binary_axes(num_devices)
-    block = 1 << len(axes)
+    block = replica_size(num_devices)
     if np.any(source // block != target // block):
         raise ValueError(f"features can't leave their replica of {block} devices")
     at, place, length = source.astype(np.int64), row.astype(np.int64), rows

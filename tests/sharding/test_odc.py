@@ -19,7 +19,7 @@ from sharding.odc import Odc, OdcError
 from sharding.odc.flat import Rows
 from sharding.odc.stages import StageError, cut
 from sharding.odc.trace import MarkingWalk
-from sharding.odc.window import Itinerary, Window
+from sharding.odc.traffic import Itinerary, Window
 from sharding.odc.worker import Worker
 from sharding.strategy import Tally
 from sharding.walk import Walk
