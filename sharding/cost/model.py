@@ -147,26 +147,6 @@ class CostModel:
         """Returns the same hardware with another model: FLOPs and bytes in proportion."""
         return dataclasses.replace(self, model=named(model))
 
-    def on(self, *, compute: float = 1.0, bandwidth: float = 1.0) -> CostModel:
-        """Returns hardware with so many times the FLOP/s and the bytes a second. What starting takes stays as it is."""
-
-        def scaled(link: Link) -> Link:
-            return dataclasses.replace(link, per_byte=link.per_byte / bandwidth, congestion=link.congestion / bandwidth)
-
-        return dataclasses.replace(
-            self,
-            source=f"{self.source}; scaled to {compute:g} times the FLOP/s and {bandwidth:g} times the bandwidth",
-            attention=dataclasses.replace(
-                self.attention,
-                per_square=self.attention.per_square / compute,
-                per_token=self.attention.per_token / compute,
-            ),
-            within=scaled(self.within),
-            across=scaled(self.across) if self.across else None,
-            linear_flops=self.linear_flops * compute,
-            vision_flops=self.vision_flops * compute,
-        )
-
     # --- seconds of a forward pass ------------------------------------------------------------------
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:

@@ -35,10 +35,9 @@ class PlanCost(Protocol):
 class Limits:
     """The settings of every planner. Sizes are tokens.
 
-    `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow.
+    `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. No group
+    leaves its aligned block of the largest power of two that divides the devices (12: blocks of 4, odd counts: of 1).
     `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound.
-    `replica`: consecutive devices that no group may leave; 0 for all of them. Where its size is no power of two, groups
-    stay within aligned blocks of its largest power-of-two divisor (12 devices: blocks of 4, odd counts: no sharding).
     `alpha`: most tokens of a device over the mean (FlexRL's alpha). Exceeded, by as little as is found, only where one
     sequence or one block of `max_degree` devices holds more than that at the highest degree.
     `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
@@ -57,10 +56,9 @@ class Limits:
     rounds_per_degree: int = 1
     tau: int = 8
     gamma: float = 16.0
-    replica: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_degree", "num_heads", "tokens_per_device", "short", "cap", "replica"):
+        for name in ("max_degree", "num_heads", "tokens_per_device", "short", "cap"):
             if getattr(self, name) < 0:
                 raise PlanError(f"limits.{name} is {getattr(self, name)}; use 0 for no bound")
         if self.max_degree & (self.max_degree - 1):
@@ -75,15 +73,12 @@ class Limits:
         """The largest degree on so many devices. Raises PlanError for a `max_degree` that these or heads forbid."""
         if num_devices < 1:
             raise PlanError(f"num_devices is {num_devices}; a plan needs at least one device")
-        replica = self.replica or num_devices
-        if num_devices % replica:
-            raise PlanError(f"limits.replica: {num_devices} devices are no multiple of replicas of {replica}")
-        aligned = replica & -replica
+        aligned = num_devices & -num_devices
         heads = 1 << (self.num_heads.bit_length() - 1) if self.num_heads else aligned
         if self.max_degree > aligned:
             raise PlanError(
                 f"limits.max_degree {self.max_degree} is above {aligned}, the largest power of two that divides the "
-                f"{replica} devices of a replica, which no group may leave; use at most {aligned}, or 0"
+                f"{num_devices} devices; use at most {aligned}, or 0"
             )
         if self.max_degree > heads:
             raise PlanError(

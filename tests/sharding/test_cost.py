@@ -144,18 +144,12 @@ def test_devices_share_the_attention_up_to_the_padding_of_heads():
         H800.attention_seconds(30000, 32)
 
 
-def test_other_models_and_hardware_scale_flops_and_bytes():
+def test_other_models_scale_flops_and_bytes():
     double = dataclasses.replace(QWEN2_5_VL_7B, layers=2 * QWEN2_5_VL_7B.layers, vocabulary=0, head_size=256)
     half = dataclasses.replace(QWEN2_5_VL_7B, vocabulary=0)
     one, two = H200.of(half), H200.of(double)
     assert two.attention_seconds(5000) == pytest.approx(4 * one.attention_seconds(5000))
     assert two.all_to_all_seconds(5000, 4) > 4 * one.all_to_all_seconds(5000, 4)  # more bytes, more congestion
-    fast = H800.on(compute=2.0, bandwidth=4.0)
-    assert fast.attention_seconds(5000) == pytest.approx(H800.attention_seconds(5000) / 2)
-    assert fast.linear_seconds(5000) == pytest.approx(H800.linear_seconds(5000) / 2)
-    start = H800.within.alpha * QWEN2_5_VL_7B.layers
-    assert fast.all_to_all_seconds(5000, 8) - start == pytest.approx((H800.all_to_all_seconds(5000, 8) - start) / 4)
-    assert "2 times" in fast.source
 
 
 def test_linear_work_is_two_flops_a_weight():
