@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from ..fsdp import Fsdp
 from ..links import Device, LinkError, Links
-from ..strategy import Params, Tally
+from ..strategy import Forward, Loss, Params, Tally
 from .flat import Rows
 from .pushed_gradients import Key, PushedGradients, Turn
 from .stage_programs import StagedMicrobatch, StagePrograms
@@ -88,7 +88,7 @@ class Odc:
     ) -> None:
         if live_layers < 2:
             raise ValueError(f"live_layers is {live_layers}; one is fetched while another is computed, so at least 2")
-        self.mesh = strategy.mesh
+        self.mesh, self._strategy = strategy.mesh, strategy
         self._live_layers, self._deterministic = live_layers, deterministic
         self._devices: list[Device] = list(self.mesh.devices.flat)
         self._local = [d for d, device in enumerate(self._devices) if device.process_index == jax.process_index()]
@@ -110,7 +110,7 @@ class Odc:
         """
         if work and len(work) != len(batches):
             raise ValueError(f"{len(batches)} microbatches, {len(work)} amounts of work; as many each")
-        tasks = self._tasks(self._programs.training, batches, devices)
+        tasks = self._tasks(self._strategy.loss, batches, devices)
         failure = _Failure(self._links)
         orders = self._orders(tasks, work or [1.0] * len(batches)) if self._deterministic else None
         owners = [self._devices[d] for d in self._local]
@@ -124,21 +124,19 @@ class Odc:
     def logprobs(self, params: Params, inputs: Sequence[PyTree], devices: Sequence[int]) -> list[PyTree]:
         """Returns what `forward` does for each of `inputs`, on the device that computed it; None where that is a device
         of another process."""
-        tasks = self._tasks(self._programs.scoring, inputs, devices)
+        tasks = self._tasks(self._strategy.forward, inputs, devices)
         trips = [task.scoring(self._live_layers) for task in tasks]
         workers = self._run(params, tasks, trips, _Failure(self._links))
         found = {i: result for worker in workers for i, result in worker.results.items()}
         return [found.get(i) for i in range(len(inputs))]
 
-    def _tasks(
-        self, program: Callable[[PyTree], StagedMicrobatch], batches: Sequence[PyTree], devices: Sequence[int]
-    ) -> list[Task]:
+    def _tasks(self, function: Loss | Forward, batches: Sequence[PyTree], devices: Sequence[int]) -> list[Task]:
         """The part of each device of the mesh in a minibatch."""
         if not batches or len(devices) != len(batches):
             raise ValueError(f"{len(batches)} microbatches, {len(devices)} devices; as many each, and at least one")
         if not set(devices) <= set(range(len(self._devices))):
             raise ValueError(f"microbatches for devices {sorted(set(devices))}, but the mesh has {len(self._devices)}")
-        microbatches = [program(batch) for batch in batches]
+        microbatches = [self._programs.of(function, batch) for batch in batches]
         shares = [tuple(i for i, d in enumerate(devices) if d == device) for device in range(len(self._devices))]
         return [Task(indices, batches, microbatches) for indices in shares]
 

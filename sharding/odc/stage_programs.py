@@ -14,8 +14,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from ..fsdp import Fsdp
-from ..strategy import Params
-from ..walk import Walk
+from ..strategy import Forward, Loss, Params
 from .flat import Rows
 from .pushed_gradients import Key
 from .stages import Arrays, Layer, Stage, Step, cut
@@ -83,18 +82,11 @@ class StagePrograms:
         dtype = strategy.compute_dtype  # that of the rows
         self._params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), strategy.abstract)
 
-    def training(self, batch: PyTree) -> StagedMicrobatch:
-        """The microbatch whose results are (loss, tally)."""
-        return self._of("training", self._strategy.loss, batch)
-
-    def scoring(self, inputs: PyTree) -> StagedMicrobatch:
-        """The microbatch whose results are those of the strategy's `forward`."""
-        return self._of("scoring", self._strategy.forward, inputs)
-
-    def _of(self, kind: str, function: Callable[[nnx.Module, PyTree, Walk], PyTree], batch: PyTree) -> StagedMicrobatch:
+    def of(self, function: Loss | Forward, batch: PyTree) -> StagedMicrobatch:
+        """The microbatch whose results are those of `function`, the strategy's `loss` or its `forward`."""
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
         leaves, tree = jax.tree.flatten(abstract)
-        name = (kind, tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
+        name = (function, tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
         with self._lock:
             if name not in self._known:
                 graphdef = self._strategy.graphdef
