@@ -34,7 +34,7 @@ class Fsdp:
     `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a
     device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
     a pytree like the batch, or a prefix of it. Weights are kept in their declared dtype and cast to `compute_dtype`
-    before they are sent, which halves the traffic of bf16; `remat` is that of the walk.
+    before they are sent, which halves the traffic of bf16; `remat` and `unroll` are those of the walk.
 
     A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
     where each sequence is computed, and the batch is composed after the plan, so a run may change planners between two
@@ -51,6 +51,7 @@ class Fsdp:
         row_dims: Callable[[PyTree], PyTree],
         compute_dtype: DTypeLike = jnp.float32,
         remat: bool = False,
+        unroll: int = Walk.unroll,
     ) -> None:
         self.mesh = mesh
         self.rules = ShardingRules()
@@ -64,7 +65,7 @@ class Fsdp:
         self._row_dims = row_dims
         self._axes = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
         weights_as_they_are = not self._axes and self.compute_dtype == jnp.float32
-        self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat)
+        self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat, unroll=unroll)
 
     def shard(self, params: Params, *, may_alias: bool | None = None) -> Params:
         """The parameters as they lie on the mesh; `may_alias=False` copies what lies there already."""
