@@ -174,8 +174,8 @@ class _Cutter:
 
         def function(given: Arrays, inputs: Arrays, layer: Layer) -> list[jax.Array]:
             arguments = []
-            for made_of, sliced in sources:
-                value = made_of(given, inputs)
+            for argument, sliced in sources:
+                value = argument(given, inputs)
                 arguments.append(jax.lax.dynamic_index_in_dim(value, layer, keepdims=False) if sliced else value)
             return list(stack.layer(*arguments))
 

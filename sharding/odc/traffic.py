@@ -121,14 +121,14 @@ class Traffic:
     @property
     def clients(self) -> list[int]:
         """The devices of other processes that fetch from this one, and push to it."""
-        return [d for d in range(len(self._devices)) if d not in self._local and self._own(d)]
+        return [d for d in range(len(self._devices)) if d not in self._local and self._owners_here(d)]
 
     def offer(self, trips: Sequence[Itinerary]) -> None:
         """Offers all that other processes' devices will fetch here on their way; `trips` are those of all devices."""
         for client in self.clients:
             keys = [key for keys in trips[client].fetches() for key in keys]
             for count, key in enumerate(keys):
-                for owner in self._own(client):
+                for owner in self._owners_here(client):
                     self._links.offer(self._name(_FETCH, client, count, owner), [self._row(owner, key)])
 
     def window(self, device: int, trip: Itinerary) -> Window:
@@ -168,7 +168,7 @@ class Traffic:
 
     def serve(self, client: int, pushes: Sequence[tuple[int, Key]], gradients: PushedGradients) -> None:
         """Takes all that a device of another process pushes here, to the end of the minibatch."""
-        owners = self._own(client)
+        owners = self._owners_here(client)
         for count, (microbatch, key) in enumerate(pushes):
             rows = [self._pull(client, self._name(_PUSH, client, count, owner), key, owner) for owner in owners]
             self._links.ready(rows)
@@ -187,7 +187,7 @@ class Traffic:
         assert self._optional_links is not None
         return self._optional_links
 
-    def _own(self, client: int) -> list[int]:
+    def _owners_here(self, client: int) -> list[int]:
         return [owner for owner in self._rows.members(client) if owner in self._local]
 
     def _row(self, owner: int, key: Key) -> jax.Array:
