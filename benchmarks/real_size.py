@@ -32,6 +32,16 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 VOCABULARY = 151936  # of Qwen2.5
 STATE_BYTES, SERVED_BYTES = 16, 4  # of a weight: float32 master, two moments and gradient; the engine's float32
+FEW = {  # of everything but weights
+    "steps": 2,
+    "warm_start.steps": 0,
+    "rollout.prompts_per_step": 2,
+    "rollout.slots": 16,
+    "packing.rows_per_device": 2,
+    "evaluation.samples": 4,
+    "evaluation.every": 0,
+    "checkpoint.every": 0,
+}
 RUN = """
 import resource, sys
 from fluxjax.train import main
@@ -64,11 +74,9 @@ def main(argv: Sequence[str]) -> int:
             output = _child(["-c", EXPORT, str(checkpoint), f"{folder}/export"])
             state = stored
         else:
-            flags = ["--config=configs/vlm.py:debug", f"--config.model.path={checkpoint}", "--config.steps=2",
-                     "--config.warm_start.steps=0", f"--config.run_dir={folder}/run", "--config.evaluation.samples=4",
-                     "--config.rollout.slots=16", "--config.rollout.prompts_per_step=2", "--config.packing.rows_per_device=2", "--config.checkpoint.every=0",
-                     "--config.evaluation.every=0"]  # fmt: skip
-            output = _child(["-c", RUN, *flags])
+            settings = {"model.path": checkpoint, "run_dir": f"{folder}/run", **FEW}
+            flags = [f"--config.{name}={value}" for name, value in settings.items()]
+            output = _child(["-c", RUN, "--config=configs/vlm.py:debug", *flags])
             state = weights * (STATE_BYTES + SERVED_BYTES)
         peak = int(output.split("peak ")[-1].split()[0])
     figures = {"peak_gb": peak / 1e9, "state_gb": state / 1e9, "ratio": peak / state}

@@ -35,7 +35,7 @@ def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None, 
         raise MeshError(f"the number of devices must not be negative, got {num_devices}")
     if count > len(devices):
         raise MeshError(f"{count} devices asked for, but there are {len(devices)} ({devices[0].platform})")
-    odd = count // (count & -count)
+    odd = count // replica_size(count)
     outer = replicas or odd
     if outer < 0 or count % outer or (count // outer) & (count // outer - 1):
         raise MeshError(
@@ -50,7 +50,12 @@ def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None, 
 
 def binary_axes(num_devices: int) -> tuple[str, ...]:
     """The axes of size two, outermost first, of the mesh that `make_mesh(num_devices)` makes."""
-    return tuple(f"s{i}" for i in reversed(range((num_devices & -num_devices).bit_length() - 1)))
+    return tuple(f"s{i}" for i in reversed(range(replica_size(num_devices).bit_length() - 1)))
+
+
+def replica_size(num_devices: int) -> int:
+    """The devices of a replica of `make_mesh(num_devices)`, those of its axes of size two: no sequence leaves them."""
+    return num_devices & -num_devices
 
 
 def group_axes(mesh: Mesh, degree: int) -> tuple[str, ...]:

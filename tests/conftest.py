@@ -78,7 +78,7 @@ def _forget_compiled_programs():
 def held_by():
     """`held_by(device)`: the bytes of all live arrays on a device, beyond those of before the test."""
 
-    def now(device: jax.Device) -> int:  # asked for their shards, arrays would make further arrays
+    def now(device) -> int:  # asked for their shards, arrays would make further arrays
         here = [x for x in jax.live_arrays() if device in x.sharding.addressable_devices]
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from sharding.kernels.segments import segment_attention
+from sharding.kernels.attention import segment_attention
 from sharding.spread.ulysses import Attention
 from sharding.walk import Walk
 from sharding.weights import WeightSpec, weight

@@ -18,7 +18,7 @@ from ..strategy import Tally
 from .pushed_gradients import Key
 from .stage_programs import StagedMicrobatch
 from .stages import Step
-from .window import Itinerary, Row, Window
+from .traffic import Itinerary, Row, Window
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,6 +52,17 @@ def karmarkar_karp(
     return bins
 
 
+def longest_first(work_I: np.ndarray, count: int) -> list[int]:
+    """The bin of each item, of `count`: the largest first, each to the bin with the least so far."""
+    heap = [(0.0, bin) for bin in range(count)]
+    bins = [0] * len(work_I)
+    for i in np.argsort(-work_I, kind="stable").tolist():
+        load, bin = heap[0]
+        bins[i] = bin
+        heapq.heapreplace(heap, (load + float(work_I[i]), bin))
+    return bins
+
+
 def swapped(
     work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int, *, equal_size: bool = False
 ) -> list[int]:

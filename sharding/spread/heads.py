@@ -35,7 +35,8 @@ class Deal(NamedTuple):
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
     """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic).
 
-    KV heads that `degree` divides are neither filled up nor copied. Raises PlanError for a degree above the number of
+    KV heads that `degree` divides are neither filled up nor copied. `local_queries * degree / num_heads` is what zeros
+    multiply the attention's compute by: 8 / 7 for 28/4 heads at 8. Raises PlanError for a degree above the number of
     query heads, and ValueError for heads that are no multiple of the KV heads.
     """
     if num_heads % num_kv_heads:
@@ -50,12 +51,3 @@ def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
         step = degree // math.gcd(degree, copies)  # KV heads must be a multiple of this
         deals.append(Deal(degree, -(-num_kv_heads // step) * step, copies, -(-ratio // copies)))
     return min(deals, key=lambda deal: (deal.local_queries, deal.local_kv, deal.copies))
-
-
-def heads_at(num_heads: int, num_kv_heads: int, degree: int) -> tuple[int, int]:
-    """(query heads, KV heads) that each device of a group of `degree` computes, zeros included. Errors as above.
-
-    `heads_at(N, K, p)[0] * p / N` is what padding multiplies the attention's compute by: 8 / 7 for 28/4 heads at 8.
-    """
-    deal = deal_heads(num_heads, num_kv_heads, degree)
-    return deal.local_queries, deal.local_kv

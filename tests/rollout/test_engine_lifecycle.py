@@ -40,7 +40,7 @@ from rollout_cases import (
 
 import models
 import rollout.device
-from rollout import layer_weights
+from rollout import engine_weights
 from rollout.engine import EngineError, FinishReason
 
 PROMPT = text_prompt(7)
@@ -331,7 +331,7 @@ async def new_for_old(monkeypatch, held_by) -> None:
     with pytest.raises(EngineError, match="the engine has no weights: call update_weights first"):
         serving.generate(request("early", PROMPT))
     await serving.update_weights(1, params)
-    served, copied, peaks = held_by(here), layer_weights._copied, []
+    served, copied, peaks = held_by(here), engine_weights._copied, []
     total, largest = (f(x.nbytes for x in jax.tree.leaves(params)) for f in (sum, max))
     assert served == total
 
@@ -340,7 +340,7 @@ async def new_for_old(monkeypatch, held_by) -> None:
         peaks.append(held_by(here))
         return copy
 
-    monkeypatch.setattr(layer_weights, "_copied", watched)
+    monkeypatch.setattr(engine_weights, "_copied", watched)
     await serving.update_weights(2, jax.tree.map(lambda x: x * 2, params))
     assert held_by(here) == served
     assert total < max(peaks) <= total + largest
