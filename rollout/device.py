@@ -114,7 +114,7 @@ class DeviceState:
         self._replace(params)
 
     def _replace(self, params: Mapping[str, Any]) -> None:
-        check_finite(params, self._stacked)
+        check_finite(params, self._dtype, self._stacked)
         old, self.params = self.params, None
         self.params = split_layers(params, self._dtype, self._stacked, self._by_layers, old)
 

@@ -44,12 +44,12 @@ LayerParams: TypeAlias = dict[str, Any]  # as of `models.split`, but `layers` is
 _placing = threading.Lock()
 
 
-def check_finite(params: Mapping[str, Any], stacked: Params) -> None:
-    """Raises EngineError, which names the tensor, where one of `params` has NaN or infinity. They are brought to the
-    shardings `stacked` for that, one after the other."""
+def check_finite(params: Mapping[str, Any], dtype: DTypeLike | None, stacked: Params) -> None:
+    """Raises EngineError, which names the tensor, where one of `params`, cast to `dtype` (None: as it is), has NaN or
+    infinity. They are brought to the shardings `stacked` for that, one after the other."""
     places = by_path(stacked)
     for path, weight in by_path(params).items():
-        if not _is_finite(_placed(weight, places[path])):
+        if not _is_finite(_placed(weight, places[path]), dtype or weight.dtype):
             name = "".join(f"[{key!r}]" for key in path)
             raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
 
@@ -103,9 +103,9 @@ def _copied(x: jax.Array, dtype: DTypeLike, layers: int | None) -> PyTree:
     return tuple(jnp.array(x[i], dtype=dtype, copy=True) for i in range(layers))
 
 
-@jax.jit
-def _is_finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(x).all()
+@functools.partial(jax.jit, static_argnums=1)
+def _is_finite(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return jnp.isfinite(x.astype(dtype)).all()
 
 
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:
