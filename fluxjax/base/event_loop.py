@@ -9,8 +9,10 @@ import logging
 import signal
 import threading
 import types
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
+
+from rollout.engine import Engine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,3 +60,31 @@ def run_async(work: Coroutine[Any, Any, T], on_interrupt: Callable[[], None] | N
                 if on_interrupt is None:
                     raise
                 on_interrupt()
+
+
+async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
+    """Calls all engines at the same time; the first failure cancels the other calls."""
+    async with asyncio.TaskGroup() as tasks:
+        for engine in engines:
+            tasks.create_task(not_silently_cancelled(call, engine))
+
+
+async def not_silently_cancelled(work: Callable[..., Awaitable[None]], *args: object) -> None:
+    """Awaits `work(*args)`; raises RuntimeError if that ends as cancelled although nobody cancelled this task.
+
+    A task group overlooks a task that ends as cancelled. If a cancellation leaked out of a collaborator, the event that
+    everyone waits for would never come.
+    """
+    try:
+        await work(*args)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and not task.cancelling():
+            raise RuntimeError(f"{work.__qualname__} was cancelled from inside") from error
+        raise
+
+
+def first_of(failures: BaseExceptionGroup) -> BaseException:
+    """Returns the first error within groups of errors, however deep."""
+    error = failures.exceptions[0]
+    return first_of(error) if isinstance(error, BaseExceptionGroup) else error

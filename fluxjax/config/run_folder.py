@@ -6,12 +6,12 @@ import dataclasses
 import datetime
 import enum
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..base.replace_text import replace_text
 from . import Config, SourceConfig, renamed
 from .bounds import Section
 
@@ -79,3 +79,10 @@ def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
                 setattr(section, name, type(current)(value) if isinstance(current, enum.Enum | tuple) else value)
             except ValueError as error:
                 raise ConfigError(f"the saved configuration has {prefix}{name}: {error}{renamed(str(value))}") from None
+
+
+def replace_text(file: pathlib.Path, text: str) -> None:
+    """Writes `text` beside `file` and renames it in one step. Raises `OSError`, and then `file` is as it was."""
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, file)

@@ -16,9 +16,8 @@ from models.decoder import Decoder
 from models.forward import logprobs as model_logprobs
 from models.inputs import PackedTokens
 from sharding.fsdp import Fsdp
-from sharding.gpu_flags import compiler_options
 from sharding.links import Links
-from sharding.mesh import MeshError, make_mesh
+from sharding.mesh import MeshError, compiler_options, make_mesh
 from sharding.odc import Odc
 from sharding.strategy import Params, Tally
 from sharding.walk import Walk

@@ -10,8 +10,7 @@ from ..base.types import Prompt
 from ..config import ReportConfig
 from ..learner.gradients import GAP
 from ..report.display import Display
-from ..report.metrics import MetricsLog
-from ..report.samples import dump_samples
+from ..report.metrics import MetricsLog, dump_samples
 from ..report.summary import Summary
 from ..runtime.runtime import Observer, StepReport
 from .callbacks import Callback, Callbacks

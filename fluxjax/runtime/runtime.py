@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
-from ..base.task_group import first_of, not_silently_cancelled, on_all
+from ..base.event_loop import first_of, not_silently_cancelled, on_all
 from ..base.timeline import Timeline
 from ..base.types import Group, PreparedPrompt, Response
 from ..coordinator import Coordinator, CoordinatorError, messages

@@ -16,8 +16,7 @@ from sharding.kernels.attention import Mask, attention
 from sharding.mesh import binary_axes, make_mesh
 from sharding.planner.plan import PlanError, Round, ShardPlan
 from sharding.spread.buffers import Spread, lay
-from sharding.spread.heads import deal_heads
-from sharding.spread.ulysses import spread_attention, views_of
+from sharding.spread.ulysses import deal_heads, spread_attention, views_of
 
 DEVICES, COLUMNS, TOKENS, H = 8, 96, 96, 4  # TOKENS: of all sequences together, at most
 BUDGETS = ((8, 12), (4, 24), (4, 24), (2, 48), (2, 48), (1, 96), (1, 96))

@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...config import AdaptiveAsyncConfig, ComposerConfig
-from ...config.pid import Pid
+from ...config.schedules import Pid
 from ..ledger import PromptStage
 from ..machine import Coordinator
 from ..messages import DrawPrompts, Evaluate, Instruction, PublishWeights, SaveCheckpoint, Train

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ...config import Config
-from ...config.pid import Pid
+from ...config.schedules import Pid
 from ...coordinator.ledger import PromptStage
 from ...coordinator.machine import Settings
 from ...coordinator.messages import (
