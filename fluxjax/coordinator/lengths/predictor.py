@@ -6,8 +6,8 @@ projects KV-cache use with it. ln(tokens) of response j of prompt i is modelled 
     weights[source] . features(i) + effect(i) + noise(j),
 
 weights by ridge regression (`ridge.py`), each source's shrunk towards those of all sources; the prompt's effect
-shrunk by how many of its responses are known; both variances estimated a source. What a response that runs on has survived so far is taken from
-the past: `given_survival`.
+shrunk by how many of its responses are known; both variances estimated a source. `given_survival` corrects for what a
+response that runs on has survived.
 """
 
 from __future__ import annotations
