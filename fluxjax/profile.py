@@ -7,8 +7,6 @@
 accelerators, XLA_FLAGS=--xla_force_host_platform_device_count=4 gives more than one device, to try it.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

@@ -1,7 +1,5 @@
 """Checkpoint folders: their JSON files, and one line for a folder that is not there, on how a Hub id becomes one."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """The forward pass over packed rows: hidden states, log-probabilities of the packed tokens, whole logits."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -4,8 +4,6 @@ Weights are read tensor by tensor, each of which goes to its devices before the 
 parameters, the host holds one tensor. Writing goes shard by shard.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Reads and writes a `config.json` of Hugging Face, with flat or nested text settings (rotary ones: `hf_rope`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

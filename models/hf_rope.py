@@ -3,8 +3,6 @@
 Values mean what they mean to transformers 5.23 (`modeling_rope_utils`); a value that nothing here reads is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Builds the model of a configuration, with shapes only or with random weights."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable

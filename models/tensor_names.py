@@ -1,7 +1,5 @@
 """The names and layouts of weights on disk, in Hugging Face checkpoints: of one weight, and of the whole decoder."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A response always comes back with exactly the token ids that were sampled, the l
 under the distribution it was sampled from, and the weight version that produced each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import AsyncIterator, Mapping, Sequence

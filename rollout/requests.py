@@ -4,8 +4,6 @@
 no checks of its own, and a caller who changes a list afterwards changes nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import reprlib

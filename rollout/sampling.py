@@ -4,8 +4,6 @@ Log-probs follow the convention of `engine.SamplingParams`: `log_softmax(logits 
 vocabulary (temperature 1 where greedy), without forbidden ids, not renormalised for top-k or top-p.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

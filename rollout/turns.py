@@ -5,8 +5,6 @@ running sample up to `steps_per_sync` tokens. Samples share the computation of t
 continued, or must be recomputed because the weights changed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence

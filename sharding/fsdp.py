@@ -7,8 +7,6 @@ All of it is one fully manual `shard_map`: under automatic partitioning gradient
 reduce-scatter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -4,8 +4,6 @@ Over axes of size two, a sequence-parallel group of any power-of-two degree `p` 
 axes, so that nested groups need no mesh of their own. FSDP shards over all axes at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 

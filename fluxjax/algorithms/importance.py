@@ -22,8 +22,6 @@ Otherwise r = policy / behaviour, which has the factor proximal / behaviour in i
 `w / (proximal / behaviour)`: exactly 1 without C and decay.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The terms that policy losses are made of, and the weights that turn token losses into a step's mean."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float

@@ -1,7 +1,5 @@
 """Keeps compiled programs on disk, so that a resumed run, an evaluation and the next run start at once."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Errors that a user can mend: one line that names the field, the file or the record, and the fix."""
 
-from __future__ import annotations
-
 
 class ConfigError(ValueError):
     """A setting is wrong. The message names the field, the value and what is allowed."""

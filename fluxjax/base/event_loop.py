@@ -1,7 +1,5 @@
 """Runs a coroutine to its end, from a script or a notebook, and ends it cleanly after Ctrl-C."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

@@ -1,7 +1,5 @@
 """Records where the time of a run goes: named spans on lanes, for each step's times and the Gantt picture."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

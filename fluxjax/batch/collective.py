@@ -4,8 +4,6 @@ They are spread over devices as under `flex_ulysses`. Meanwhile all devices wait
 those that the plan leaves idle compute shorter sequences, as long as none of it takes longer for that.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

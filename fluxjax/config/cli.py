@@ -3,8 +3,6 @@
 It imports nothing heavy, so that `--help` and a typo answer at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import enum

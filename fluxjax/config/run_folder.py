@@ -1,7 +1,5 @@
 """The folder of a run, `runs/<name>-<date>` or the one that the configuration names, and the settings kept in it."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import enum

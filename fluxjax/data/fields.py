@@ -4,8 +4,6 @@ A record is a mapping with a question, an answer and perhaps media. Manifests of
 `answer`, `images`, `videos`, `id`; published data sets say `problem`, `question`, `solution` and so on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import itertools

@@ -4,8 +4,6 @@ The order is a pure function of (seed, source names and sizes, weights, draw). S
 resumed run needs in order to go on exactly where the interrupted one was, and any draw can be read again by its number.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -4,8 +4,6 @@ Rows are read a row group at a time, when they are drawn; the last few groups st
 is read at the start, to refuse duplicates.
 """
 
-from __future__ import annotations
-
 import bisect
 import collections
 import logging

@@ -1,7 +1,5 @@
 """Sources of prompts: their protocol, JSONL manifests, and opening whatever the configuration names."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import json

@@ -4,8 +4,6 @@ Two compiled programs make a step: `Gradients` adds a microbatch's gradients to 
 updates and reports. Nothing is fetched until the end of the step, and then one small array.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

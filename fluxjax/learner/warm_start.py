@@ -1,7 +1,5 @@
 """Supervised steps before RL: the policy learns the form of an answer, and a first idea of its content."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from models.processing import Processor, PromptError

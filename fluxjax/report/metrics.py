@@ -1,7 +1,5 @@
 """Metrics of a run: one JSON line a step, TensorBoard event files, and optionally a Prometheus port."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Scoring of responses: the rule of each source, protected from rules that raise, hang or answer nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import importlib

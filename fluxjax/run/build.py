@@ -1,7 +1,5 @@
 """Builds the model and the processor that the configuration names: those of a checkpoint folder, or tiny ones."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A checkpoint holds everything that decides the rest of the run: arrays (paramete
 part (coordinator, data position, weight version, what the summary has counted so far).
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

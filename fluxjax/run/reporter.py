@@ -1,7 +1,5 @@
 """Passes on what happens in a run to metrics, summary, sample dumps, display and callbacks."""
 
-from __future__ import annotations
-
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized

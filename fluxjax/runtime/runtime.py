@@ -5,8 +5,6 @@ coordinator, and starts a task for each instruction; a task ends by posting the 
 run at once with its own error: every other task is cancelled and awaited first, a thread at work is waited for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

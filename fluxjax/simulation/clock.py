@@ -1,7 +1,5 @@
 """Virtual time: a queue of actions, each with its moment; of equal moments, the action put in first is done first."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable

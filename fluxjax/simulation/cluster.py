@@ -5,8 +5,6 @@ Events are handed to the coordinator one after the other, and its instructions a
 the GPUs away from the engines, which stand still meanwhile, or has GPUs of its own (`train_gpus`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

@@ -3,8 +3,6 @@
 Tokens are counted by steps: a running sample has one token more for each decode step since it was let in.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 import math

@@ -9,8 +9,6 @@ math, rewards behind rollouts. `tests/simulation/test_calibration.py` holds the 
 Attention's own FLOPs are left out: at the mean length of a response they are 3 % of those of the weights.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from sharding.cost.tables import LINEAR_UTILISATION, PEAK_FLOPS, ModelSizes

@@ -3,8 +3,6 @@
 A seed is a history; `python -m fluxjax.simulate --first-seed SEED --seeds 1` shows it again.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import json

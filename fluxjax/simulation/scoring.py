@@ -9,8 +9,6 @@ its reward scheduler (section 4.3). Of the scheduler:
   and streaming the judge's layers from host memory costs little.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from functools import partial

@@ -14,8 +14,6 @@ outside (a new sample, an abort, an update) cuts the jump short at the end of th
 O(log n). `continuous_batch.py` has the samples and the cache, without time.
 """
 
-from __future__ import annotations
-
 import bisect
 import enum
 from collections.abc import Callable

@@ -5,8 +5,6 @@ that crashed is down for a while; requests for it are held back until it is up, 
 meant for it. A response that is lost on the way is noticed after `reply_limit` seconds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial

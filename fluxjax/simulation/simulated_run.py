@@ -1,7 +1,5 @@
 """A simulated run from its configuration to its summary, and the summary as a table."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import statistics

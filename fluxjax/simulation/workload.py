@@ -9,8 +9,6 @@ accepts in a short round is a ninth of the longest without it (section 3: "up to
 Everything is a function of seed, draw, attempt and sample; the versions of the weights change nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

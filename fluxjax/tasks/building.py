@@ -4,8 +4,6 @@ Files are written to a temporary folder that is renamed at the end. A killed bui
 the next one removes; two builds at once wait for each other by a file lock.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

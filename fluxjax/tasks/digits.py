@@ -4,8 +4,6 @@ The digits are scikit-learn's 1,797 scans of 8 x 8 pixels (UCI Optical Recogniti
 part). Scans of the held-out strips are used in no training strip.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pathlib

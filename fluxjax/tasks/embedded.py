@@ -8,8 +8,6 @@ Each lies in a folder whose name has a hash of its recipe: another recipe is ano
 never rebuilt.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -3,8 +3,6 @@
 The photographs ship with scikit-image and scikit-learn. Those of the held-out clips are used in no training clip.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pathlib

@@ -1,7 +1,5 @@
 """A text-only task: write a string backwards."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import pathlib

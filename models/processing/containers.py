@@ -7,8 +7,6 @@ format that doesn't say its length (transport and program streams, bare streams,
 can't be told from a whole one.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import av

@@ -1,7 +1,5 @@
 """Reads image files as RGB pixels, and computes the sizes that images and frames are resized to."""
 
-from __future__ import annotations
-
 import math
 
 import av

@@ -3,8 +3,6 @@
 Here are also the errors of media and prompts that cannot be used; each message is one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -5,8 +5,6 @@ sampled at 2 frames a second where a checkpoint says nothing, as the authors' ow
 A setting that this code cannot honour is refused, never ignored.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

@@ -1,7 +1,5 @@
 """A processor for tiny models: single characters and a few whole words as tokens, small patches, few frames."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ Headers lie (frame counts, frame rates), so a pass decodes on the header's word 
 counted if that was wrong. Only sampled frames are converted and resized; no other frame is kept.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fractions
 import itertools

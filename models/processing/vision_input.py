@@ -7,8 +7,6 @@ Raster order is that of the Hugging Face processors: media in order, frame pairs
 by row, then the `merge ** 2` patches of a block row by row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence

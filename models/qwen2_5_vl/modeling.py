@@ -5,8 +5,6 @@ window, a few within a whole frame pair. All layers are one stack; a boolean bes
 which of the two it does.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Names of Qwen2.5-VL's weights in Hugging Face checkpoints, in both layouts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Measures attention, all-to-alls and matrix products on this machine's devices, and fits the cost model to them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import statistics

@@ -4,8 +4,6 @@ Source of the measurements: FlexRL, appendix B (Table 3) and appendix C (Tables 
 part of Table 5.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from ..spread.ulysses import deal_heads

@@ -8,8 +8,6 @@ Without a bound, or with a bound that saves nothing, every query looks at all ke
 that).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

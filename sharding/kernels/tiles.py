@@ -9,8 +9,6 @@ Inside the loop a tile is a batch of plain matrix products: `[tiles, K, R * tile
 heads that read one KV head stacked upon each other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ties between the processes of a run besides collectives: arrays on demand, counters, and news of failures."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

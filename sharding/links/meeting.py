@@ -4,8 +4,6 @@ What they must know beforehand they tell each other through `jax.distributed`. A
 named its process and the secret that this process was told.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hmac

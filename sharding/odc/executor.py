@@ -1,7 +1,5 @@
 """Runs a minibatch: one thread a device, each through its own microbatches, and one barrier at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

@@ -10,8 +10,6 @@ the rows of the whole mesh together: gathered when they are published, and their
 groups at the end of the minibatch (hybrid sharding, ODC paper section 6.1).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -6,8 +6,6 @@ expectation is right, and a bound on what waits makes a device that is too early
 first microbatch in the order that is not added in full never waits, neither to push nor, since it only reads, to fetch.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

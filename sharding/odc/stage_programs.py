@@ -1,7 +1,5 @@
 """The compiled programs of a microbatch: those of each stage, for each shape of a batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import threading

@@ -6,8 +6,6 @@ model walks; everything between two of them is one more stage. So ODC computes t
 strategies do, for any model that walks its stacks with `Walk.scan`, and no model needs to know.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

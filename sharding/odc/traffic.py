@@ -9,8 +9,6 @@ they will push, so that an owner pulls these in that order. A worker that is mor
 waits for it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

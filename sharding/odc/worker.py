@@ -3,8 +3,6 @@
 Programs are dispatched without waiting for them; what bounds how far dispatch runs ahead is the window.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The planners that FlexUlysses is compared with: one degree for all, longest first, Karmarkar-Karp, FlexRL's own."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .limits import Placement, Problem, planner

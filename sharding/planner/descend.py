@@ -6,8 +6,6 @@ always possible, so a plan always exists. Few sequences are dealt by enumeration
 differencing (Karmarkar-Karp, in two resources at once) down to a dozen entities and enumeration of those.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools

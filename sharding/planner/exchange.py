@@ -1,7 +1,5 @@
 """Local search: two groups at a time give their sequences out anew, exactly, so that less is sharded."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import defaultdict

@@ -7,8 +7,6 @@ If a placement without any sharding reaches the first, it is the plan. Else sequ
 that plan is not good, a search (`search`) follows, and the best of all is the plan.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 

@@ -1,8 +1,6 @@
 """Limits are what a shard plan keeps to; a Problem is one microbatch to place, in numbers. Whatever no planner can
 place raises here, by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ section 5.1 and appendix C, pure functions that are called alike and stand in `S
 is sharded: a sequence is computed by one device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

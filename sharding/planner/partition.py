@@ -3,8 +3,6 @@
 numpy only. A partition is the bin of each item, `[items]` int in `[0, bins)`. All of it is deterministic.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A placement is a plan in the making. Here are its score, its largest loads, and the blocks that it begins with."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .descend import HARD, halves

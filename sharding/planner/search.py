@@ -5,8 +5,6 @@ Where loads are tight, a cheaper placement may need all blocks to change at once
 prices every subset of the longest sequences instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ that axis the features whose destination lies on the other side. The host plans 
 on all devices, and a device without features takes part.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

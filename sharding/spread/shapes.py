@@ -5,8 +5,6 @@ cluster. Lengths differ in every batch; rounding each size to a coarse grid woul
 still multiply the combinations of a dozen sizes. So sizes are chosen together, and remembered.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 

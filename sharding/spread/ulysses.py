@@ -24,8 +24,6 @@ exchange only for one of the same group or of one within it. XLA:GPU keeps that 
 state it, and runs another one, the same on all devices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -13,8 +13,6 @@ Nothing is trained on that is more than `max_staleness` versions old: training w
 older by missing the step, and a prompt that became older all the same is generated anew.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

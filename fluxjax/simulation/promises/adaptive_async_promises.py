@@ -1,7 +1,5 @@
 """What adaptive async promises (Flux, component 1): how far generation runs ahead, and when it waits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

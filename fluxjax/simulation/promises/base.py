@@ -1,7 +1,5 @@
 """What every policy promises, whatever else it does: see `Promises`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ...config import Config

@@ -4,8 +4,6 @@ These books are kept apart from the coordinator's `Ledger` on purpose: what a po
 a fault in the ledger must not hide itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Final
 

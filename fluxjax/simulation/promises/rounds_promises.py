@@ -1,7 +1,5 @@
 """What the policies that train in rounds promise: synchronous training, tail batching and APRIL."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
