@@ -1,4 +1,7 @@
-"""Attention over packed rows, in portable JAX. A mask is described; only the part that a chunk needs ever exists."""
+"""Attention over packed rows: the kernel of NVIDIA GPUs where there are any, portable JAX elsewhere.
+
+A mask is described; only the part that a chunk needs ever exists.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from . import flash
 
 WHOLE_SCORES = 1 << 26  # up to so many scores are computed at once: 256 MB in float32
 
@@ -50,8 +55,11 @@ def attention(
 
     A query that reaches no key (padding) returns zeros, so that its gradient is zero too, never NaN. More than
     `whole_scores` scores (rows x heads x queries x keys) are computed for a chunk of queries at a time, and again in
-    the backward pass: memory is linear in the length. A `Mask` is then never whole either; booleans are.
+    the backward pass: memory is linear in the length. A `Mask` is then never whole either; booleans are. On NVIDIA GPUs
+    a `Mask` goes to `flash`, which has no scores in memory at all.
     """
+    if isinstance(mask, Mask) and flash.chosen(q, k, v):
+        return flash.flash_attention(q, k, v, mask.segments, mask.branches, mask.causal)
     B, T, N, _ = q.shape
     chunk = max(whole_scores // (B * N * k.shape[1]), 1)
     if chunk >= T:

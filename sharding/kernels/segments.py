@@ -4,7 +4,7 @@ Segments are runs of equal numbers; 0 is padding. When no run is longer than `bo
 `bound`, and a query finds its whole segment in its own block and the two beside it: cost grows as `3 * bound` a query
 instead of the length of the axis. The backward pass computes the scores again, which on the CPU is also faster than
 keeping them. Without a bound, or with a bound that saves nothing, every query looks at all keys (`attention` bounds the
-memory of that).
+memory of that). On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from . import flash
 from .attention import Mask, attention
 
 
@@ -30,7 +31,7 @@ def segment_attention(
     A `bound` smaller than a segment would cut it silently: it must come from the data (`inputs.frame_bound`) or
     from the architecture (the window size). Padding returns zeros.
     """
-    if bound and 3 * bound < q.shape[0]:
+    if bound and 3 * bound < q.shape[0] and not flash.chosen(q, k, v):
         return jax.checkpoint(functools.partial(_blocked, block=bound))(q, k, v, segments)
     return attention(q[None], k[None], v[None], Mask(segments[None], causal=False))[0]
 
