@@ -6,8 +6,8 @@
 
 Prints one JSON line. For every case: `forward_ms` and `backward_ms` (output and gradients, less the forward pass),
 medians of `--repeats`, and `forward_tflops`, `backward_tflops`: floating-point operations of the allowed pairs of
-queries and keys only (4 and 10 for each number of a head), over these. `paper_ms` is FlexRL's forward pass on one H800. Where
-PyTorch is installed and sees the same device, `torch_forward_ms` and `torch_backward_ms` are its
+queries and keys only (4 and 10 for each number of a head), over these. `paper_ms` is FlexRL's forward pass on one H800.
+Where PyTorch is installed and sees the same device, `torch_forward_ms` and `torch_backward_ms` are its
 `scaled_dot_product_attention` over the same sequences as a batch, which needs no mask beside the causal one; the two
 alternate in one run. `kernel` says which of ours ran.
 
