@@ -61,7 +61,8 @@ def flash_attention(
 ) -> Float[Array, "B T N H"]:
     """Grouped-query attention under `sharding.kernels.attention.Mask`; a query that reaches no key returns zeros.
 
-    Scores, softmax and sums are float32. A product of float32 is made of three of TF32, which is about as exact.
+    Scores, softmax and sums are float32. A product of float32 is made of three of TF32 or six of bfloat16, which is
+    about as exact.
     """
     return forward(q, k, v, segments, branches, causal)[0]
 
@@ -87,25 +88,27 @@ class Launch:
     keys: int
     warps: int
     stages: int  # of the software pipeline
+    precision: str = "tf32x3"  # the products of which one of float32 is made; bfloat16 is multiplied as it is
 
 
 def launch_of(kernel: str, dtype: Any, head: int, capability: int) -> Launch:
     """The settings of a kernel: the largest tiles that ptxas fits into registers. No GPU has timed them.
 
-    A100, H100 and B200 have at least 163 KiB of shared memory for a program, all other cards 99.
+    Tensor cores of Hopper and of data centres' Blackwell read shared memory, of which there is also more (227 KiB; on
+    the smallest of the others 99), and leave more registers to the rest.
     """
-    roomy = capability == 80 or 90 <= capability < 120
+    wide = head > 64
     if jnp.dtype(dtype).itemsize == 4:
-        return {
-            "forward": Launch(16, 32, 4, 2),
-            "query_gradients": Launch(16, 32, 4, 2),
-            "key_gradients": Launch(16, 16, 8, 1),
-        }[kernel]
+        return Launch(32, 16, 8, 2, "bf16x6") if kernel == "key_gradients" else Launch(16, 32, 4, 2)
+    if not 90 <= capability < 120:
+        if kernel == "key_gradients":
+            return Launch(32, 64 if wide else 128, 8, 2)
+        return Launch(64 if wide else 128, 64, 8, 2)
     if kernel == "forward":
-        return Launch(128, 64, 4 if head <= 64 else 8, 3 if 90 <= capability < 120 else 2)
+        return Launch(128, 64, 8 if wide else 4, 3)
     if kernel == "query_gradients":
-        return Launch(128, 64, 8, 2) if roomy else Launch(64, 64, 4, 2)
-    return Launch(32, 128, 8, 2)
+        return Launch(128, 64, 8, 2)
+    return Launch(64, 64, 8, 2) if wide and capability >= 100 else Launch(32, 128, 8, 2)
 
 
 def forward(
@@ -176,7 +179,7 @@ def _call(
         KEYS=settings.keys,
         CAUSAL=causal,
         SCALE=H**-0.5,
-        PRECISION="tf32x3",
+        PRECISION=settings.precision,
     )
     zero = varying_zero(*inputs)
     return [x + zero.astype(x.dtype) for x in results]

@@ -107,8 +107,8 @@ def assemble(capability):
     dump = pathlib.Path(tempfile.mkdtemp())
     os.environ["JAX_TRITON_DUMP_DIR"] = str(dump)  # read when jax_triton is imported, which is with the first kernel
     found = {}
-    shapes = [("bfloat16", 64), ("bfloat16", 80), ("bfloat16", 128), ("float32", 80), ("float32", 128)]
-    for dtype, H in shapes if capability == 90 else shapes[2:4]:
+    shapes = [("bfloat16", 64), ("bfloat16", 80), ("bfloat16", 128), ("float32", 80)]
+    for dtype, H in shapes if capability == 90 else shapes[2:]:
         *qkvd, segments, branches, _ = case(dtype, 4, 2, H, True, [[[40, 20], 30]], 256)
 
         def step(q, k, v, dout, segments=segments, branches=branches):

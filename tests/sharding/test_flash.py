@@ -52,10 +52,10 @@ def test_values_and_gradients_equal_the_portable_kernel(interpreted, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.long), 90, 100])
 def test_machine_code_has_no_spills_and_uses_tensor_cores(capability):
     kernels = run("assemble", str(capability))
-    assert len(kernels) == 3 * (5 if capability == 90 else 2)
+    assert len(kernels) == 3 * (4 if capability == 90 else 2)
     for name, code in kernels.items():
         assert code["spilled"] == 0 and not code["serialized"], (name, code)
         assert code["shared"] <= SHARED_MEMORY[capability], (name, code)

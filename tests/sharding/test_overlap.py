@@ -37,9 +37,8 @@ def passes(hlo: str) -> list[tuple[str, dict[str, int]]]:
         for phase in ("forward", "backward"):
             mine = {name: where for (of, name), where in places.items() if of == phase}
             layers = min(map(len, mine.values()), default=0)
-            mine = {
-                name: where[:: len(where) // layers] for name, where in mine.items()
-            }  # a pass begins with its first
+            # An attention begins with the first of its calls.
+            mine = {name: where[:: len(where) // layers] for name, where in mine.items()}
             for layer in range(layers):
                 found.append((phase, {name: where[layer] for name, where in mine.items()}))
     return found
