@@ -51,8 +51,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both. `gpu` tests are run on request."""
+    if "gpu" not in config.option.markexpr:
+        alone = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in alone]
+        config.hook.pytest_deselected(items=alone)
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker("slow")

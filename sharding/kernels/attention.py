@@ -1,11 +1,13 @@
-"""Attention over packed rows, in portable JAX. A mask is described; only the part that a chunk needs ever exists.
+"""Attention over packed rows: the kernel of NVIDIA GPUs where there are any, portable JAX elsewhere.
+
+A mask is described; only the part that a chunk needs ever exists.
 
 `segment_attention` is exact within contiguous segments of a long packed axis, without a quadratic matrix. Segments are
 runs of equal numbers; 0 is padding. When no run is longer than `bound`, the axis is cut into blocks of `bound`, and a
 query finds its whole segment in its own block and the two beside it: cost grows as `3 * bound` a query instead of the
 length of the axis. The backward pass computes the scores again, which on the CPU is also faster than keeping them.
 Without a bound, or with a bound that saves nothing, every query looks at all keys (`attention` bounds the memory of
-that).
+that). On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
 """
 
 import dataclasses
@@ -14,6 +16,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from . import flash
 
 WHOLE_SCORES = 1 << 26  # up to so many scores are computed at once: 256 MB in float32
 
@@ -57,8 +61,11 @@ def attention(
 
     A query that reaches no key (padding) returns zeros, so that its gradient is zero too, never NaN. More than
     `whole_scores` scores (rows x heads x queries x keys) are computed for a chunk of queries at a time, and again in
-    the backward pass: memory is linear in the length. A `Mask` is then never whole either; booleans are.
+    the backward pass: memory is linear in the length. A `Mask` is then never whole either; booleans are. On NVIDIA GPUs
+    a `Mask` goes to `flash`, which has no scores in memory at all.
     """
+    if isinstance(mask, Mask) and flash.chosen(q, k, v):
+        return flash.flash_attention(q, k, v, mask.segments, mask.branches, mask.causal)
     B, T, N, _ = q.shape
     chunk = max(whole_scores // (B * N * k.shape[1]), 1)
     if chunk >= T:
@@ -114,7 +121,7 @@ def segment_attention(
     A `bound` smaller than a segment would cut it silently: it must come from the data (`inputs.frame_bound`) or
     from the architecture (the window size). Padding returns zeros.
     """
-    if bound and 3 * bound < q.shape[0]:
+    if bound and 3 * bound < q.shape[0] and not flash.chosen(q, k, v):
         return jax.checkpoint(functools.partial(_blocked, block=bound))(q, k, v, segments)
     return attention(q[None], k[None], v[None], Mask(segments[None], causal=False))[0]
 
