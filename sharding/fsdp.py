@@ -144,7 +144,13 @@ class Fsdp:
 
 
 def _put(tree: Batch, shardings: PyTree, may_alias: bool | None = None) -> Batch:
-    """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices."""
+    """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices.
+
+    Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
+    if isinstance(next(iter(jax.tree.leaves(tree)), None), jax.ShapeDtypeStruct):
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings
+        )
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings, may_alias=may_alias)
 

@@ -27,9 +27,10 @@ from sharding.mesh import make_mesh
 from sharding.strategy import Params, Tally
 
 from ..algorithms import importance
+from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
 from ..config import Config, OptimConfig, Strategy
-from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase
+from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
 from .optim import learning_rate, optimizer
 
 
@@ -37,7 +38,8 @@ class Learner:
     """Trains `model` with an algorithm's `token_loss`.
 
     `params` are never overwritten in place: an engine or a checkpoint may hold on to them through later steps.
-    The optimizer's moments are. `version` counts the steps taken since the last `reset`.
+    The optimizer's moments are. `version` counts the steps taken since the last `reset`. An abstract model makes an
+    abstract learner, which allocates nothing: for those who compile its programs without running them (`lowered`).
     """
 
     gradients: Gradients  # of this phase, on the learner's mesh
@@ -68,7 +70,7 @@ class Learner:
         self._built_for: Any = None
         self.reset(token_loss, never_sampled=never_sampled)
         self.params = self.gradients.strategy.shard(nnx.to_pure_dict(nnx.state(model, nnx.Param)), may_alias=False)
-        self.opt_state = self._init(self.params)
+        self.opt_state = self._fresh_opt_state()
         if config.sharding.strategy is Strategy.ODC:
             _ = self.gradients.odc  # hosts that can't be end here
 
@@ -104,7 +106,25 @@ class Learner:
         self._compile_update()
         self.version = 0
         if hasattr(self, "params"):
-            self.opt_state = self._init(self.params)
+            self.opt_state = self._fresh_opt_state()
+
+    def _fresh_opt_state(self) -> Any:
+        if isinstance(jax.tree.leaves(self.params)[0], jax.ShapeDtypeStruct):
+            fresh = jax.eval_shape(self._optimizer.init, self.params)
+            return jax.tree.map(
+                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                fresh,
+                self._opt_shardings,
+            )
+        return self._init(self.params)
+
+    def lowered(self, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
+        """The programs of a step whose microbatches are shaped like `batch` (which may be abstract), by name, not
+        compiled yet: `accumulate`, `update`, `logprobs`."""
+        programs = self.gradients.lowered(self.params, batch)
+        _, tally = programs["accumulate"].out_info
+        tally = on_every_device(tally, self.mesh)
+        return programs | {"update": self._apply.lower(self.params, self.opt_state, self.params, tally)}
 
     def step(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
         """One optimizer step over the sum of the microbatches' losses. Blocks until it is done.
