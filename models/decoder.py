@@ -132,6 +132,16 @@ def merge(graphdef: nnx.GraphDef[Decoder], params: Params) -> Decoder:
     return nnx.merge(graphdef, params)
 
 
+def shapes_only(model: Decoder) -> Decoder:
+    """The abstract model (`jax.ShapeDtypeStruct` for weights) of one that may hold weights."""
+    graphdef, params = split(model)
+    return merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
+
+
+def is_abstract(model: Decoder) -> bool:
+    return isinstance(jax.tree.leaves(nnx.state(model, nnx.Param))[0], jax.ShapeDtypeStruct)
+
+
 def parameter_count(model: nnx.Module) -> int:
     """The number of weights of a model, which may be abstract."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

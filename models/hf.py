@@ -1,7 +1,7 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
-Weights are read tensor by tensor into the stacked buffer of one parameter, which goes to the device before the next
-is begun: beside the finished parameters, the host holds one of them. Writing goes shard by shard.
+Weights are read tensor by tensor, each of which goes to its devices before the next is begun: beside the finished
+parameters, the host holds one tensor. Writing goes shard by shard.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Sharding
 from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sharding.strategy import Params
+from sharding.weights import by_path, on_first_device, place, place_stack
 
 from . import registry
 from .config import AnyConfig, JsonObject, ModelConfigError, Qwen25VLConfig
@@ -152,35 +155,37 @@ def _layers(config: AnyConfig) -> dict[Path, int]:
     return {entry.path: depth.get(entry.path[0], 1) for entry in tensor_names(config)}
 
 
-def _read_parameter(files: _Files, entry: TensorName, layers: int, dtype: DTypeLike | None) -> np.ndarray:
+def _parameter(files: _Files, entry: TensorName, layers: int, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
+    """One parameter on its devices; the host reads tensor after tensor."""
     if not entry.stacked:
         value = entry.from_disk(files.read(entry.name, entry.disk_shape))
-        return np.ascontiguousarray(value, dtype=dtype or value.dtype)
-    names = _full_names(entry, layers)
-    first = files.read(names[0], entry.disk_shape).dtype
-    buffer = np.empty((layers, *entry.shape), dtype or first)
-    for layer, name in enumerate(names):
+        return place(np.ascontiguousarray(value, dtype=dtype or value.dtype), sharding)
+    return place_stack(_layers_of(files, entry, layers, dtype), layers, sharding)
+
+
+def _layers_of(files: _Files, entry: TensorName, layers: int, dtype: DTypeLike | None) -> Iterator[np.ndarray]:
+    first = None
+    for name in _full_names(entry, layers):
         value = files.read(name, entry.disk_shape)
+        first = first or value.dtype
         if value.dtype != first and dtype is None:
             raise CheckpointError(
                 f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer 0 is {first}; "
                 "layers of one stack need one dtype (or load with dtype=...)"
             )
-        buffer[layer] = entry.from_disk(value)
-    return buffer
+        yield np.ascontiguousarray(entry.from_disk(value), dtype=dtype or first)
 
 
-@jax.jit
-def _drop_buffers(nothing: jax.Array) -> jax.Array:
-    """Makes the runtime let go of host buffers whose transfer is done, which it does at each dispatch."""
-    return nothing
-
-
-def load(path: str | os.PathLike[str], dtype: DTypeLike | None = None, shardings: Params | None = None) -> Decoder:
+def load(
+    path: str | os.PathLike[str], dtype: DTypeLike | None = None, shardings: Callable[[Decoder], Params] | None = None
+) -> Decoder:
     """Reads a local Hugging Face checkpoint folder tensor by tensor.
 
     `dtype` casts every weight (float32 masters of a bfloat16 checkpoint); None keeps the dtypes of the checkpoint.
-    `shardings` has the structure of the parameter dict: each parameter goes straight to its sharding's devices.
+    `shardings(model)` gets the abstract model and returns, in the structure of its parameters, where each weight goes
+    (default: this process's first device). Weights go there directly: beside them the host holds the largest tensor of
+    the files, and a device its share of it.
+
     Raises CheckpointError naming file and tensor for anything missing, unexpected or mis-shaped, and ModelConfigError
     for architectures and settings that are not supported.
     """
@@ -200,21 +205,10 @@ def load(path: str | os.PathLike[str], dtype: DTypeLike | None = None, shardings
         config = _tied_or_not(files, config, raw)
         names, layers = tensor_names(config), _layers(config)
         _check_names(files, names, layers)
-        params: Params = {}
-        for entry in names:
-            inner = params
-            place: Any = shardings
-            for key in entry.path[:-1]:
-                inner = inner.setdefault(key, {})
-                place = place[key] if place is not None else None
-            place = place[entry.path[-1]] if place is not None else None
-            # No name is bound to the buffer: it is gone before the next is made. It may also be a view of the
-            # memory-mapped file, hence no aliasing.
-            inner[entry.path[-1]] = jax.block_until_ready(
-                jax.device_put(_read_parameter(files, entry, layers[entry.path], dtype), place, may_alias=False)
-            )
-            _drop_buffers(np.float32(0))
-    return nnx.merge(nnx.graphdef(registry.abstract(config)), params)
+        model = registry.abstract(config)
+        places = by_path((shardings or on_first_device)(model))
+        params = {e.path: _parameter(files, e, layers[e.path], dtype, places[e.path]) for e in names}
+    return nnx.merge(nnx.graphdef(model), unflatten_dict(params))
 
 
 def disk_tensors(config: AnyConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sharding.weights import WeightSpec
+from sharding.strategy import Params
+from sharding.weights import WeightSpec, by_path, map_weights, on_first_device, place, place_stack
 
 from .config import AnyConfig, JsonObject, ModelConfigError, Qwen25VLConfig
 from .decoder import Decoder
@@ -49,22 +50,25 @@ def abstract(config: AnyConfig) -> Decoder:
     return nnx.eval_shape(lambda: build(config, nnx.Rngs(0)))
 
 
-def create(config: AnyConfig, seed: int = 0) -> Decoder:
+def create(config: AnyConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:
     """The model with random weights, reproducible from `seed`.
 
     Weights are drawn on the host, each from a generator of its own (`seed` and the weight's path): the values depend on
-    no other weight, no device and no compiler, and a tiny model is there at once.
+    no other weight, no device and no compiler, and a tiny model is there at once. `shardings` are as of `models.load`.
     """
-    graphdef, state = nnx.split(abstract(config))
+    model = abstract(config)
+    places = by_path((shardings or on_first_device)(model))
 
-    def draw(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+    def draw(path: tuple, variable: nnx.Variable) -> jax.Array:
         spec: WeightSpec = variable.get_metadata("spec")
+        names = tuple(key.key for key in path)
         if isinstance(spec.init, Normal):
-            name = ".".join(str(key.key) for key in path).encode()
-            rng = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(name)]))
-            value = jnp.asarray(spec.init.on_host(rng, variable.shape), spec.dtype)
+            rng = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(".".join(names).encode())]))
+            layers = (spec.init.on_host(rng, spec.shape).astype(spec.dtype) for _ in itertools.count())
         else:  # a constant
-            value = spec.init(jax.random.key(0), variable.shape, spec.dtype)
-        return variable.replace(value)
+            layers = itertools.repeat(np.asarray(spec.init(jax.random.key(0), spec.shape, spec.dtype)))
+        if len(variable.shape) > len(spec.shape):
+            return place_stack(layers, variable.shape[0], places[names])
+        return place(next(layers), places[names])
 
-    return nnx.merge(graphdef, jax.tree.map_with_path(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    return nnx.merge(nnx.graphdef(model), map_weights(draw, model))

@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 import models
-from models.decoder import Decoder
+from models.decoder import Decoder, is_abstract, shapes_only
 from sharding.walk import Walk
 
 from .engine import EngineError
 from .kv_cache import KVCache
-from .layer_weights import LayerParams, abstract_by_layer, split_layers, stacked_layers
+from .layer_weights import LayerParams, abstract_by_layer, check_finite, split_layers
 from .programs import programs
 from .sampling import SlotSampling
 from .tensor_parallel import EngineLayout
@@ -53,13 +53,15 @@ def _ids(sampling: SlotSampling) -> tuple[int, int]:
 
 
 class DeviceState:
-    """Weights and cache on the devices. `model` is copied, its weights are cast to `dtype` (None: as they are); `walk`
-    and `steps` are those of the programs."""
+    """Weights and cache on the devices. `model` is copied, its weights are cast to `dtype` (None: as they are); an
+    abstract model has none, and `params` is None until they come. `walk` and `steps` are those of the programs."""
+
+    params: LayerParams | None  # None: none came yet, or a failure left some of them behind
 
     def __init__(
         self, model: Decoder, walk: Walk, steps: int, limits: TurnLimits, layout: EngineLayout, dtype: DTypeLike | None
     ) -> None:
-        self._graphdef, params = models.split(model)
+        self._graphdef, params = models.split(shapes_only(model))
         self._abstract, self._text = models.abstract(model.config), model.config.text
         self._walk, self._steps, self._dtype = walk, steps, dtype
         self.limits = limits
@@ -67,13 +69,11 @@ class DeviceState:
             name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in _by_name(params).items()
         }
         self._settle(layout)
-        self.params = self._copy(params)
+        self.params = None
+        if not is_abstract(model):
+            self._replace(models.split(model)[1])
         self.cache: KVCache | None = None  # made when needed; None after a failure or while asleep
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # program and bucketed sizes of every call so far
-
-    def copy_model(self) -> Decoder:
-        """The model with a copy of the weights, its layers stacked."""
-        return models.merge(self._graphdef, stacked_layers(self.params))
 
     def _settle(self, layout: EngineLayout) -> None:
         """Prepares shardings and programs for these devices."""
@@ -90,10 +90,15 @@ class DeviceState:
         before = self.layout
         self._settle(layout)
         try:
-            self.params = jax.block_until_ready(jax.device_put(self.params, self._by_layers))
+            self.take(self)
         except BaseException:  # no room there: it goes on where it was
             self._settle(before)
             raise
+
+    def take(self, other: DeviceState) -> None:
+        """Serves the weights that `other` serves; where both are on the same device, the very arrays."""
+        if other.params is not None:
+            self.params = jax.block_until_ready(jax.device_put(other.params, self._by_layers))
 
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights by a copy. Raises EngineError, which names the tensor, where names, shapes or dtypes
@@ -107,10 +112,12 @@ class DeviceState:
                 raise EngineError(f"weight {name} has shape {shape}, the engine serves {old[name].shape}")
             if dtype != old[name].dtype and not (self._dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
                 raise EngineError(f"weight {name} has dtype {dtype}, the engine serves {old[name].dtype}")
-        self.params = self._copy(params)
+        self._replace(params)
 
-    def _copy(self, params: Mapping[str, Any]) -> LayerParams:
-        return split_layers(params, self._dtype, self._stacked, self._by_layers)
+    def _replace(self, params: Mapping[str, Any]) -> None:
+        check_finite(params, self._stacked)
+        old, self.params = self.params, None
+        self.params = split_layers(params, self._dtype, self._stacked, self._by_layers, old)
 
     def start(self, plan: StartPlan) -> list[NewTokens]:
         """Prefills prompts into slots and draws the first token of each sample."""
@@ -140,7 +147,7 @@ class DeviceState:
 
     def _ready_cache(self) -> KVCache:
         if self.cache is None:
-            dtype = jax.tree.leaves(self.params)[0].dtype
+            dtype = next(iter(self._served.values())).dtype
             slots, tokens = self.limits.slots, self.limits.max_sequence_tokens
             self.cache = KVCache.create(self._text, slots, tokens, dtype, self._rows)
         return self.cache

@@ -43,6 +43,7 @@ class JaxEngine:
     aborts and new weights through sooner; what is sampled does not depend on it. `prefill_tokens` and
     `prefill_patches` bound one prefill call. `compute_dtype` casts the weights as they come in (None: as they are).
     `devices` compute together (`rollout.tensor_parallel`): 1, 2, 4, ... of this process; None: its first one.
+    `model` may be abstract; the weights then come with the first `update_weights`.
     """
 
     def __init__(
@@ -98,6 +99,8 @@ class JaxEngine:
         Closing, cancelling or dropping the stream aborts.
         """
         self._attach()
+        if self._device.params is None:
+            raise EngineError("the engine has no weights: call update_weights first")
         mailbox = Mailbox()
         job, deliveries = self._scheduler.submit(request, mailbox)
         self._deliver(deliveries)
@@ -127,6 +130,13 @@ class JaxEngine:
         async with self._between_turns():
             await self._in_thread(self._device.update, params)
             self._version = version
+            self._scheduler.invalidate()
+
+    async def copy_weights(self, other: JaxEngine) -> None:
+        """Serves, as the same version, the weights that `other` serves, which has the same model."""
+        async with self._between_turns():
+            await self._in_thread(self._device.take, other._device)
+            self._version = other._version
             self._scheduler.invalidate()
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
@@ -191,10 +201,6 @@ class JaxEngine:
     def devices(self) -> tuple[Device, ...]:
         """The devices that the engine computes on: whoever is lent the engine may use them."""
         return self._device.layout.devices
-
-    def copy_model(self) -> Decoder:
-        """The model with a copy of the weights that the engine serves: its layers are stacked anew at every call."""
-        return self._device.copy_model()
 
     @property
     def compiled_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

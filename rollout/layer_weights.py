@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -22,6 +23,7 @@ from jaxtyping import PyTree
 import models
 from models.decoder import Decoder, DecoderLayer
 from sharding.strategy import Params
+from sharding.weights import by_path
 
 from .engine import EngineError
 
@@ -32,46 +34,68 @@ LayerParams: TypeAlias = dict[str, Any]  # as of `models.split`, but `layers` is
 _placing = threading.Lock()
 
 
+def check_finite(params: Mapping[str, Any], stacked: Params) -> None:
+    """Raises EngineError, which names the tensor, where one of `params` has NaN or infinity. They are brought to the
+    shardings `stacked` for that, one after the other."""
+    places = by_path(stacked)
+    for path, weight in by_path(params).items():
+        if not _is_finite(_placed(weight, places[path])):
+            name = "".join(f"[{key!r}]" for key in path)
+            raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
+
+
 def split_layers(
-    params: Mapping[str, Any], dtype: DTypeLike | None, stacked: Params, whole: LayerParams
+    params: Mapping[str, Any], dtype: DTypeLike | None, stacked: Params, whole: LayerParams, old: LayerParams | None
 ) -> LayerParams:
     """A copy of `params` (as of `models.split`) by layers, complete when this returns; it shares no buffer with them.
 
     `dtype` casts the weights (None: as they are). `stacked` are the shardings of the weights as they come in, `whole`
-    (by layers) those of the copy. One weight at a time is on the devices twice. Raises EngineError, which names the
-    tensor, for NaN and infinity.
+    (by layers) those of the copy. The weights `old` are emptied as they are replaced, so that one weight at a time is
+    on the devices twice, not all of them.
     """
-
-    def copied(path: tuple, x: jax.Array | np.ndarray, sharding: Sharding) -> PyTree:
+    places, targets = by_path(stacked), by_path({**whole, "layers": whole["layers"][0]})
+    layers: list[dict[tuple, jax.Array]] = [{} for _ in whole["layers"]]
+    others: dict[tuple, jax.Array] = {}
+    for path, weight in by_path(params).items():
         # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
-        layers = x.shape[0] if path[0].key == "layers" else None
-        with _placing:
-            placed = jax.device_put(x, sharding)
-        copy, finite = _copied(placed, dtype or x.dtype, layers)
-        if not finite:  # this waits for the copy, too
-            name = jax.tree_util.keystr(path)
-            raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
-        return copy
+        placed = _placed(weight, places[path])
+        if old is not None:
+            _forget(old, path)
+        if path[0] == "layers":
+            copies = _copied(placed, dtype or placed.dtype, len(layers))
+            for layer, copy in zip(layers, jax.device_put(copies, targets[path]), strict=True):
+                layer[path[1:]] = copy
+        else:
+            others[path] = jax.device_put(_copied(placed, dtype or placed.dtype, None), targets[path])
+        del placed
+        jax.block_until_ready((layers, others))
+    return {**unflatten_dict(others), "layers": [unflatten_dict(layer) for layer in layers]}
 
-    copy = jax.tree_util.tree_map_with_path(copied, dict(params), dict(stacked))
-    by_weight, structure = jax.tree.flatten(copy["layers"], is_leaf=lambda x: isinstance(x, tuple))
-    copy["layers"] = [structure.unflatten(layer) for layer in zip(*by_weight, strict=True)]
-    return jax.device_put(copy, whole)
+
+def _placed(weight: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
+    with _placing:
+        return jax.device_put(weight, sharding)
+
+
+def _forget(params: LayerParams, path: tuple) -> None:
+    """Drops one weight, of all layers if it is a layer's."""
+    for tree in params["layers"] if path[0] == "layers" else [params]:
+        for key in path[1:-1] if path[0] == "layers" else path[:-1]:
+            tree = tree[key]
+        del tree[path[-1]]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _copied(x: jax.Array, dtype: DTypeLike, layers: int | None) -> tuple[PyTree, jax.Array]:
-    """(a copy, or a tuple of one copy a layer where there are `layers`; a boolean: all of it is finite)."""
+def _copied(x: jax.Array, dtype: DTypeLike, layers: int | None) -> PyTree:
+    """A copy, or a tuple of one copy a layer where there are `layers`."""
     if layers is None:
-        copy = jnp.array(x, dtype=dtype, copy=True)
-    else:
-        copy = tuple(jnp.array(x[i], dtype=dtype, copy=True) for i in range(layers))
-    return copy, jnp.stack([jnp.isfinite(part).all() for part in jax.tree.leaves(copy)]).all()
+        return jnp.array(x, dtype=dtype, copy=True)
+    return tuple(jnp.array(x[i], dtype=dtype, copy=True) for i in range(layers))
 
 
-def stacked_layers(params: LayerParams) -> Params:
-    """The weights as of `models.split`; those of layers are copied into new stacks."""
-    return {**params, "layers": jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])}
+@jax.jit
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all()
 
 
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -18,6 +17,7 @@ from models.decoder import Decoder
 from models.inputs import ModelInput
 from sharding.strategy import Params
 from sharding.walk import Walk
+from sharding.weights import with_shardings
 
 from .buckets import doubling
 from .jax_engine import JaxEngine
@@ -46,11 +46,7 @@ class EngineArrays:
         layout, text = EngineLayout.of(devices), model.config.text
         abstract = models.abstract(model.config)
         by_layer = abstract_by_layer(abstract)
-
-        def placed(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        handed_in = jax.tree.map(placed, models.split(abstract)[1], layout.weights(abstract))
+        handed_in = with_shardings(models.split(abstract)[1], layout.weights(abstract))
         params = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, compute_dtype or x.dtype, sharding=sharding),
             models.split(by_layer)[1],
@@ -59,7 +55,8 @@ class EngineArrays:
         params["layers"] = [params["layers"]] * text.num_layers
         dtype = jax.tree.leaves(params)[0].dtype
         cache = jax.eval_shape(lambda: KVCache.create(text, slots, max_sequence_tokens, dtype))
-        return EngineArrays(params, jax.tree.map(lambda x: placed(x, layout.rows(text)), cache), handed_in)
+        rows = layout.rows(text)
+        return EngineArrays(params, with_shardings(cache, KVCache(rows, rows)), handed_in)
 
 
 def lowered_programs(

@@ -51,7 +51,7 @@ class EngineLayout:
     def weights(self, model: Decoder) -> Params:
         """Shardings in the structure of the model's parameters; the model may be abstract."""
 
-        def sharding(variable: nnx.Variable) -> Sharding:
+        def sharding(_: tuple, variable: nnx.Variable) -> Sharding:
             spec: WeightSpec = variable.get_metadata("spec")
             for dim, (axis, size) in enumerate(zip(spec.axes, spec.shape, strict=True)):
                 if axis in CUT:

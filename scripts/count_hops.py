@@ -6,7 +6,8 @@ Runs `fluxjax.train` with these flags in the working directory's tree, in a fold
 every call of a Python function of the four packages by one in another of their files, whatever lies between the two
 (JAX, flax, asyncio). A *file* counts if one of its functions was called from the parsing of the flags until the first
 optimizer step is done; a *hop* is a pair of files (caller, called). `step` counts the same within `PolicyTrainer.train`
-only. Functions that a dataclass generates, and what runs at import, are not seen. With HOPS=--list the files, too.
+only. Functions that a dataclass generates are not seen, and what runs while a module is imported does not count: that
+is its import's way, not the data's. With HOPS=--list the files, too.
 """
 
 from __future__ import annotations
@@ -63,10 +64,14 @@ def main(flags: list[str]) -> int:
             return
         if training:
             within.step = True
-        above = frame.f_back
-        while above is not None and ours(above) is None:
+        caller: str | None = None
+        above = frame
+        while above is not None:
+            if above.f_code.co_name == "<module>" and above.f_globals["__name__"] != "__main__":
+                return
             above = above.f_back
-        caller = None if above is None else ours(above)
+            if caller is None and above is not None:
+                caller = ours(above)
         whole.add(caller, called)
         if getattr(within, "step", False):
             step.add(caller, called)

@@ -23,7 +23,7 @@ from jaxtyping import Array, PyTree
 
 from .strategy import Forward, Loss, Params, Tally
 from .walk import Walk
-from .weights import ShardingRules, WeightSpec, shardings, specs
+from .weights import ShardingRules, WeightSpec, shardings, specs, with_shardings
 
 Batch = TypeVar("Batch")  # a pytree of arrays
 
@@ -148,9 +148,7 @@ def _put(tree: Batch, shardings: PyTree, may_alias: bool | None = None) -> Batch
 
     Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
     if isinstance(next(iter(jax.tree.leaves(tree)), None), jax.ShapeDtypeStruct):
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings
-        )
+        return with_shardings(tree, shardings)
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings, may_alias=may_alias)
 

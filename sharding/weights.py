@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 
@@ -83,13 +87,13 @@ class ShardingRules:
 
 def specs(model: nnx.Module) -> dict[str, Any]:
     """The declarations of the model's weights, in the structure of its parameter dict."""
-    return map_weights(lambda variable: variable.get_metadata("spec"), model)
+    return map_weights(lambda _, variable: variable.get_metadata("spec"), model)
 
 
 def shardings(model: nnx.Module, mesh: Mesh, rules: ShardingRules) -> dict[str, Any]:
     """NamedShardings in the structure of the model's parameter dict; the model may be abstract."""
 
-    def sharding(variable: nnx.Variable) -> NamedSharding:
+    def sharding(_: tuple, variable: nnx.Variable) -> NamedSharding:
         spec: WeightSpec = variable.get_metadata("spec")
         cut = rules.cut(spec, mesh)
         if cut is None:
@@ -100,7 +104,55 @@ def shardings(model: nnx.Module, mesh: Mesh, rules: ShardingRules) -> dict[str, 
     return map_weights(sharding, model)
 
 
-def map_weights(function: Callable[[nnx.Variable], object], model: nnx.Module) -> dict[str, Any]:
-    """The results of `function` for each weight, in the structure of the model's parameter dict."""
+def with_shardings(tree: PyTree, shardings: PyTree) -> PyTree:
+    """The shapes and dtypes of `tree` with these shardings, as abstract arrays."""
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)
+
+
+def by_path(params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """What lies in a nested parameter dict, by the keys that lead there."""
+    return dict(flatten_dict(dict(params)))
+
+
+def map_weights(function: Callable[[tuple, nnx.Variable], object], model: nnx.Module) -> dict[str, Any]:
+    """The results of `function(path, weight)` for each weight, in the structure of the model's parameter dict."""
     state = nnx.state(model, nnx.Param)
-    return nnx.to_pure_dict(jax.tree.map(function, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+    return nnx.to_pure_dict(jax.tree.map_with_path(function, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+
+
+def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
+    """A weight from the host on its devices, each of which gets its share only. Every process has the whole value."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding, may_alias=False)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:
+    """The stack `[L, ...]` of `depth` layers of one weight, put together on its devices.
+
+    The host holds one layer at a time; a device holds its share of the stack and of one layer.
+    """
+    stack: jax.Array | None = None
+    for number, value in zip(range(depth), layers, strict=False):  # there may be more
+        layer = place(value, _of_a_layer(sharding))
+        if stack is None:
+            stack = jnp.zeros((depth, *value.shape), value.dtype, device=sharding)
+        # A wait at each layer: values that are on their way would pile up on the host.
+        stack = jax.block_until_ready(_with_layer(stack, layer, number))
+    assert stack is not None, "a stack has layers"
+    return stack
+
+
+def _of_a_layer(sharding: Sharding) -> Sharding:
+    """The sharding of one layer of a stack, which is never cut along its layers."""
+    return NamedSharding(sharding.mesh, P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_layer(stack: jax.Array, layer: jax.Array, number: jax.Array | int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, layer, number, 0)
+
+
+def on_first_device(model: nnx.Module) -> dict[str, Any]:
+    """A sharding for each weight that puts it on this process's first device."""
+    return map_weights(lambda *_: SingleDeviceSharding(jax.local_devices()[0]), model)

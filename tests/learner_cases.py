@@ -10,7 +10,7 @@ from packing_cases import MODEL, Content, compose, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo
-from fluxjax.batch.composer import unpack
+from fluxjax.batch.composition import unpack
 from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
 

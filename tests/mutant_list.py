@@ -29,7 +29,6 @@ LEDGER = "fluxjax/coordinator/ledger.py"
 COMPOSER = "fluxjax/coordinator/selection.py"
 STREAM = "fluxjax/coordinator/policies/stream_trainer.py"
 SPECULATIVE = "fluxjax/coordinator/policies/speculative_sync.py"
-STALENESS = "fluxjax/coordinator/policies/staleness.py"
 SYNCHRONOUS = "fluxjax/coordinator/policies/synchronous.py"
 PACE = "fluxjax/coordinator/pace.py"
 PLANNER = "fluxjax/coordinator/parallelism.py"
@@ -64,7 +63,7 @@ MUTANTS = [
         'self.responses) if self.round == "short" else 1.0',
         "1.0)",
     ),
-    Mutant("the barrier never", ASYNC, "self._barrier = True", "self._barrier = False"),
+    Mutant("the barrier never", ASYNC, "self.barrier = True", "self.barrier = False"),
     Mutant(
         "engine version taken as the newest",
         FLEET,
@@ -119,20 +118,20 @@ MUTANTS = [
     Mutant(
         "the barrier for ever too late",
         ASYNC,
-        "self._since_sync > settings.sync_interval",
-        "self._since_sync > 10 * settings.sync_interval",
+        "self.since_sync > settings.sync_interval",
+        "self.since_sync > 10 * settings.sync_interval",
     ),
     Mutant(
         "the barrier one step early",
         ASYNC,
-        "self._since_sync > settings.sync_interval",
-        "self._since_sync >= settings.sync_interval",
+        "self.since_sync > settings.sync_interval",
+        "self.since_sync >= settings.sync_interval",
     ),
     Mutant(
         "no barrier for stale data",
         ASYNC,
-        "if not self._barrier and (too_stale or",
-        "if not self._barrier and (False or",
+        "if not self.barrier and (too_stale or",
+        "if not self.barrier and (False or",
     ),
     Mutant(
         "the barrier ends while responses run",
@@ -143,7 +142,7 @@ MUTANTS = [
     Mutant(
         "generation goes on in a barrier",
         ASYNC,
-        "room = 0 if self._barrier or coordinator.exhausted",
+        "room = 0 if self.barrier or coordinator.exhausted",
         "room = 0 if coordinator.exhausted",
     ),
     Mutant(
@@ -187,20 +186,20 @@ MUTANTS = [
     Mutant(
         "the composer is not asked",
         ASYNC,
-        "for group in self._chosen(coordinator, candidates)]",
-        "for group in candidates[: coordinator.settings.prompts_per_step]]",
+        "return [Train(coordinator.step + 1, chosen)]",
+        "return [Train(coordinator.step + 1, tuple(candidates[:needed]))]",
     ),
-    Mutant("the composer's seed", ASYNC, "seed=self._seed,", "seed=0,"),
+    Mutant("the composer's seed", ASYNC, "seed=self.seed,", "seed=0,"),
     Mutant(
         "the composer's version",
         ASYNC,
-        "version=coordinator.version,\n            max",
-        "version=coordinator.version - 1,\n            max",
+        "version=version,\n            max",
+        "version=version - 1,\n            max",
     ),
-    Mutant("staleness without the KL", STALENESS, 'metrics.get("staleness/kl", 0.0)', "0.0"),
-    Mutant("staleness without the variance", STALENESS, 'metrics.get("staleness/variance", 0.0)', "0.0"),
-    Mutant("staleness without the gap", STALENESS, 'metrics.get("staleness/lag_mean", 0.0)', "0.0"),
-    Mutant("staleness that is no number counts as none", STALENESS, "else 1.0", "else 0.0"),
+    Mutant("staleness without the KL", ASYNC, 'metrics.get("staleness/kl", 0.0)', "0.0"),
+    Mutant("staleness without the variance", ASYNC, 'metrics.get("staleness/variance", 0.0)', "0.0"),
+    Mutant("staleness without the gap", ASYNC, 'metrics.get("staleness/lag_mean", 0.0)', "0.0"),
+    Mutant("staleness that is no number counts as none", ASYNC, "else 1.0", "else 0.0"),
     # --- april -------------------------------------------------------------------------------------
     Mutant("no prompts in excess", APRIL, "math.ceil(self.oversample * needed)", "needed"),
     Mutant("what is begun begins anew", APRIL, "keep=lambda entry: entry.born >= oldest", "keep=lambda entry: False"),
@@ -227,8 +226,8 @@ MUTANTS = [
     Mutant(
         "longest first",
         APRIL,
-        "key=lambda entry: (left[entry.prompt.draw], entry.prompt.draw))",
-        "key=lambda entry: (-left[entry.prompt.draw], entry.prompt.draw))",
+        "key=lambda entry: (_left(coordinator, entry), entry.prompt.draw))",
+        "key=lambda entry: (-_left(coordinator, entry), entry.prompt.draw))",
     ),
     Mutant("the round waits for everything", APRIL, "if running and (enough < needed or", "if running and (True or"),
     Mutant(
@@ -241,8 +240,8 @@ MUTANTS = [
     Mutant(
         "half of a step's prompts",
         SYNCHRONOUS,
-        "return [DrawPrompts(coordinator.settings.prompts_per_step)]",
-        "return [DrawPrompts(max(coordinator.settings.prompts_per_step // 2, 1))]",
+        "missing = settings.prompts_per_step - ledger.live",
+        "missing = max(settings.prompts_per_step // 2, 1) - ledger.live",
     ),
     Mutant(
         "a deferred prompt begins anew on its new engine",
@@ -256,7 +255,7 @@ MUTANTS = [
         "if not self._in_round(coordinator) or self._given_up(coordinator):",
         "if not self._in_round(coordinator):",
     ),
-    Mutant("a lost prompt goes where it was lost", ROUNDS, "avoid=entry.engine))]", "avoid=-1))]"),
+    Mutant("a lost prompt goes where it was lost", ROUNDS, "avoid=entry.engine)]", "avoid=-1)]"),
     Mutant(
         "given up one attempt early", ROUNDS, "if entry.failures < coordinator", "if entry.failures + 1 < coordinator"
     ),
@@ -269,14 +268,14 @@ MUTANTS = [
     Mutant(
         "temperatures of schedules ignored",
         ROUNDS,
-        'return coordinator.scheduled("temperature", None, entry.prompt)',
-        "return None",
+        'n, need, coordinator.scheduled("temperature", None, entry.prompt)',
+        "n, need, None",
     ),
     Mutant(
         "another temperature in the middle of a group",
         ROUNDS,
-        "return first.temperature",
-        'return coordinator.scheduled("temperature", None, entry.prompt)',
+        "entry.need, first.temperature",
+        'entry.need, coordinator.scheduled("temperature", None, entry.prompt)',
     ),
     Mutant("engines keep their degree", ROUNDS, "else planner.degree\n", "else 0\n"),
     Mutant("lent engines are not woken", ROUNDS, "if lent := coordinator.fleet.lent:", "if lent := set():"),

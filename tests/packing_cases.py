@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
-from fluxjax.batch.composer import Composer, Composition
+from fluxjax.batch.composer import Composer
+from fluxjax.batch.composition import Composition
 from fluxjax.config import Config
 from models.config import Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_cases import MODEL, compose, make_config, make_groups, owners, works
 
-from fluxjax.batch.composer import unpack
+from fluxjax.batch.composition import plan_metrics, unpack
 from fluxjax.config import ConfigError, Strategy
-from fluxjax.learner.policy_trainer import plan_metrics
 from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 

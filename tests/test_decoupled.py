@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from learner_cases import alone, assert_equal, learner, outcome, random_groups, tiny
 from packing_cases import MODEL, compose, make_config, make_groups, owners, works
 
-from fluxjax.batch.composer import Composer, unpack, with_reference
+from fluxjax.batch.composer import Composer
+from fluxjax.batch.composition import plan_metrics, unpack, with_reference
 from fluxjax.batch.work import estimate, model_sizes
 from fluxjax.config import Balance, ConfigError, Strategy
 from fluxjax.data.prepare import PromptLimits
-from fluxjax.learner.policy_trainer import plan_metrics
 from sharding.cost import QWEN2_5_VL_7B, CostModel
 from sharding.planner.packing import SCHEDULERS
 from sharding.spread.shapes import ShapeBook

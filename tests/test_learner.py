@@ -14,7 +14,7 @@ from packing_cases import MODEL, compose, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo, sft
-from fluxjax.batch.composer import Microbatch
+from fluxjax.batch.composition import Microbatch
 from fluxjax.config import DType, OptimConfig, Remat, Schedule
 from fluxjax.learner.learner import GAP, Learner, learning_rate
 from fluxjax.run.checkpoint import Checkpoints, like

@@ -18,7 +18,7 @@ from plain_decode import generate
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
-from fluxjax.batch.composer import unpack
+from fluxjax.batch.composition import unpack
 from fluxjax.learner.learner import Learner
 from models.processing import tiny
 from models.processing.settings import PatchLayout

@@ -16,7 +16,7 @@ from packing_cases import MODEL, compose, make_config, make_groups
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.base.types import TrainBatch
-from fluxjax.batch.composer import unpack, with_reference
+from fluxjax.batch.composition import unpack, with_reference
 from fluxjax.config import AlgorithmConfig, LossAggregation
 from models.forward import logprobs
 from models.inputs import PackedTokens

@@ -43,7 +43,7 @@ class TestRun:
             "checkpoint 3",
             "finish 3",
         ]
-        assert run.runtime._prepared == {} and run.runtime._routes == {}
+        assert run.runtime._prepared == {} and run.runtime._streams == {}
 
     def test_submission(self) -> None:
         """Rule 41: engines stand still while the requests of a step are queued, in draw order."""

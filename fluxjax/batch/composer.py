@@ -18,7 +18,7 @@ from sharding.spread.shapes import ShapeBook
 from ..algorithms.loss import response_weights
 from ..base.types import Group, PreparedPrompt, Response, Reward, Sample
 from ..config import Config, Strategy
-from .composition import Composition, Microbatch, unpack, with_importance, with_reference
+from .composition import Composition
 from .own_pace import OwnPace
 from .pieces import TrainGroup
 from .rows import RowPacking
@@ -165,14 +165,3 @@ def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[
         )
         groups.append(Group(prepared.prompt, (Sample(response, Reward(1.0, True, "given answer"), advantage=1.0),)))
     return groups
-
-
-__all__ = [
-    "Composer",
-    "Composition",
-    "Microbatch",
-    "sft_groups",
-    "unpack",
-    "with_importance",
-    "with_reference",
-]

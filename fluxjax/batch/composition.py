@@ -9,6 +9,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
+from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import SizedLayout
 
 from ..algorithms.importance import log_ratio, log_weight
@@ -110,3 +111,64 @@ def with_importance(composition: Composition, logprobs_BT: PerToken, importance:
         mean = np.exp(log_weight(ratios, lags, importance)[0]).mean() or 1.0  # 0 if all are masked
     advantages_BT = [(batch.advantages_BT / mean).astype(np.float32) for batch in batches]
     return composition.replaced({"response_log_ratios_BT": ratios_BT, "advantages_BT": advantages_BT})
+
+
+def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
+    """What the strategy's plans say of a step; nothing where sequences are packed without one."""
+    if any(microbatch.layout is None for microbatch in composition.microbatches):
+        return {}
+    own_pace = composition.microbatches[0].work is not None
+    return decoupled_metrics(composition, num_devices) if own_pace else spread_metrics(composition)
+
+
+def decoupled_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
+    """How evenly a step's work is dealt to devices that keep their own pace.
+
+    The share of all devices' time in which they are predicted to wait: at its end, and in collective microbatches for
+    the busiest device; the most and fewest microbatches of a device, those included that it computes with all others;
+    how many these are; the share of tokens in sequences on more than one device; padding of the rows.
+    """
+    layouts, loads, counts = _layouts(composition), np.zeros(num_devices), np.zeros(num_devices, int)
+    busy = together = 0.0  # of collective microbatches, over all devices and of the busiest one
+    for microbatch, layout in zip(composition.microbatches, layouts, strict=True):
+        work = microbatch.work or 0.0
+        if microbatch.owner is None:
+            together += work
+            busy += work * num_devices / layout.plan.balance
+        else:
+            loads[microbatch.owner] += work
+            counts[microbatch.owner] += 1
+    collective = len(layouts) - counts.sum()
+    counts += collective
+    return {
+        "sharding/bubble": float(1 - (loads.sum() + busy) / (num_devices * (together + loads.max()))),
+        "sharding/microbatches_max": float(counts.max()),
+        "sharding/microbatches_min": float(counts.min()),
+        "sharding/collective": float(collective),
+        "sharding/sharded_tokens": _sharded([layout.plan for layout in layouts]),
+        "sharding/mlp_padding": float(np.mean([layout.padding()["mlp"] for layout in layouts])),
+    }
+
+
+def spread_metrics(composition: Composition) -> dict[str, float]:
+    """How evenly the plans spread a step's sequences: largest over mean attention work and tokens of a device, the
+    share of tokens in sequences on more than one device, padding of the rows and of what all-to-alls send."""
+    layouts = _layouts(composition)
+    plans, padding = [layout.plan for layout in layouts], [layout.padding() for layout in layouts]
+    return {
+        "sharding/balance": max(plan.balance for plan in plans),
+        "sharding/memory": max(plan.memory_ratio for plan in plans),
+        "sharding/sharded_tokens": _sharded(plans),
+        "sharding/mlp_padding": float(np.mean([share["mlp"] for share in padding])),
+        "sharding/all_to_all_padding": float(np.mean([share["all_to_all"] for share in padding])),
+    }
+
+
+def _layouts(composition: Composition) -> list[SizedLayout]:
+    return [microbatch.layout for microbatch in composition.microbatches if microbatch.layout is not None]
+
+
+def _sharded(plans: Sequence[ShardPlan]) -> float:
+    """The share of tokens in sequences on more than one device."""
+    degrees = [(n, degree) for plan in plans for n, degree in zip(plan.lengths, plan.degrees, strict=True)]
+    return sum(n for n, degree in degrees if degree > 1) / sum(n for n, _ in degrees)

@@ -94,7 +94,7 @@ class SpeculativeSyncConfig:
 
 @dataclasses.dataclass(slots=True)
 class AdaptiveAsyncConfig:
-    """Flux, component 1. Staleness is in [0, 1]: see `fluxjax.coordinator.policies.staleness`."""
+    """Flux, component 1. Staleness is in [0, 1]: see `staleness` in `fluxjax.coordinator.policies.adaptive_async`."""
 
     max_staleness: int = not_negative(4)  # versions; nothing older is ever trained on
     target_staleness: float = 0.15

@@ -1,6 +1,6 @@
 """Decides what happens when, as a pure state machine: see `machine.py`; a policy is a file of its own."""
 
-from .ledger import CoordinatorError, Ledger, PromptStage, Skipped
+from .ledger import CoordinatorError, Ledger, PromptStage
 from .machine import Coordinator, SchedulingPolicy, Settings
 from .policies.adaptive_async import AdaptiveAsync
 from .policies.april import April
@@ -20,7 +20,6 @@ __all__ = [
     "PromptStage",
     "SchedulingPolicy",
     "Settings",
-    "Skipped",
     "SpeculativeSync",
     "StreamTrainer",
     "Synchronous",

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 from .messages import Request
-
-
-@dataclasses.dataclass
-class _Open:
-    """A request on an engine."""
-
-    engine: int
-    left: dict[int, float]  # tokens that each running sample is predicted to need yet
 
 
 class Fleet:
@@ -27,7 +18,8 @@ class Fleet:
         self.load = [0.0] * engines  # tokens that each is predicted to have to generate yet
         self.running = [0] * engines  # responses on each
         self.lent: set[int] = set()  # engines whose devices are training's, or will be when nothing runs there any more
-        self._open: dict[str, _Open] = {}  # by request id
+        # By request id: its engine, and the tokens that each of its running samples is predicted to need yet.
+        self._open: dict[str, tuple[int, dict[int, float]]] = {}
 
     def __len__(self) -> int:
         return len(self.served)
@@ -49,30 +41,25 @@ class Fleet:
 
     def begin(self, request: Request, tokens: float) -> None:
         """A request starts; each of its responses is predicted to have `tokens` tokens."""
-        begun = request.begun or (None,) * request.n
-        left = {
-            i: max(tokens - (0 if before is None else len(before.token_ids)), 1.0)
-            for i, before in enumerate(begun)
-            if before is None or before.finish == "abort"
-        }
+        left = {sample: max(tokens - begun, 1.0) for sample, begun in request.to_come().items()}
         if left:
-            self._open[request.rid] = _Open(request.engine, left)
+            self._open[request.rid] = request.engine, left
             self.load[request.engine] += sum(left.values())
             self.running[request.engine] += len(left)
 
     def end_sample(self, request: str, sample: int) -> bool:
         """A sample of a request ends. Returns whether it was still running."""
-        opened = self._open.get(request)
-        if opened is None or sample not in opened.left:
+        engine, left = self._open.get(request, (0, {}))
+        if sample not in left:
             return False
-        self.load[opened.engine] -= opened.left.pop(sample)
-        self.running[opened.engine] -= 1
-        if not opened.left:
+        self.load[engine] -= left.pop(sample)
+        self.running[engine] -= 1
+        if not left:
             del self._open[request]
         return True
 
     def end(self, request: str) -> None:
         """All samples of a request that still run end."""
-        opened = self._open.get(request)
-        for sample in list(opened.left) if opened is not None else ():
+        _, left = self._open.get(request, (0, {}))
+        for sample in list(left):
             self.end_sample(request, sample)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 from rollout.throughput import Profile, ProfileError
 
@@ -27,13 +29,8 @@ def make_coordinator(config: Config, policy: Callable[[], SchedulingPolicy] | No
     """Builds the coordinator that `config` describes, with another `policy` if one is given.
 
     Raises `ConfigError` for a schedule that can't be read, and for settings that only built-in policies read."""
-    switches = {
-        "policy.dynamic_sampling": config.policy.dynamic_sampling,
-        "stream_trainer.enabled": config.stream_trainer.enabled,
-        "speculative_sync.enabled": config.speculative_sync.enabled,
-    }
-    if policy and any(switches.values()):
-        names = " and ".join(name for name, on in switches.items() if on)
+    switches = ("policy.dynamic_sampling", "stream_trainer.enabled", "speculative_sync.enabled")
+    if policy and (names := " and ".join(name for name in switches if attrgetter(name)(config))):
         raise ConfigError(f"{names} would do nothing: a policy of your own is given; hand it what it needs yourself")
     return Coordinator(
         Settings.of(config),
@@ -60,21 +57,18 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
 
 def make_policy(config: Config) -> SchedulingPolicy:
     """Builds the policy of `config.policy`, with the settings of its own section."""
-    dynamic = config.policy.dynamic_sampling
-    stream = StreamTrainer(config.stream_trainer) if config.stream_trainer.enabled else None
-    speculative = SpeculativeSync(config.speculative_sync) if config.speculative_sync.enabled else None
+    dynamic, tail, april = config.policy.dynamic_sampling, config.tail_batching, config.april
+    rounds: dict[str, Any] = {
+        "stream": StreamTrainer(config.stream_trainer) if config.stream_trainer.enabled else None,
+        "speculative": SpeculativeSync(config.speculative_sync) if config.speculative_sync.enabled else None,
+        "dynamic_sampling": dynamic,
+    }
     match config.policy.name:
         case Name.SYNCHRONOUS:
-            return Synchronous(stream=stream, speculative=speculative, dynamic_sampling=dynamic)
+            return Synchronous(**rounds)
         case Name.TAIL_BATCHING:
-            tail = config.tail_batching
-            prompts, responses = tail.prompts, tail.responses
-            return TailBatching(prompts, responses, stream=stream, speculative=speculative, dynamic_sampling=dynamic)
+            return TailBatching(tail.prompts, tail.responses, **rounds)
         case Name.APRIL:
-            april = config.april
-            excess, oldest = april.oversample, april.max_staleness
-            return April(excess, oldest, stream=stream, speculative=speculative, dynamic_sampling=dynamic)
+            return April(april.oversample, april.max_staleness, **rounds)
         case Name.ADAPTIVE_ASYNC:
-            return AdaptiveAsync(
-                config.adaptive_async, composition=config.composer, seed=config.seed, dynamic_sampling=dynamic
-            )
+            return AdaptiveAsync(config.adaptive_async, config.composer, config.seed, dynamic_sampling=dynamic)

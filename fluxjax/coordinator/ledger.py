@@ -15,10 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..base.types import Group, Prompt, Response, Reward, Sample, has_variance
 from .dropped import Dropped
-from .messages import Park, Request, response_id
-from .saved import SavedState, State, responses_from_json, responses_to_json, rewards_from_json, rewards_to_json
-
-ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
+from .messages import ABORTED, Park, Request, response_id
+from .saved import SavedState, State, responses_from_json, responses_to_json
 
 
 class CoordinatorError(RuntimeError):
@@ -79,6 +77,11 @@ class Entry:
         kept = tuple(self.responses.get(i) or self.begun.get(i) for i in range(self.n))
         return kept if any(kept) else ()
 
+    @property
+    def longest(self) -> int:
+        """The tokens of its longest response that has ended; 0: none has."""
+        return max((len(response.token_ids) for response in self.responses.values()), default=0)
+
     def park(self, *, keep: bool = False) -> Park:
         return Park(self.prompt, self.attempt, keep)
 
@@ -120,10 +123,13 @@ class Ledger:
         """The number of prompts that are drawn and neither trained on nor skipped yet."""
         return len(self.entries)
 
-    def at(self, stage: PromptStage) -> list[Entry]:
-        """Returns the prompts at a stage, in draw order."""
-        entries = self._stages[stage]
-        return [entries[draw] for draw in sorted(entries)] if entries else []
+    def at(self, *stages: PromptStage) -> list[Entry]:
+        """Returns the prompts at these stages: one stage after the other, in draw order within each."""
+        found = []
+        for stage in stages:
+            entries = self._stages[stage]
+            found += [entries[draw] for draw in sorted(entries)]
+        return found
 
     def count(self, *stages: PromptStage) -> int:
         total = 0
@@ -325,7 +331,6 @@ class Ledger:
         for response in entry.responses.values():
             self.unscored.pop(response.rid, None)
             self._scoring.discard(response.rid)
-        self._forget_surplus(entry)
         entry.responses, entry.rewards, entry.begun = {}, {}, {}
 
     def _move(self, entry: Entry, stage: PromptStage) -> None:
@@ -334,27 +339,15 @@ class Ledger:
         self._stages[stage][entry.prompt.draw] = entry
 
     def _remove(self, entry: Entry) -> None:
-        self._forget_surplus(entry)
         del self._stages[entry.stage][entry.prompt.draw]
         del self.entries[entry.prompt.draw]
-
-    def _forget_surplus(self, entry: Entry) -> None:
-        if not self.surplus:
-            return
-        for i in range(entry.n):
-            self.surplus.pop(response_id(entry.prompt.draw, entry.attempt, i), None)
 
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         """Saves what is generated at this moment as deferred: with the responses that it has, without the others.
         Gradients computed early are not saved: their groups are scored, and trained on again."""
-        return {
-            "last_draw": self.last_draw,
-            "drawn": self.drawn,
-            "trained": self.trained,
-            "trained_responses": self.trained_responses,
-            "accepted": self.accepted,
+        return {name: getattr(self, name) for name in _COUNTS} | {
             "dropped": self.dropped.state_dict(),
             "skipped": [dataclasses.asdict(s) for s in self.skipped],
             "epochs": {str(epoch): count for epoch, count in self.epochs.items()},
@@ -365,11 +358,8 @@ class Ledger:
     def load_state_dict(self, state: SavedState, prompts: Mapping[int, Prompt]) -> None:
         """`prompts` has the prompt of each of the `entries` in the state, by draw; a missing one can't be prepared any
         more, and is skipped."""
-        self.last_draw = state["last_draw"]
-        self.drawn = state["drawn"]
-        self.trained = state["trained"]
-        self.trained_responses = state["trained_responses"]
-        self.accepted = state["accepted"]
+        for name in _COUNTS:
+            setattr(self, name, state[name])
         if "dropped" in state:  # not in checkpoints of earlier releases
             self.dropped.load_state_dict(state["dropped"])
         self.skipped = [Skipped(**s) for s in state["skipped"]]
@@ -388,36 +378,31 @@ class Ledger:
                     self.unscored[response.rid] = response
 
 
+_COUNTS = ("last_draw", "drawn", "trained", "trained_responses", "accepted")  # of the ledger, saved as they are
+_OF_PROMPT = ("draw", "id", "source", "row", "epoch")
+_OF_ENTRY = ("n", "need", "attempt", "failures", "failure", "born")
+
+
 def _entry_to_json(entry: Entry) -> State:
     stage = PromptStage.SCORED if entry.stage is PromptStage.TRAINING else entry.stage
     finished = stage in (PromptStage.COMPLETE, PromptStage.SCORED)
     return {
-        "draw": entry.prompt.draw,
-        "id": entry.prompt.id,
-        "source": entry.prompt.source,
-        "row": entry.prompt.row,
-        "epoch": entry.prompt.epoch,
+        **{name: getattr(entry.prompt, name) for name in _OF_PROMPT},
+        **{name: getattr(entry, name) for name in _OF_ENTRY},
         "stage": (stage if finished else PromptStage.DEFERRED).value,
-        "n": entry.n,
-        "need": entry.need,
-        "attempt": entry.attempt,
-        "failures": entry.failures,
-        "failure": entry.failure,
-        "born": entry.born,
         "responses": responses_to_json(entry.responses),
-        "rewards": rewards_to_json(entry.rewards),
+        "rewards": {str(sample): dataclasses.asdict(reward) for sample, reward in sorted(entry.rewards.items())},
         "begun": responses_to_json(entry.begun),
     }
 
 
 def _entry_from_json(saved: SavedState, prompt: Prompt) -> Entry:
-    plain = ("n", "need", "attempt", "failures", "failure", "born")
     return Entry(
         prompt,
         PromptStage(saved["stage"]),
-        **{name: saved[name] for name in plain},
+        **{name: saved[name] for name in _OF_ENTRY},
         responses=responses_from_json(saved["responses"]),
-        rewards=rewards_from_json(saved["rewards"]),
+        rewards={int(sample): Reward(**reward) for sample, reward in saved["rewards"].items()},
         begun=responses_from_json(saved["begun"]),
     )
 

@@ -17,12 +17,12 @@ from typing import Final, Protocol, TypeVar, runtime_checkable
 from ..base.types import Prompt
 from ..config.schedules import RunSchedule
 from . import messages
-from .dispatch import Handlers
 from .dropped import Dropped
 from .engines import Fleet
-from .ledger import ABORTED, CoordinatorError, Ledger, PromptStage, RunGivenUp
+from .ledger import CoordinatorError, Ledger, PromptStage, RunGivenUp
 from .lengths.predictor import LengthPredictor
 from .message_log import MessageLog
+from .messages import Handlers
 from .pace import Pace
 from .parallelism import ParallelismPlanner
 from .run_settings import Settings
@@ -101,10 +101,6 @@ class Coordinator:
         """Returns a schedule's value at this step (for a prompt); `otherwise` where there is no such schedule."""
         schedule = self.schedules.get(name)
         return otherwise if schedule is None else schedule.value(self.step / max(self.settings.steps - 1, 1), prompt)
-
-    def expected_tokens(self, prompt: Prompt) -> float:
-        """Returns how many tokens a response to the prompt is predicted to have."""
-        return self.lengths.predict(prompt).mean
 
     @property
     def evaluated_step(self) -> int:
@@ -205,7 +201,7 @@ class Coordinator:
         self.pace.end(response.rid, len(response.token_ids), self.now)
         request, _, sample = response.rid.partition("/")
         if self.fleet.end_sample(request, int(sample)) and entry is not None:
-            self.lengths.observe(entry.prompt, len(response.token_ids), response.finish != ABORTED)
+            self.lengths.observe(entry.prompt, len(response.token_ids), response.finish != messages.ABORTED)
 
     @_hear.of(messages.RewardReady)
     def _reward_ready(self, event: messages.RewardReady) -> None:
@@ -236,17 +232,15 @@ class Coordinator:
     @_hear.of(messages.Accumulated)
     def _accumulated(self, event: messages.Accumulated) -> None:
         self.pace.trained(self.now)
-        self._check("step", event.step, self._answered(messages.Accumulate, event).step)
+        self._answered(messages.Accumulate, event)
 
-    @_hear.of(messages.Lent)
-    def _lent(self, event: messages.Lent) -> None:
-        order = self._answered(messages.Lend, event)
-        if event.engines != order.engines:
-            raise CoordinatorError(f"engines {event.engines} were lent, {order.engines} were to be")
+    @_hear.of(messages.Lent, messages.Evaluated, messages.CheckpointSaved)
+    def _done(self, event: messages.Lent | messages.Evaluated | messages.CheckpointSaved) -> None:
+        self._answered(messages.ANSWERS[type(event)], event)
 
     @_hear.of(messages.ParallelismSet)
     def _parallelism_set(self, event: messages.ParallelismSet) -> None:
-        self._check("degree", event.degree, self._answered(messages.SetParallelism, event).degree)
+        self._answered(messages.SetParallelism, event)
         before = self.fleet
         self.fleet = Fleet(event.engines, event.degree, event.kv_tokens or before.kv_tokens)
         self.fleet.publish(before.oldest, range(event.engines))
@@ -254,16 +248,7 @@ class Coordinator:
     @_hear.of(messages.WeightsPublished)
     def _weights_published(self, event: messages.WeightsPublished) -> None:
         order = self._answered(messages.PublishWeights, event)
-        self._check("version", event.version, order.version)
         self.fleet.publish(event.version, order.engines or range(len(self.fleet)))
-
-    @_hear.of(messages.Evaluated)
-    def _evaluated(self, event: messages.Evaluated) -> None:
-        self._check("step", event.step, self._answered(messages.Evaluate, event).step)
-
-    @_hear.of(messages.CheckpointSaved)
-    def _checkpoint_saved(self, event: messages.CheckpointSaved) -> None:
-        self._check("step", event.step, self._answered(messages.SaveCheckpoint, event).step)
 
     @_hear.of(messages.StopRequested)
     def _stop_requested(self, event: messages.StopRequested) -> None:
@@ -274,15 +259,15 @@ class Coordinator:
         self.now = event.now
 
     def _answered(self, kind: type[I], event: messages.Event) -> I:
+        """Returns the instruction that the event answers. Raises `CoordinatorError` if there is none, or if a field
+        that both have differs."""
         order = self.awaiting.pop(kind, None)
         if not isinstance(order, kind):
             raise CoordinatorError(f"{type(event).__name__} answers no {kind.__name__} under way")
+        for name in vars(order).keys() & vars(event).keys():
+            if (got := getattr(event, name)) != (wanted := getattr(order, name)):
+                raise CoordinatorError(f"{name} {got} was reported done, {name} {wanted} was asked for")
         return order
-
-    @staticmethod
-    def _check(what: str, got: int, wanted: int) -> None:
-        if got != wanted:
-            raise CoordinatorError(f"{what} {got} was reported done, {what} {wanted} was asked for")
 
     # --- instructions ---------------------------------------------------------------------------
 
@@ -294,7 +279,7 @@ class Coordinator:
     def _generate(self, order: messages.Generate) -> None:
         for request in order.requests:
             self.ledger.generate(request, self.fleet.served[request.engine])
-            self.fleet.begin(request, self.expected_tokens(request.prompt))
+            self.fleet.begin(request, self.lengths.predict(request.prompt).mean)
             self.pace.begin(request, self.now)
 
     @_say.of(messages.Park)
@@ -331,9 +316,15 @@ class Coordinator:
             )
         self.fleet.lent.update(order.engines)
 
+    def _check_step(self, order: messages.Accumulate | messages.Train) -> None:
+        if order.step != self.step + 1:
+            raise CoordinatorError(
+                f"{type(order).__name__} of step {order.step}, but step {self.step + 1} is under way"
+            )
+
     @_say.of(messages.Accumulate)
     def _accumulate(self, order: messages.Accumulate) -> None:
-        self._check("step", order.step, self.step + 1)
+        self._check_step(order)
         if not order.groups or not self.fleet.lent.issuperset(order.engines):
             raise CoordinatorError(f"{len(order.groups)} groups on engines {order.engines}")
         self.ledger.train(order.groups)
@@ -342,7 +333,7 @@ class Coordinator:
     @_say.of(messages.Train)
     def _train(self, order: messages.Train) -> None:
         ledger = self.ledger
-        self._check("step", order.step, self.step + 1)
+        self._check_step(order)
         if messages.Accumulate in self.awaiting:
             raise CoordinatorError("Train before the gradients asked for earlier are there")
         ledger.train(order.groups)

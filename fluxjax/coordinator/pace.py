@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..base.types import Group
-from .ledger import ABORTED
-from .messages import Request, response_id
+from .messages import Request
 
 _KEPT_RESPONSE, _KEPT_STEP = 0.98, 0.7  # weight of what was measured, when one more response, or portion, is
 
@@ -21,14 +20,11 @@ class _Rate:
         self._kept = kept
         self._amount = self._seconds = 0.0
 
-    def add(self, amount: int, seconds: float) -> None:
+    def add(self, amount: int, seconds: float) -> float:
+        """Returns the rate with this in it."""
         self._amount = self._kept * self._amount + amount
         self._seconds = self._kept * self._seconds + seconds
-
-    @property
-    def value(self) -> float:
-        """The rate; 0 as long as nothing is known."""
-        return self._amount / self._seconds if self._seconds > 0 else 0.0
+        return self._amount / self._seconds
 
 
 class Pace:
@@ -36,19 +32,11 @@ class Pace:
     a checkpoint: a resumed run may be on another machine."""
 
     def __init__(self) -> None:
-        self._responses, self._training = _Rate(_KEPT_RESPONSE), _Rate(_KEPT_STEP)
+        self.growth = 0.0  # tokens by which one response grows a second, its wait for a slot included; 0: not known
+        self.training = 0.0  # tokens a second of which all of the trainer's devices compute gradients; 0: not known
+        self._responses, self._steps = _Rate(_KEPT_RESPONSE), _Rate(_KEPT_STEP)
         self._open: dict[str, tuple[float, int]] = {}  # running responses: when they began, and with how many tokens
         self._began: tuple[float, int] | None = None  # training under way: when it began, and tokens
-
-    @property
-    def growth(self) -> float:
-        """Tokens by which one response grows a second, its wait for a slot included; 0: not known."""
-        return self._responses.value
-
-    @property
-    def training(self) -> float:
-        """Tokens a second of which all devices of the trainer together compute the gradients; 0: not known."""
-        return self._training.value
 
     def tokens(self, rid: str, now: float) -> int:
         """Estimates how many tokens a running response has by now."""
@@ -56,16 +44,13 @@ class Pace:
         return tokens + int(self.growth * (now - began))
 
     def begin(self, request: Request, now: float) -> None:
-        for sample in range(request.n):
-            before = request.begun[sample] if request.begun else None
-            if before is None or before.finish == ABORTED:  # else it is complete
-                rid = response_id(request.prompt.draw, request.attempt, sample)
-                self._open[rid] = now, len(before.token_ids) if before is not None else 0
+        for sample, tokens in request.to_come().items():
+            self._open[f"{request.rid}/{sample}"] = now, tokens
 
     def end(self, rid: str, tokens: int, now: float) -> None:
         began, before = self._open.pop(rid, (now, tokens))
         if now > began and tokens > before:
-            self._responses.add(tokens - before, now - began)
+            self.growth = self._responses.add(tokens - before, now - began)
 
     def lose(self, request: str) -> None:
         """Forgets all responses of a request."""
@@ -77,7 +62,7 @@ class Pace:
 
     def trained(self, now: float) -> None:
         if self._began is not None and self._began[1] and now > self._began[0]:
-            self._training.add(self._began[1], now - self._began[0])
+            self.training = self._steps.add(self._began[1], now - self._began[0])
         self._began = None
 
 

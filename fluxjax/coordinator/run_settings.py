@@ -28,13 +28,8 @@ class Settings:
     rewards: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name of each source's, for messages
 
     def __post_init__(self) -> None:
-        if (
-            self.prompts_per_step < 1
-            or self.group_size < 1
-            or not 1 <= self.max_attempts < 100
-            or self.steps < 0
-            or self.engines < 1
-        ):
+        least = min(self.prompts_per_step, self.group_size, self.engines, self.max_attempts)
+        if least < 1 or self.max_attempts >= 100 or self.steps < 0:
             raise ValueError(f"no run is possible with {self}")
 
     @classmethod

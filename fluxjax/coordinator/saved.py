@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the coordinator: JSON. Responses and rewards of prompts neither trained on nor skipped."""
+"""What a checkpoint holds of the coordinator is JSON; here is how it holds responses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from ..base.types import Response, Reward
+from ..base.types import Response
 
 State = dict[str, Any]  # JSON-serialisable
 SavedState = Mapping[str, Any]  # as it was read from JSON
@@ -34,11 +34,3 @@ def responses_from_json(values: list[State]) -> dict[int, Response]:
         fields: State = value | tokens
         responses[value["sample"]] = Response(**fields)
     return responses
-
-
-def rewards_to_json(rewards: Mapping[int, Reward]) -> State:
-    return {str(sample): dataclasses.asdict(reward) for sample, reward in sorted(rewards.items())}
-
-
-def rewards_from_json(values: SavedState) -> dict[int, Reward]:
-    return {int(sample): Reward(**value) for sample, value in values.items()}

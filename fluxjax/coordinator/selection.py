@@ -20,7 +20,7 @@ from ..config import ComposerConfig, Order
 _CHOICE = 2  # candidates looked at for each one taken, where lengths are to be similar
 
 
-def staleness(group: Group, version: int) -> int:
+def versions_behind(group: Group, version: int) -> int:
     """Counts the versions between the trainer's weights and the oldest that generated a token of the group."""
     oldest = min((v for sample in group.samples for v in sample.response.versions), default=version)
     return version - oldest
@@ -46,21 +46,19 @@ def compose(
     progress: float,
     seed: int,
     step: int,
-    difficulties: Mapping[int, float] | None = None,
 ) -> tuple[Group, ...]:
     """Chooses `count` of `groups`; returns them in draw order.
 
     A group whose staleness is at least `max_staleness - 1`, and which could therefore become too old in the next step,
     is taken first, the stalest before others. With everything off the rest is the first ones in draw order.
 
-    `version` is the trainer's, `progress` of the run in [0, 1]; `difficulties` are known from earlier epochs, by draw,
-    and go before those of the groups themselves. Raises `ValueError` where there are fewer than `count` groups, or one
-    that is more than `max_staleness` versions old.
+    `version` is the trainer's, `progress` of the run in [0, 1]. Raises `ValueError` where there are fewer than `count`
+    groups, or one that is more than `max_staleness` versions old.
     """
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     if not 0 <= count <= len(ordered):
         raise ValueError(f"{count} groups to choose from {len(ordered)}")
-    ages = [staleness(group, version) for group in ordered]
+    ages = [versions_behind(group, version) for group in ordered]
     if ages and max(ages) > max_staleness:
         old = ordered[ages.index(max(ages))]
         raise ValueError(
@@ -73,9 +71,7 @@ def compose(
     if config.order is Order.STALEST:
         ranking.sort(key=lambda i: -ages[i])
     if config.curriculum:
-        known = difficulties or {}
-        hard = [known.get(group.prompt.draw, difficulty(group)) for group in ordered]
-        ranking = _easy_first(ranking, hard, progress, rng)
+        ranking = _easy_first(ranking, [difficulty(group) for group in ordered], progress, rng)
     strata = [_stratum(group, age, config) for group, age in zip(ordered, ages, strict=True)]
     lengths = [math.log1p(total_tokens(group)) for group in ordered] if config.lengths else None
     chosen = _choose(ranking, urgent, count, strata, lengths, rng)

@@ -22,6 +22,7 @@ from sharding.mesh import MeshError, make_mesh
 from sharding.odc import Odc
 from sharding.strategy import Params, Tally
 from sharding.walk import Walk
+from sharding.weights import with_shardings
 
 from ..algorithms import importance
 from ..base.types import TrainBatch
@@ -215,8 +216,7 @@ class Gradients:
 
 def on_every_device(tree: PyTree, mesh: Mesh) -> PyTree:
     """Shapes of arrays of which every device of the mesh holds all."""
-    whole = NamedSharding(mesh, P())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+    return with_shardings(tree, jax.tree.map(lambda _: NamedSharding(mesh, P()), tree))
 
 
 def _owned(microbatches: Sequence[Microbatch]) -> tuple[list[int], list[TrainBatch], list[int]]:

@@ -7,6 +7,7 @@ updates and reports. Nothing is fetched until the end of the step, and then one 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,18 +21,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from models.config import TextConfig
-from models.decoder import Decoder
+from models.decoder import Decoder, is_abstract, shapes_only
 from models.inputs import PackedTokens
 from sharding.links import Links
 from sharding.mesh import make_mesh
 from sharding.strategy import Params, Tally
+from sharding.weights import with_shardings
 
 from ..algorithms import importance
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
-from ..config import Config, OptimConfig, Strategy
+from ..config import Config, OptimConfig, Schedule, Strategy
 from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
-from .optim import learning_rate, optimizer
 
 
 class Learner:
@@ -59,17 +60,18 @@ class Learner:
     ) -> None:
         """`links` are those to the other processes, where there are others and `sharding.strategy` is `odc`.
 
-        `model` keeps its own weights: the learner starts from a copy, spread over `mesh` (default: as
-        `config.sharding.devices` says). `never_sampled` are token ids that the engine is told never to generate: the
-        policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are not so many devices, and
-        ConfigError for hosts (`sharding.hybrid`) that these can't be cut into."""
+        `model`'s weights are spread over `mesh` (default: as `config.sharding.devices` says), without a copy where they
+        lie so already; the learner does not hold on to the model. `never_sampled` are token ids that the engine is told
+        never to generate: the policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are not
+        so many devices, and ConfigError for hosts (`sharding.hybrid`) that these can't be cut into."""
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
-        self._model = model
+        self._model = shapes_only(model)
         self._links = links
         self._built_for: Any = None
         self.reset(token_loss, never_sampled=never_sampled)
-        self.params = self.gradients.strategy.shard(nnx.to_pure_dict(nnx.state(model, nnx.Param)), may_alias=False)
+        self._abstract = is_abstract(model)
+        self.params = self._born(model)
         self.opt_state = self._fresh_opt_state()
         if config.sharding.strategy is Strategy.ODC:
             _ = self.gradients.odc  # hosts that can't be end here
@@ -108,14 +110,13 @@ class Learner:
         if hasattr(self, "params"):
             self.opt_state = self._fresh_opt_state()
 
+    def _born(self, model: Decoder) -> Params:
+        params, strategy = nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.gradients.strategy
+        return with_shardings(params, strategy.shardings) if self._abstract else strategy.shard(params)
+
     def _fresh_opt_state(self) -> Any:
-        if isinstance(jax.tree.leaves(self.params)[0], jax.ShapeDtypeStruct):
-            fresh = jax.eval_shape(self._optimizer.init, self.params)
-            return jax.tree.map(
-                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                fresh,
-                self._opt_shardings,
-            )
+        if self._abstract:
+            return with_shardings(jax.eval_shape(self._optimizer.init, self.params), self._opt_shardings)
         return self._init(self.params)
 
     def lowered(self, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
@@ -217,3 +218,32 @@ def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
     if generated:
         metrics |= importance.metrics(weights, generated)
     return metrics
+
+
+def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
+    """Optimizer step (from 0) -> learning rate: linear warm-up that starts above zero, then the schedule down to
+    zero at `steps`."""
+    decay_steps = max(steps - optim.warmup_steps, 1)
+    if optim.schedule is Schedule.LINEAR:
+        decay = optax.linear_schedule(optim.lr, 0.0, decay_steps)
+    elif optim.schedule is Schedule.COSINE:
+        decay = optax.cosine_decay_schedule(optim.lr, decay_steps)
+    else:
+        decay = optax.constant_schedule(optim.lr)
+    if optim.warmup_steps == 0:
+        return decay
+    first = optim.lr / optim.warmup_steps
+    warmup = optax.linear_schedule(first, optim.lr, max(optim.warmup_steps - 1, 1))
+    return optax.join_schedules([warmup, decay], [optim.warmup_steps])
+
+
+def optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW (decoupled weight decay on every weight) after clipping by the global norm; 0 clips nothing.
+
+    The last part of its state counts the steps."""
+    return optax.chain(
+        optax.clip_by_global_norm(optim.max_grad_norm or math.inf),
+        optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps),
+        optax.add_decayed_weights(optim.weight_decay),
+        optax.scale_by_learning_rate(schedule),
+    )

@@ -1,26 +1,33 @@
-"""Training as the runtime calls it: one optimizer step over scored groups, or gradients of some of them."""
+"""Training as the runtime calls it: one optimizer step over scored groups, or gradients of some of them.
+
+A step's gradients may be computed in portions, at different times and on different devices, and are in the end as if
+computed at once. The loss weights of a portion are normalised over the portion, so its gradient is that of a mean over
+it. In the step's mean a portion counts as much as its share of the step's normaliser: tokens, or responses (Flexes,
+section 4.4, "Preserving On-Policy Semantics"). Nothing is updated in between: all portions are of the same weights.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from sharding.planner.plan import ShardPlan
-from sharding.spread.buffers import SizedLayout
-from sharding.strategy import Params
+from sharding.strategy import Params, Tally
 
 from ..algorithms import ALGORITHMS, AlgorithmModule
 from ..algorithms.grpo import zero_variance_groups
+from ..algorithms.loss import normaliser
 from ..base.types import Group, PreparedPrompt, TrainedStep
-from ..batch.composer import Composer, Composition, with_importance, with_reference
+from ..batch.composer import Composer
+from ..batch.composition import Composition, plan_metrics, with_importance, with_reference
 from ..config import Config
-from .gradients import Gradients
+from .gradients import Gradients, Outcome
 from .learner import Learner
-from .portions import Portion, has_gradient, joined, portion
 
 
 @runtime_checkable
@@ -46,6 +53,18 @@ class _Place:
     def logprobs(self, composition: Composition, params: Params) -> list[jax.Array]:
         """`[B, T]` of each microbatch, under these parameters."""
         return [logprobs for logprobs, _ in self.gradients.scores(params, composition.microbatches)]
+
+
+@dataclasses.dataclass
+class Portion:
+    """Some groups of a step with their advantages, and their gradients where they have been computed."""
+
+    groups: Sequence[Group]
+    prepared: Mapping[int, PreparedPrompt]
+    size: int  # of the step's normaliser
+    gradients: Gradients | None = None  # whose mesh the outcome is on
+    composition: Composition | None = None  # the last one that was computed
+    outcome: Outcome | None = None
 
 
 class PolicyTrainer:
@@ -163,65 +182,42 @@ class PolicyTrainer:
         return place
 
 
-def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
-    """What the strategy's plans say of a step; nothing where sequences are packed without one."""
-    if any(microbatch.layout is None for microbatch in composition.microbatches):
-        return {}
-    own_pace = composition.microbatches[0].work is not None
-    return decoupled_metrics(composition, num_devices) if own_pace else spread_metrics(composition)
+def portion(groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], config: Config) -> Portion:
+    """A portion without gradients yet."""
+    lengths = np.array([len(sample.response.token_ids) for group in groups for sample in group.samples], np.int64)
+    size = normaliser(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
+    return Portion(groups, prepared, size)
 
 
-def decoupled_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
-    """How evenly a step's work is dealt to devices that keep their own pace.
-
-    The share of all devices' time in which they are predicted to wait: at its end, and in collective microbatches for
-    the busiest device; the most and fewest microbatches of a device, those included that it computes with all others;
-    how many these are; the share of tokens in sequences on more than one device; padding of the rows.
-    """
-    layouts, loads, counts = _layouts(composition), np.zeros(num_devices), np.zeros(num_devices, int)
-    busy = together = 0.0  # of collective microbatches, over all devices and of the busiest one
-    for microbatch, layout in zip(composition.microbatches, layouts, strict=True):
-        work = microbatch.work or 0.0
-        if microbatch.owner is None:
-            together += work
-            busy += work * num_devices / layout.plan.balance
-        else:
-            loads[microbatch.owner] += work
-            counts[microbatch.owner] += 1
-    collective = len(layouts) - counts.sum()
-    counts += collective
-    return {
-        "sharding/bubble": float(1 - (loads.sum() + busy) / (num_devices * (together + loads.max()))),
-        "sharding/microbatches_max": float(counts.max()),
-        "sharding/microbatches_min": float(counts.min()),
-        "sharding/collective": float(collective),
-        "sharding/sharded_tokens": _sharded([layout.plan for layout in layouts]),
-        "sharding/mlp_padding": float(np.mean([layout.padding()["mlp"] for layout in layouts])),
-    }
+def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
+    """Whether there is a token to train on; with `skip_idle`, one with an advantage."""
+    samples = (sample for group in groups for sample in group.samples if sample.response.token_ids)
+    return any(not skip_idle or sample.advantage != 0.0 for sample in samples)
 
 
-def spread_metrics(composition: Composition) -> dict[str, float]:
-    """How evenly the plans spread a step's sequences: largest over mean attention work and tokens of a device, the
-    share of tokens in sequences on more than one device, padding of the rows and of what all-to-alls send."""
-    layouts = _layouts(composition)
-    plans, padding = [layout.plan for layout in layouts], [layout.padding() for layout in layouts]
-    return {
-        "sharding/balance": max(plan.balance for plan in plans),
-        "sharding/memory": max(plan.memory_ratio for plan in plans),
-        "sharding/sharded_tokens": _sharded(plans),
-        "sharding/mlp_padding": float(np.mean([share["mlp"] for share in padding])),
-        "sharding/all_to_all_padding": float(np.mean([share["all_to_all"] for share in padding])),
-    }
+def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
+    """One portion of all of their groups. Its outcome, if any of them has one, is on the mesh of `gradients`; theirs
+    are donated. Those without an outcome count for the normaliser only."""
+    size = sum(portion.size for portion in portions)
+    composition: Composition | None = None
+    total: Outcome | None = None
+    for portion in portions:
+        if portion.outcome is not None:
+            share = np.float32(portion.size / size)
+            brought = gradients.bring(portion.outcome if portion.size == size else _scaled(portion.outcome, share))
+            total = brought if total is None else gradients.add(total, brought)
+            composition = portion.composition
+    groups = sorted((group for portion in portions for group in portion.groups), key=lambda group: group.prompt.draw)
+    prepared = {draw: prompt for portion in portions for draw, prompt in portion.prepared.items()}
+    return Portion(groups, prepared, size, gradients, composition, total)
 
 
-def _layouts(composition: Composition) -> list[SizedLayout]:
-    return [microbatch.layout for microbatch in composition.microbatches if microbatch.layout is not None]
-
-
-def _sharded(plans: Sequence[ShardPlan]) -> float:
-    """The share of tokens in sequences on more than one device."""
-    degrees = [(n, degree) for plan in plans for n, degree in zip(plan.lengths, plan.degrees, strict=True)]
-    return sum(n for n, degree in degrees if degree > 1) / sum(n for n, _ in degrees)
+@functools.partial(jax.jit, donate_argnums=0)
+def _scaled(outcome: Outcome, share: jax.Array | np.float32) -> Outcome:
+    """What is weighted by the loss weights; counts and sums over tokens stay."""
+    grads, tally = outcome
+    sums = tally.sums | {"loss": tally.sums["loss"] * share}
+    return jax.tree.map(lambda grad: grad * jnp.asarray(share, grad.dtype), grads), Tally(sums, tally.maxima)
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Mapping
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 import models
 from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
@@ -16,18 +18,21 @@ from models.processing.settings import DecodeLimits, PatchLayout
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.engine import SamplingParams
+from sharding.weights import ShardingRules, shardings
 
 from ..config import Config, ConfigError, ModelConfig
 from ..data.sources import Source, all_texts, common_words
 
 
-def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder, Processor]:
-    """Returns the model, with float32 master weights, and its processor.
+def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None = None) -> tuple[Decoder, Processor]:
+    """Returns the model, with float32 master weights, and its processor. Weights are read or drawn one by one and go
+    straight to where training on `mesh` wants them (None: to one device).
 
     The tokenizer of a tiny model is built from the prompts and answers of the training `sources`. Raises `ConfigError`
     if `model.path` is not a checkpoint folder that can be read.
     """
     data = config.data
+    places = None if mesh is None else functools.partial(shardings, mesh=mesh, rules=ShardingRules())
     limits = DecodeLimits(pixels=data.max_decoded_pixels, frames=data.max_decoded_frames)
     if config.model.path:
         path = pathlib.Path(config.model.path)
@@ -42,7 +47,7 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
                 num_frames=data.video_frames,
                 limits=limits,
             )
-            model = models.load(path, dtype=jnp.float32)
+            model = models.load(path, dtype=jnp.float32, shardings=places)
         except (ValueError, OSError) as error:
             raise ConfigError(f"model.path: {error}") from error
         if not processor.eos_ids:
@@ -56,7 +61,7 @@ def build_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decoder,
         num_frames=data.video_frames or 4,
         **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
     ).configured(limits=limits)
-    return models.create(tiny_model(config.model, processor, vision), config.seed), processor
+    return models.create(tiny_model(config.model, processor, vision), config.seed, places), processor
 
 
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:

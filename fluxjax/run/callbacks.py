@@ -24,7 +24,6 @@ class Run(Protocol):
 
     config: Config
     run_dir: pathlib.Path
-    model: Decoder
     processor: Processor
     learner: Learner
     engine: JaxEngine
@@ -32,6 +31,8 @@ class Run(Protocol):
     timeline: Timeline
     summary: Summary
 
+    @property
+    def model(self) -> Decoder: ...
     def stop(self) -> None: ...
     def evaluate(self, limit: int | None = None, *, blind: bool = False) -> dict[str, float]: ...
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import models
 from models.config import Qwen25VLConfig
-from models.decoder import parameter_count
+from models.decoder import Decoder, parameter_count, shapes_only
 from rollout.engine import EngineError
 from sharding.mesh import MeshError, make_mesh
 from sharding.odc import OdcError
@@ -98,26 +98,26 @@ class FluxTrainer:
             self.eval_sources = open_held_out(config.data)
 
         with self.summary.stage("build"):
-            # --- model --------------------------------------------------------------------------
-            self.model, self.processor = build_model(config, self.sources)
-            self.vision = self.model.config.vision if isinstance(self.model.config, Qwen25VLConfig) else None
-
-            # --- mesh and learner ---------------------------------------------------------------
-            self.algorithm = algorithm or ALGORITHMS[config.algorithm.name]
+            # --- mesh, model and learner --------------------------------------------------------
             try:
                 mesh = make_mesh(config.sharding.devices)
             except MeshError as error:
                 raise ConfigError(f"sharding.devices: {error}") from error
+            model, self.processor = build_model(config, self.sources, mesh)
+            self._model = shapes_only(model)
+            self.vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
+            self.algorithm = algorithm or ALGORITHMS[config.algorithm.name]
             self.learner = Learner(
-                config, self.model, self.algorithm.token_loss, mesh=mesh, never_sampled=self.processor.media_token_ids
+                config, model, self.algorithm.token_loss, mesh=mesh, never_sampled=self.processor.media_token_ids
             )
+            del model  # its weights are the learner's now, and go with the first step
             self.composer = Composer(config, mesh.size, self.vision, self.learner.text)
             self.composer.check()
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
             self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
 
             # --- fleet --------------------------------------------------------------------------
-            self.pool = EnginePool(config, self.model)
+            self.pool = EnginePool(config, self._model)
             self.engines = self.pool.engines  # one list that changes with their degree
             self.engine = self.engines[0]  # the one that evaluates
             self.sampling = sampling_params(config, self.processor)
@@ -130,10 +130,15 @@ class FluxTrainer:
             self._started = False  # whether the warm start is behind
             self._source: Preparer | None = None
             self._held_out: HeldOut | None = None
-        self.summary.parameters = parameter_count(self.model)
+        self.summary.parameters = parameter_count(self._model)
         self.summary.devices = self.learner.mesh.size
 
     # --- the public face ------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Decoder:
+        """The model with the weights that the learner has now."""
+        return models.merge(models.split(self._model)[0], self.learner.params)
 
     def fit(
         self,
@@ -349,7 +354,7 @@ class FluxTrainer:
 
     def _write_report(self) -> None:
         folder = self.run_dir / "model"
-        models.save(models.merge(models.split(self.model)[0], self.learner.params), folder)
+        models.save(self.model, folder)
         self.processor.save(folder)
         controls = {"blind": self.summary.blind, "chance": self.summary.chance}
         pictures.learning_curve(read(self.metrics.file), controls, self.run_dir / "learning.png")

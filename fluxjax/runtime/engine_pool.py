@@ -25,7 +25,7 @@ class EnginePool:
 
     Engines of one device take turns on the devices that there are; engines of several need so many of their own. Raises
     `ConfigError` where there are too few, where half of the engines are lent to training and their devices could not
-    hold what is trained on, and for a profile of another model.
+    hold what is trained on, and for a profile of another model. `model` may be abstract, as of `JaxEngine`.
     """
 
     def __init__(self, config: Config, model: Decoder) -> None:
@@ -49,26 +49,26 @@ class EnginePool:
             _check_profile(parallelism.profile, model)
         if config.stream_trainer.enabled:
             self._check_lent(model)
-        self.engines = [self._make(model, dealt) for dealt in self._deal(parallelism.degree)]
+        self._model = model
+        self.engines = [self._make(dealt) for dealt in self._deal(parallelism.degree)]
 
     def _deal(self, degree: int) -> list[tuple[Any, ...]]:
         whole = range(0, len(self.devices) - degree + 1, degree)
         return [self.devices[start : start + degree] for start in whole]
 
-    def _make(self, model: Decoder, devices: Sequence[Any], version: int = 0) -> JaxEngine:
+    def _make(self, devices: Sequence[Any]) -> JaxEngine:
         rollout = self._config.rollout
         return JaxEngine(
-            model,
+            self._model,
             slots=rollout.slots,
             max_sequence_tokens=rollout.max_sequence_tokens,
             compute_dtype=self._config.model.compute_dtype.value,
             devices=devices,
-            version=version,
         )
 
     async def set_parallelism(self, degree: int) -> Sequence[JaxEngine]:
         """Makes engines on `degree` devices each, awake, which serve what the first engine does. Engines that are too
-        many are closed first, so that no device ever holds the weights more than three times."""
+        many are closed first, so that no device holds the weights of two engines that it did not have before."""
         dealt = self._deal(degree)
         if not dealt:
             raise ValueError(f"{len(self.devices)} devices make no engine of {degree}")
@@ -78,10 +78,10 @@ class EnginePool:
         for engine, devices in zip(self.engines, dealt, strict=False):
             await engine.set_parallelism(devices)
             await engine.wake()
-        if rest := dealt[len(self.engines) :]:
-            first = self.engines[0]
-            model = first.copy_model()
-            self.engines += [self._make(model, devices, first.stats().version) for devices in rest]
+        for devices in dealt[len(self.engines) :]:
+            engine = self._make(devices)
+            await engine.copy_weights(self.engines[0])
+            self.engines.append(engine)
         return self.engines
 
     def _check_lent(self, model: Decoder) -> None:

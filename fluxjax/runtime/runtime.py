@@ -12,7 +12,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
@@ -20,57 +20,43 @@ from ..base.task_group import first_of, not_silently_cancelled, on_all
 from ..base.timeline import Timeline
 from ..base.types import Group, PreparedPrompt, Response
 from ..coordinator import Coordinator, CoordinatorError, messages
-from ..coordinator.dispatch import Handlers
+from ..coordinator.messages import Handlers
 from .ports import Checkpointer, Engines, Evaluator, Observer, PromptSource, RewardScorer, StepReport, Trainer
 
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(eq=False)
 class Runtime:
     """Carries out one run: `await Runtime(...).run()`. The caller closes engines, files and threads of its own."""
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        *,
-        engines: Sequence[Engine],
-        source: PromptSource,
-        scorer: RewardScorer,
-        trainer: Trainer,
-        evaluator: Evaluator,
-        checkpointer: Checkpointer,
-        sampling: SamplingParams,
-        seed: int = 0,
-        observers: Sequence[Observer] = (),
-        timeline: Timeline | None = None,
-        prepared: Mapping[int, PreparedPrompt] | None = None,
-        tick: float = 0.0,
-        pool: Engines | None = None,
-    ) -> None:
-        """`seed` and the draw of a prompt decide its random numbers, never the time or the engine. `prepared` are the
-        prompts, by draw, that a resumed coordinator has in its books. The coordinator hears what time it is with every
-        event, and every `tick` seconds; 0: never. `pool` has the `engines` where the coordinator may ask for others."""
-        self.coordinator = coordinator
-        self.timeline = timeline or Timeline()
-        self._engines, self._pool = tuple(engines), pool
+    coordinator: Coordinator
+    _: dataclasses.KW_ONLY
+    engines: Sequence[Engine]
+    source: PromptSource
+    scorer: RewardScorer
+    trainer: Trainer
+    evaluator: Evaluator
+    checkpointer: Checkpointer
+    sampling: SamplingParams
+    seed: int = 0  # this and the draw of a prompt decide its random numbers, never the time or the engine
+    observers: Sequence[Observer] = ()
+    timeline: Timeline = dataclasses.field(default_factory=Timeline)
+    prepared: dataclasses.InitVar[Mapping[int, PreparedPrompt] | None] = None
+    tick: float = 0.0  # the coordinator hears the time with every event, and every so many seconds; 0: never
+    pool: Engines | None = None  # has the `engines` where the coordinator may ask for others
+
+    def __post_init__(self, prepared: Mapping[int, PreparedPrompt] | None) -> None:
+        """`prepared` are the prompts, by draw, that a resumed coordinator has in its books."""
+        self.engines = tuple(self.engines)
         self._preempted = 0  # on all engines, at the end of the last step
-        self._source = source
-        self._scorer = scorer
-        self._trainer = trainer
-        self._evaluator = evaluator
-        self._checkpointer = checkpointer
-        self._sampling = sampling
-        self._seed = seed
-        self._tick = tick
-        self._observers = tuple(observers)
-        self._prepared: dict[int, PreparedPrompt] = dict(prepared or {})  # by draw, while the prompt is in flight
+        self._prepared = dict(prepared or {})  # by draw, while the prompt is in flight
         self._events: asyncio.Queue[messages.Event] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._submitting = asyncio.Lock()
-        self._routes: dict[str, Engine] = {}  # by request id, while its stream is open
-        self._streams: dict[int, set[asyncio.Task[None]]] = {}  # of each engine
+        self._streams: dict[str, tuple[Engine, asyncio.Task[None]]] = {}  # by request id, while they are open
         self._asleep: set[int] = set()  # engines that are lent
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
@@ -80,10 +66,10 @@ class Runtime:
     async def run(self) -> messages.Finish:
         """Runs until the coordinator is finished; once. Raises what a collaborator raised, or `CoordinatorError`."""
         self._loop = asyncio.get_running_loop()
-        self._post(messages.Started(self._engines[0].stats().version))
+        self._post(messages.Started(self.engines[0].stats().version))
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                if self._tick:
+                if self.tick:
                     self._spawn(self._tell_time)
                 await self._serve()
         except BaseExceptionGroup as failures:
@@ -111,7 +97,7 @@ class Runtime:
         spoke."""
         while self.coordinator.finished is None:
             event = await self._events.get()
-            for heard in [self._time(), event] if self._tick else [event]:
+            for heard in [self._time(), event] if self.tick else [event]:
                 try:
                     instructions = self.coordinator.handle(heard)
                 except CoordinatorError as error:
@@ -123,7 +109,7 @@ class Runtime:
 
     async def _tell_time(self) -> None:
         while True:
-            await asyncio.sleep(self._tick)
+            await asyncio.sleep(self.tick)
             self._post(self._time())
 
     @staticmethod
@@ -134,7 +120,7 @@ class Runtime:
         self._events.put_nowait(event)
 
     def _tell(self, what: Callable[[Observer], None]) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             what(observer)
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> asyncio.Task[None]:
@@ -146,7 +132,7 @@ class Runtime:
 
     # --- instructions ---------------------------------------------------------------------------
 
-    _carry_out: Final = Handlers(messages.Instruction)
+    _carry_out: ClassVar = Handlers(messages.Instruction)
 
     @property
     def _step(self) -> int:
@@ -156,7 +142,7 @@ class Runtime:
     @_carry_out.of(messages.DrawPrompts)
     async def _draw(self, order: messages.DrawPrompts) -> None:
         with self.timeline.span("data", "data", self._step):
-            prepared, skipped = await self._source.draw(order.count)
+            prepared, skipped = await self.source.draw(order.count)
         self._prepared.update({p.prompt.draw: p for p in prepared})
         for prompt, reason in skipped:
             self._tell(lambda observer, p=prompt, r=reason: observer.on_skip(p, r))
@@ -166,20 +152,17 @@ class Runtime:
     async def _generate(self, order: messages.Generate) -> None:
         """Engines stand still until every request is queued, so that nothing but this order decides what they do."""
         prepared, step = [self._prepared[request.prompt.draw] for request in order.requests], self._step
-        engines = [self._engines[number] for number in sorted({request.engine for request in order.requests})]
+        engines = [self.engines[number] for number in sorted({request.engine for request in order.requests})]
         async with self._submitting:
             await on_all(engines, lambda engine: engine.pause())
             for prompt, request in zip(prepared, order.requests, strict=True):
-                streams = self._streams.setdefault(request.engine, set())
-                streams.add(task := self._spawn(self._stream, prompt, request, step))
-                task.add_done_callback(streams.discard)
+                engine = self.engines[request.engine]
+                self._streams[request.rid] = engine, self._spawn(self._stream, engine, prompt, request, step)
             await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
             await on_all(engines, lambda engine: engine.resume())
 
-    async def _stream(self, prepared: PreparedPrompt, order: messages.Request, step: int) -> None:
+    async def _stream(self, engine: Engine, prepared: PreparedPrompt, order: messages.Request, step: int) -> None:
         """Generates for one prompt; each response is reported as it ends."""
-        engine = self._engines[order.engine]
-        self._routes[order.rid] = engine
         try:
             with self.timeline.span("rollout", f"engine {order.engine}", step):
                 await self._collect(engine, self._request(prepared, order), order)
@@ -187,10 +170,10 @@ class Runtime:
             self._engine_error = error
             self._post(messages.EngineFailed((order.rid,), str(error)))
         finally:
-            del self._routes[order.rid]
+            del self._streams[order.rid]
 
     def _request(self, prepared: PreparedPrompt, order: messages.Request) -> GenerateRequest:
-        sampling = self._sampling
+        sampling = self.sampling
         if order.temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=order.temperature)
         return GenerateRequest(
@@ -198,7 +181,7 @@ class Runtime:
             prompt=prepared.inputs,
             sampling=sampling,
             n=order.n,
-            seed=(self._seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # all draws of a run differ; fits an int32
+            seed=(self.seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # all draws of a run differ; fits an int32
             prefix_ids=tuple(() if before is None else before.token_ids for before in order.begun),
         )
 
@@ -226,7 +209,7 @@ class Runtime:
     async def _abort(self, order: messages.Abort | messages.Park) -> None:
         rid = order.rid if isinstance(order, messages.Abort) else order.request
         async with self._submitting:  # it may not even be queued yet
-            engine = self._routes.get(rid.partition("/")[0])
+            engine, _ = self._streams.get(rid.partition("/")[0], (None, None))
         if engine is not None:
             with contextlib.suppress(EngineError):  # an engine that is gone has nothing to abort
                 await engine.abort(rid)
@@ -234,7 +217,7 @@ class Runtime:
     @_carry_out.of(messages.Score)
     async def _score(self, order: messages.Score) -> None:
         with self.timeline.span("reward", "reward", self._step):
-            reward = await self._scorer.score(self._prepared[order.response.draw].prompt, order.response)
+            reward = await self.scorer.score(self._prepared[order.response.draw].prompt, order.response)
         self._post(messages.RewardReady(order.response.rid, reward))
 
     @_carry_out.of(messages.Skip)
@@ -244,13 +227,14 @@ class Runtime:
 
     @_carry_out.of(messages.Lend)
     async def _lend(self, order: messages.Lend) -> None:
+        engines = [self.engines[number] for number in order.engines]
         async with self._submitting:  # what was to run there is queued, and parked after that
-            streams = {task for number in order.engines for task in self._streams.get(number, ())}
+            streams = [task for engine, task in self._streams.values() if engine in engines]
         if streams:
             await asyncio.wait(streams)
-        for number in order.engines:
+        for engine in engines:
             with contextlib.suppress(EngineError):  # then its memory stays in use; its devices are idle all the same
-                await self._engines[number].sleep()
+                await engine.sleep()
         self._asleep.update(order.engines)
         self._post(messages.Lent(order.engines))
 
@@ -260,7 +244,7 @@ class Runtime:
         with contextlib.ExitStack() as spans:
             for lane in [f"engine {number}" for number in order.engines] or ["trainer"]:
                 spans.enter_context(self.timeline.span("train", lane, order.step))
-            await self._in_thread(self._trainer.accumulate, order.step, order.groups, prepared, order.engines)
+            await self._in_thread(self.trainer.accumulate, order.step, order.groups, prepared, order.engines)
         self._post(messages.Accumulated(order.step))
 
     @_carry_out.of(messages.Train)
@@ -269,7 +253,7 @@ class Runtime:
         self._forget_before(self.coordinator.version)
         with self.timeline.span("train", "trainer", order.step):
             trained, version, weights = await self._in_thread(
-                lambda: (self._trainer.train(order.step, order.groups, prepared), *self._newest_weights())
+                lambda: (self.trainer.train(order.step, order.groups, prepared), *self._newest_weights())
             )
         before, self._preempted = self._preempted, self._preemptions()
         metrics = {**trained.metrics, "rollout/preemptions": float(self._preempted - before)}
@@ -286,20 +270,20 @@ class Runtime:
         self._weights = {v: weights for v, weights in self._weights.items() if v >= version}
 
     def _newest_weights(self) -> tuple[int, Mapping[str, Any]]:
-        return self._trainer.version, self._trainer.weights()
+        return self.trainer.version, self.trainer.weights()
 
     def _preemptions(self) -> int:
-        return sum(engine.stats().preemptions for engine in self._engines)
+        return sum(engine.stats().preemptions for engine in self.engines)
 
     @_carry_out.of(messages.SetParallelism)
     async def _set_parallelism(self, order: messages.SetParallelism) -> None:
-        if self._pool is None:
+        if self.pool is None:
             raise CoordinatorError(f"{order}, but these engines can't change")
         with self.timeline.span("sync", "engines", self.coordinator.step):
-            self._engines = tuple(await self._pool.set_parallelism(order.degree))
+            self.engines = tuple(await self.pool.set_parallelism(order.degree))
         self._asleep.clear()
         self._preempted = self._preemptions()
-        self._post(messages.ParallelismSet(order.degree, len(self._engines)))
+        self._post(messages.ParallelismSet(order.degree, len(self.engines)))
 
     @_carry_out.of(messages.PublishWeights)
     async def _publish(self, order: messages.PublishWeights) -> None:
@@ -311,13 +295,13 @@ class Runtime:
             raise CoordinatorError(f"the trainer holds version {max(self._weights)}, not {order.version}")
         params = self._weights[order.version]
         self._forget_before(order.version)
-        numbers = set(order.engines or range(len(self._engines)))
+        numbers = set(order.engines or range(len(self.engines)))
         asleep = numbers & self._asleep
         with self.timeline.span("sync", "trainer", step):
             await on_all(
-                [self._engines[n] for n in sorted(numbers)], lambda engine: engine.update_weights(order.version, params)
+                [self.engines[n] for n in sorted(numbers)], lambda engine: engine.update_weights(order.version, params)
             )
-            await on_all([self._engines[n] for n in sorted(asleep)], lambda engine: engine.wake())
+            await on_all([self.engines[n] for n in sorted(asleep)], lambda engine: engine.wake())
         self._asleep -= numbers
         await self._tell_steps()  # before anything of the next boundary happens: it belongs to the step
         self._post(messages.WeightsPublished(order.version))
@@ -334,16 +318,16 @@ class Runtime:
     @_carry_out.of(messages.Evaluate)
     async def _evaluate(self, order: messages.Evaluate) -> None:
         with self.timeline.span("eval", "eval", order.step):
-            result = await self._evaluator.evaluate(order.step, order.full)
+            result = await self.evaluator.evaluate(order.step, order.full)
         self._tell(lambda observer: observer.on_evaluation(order.step, order.full, result))
         await asyncio.sleep(0)  # as after `on_step`
         self._post(messages.Evaluated(order.step))
 
     @_carry_out.of(messages.SaveCheckpoint)
     async def _save(self, order: messages.SaveCheckpoint) -> None:
-        state = {"coordinator": self.coordinator.state_dict(), "source": self._source.state_dict()}
+        state = {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()}
         with self.timeline.span("checkpoint", "trainer", order.step):
-            await self._in_thread(self._checkpointer.save, order.step, state)
+            await self._in_thread(self.checkpointer.save, order.step, state)
         self._tell(lambda observer: observer.on_checkpoint(order.step))
         self._post(messages.CheckpointSaved(order.step))
 

@@ -17,7 +17,7 @@ from typing import Final
 from ..base.timeline import Span, Timeline
 from ..base.types import Group
 from ..coordinator import Coordinator, messages
-from ..coordinator.dispatch import Handlers
+from ..coordinator.messages import Handlers
 from .clock import Clock
 from .faults import FaultPlan
 from .options import SimulateConfig

@@ -45,9 +45,8 @@ class Account:
             "logprobs": during("logprobs", batches=2 * self.batch),
             "prefill": during("prefill"),
             "decode": during("decode"),
-            # An engine serves the old weights until the last new one is there (`rollout.layer_weights.split_layers`).
-            "publish": {kind: size for kind, size in resident.items() if size}
-            | {"new engine weights": self.engine, "temporaries": self.largest_weight},
+            # An engine replaces its weights one by one (`rollout.layer_weights.split_layers`).
+            "publish": {kind: size for kind, size in resident.items() if size} | {"temporaries": self.largest_weight},
         }
 
     def peak(self) -> tuple[str, float]:

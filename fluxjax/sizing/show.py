@@ -18,7 +18,6 @@ _KINDS = {  # in the order of bars and columns
     "gradients": "#08519c",
     "reference weights": "#9ecae1",
     "engine weights": "#2ca02c",
-    "new engine weights": "#98df8a",
     "KV cache": "#ff7f0e",
     "batches": "#9467bd",
     "temporaries": "#d62728",

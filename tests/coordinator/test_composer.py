@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fluxjax.base.types import Group, Media, MediaKind, Prompt, Response, Reward, Sample, has_variance
 from fluxjax.config import ComposerConfig, Order
-from fluxjax.coordinator.selection import compose, difficulty, staleness, total_tokens
+from fluxjax.coordinator.selection import compose, difficulty, total_tokens, versions_behind
 
 VERSION, LIMIT = 10, 4
 FAR = 100  # staleness that nothing comes near
@@ -76,7 +76,7 @@ class TestAlways:
         assert (groups, config) == before
         assert len(chosen) == count and chosen == sorted(set(chosen))
         assert set(chosen) <= {g.prompt.draw for g in groups}
-        urgent = {g.prompt.draw for g in groups if staleness(g, VERSION) >= LIMIT - 1}
+        urgent = {g.prompt.draw for g in groups if versions_behind(g, VERSION) >= LIMIT - 1}
         assert urgent <= set(chosen) or set(chosen) <= urgent
         assert choose(groups[::-1], count, config, progress=progress, seed=seed) == chosen
 
@@ -95,7 +95,7 @@ class TestAlways:
 
         def stratum(g: Group) -> tuple:
             kind = (g.prompt.source, bool(g.prompt.media))
-            return (staleness(g, VERSION) if config.stratify else 0, kind if config.diversity else 0)
+            return (versions_behind(g, VERSION) if config.stratify else 0, kind if config.diversity else 0)
 
         sizes = collections.Counter(map(stratum, groups))
         chosen = set(choose(groups, count, config, limit=FAR, seed=seed))
@@ -163,11 +163,6 @@ class TestSwitches:
         assert mean[0] == pytest.approx(0.5, abs=0.06) and mean[1] < 0.35 and mean[2] == 0
         assert choose(groups, 20, config, progress=0.0, step=1) != choose(groups, 20, config, progress=0.0, step=2)
 
-    def test_difficulties_of_earlier_epochs(self) -> None:
-        groups = [group(draw) for draw in range(4)]
-        config = ComposerConfig(curriculum=True)
-        assert choose(groups, 2, config, progress=1.0, difficulties={0: 1.0, 1: 0.9, 2: 0.1, 3: 0.0}) == [2, 3]
-
     def test_similar_lengths(self) -> None:
         """Lognormal lengths: the largest of a step over its mean, which is what devices wait for, gets smaller."""
         rng = np.random.default_rng(0)
@@ -195,11 +190,11 @@ class TestRefusals:
 
 
 def test_group_measures() -> None:
-    assert staleness(group(0, age=3), VERSION) == 3
+    assert versions_behind(group(0, age=3), VERSION) == 3
     assert total_tokens(group(0, tokens=5)) == 20
     assert [difficulty(group(0, correct=c)) for c in (0, 1, 4)] == [1.0, 0.75, 0.0]
     empty = Group(Prompt("p", "math", "?", "!"), ())
-    assert staleness(empty, VERSION) == total_tokens(empty) == 0
+    assert versions_behind(empty, VERSION) == total_tokens(empty) == 0
 
 
 def test_variance_of_rewards() -> None:

@@ -82,7 +82,7 @@ def test_a_policy_gets_its_helpers(name: Policy) -> None:
     config.policy.name, config.policy.dynamic_sampling = name, True
     config.stream_trainer.enabled = config.speculative_sync.enabled = True
     policy = make_policy(config)
-    assert isinstance(policy, Rounds) and policy._dynamic_sampling
+    assert isinstance(policy, Rounds) and policy.dynamic_sampling
     assert policy.stream is not None and policy.stream.settings is config.stream_trainer
     assert policy.speculative is not None and policy.speculative.settings is config.speculative_sync
     config.stream_trainer.enabled = config.speculative_sync.enabled = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 
@@ -51,7 +52,11 @@ class TestSynthetic:
         held_out = [(p, lengths[:8]) for p, lengths in workload[1000:]]
         rest = [length for _, lengths in held_out for length in lengths[4:]]
         alone = [predictor.predict(p).mean for p, lengths in held_out for _ in lengths[4:]]
-        mates = [predictor.predict(p, lengths[:4]) for p, lengths in held_out for _ in lengths[4:]]
+        told = copy.deepcopy(predictor)
+        for prompt, lengths in held_out:
+            for length in lengths[:4]:
+                told.observe(prompt, length)
+        mates = [told.predict(p) for p, lengths in held_out for _ in lengths[4:]]
         found, without = rank_correlation([m.mean for m in mates], rest), rank_correlation(alone, rest)
         print(f"with four group mates: {found:.3f}, without {without:.3f}")
         assert found > without + 0.1
@@ -131,7 +136,7 @@ class TestSynthetic:
         with pytest.raises(AssertionError, match="solves for weights"):
             taught(workload[:20])
         for prompt, _ in workload:
-            predictor.predict(prompt, (400, 500), 300)
+            predictor.predict(prompt, 300)
         assert predictor.state_dict() == before
 
 
@@ -177,14 +182,15 @@ class TestRules:
         said = LengthPredictor(1000).predict(self.PROMPT)
         assert 0 < said.mean < said.p90 <= 1000 and said.confidence < 0.5
 
-    def test_done_replaces_what_was_observed_of_the_draw(self) -> None:
-        seen, told = LengthPredictor(), LengthPredictor()
+    def test_responses_of_a_draw_make_its_next_one_more_certain(self) -> None:
+        told = LengthPredictor()
         for length in (100, 150, 125):
-            seen.observe(self.PROMPT, length)
             told.observe(dataclasses.replace(self.PROMPT, id="b"), length)
-        assert seen.predict(self.PROMPT, (100, 150, 125)) == seen.predict(self.PROMPT)
         other = dataclasses.replace(self.PROMPT, draw=1)
-        assert told.predict(other, (100, 150, 125)).confidence > told.predict(other).confidence
+        before = told.predict(other).confidence
+        for length in (100, 150, 125):
+            told.observe(other, length)
+        assert told.predict(other).confidence > before
 
     def test_full_responses_count_as_unfinished(self) -> None:
         full, cut = LengthPredictor(512), LengthPredictor(512)
@@ -220,8 +226,12 @@ class TestRules:
 
     def test_a_group_mate_that_fills_the_limit_would_have_been_longer(self) -> None:
         """It tells at least as much of a long answer as one that ended just before the limit."""
-        predictor = LengthPredictor(limit=1000)
-        cut, ended, short = (predictor.predict(self.PROMPT, done=[tokens]).mean for tokens in (1000, 999, 10))
+        means = []
+        for tokens in (1000, 999, 10):
+            predictor = LengthPredictor(limit=1000)
+            predictor.observe(self.PROMPT, tokens)
+            means.append(predictor.predict(self.PROMPT).mean)
+        cut, ended, short = means
         assert short < ended < cut <= 1000
 
     def test_a_limit_of_one_token_is_certain(self) -> None:

@@ -9,12 +9,12 @@ from coordinator_cases import World, response
 
 from fluxjax.base.types import Group
 from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, Settings, Synchronous, message_log
-from fluxjax.coordinator.dispatch import Handlers
 from fluxjax.coordinator.messages import (
     ANSWERS,
     Accumulate,
     Event,
     Generate,
+    Handlers,
     Instruction,
     Message,
     PromptsDrawn,

@@ -27,8 +27,8 @@ from fluxjax.coordinator.messages import (
     Train,
     WeightsPublished,
 )
+from fluxjax.coordinator.policies.adaptive_async import staleness
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
-from fluxjax.coordinator.policies.staleness import staleness
 from fluxjax.simulation.promises.adaptive_async_promises import AdaptiveAsyncPromises
 from fluxjax.simulation.promises.rounds_promises import TailBatchingPromises
 

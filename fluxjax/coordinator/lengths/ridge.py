@@ -16,6 +16,11 @@ _WORD = re.compile(r"[^\W\d_]+")
 _DIGIT = re.compile(r"\d")
 _MARK = re.compile(r"[\\^_={}()\[\]+*/<>$|-]")
 _SOLVE_EVERY = 32  # responses between two solutions, more of them when thousands are known
+_MEMORY = 16_384  # responses after which older ones have lost most of their weight: the model follows the policy
+_TYPICAL = math.log(256)  # tokens, before anything was seen
+_VARIANCE = 0.6  # of ln(length), between prompts and again within one, before anything was seen
+_STRENGTH = 16  # observations that this counts like
+_SMALLEST = 1e-4  # variance of ln(length): lengths that follow from the prompt still differ by rounding
 
 
 def features(prompt: Prompt) -> np.ndarray:
@@ -47,80 +52,103 @@ _DENSE = 8
 FEATURES = _DENSE + WORDS
 
 
-def prior_variances(intercept: float, dense: float, words: float) -> np.ndarray:
+def _prior_variances(intercept: float, dense: float, words: float) -> np.ndarray:
     """Returns f64[FEATURES], from standard deviations of the weights in ln(tokens) a unit of the feature."""
     return np.array([intercept] + [dense] * (_DENSE - 1) + [words] * WORDS) ** 2
 
 
-class LengthFit:
-    """Recursive ridge regression of ln(length) on `features`, shrunk towards given weights.
+class Level:
+    """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` prompts and
+    `between` them: for all sources together, or for one, shrunk towards its `parent`, that of all.
 
     Sufficient statistics are exact; weights are solved for again after every few responses. Older responses count
-    less: `memory` is how many responses the fit looks back.
+    less: `_MEMORY` is how many responses the regression looks back.
     """
 
-    def __init__(self, prior: np.ndarray, memory: int) -> None:
+    def __init__(self, parent: Level | None = None) -> None:
+        self._parent = parent
+        prior = _prior_variances(2.0, 0.5, 0.05) if parent is None else _prior_variances(1.5, 0.3, 0.05)
         self._precision = np.diag(1 / prior)  # of the weights before any response
-        self._keep = 1 - 1 / memory
-        self._gram = np.zeros((FEATURES, FEATURES))
-        self._moment = np.zeros(FEATURES)
+        self.gram = np.zeros((FEATURES, FEATURES))
+        self.moment = np.zeros(FEATURES)
         self._pending: list[tuple[np.ndarray, float, float]] = []  # (x, y, weight), not yet in the two above
-        self._fresh = 0  # responses since the last solution
+        self.fresh = 0  # responses since the last solution
         self.responses = 0.0  # with older ones discounted
         self.weights = np.zeros(FEATURES)
+        self.weights[0] = _TYPICAL
+        self._start = self.weights.copy()
         self.covariance = np.diag(prior)
         self.version = 0  # grows with every solution
+        self.within = self.between = _VARIANCE
+        self.shift = 0.0  # of ln(length) lately, beside the regression
+        self.sums = [0.0] * 4  # squares within groups and how many, squares of residuals and how many (groups)
+        if parent is not None:
+            self._settle()
 
-    def add(self, x: np.ndarray, y: float, weight: float) -> bool:
-        """Enters a response. Returns whether weights should be solved for now."""
+    def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> None:
+        """Enters a response with its squared deviation from its group (None: it is the group's first) and from the
+        regression."""
+        if within is None:  # the regression knows the group of the others, so that their residuals are too small
+            self.sums[2] += residual
+            self.sums[3] += 1
+        else:
+            self.sums[0] += within
+            self.sums[1] += 1
         self._pending.append((x, y, weight))
-        self._fresh += 1
+        self.fresh += 1
         self.responses += 1
-        return self._fresh >= max(min(_SOLVE_EVERY, 1 + self.responses // 8), self.responses // 64)
+        if self.fresh >= max(min(_SOLVE_EVERY, 1 + self.responses // 8), self.responses // 64):
+            self._settle()
 
-    def solve(self, towards: np.ndarray, noise: float) -> float:
-        """Solves for the weights, shrunk towards `towards`; `noise` is the variance of ln(length) of a response.
-        Returns the weight that everything entered before has from now on."""
-        self._enter()
-        self.covariance = np.linalg.inv(self._precision + self._gram / noise)
-        self.weights = towards + self.covariance @ ((self._moment - self._gram @ towards) / noise)
-        keep = self._keep**self._fresh
-        self._gram *= keep
-        self._moment *= keep
-        self.responses *= keep
-        self._fresh = 0
+    def _settle(self) -> None:
+        """Estimates everything anew, shrunk towards the parent's variances and weights."""
+        parent, (squares, pairs, residuals, groups) = self._parent, self.sums
+        within, between = (parent.within, parent.between) if parent else (_VARIANCE, _VARIANCE)
+        total = (_STRENGTH * (within + between) + residuals) / (_STRENGTH + groups)
+        within *= total / (within + between)
+        self.within = max((_STRENGTH * within + squares) / (_STRENGTH + pairs), _SMALLEST)
+        self.between = max(total - self.within, 0.02 * total, _SMALLEST)
+        # Responses of one prompt share its effect: together they count like fewer independent ones.
+        size = (pairs + groups) / max(groups, 1.0)
+        self._solve(parent.weights if parent else self._start, self.within + size * self.between)
+        kept = (1 - 1 / _MEMORY) ** self.fresh  # the weight that everything entered so far has from now on
+        self.gram *= kept
+        self.moment *= kept
+        self.responses *= kept
+        self.sums = [kept * value for value in self.sums]
+        self.fresh = 0
         self.version += 1
-        return keep
 
-    def _enter(self) -> None:
-        """Enters all pending responses together: one product of matrices is much cheaper than many small ones."""
-        if self._pending:
+    def _solve(self, towards: np.ndarray, noise: float) -> None:
+        """Solves for the weights, shrunk towards `towards`; `noise` is the variance of ln(length) of a response."""
+        if self._pending:  # all together: one product of matrices is much cheaper than many small ones
             rows, targets, weights = zip(*self._pending, strict=True)
             x, scale = np.array(rows), np.array(weights)
             scaled = scale[:, None] * x
-            self._gram += scaled.T @ x
-            self._moment += scaled.T @ np.array(targets)
+            self.gram += scaled.T @ x
+            self.moment += scaled.T @ np.array(targets)
             self._pending.clear()
+        self.covariance = np.linalg.inv(self._precision + self.gram / noise)
+        self.weights = towards + self.covariance @ ((self.moment - self.gram @ towards) / noise)
 
     def state_dict(self) -> State:
-        return {
-            "gram": self._gram.tolist(),
-            "moment": self._moment.tolist(),
-            "pending": [[x.tolist(), y, weight] for x, y, weight in self._pending],
-            "fresh": self._fresh,
-            "responses": self.responses,
-            "weights": self.weights.tolist(),
-            "covariance": self.covariance.tolist(),
-            "version": self.version,
-        }
+        regression: State = {name: getattr(self, name).tolist() for name in _ARRAYS}
+        regression |= {name: getattr(self, name) for name in _COUNTS}
+        regression["pending"] = [[x.tolist(), y, weight] for x, y, weight in self._pending]
+        return {"fit": regression} | {name: getattr(self, name) for name in _VARIANCES}
 
     def load_state_dict(self, state: SavedState) -> None:
-        self._gram = np.array(state["gram"], np.float64)
-        self._moment = np.array(state["moment"], np.float64)
-        pending = state.get("pending", [])  # not in checkpoints of earlier releases
+        regression = state["fit"]
+        for name in _ARRAYS:
+            setattr(self, name, np.array(regression[name], np.float64))
+        for name in _COUNTS:
+            setattr(self, name, regression[name])
+        for name in _VARIANCES:
+            setattr(self, name, state[name])
+        pending = regression.get("pending", [])  # not in checkpoints of earlier releases
         self._pending = [(np.array(x, np.float64), y, weight) for x, y, weight in pending]
-        self._fresh = state["fresh"]
-        self.responses = state["responses"]
-        self.weights = np.array(state["weights"], np.float64)
-        self.covariance = np.array(state["covariance"], np.float64)
-        self.version = state["version"]
+
+
+_ARRAYS = ("gram", "moment", "weights", "covariance")
+_COUNTS = ("fresh", "responses", "version")
+_VARIANCES = ("within", "between", "shift", "sums")

@@ -11,9 +11,6 @@ import math
 
 from scipy.special import erfcx, log_ndtr, ndtri_exp
 
-_ROOT2 = math.sqrt(2)
-_HAZARD = math.sqrt(2 / math.pi)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
@@ -30,11 +27,6 @@ class Prediction:
 def log_tail(z: float) -> float:
     """Returns ln P(Z > z) for a standard normal Z."""
     return float(log_ndtr(-z))
-
-
-def hazard(z: float) -> float:
-    """Returns density(z) / P(Z > z), which is also E[Z | Z > z] (inverse Mills ratio)."""
-    return _HAZARD / float(erfcx(z / _ROOT2))
 
 
 def given_survival(mu: float, sigma: float, running: int = 0, limit: int = 0) -> Prediction:
@@ -85,7 +77,8 @@ class Censored:
 def censored(mu: float, sigma: float, tokens: int) -> Censored:
     """Returns what `tokens` of an unfinished response tell. Few tokens tell nothing: `information` is then nearly 0."""
     z = (math.log(max(tokens, 1)) - mu) / sigma
-    ratio = hazard(z)
+    # Density(z) / P(Z > z), which is also E[Z | Z > z] (inverse Mills ratio).
+    ratio = math.sqrt(2 / math.pi) / float(erfcx(z / math.sqrt(2)))
     ahead = ratio - z
     return Censored(
         working=mu + sigma / ahead,

@@ -15,42 +15,38 @@ older by missing the step, and a prompt that became older all the same is genera
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ...base.types import Group
 from ...config import AdaptiveAsyncConfig, ComposerConfig
 from ...config.pid import Pid
-from .. import selection as composer
 from ..ledger import PromptStage
 from ..machine import Coordinator
-from ..messages import DrawPrompts, Evaluate, Generate, Instruction, PublishWeights, SaveCheckpoint, Train
+from ..messages import DrawPrompts, Evaluate, Instruction, PublishWeights, SaveCheckpoint, Train
 from ..saved import SavedState, State
-from .rounds import Base, requests
-from .staleness import staleness
+from ..selection import compose, versions_behind
+from .rounds import Base, generate
 
 
+@dataclasses.dataclass(eq=False)
 class AdaptiveAsync(Base):
-    """The policy of the module's docstring. `ratio`, `staleness` and `barriers` are for displays."""
+    """The policy of the module's docstring. `ratio`, `staleness` and `barriers` are for displays; `seed` is that of
+    `selection.compose`."""
 
-    def __init__(
-        self,
-        settings: AdaptiveAsyncConfig | None = None,
-        *,
-        composition: ComposerConfig | None = None,
-        seed: int = 0,
-        dynamic_sampling: bool = False,
-    ) -> None:
-        super().__init__(dynamic_sampling=dynamic_sampling)
-        self._composer, self._seed = composition or ComposerConfig(), seed
-        self.settings = settings = settings or AdaptiveAsyncConfig()
+    settings: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
+    composition: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        settings = self.settings
         low, high = settings.min_ratio, settings.max_ratio
         self._pid = Pid(settings.ratio, low, high, kp=settings.kp, ki=settings.ki, kd=settings.kd)
         self.staleness = 0.0  # moving average
         self.barriers = 0  # forced so far
-        self._barrier = False  # nothing new begins until everything that runs is trained on
-        self._since_sync = 0  # steps
-        self._seen = -1  # step of which the metrics were taken in
+        self.barrier = False  # nothing new begins until everything that runs is trained on
+        self.since_sync = 0  # steps
+        self.seen = -1  # step of which the metrics were taken in
 
     @property
     def ratio(self) -> float:
@@ -59,7 +55,7 @@ class AdaptiveAsync(Base):
     def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if urgent := self._urgent(coordinator):
             return urgent
-        if coordinator.step != self._seen:
+        if coordinator.step != self.seen:
             self._observe(coordinator)
         if publish := self._publish(coordinator):
             return publish
@@ -74,17 +70,17 @@ class AdaptiveAsync(Base):
     def _observe(self, coordinator: Coordinator) -> None:
         """Updates the ratio as Flux does, once after each step."""
         settings = self.settings
-        first, self._seen = self._seen < 0, coordinator.step
+        first, self.seen = self.seen < 0, coordinator.step
         if first:
             return
         now = staleness(coordinator.metrics, settings)
         self.staleness = settings.ema * self.staleness + (1 - settings.ema) * now
         target = coordinator.scheduled("target_staleness", settings.target_staleness)
         self._pid.update(target - self.staleness)
-        self._since_sync += 1
+        self.since_sync += 1
         too_stale = self.staleness > target + settings.tolerance
-        if not self._barrier and (too_stale or self._since_sync > settings.sync_interval):
-            self._barrier = True
+        if not self.barrier and (too_stale or self.since_sync > settings.sync_interval):
+            self.barrier = True
             self.barriers += 1
 
     def _publish(self, coordinator: Coordinator) -> Sequence[Instruction]:
@@ -121,35 +117,31 @@ class AdaptiveAsync(Base):
         if coordinator.evaluation_due() or coordinator.checkpoint_due():  # once the new weights are out
             return []
         limit, version = self.settings.max_staleness, coordinator.version
-        if any(version - entry.born >= limit for stage in _UNDER_WAY for entry in ledger.at(stage)):
+        if any(version - entry.born >= limit for entry in ledger.at(*_UNDER_WAY)):
             return []
         candidates = [entry.group() for entry in ledger.at(PromptStage.SCORED)]
-        if late := [group for group in candidates if composer.staleness(group, version) > limit]:
+        if late := [group for group in candidates if versions_behind(group, version) > limit]:
             return [ledger.entries[group.prompt.draw].park() for group in late]
-        return self._train(
-            coordinator, [ledger.entries[group.prompt.draw] for group in self._chosen(coordinator, candidates)]
-        )
-
-    def _chosen(self, coordinator: Coordinator, candidates: Sequence[Group]) -> Sequence[Group]:
-        return composer.compose(
+        chosen = compose(
             candidates,
-            min(coordinator.settings.prompts_per_step, len(candidates)),
-            self._composer,
-            version=coordinator.version,
-            max_staleness=self.settings.max_staleness,
+            min(needed, len(candidates)),
+            self.composition,
+            version=version,
+            max_staleness=limit,
             progress=coordinator.step / coordinator.settings.steps,
-            seed=self._seed,
+            seed=self.seed,
             step=coordinator.step,
         )
+        return [Train(coordinator.step + 1, chosen)]
 
     # --- running ahead --------------------------------------------------------------------------
 
     def _ahead(self, coordinator: Coordinator) -> Sequence[Instruction]:
         ledger = coordinator.ledger
-        if self._barrier and not coordinator.awaiting and not ledger.count(*_UNDER_WAY):
-            self._barrier, self._since_sync = False, 0
+        if self.barrier and not coordinator.awaiting and not ledger.count(*_UNDER_WAY):
+            self.barrier, self.since_sync = False, 0
         waiting = ledger.count(PromptStage.DEFERRED, PromptStage.WAITING)
-        room = 0 if self._barrier or coordinator.exhausted else self._room(coordinator)
+        room = 0 if self.barrier or coordinator.exhausted else self._room(coordinator)
         if (room <= 0 and not waiting) or DrawPrompts in coordinator.awaiting:
             return []
         engines = self._usable(coordinator)
@@ -158,9 +150,8 @@ class AdaptiveAsync(Base):
         if room > 0:
             return [DrawPrompts(room)]
         oldest, size = coordinator.version - self.settings.max_staleness, coordinator.settings.group_size
-        entries = [*ledger.at(PromptStage.DEFERRED), *ledger.at(PromptStage.WAITING)]
-        launched = requests(coordinator, entries, size, size, keep=lambda entry: entry.born > oldest, engines=engines)
-        return [Generate(launched)]
+        entries = ledger.at(PromptStage.DEFERRED, PromptStage.WAITING)
+        return generate(coordinator, entries, size, size, keep=lambda entry: entry.born > oldest, engines=engines)
 
     def _usable(self, coordinator: Coordinator) -> list[int]:
         """Returns the engines that get new requests: all, or those that serve the newest weights already."""
@@ -176,22 +167,31 @@ class AdaptiveAsync(Base):
         return math.floor(steps * settings.prompts_per_step) - coordinator.ledger.live
 
     def state_dict(self) -> State:
-        return {
-            "pid": self._pid.state_dict(),
-            "staleness": self.staleness,
-            "barriers": self.barriers,
-            "barrier": self._barrier,
-            "since_sync": self._since_sync,
-            "seen": self._seen,
-        }
+        return {"pid": self._pid.state_dict()} | {name: getattr(self, name) for name in _SAVED}
 
     def load_state_dict(self, state: SavedState) -> None:
         """Restores the ratio and the barriers; after another policy's state, this policy starts afresh."""
         if "pid" not in state:
             return
         self._pid.load_state_dict(state["pid"])
-        self.staleness, self.barriers = state["staleness"], state["barriers"]
-        self._barrier, self._since_sync, self._seen = state["barrier"], state["since_sync"], state["seen"]
+        for name in _SAVED:
+            setattr(self, name, state[name])
 
 
+def staleness(metrics: Mapping[str, float], settings: AdaptiveAsyncConfig) -> float:
+    """Returns how far the policy has moved away from what generated its data, in [0, 1] (Flux, component 1).
+
+    The weighted sum of three metrics of a step, each divided by the value that counts as 1: KL(behaviour || policy) in
+    nats, `staleness/kl`; `log1p` of the variance of importance weights, `staleness/variance`; the mean number of
+    versions between generation and training, `staleness/lag_mean`. A step without them (a batch that no engine
+    generated) has staleness 0.
+    """
+    kl = metrics.get("staleness/kl", 0.0) / settings.kl_normalizer
+    variance = math.log1p(max(metrics.get("staleness/variance", 0.0), 0.0)) / settings.variance_normalizer
+    gap = metrics.get("staleness/lag_mean", 0.0) / max(settings.max_staleness, 1)
+    total = settings.kl_weight * kl + settings.variance_weight * variance + settings.gap_weight * gap
+    return min(max(total, 0.0), 1.0) if math.isfinite(total) else 1.0
+
+
+_SAVED = ("staleness", "barriers", "barrier", "since_sync", "seen")
 _UNDER_WAY = (PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE, PromptStage.LOST)

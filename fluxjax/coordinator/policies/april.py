@@ -8,40 +8,31 @@ first. A round waits for prompts that would become older than `max_staleness` ve
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
-from ..messages import DrawPrompts, Generate, Instruction
-from .rounds import Rounds, check_versions, requests
-from .speculative_sync import SpeculativeSync
-from .stream_trainer import StreamTrainer
+from ..messages import DrawPrompts, Instruction
+from .rounds import Rounds, generate
 
 
+@dataclasses.dataclass(eq=False)
 class April(Rounds):
     """Keeps `oversample` prompts under way for each that a step needs, and trains on nothing that is more than
     `max_staleness` versions old."""
 
-    def __init__(
-        self,
-        oversample: float = 1.5,
-        max_staleness: int = 4,
-        *,
-        stream: StreamTrainer | None = None,
-        speculative: SpeculativeSync | None = None,
-        dynamic_sampling: bool = False,
-    ) -> None:
-        super().__init__(stream=stream, speculative=speculative, dynamic_sampling=dynamic_sampling)
-        self.oversample, self.max_staleness = oversample, max_staleness
-        self._open = False
+    oversample: float = 1.5
+    max_staleness: int = 4
+    _open: bool = dataclasses.field(default=False, init=False)
 
     def _in_round(self, coordinator: Coordinator) -> bool:
         return self._open
 
     def _begin(self, coordinator: Coordinator) -> Sequence[Instruction]:
         self._open = True
-        return self._round(coordinator)
+        return super()._begin(coordinator)
 
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
         ledger, needed = coordinator.ledger, coordinator.settings.prompts_per_step
@@ -52,10 +43,13 @@ class April(Rounds):
         scored = ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
         if missing > 0 and not coordinator.exhausted and scored < needed:
             return [DrawPrompts(missing)]
-        if waiting := [*ledger.at(PromptStage.DEFERRED), *ledger.at(PromptStage.WAITING)]:
-            return self._launch(coordinator, waiting)
+        if waiting := ledger.at(PromptStage.DEFERRED, PromptStage.WAITING):
+            # Those predicted to end first go first; what became too old starts afresh.
+            waiting.sort(key=lambda entry: (_left(coordinator, entry), entry.prompt.draw))
+            size = coordinator.settings.group_size
+            return generate(coordinator, waiting, size, size, keep=lambda entry: entry.born >= oldest)
         running = ledger.count(PromptStage.RUNNING, PromptStage.STOPPING)
-        enough = scored if self._dynamic_sampling else scored + ledger.count(PromptStage.COMPLETE)
+        enough = scored if self.dynamic_sampling else scored + ledger.count(PromptStage.COMPLETE)
         if running and (enough < needed or self._waited_for(coordinator, PromptStage.RUNNING, PromptStage.STOPPING)):
             return []
         if ledger.count(PromptStage.COMPLETE) and (
@@ -71,7 +65,6 @@ class April(Rounds):
         if not (winners or training):
             return park or self._between(coordinator)
         winners.sort(key=lambda entry: entry.prompt.draw)
-        check_versions([entry.group() for entry in winners], oldest)
         return [*park, *self._train(coordinator, winners)]
 
     def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
@@ -82,14 +75,7 @@ class April(Rounds):
 
     def _waited_for(self, coordinator: Coordinator, *stages: PromptStage) -> bool:
         oldest = coordinator.version - self.max_staleness
-        return any(entry.born <= oldest for stage in stages for entry in coordinator.ledger.at(stage))
-
-    def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
-        """Launches prompts, those predicted to end first before others; what became too old starts afresh."""
-        size, oldest = coordinator.settings.group_size, coordinator.version - self.max_staleness
-        left = {entry.prompt.draw: _left(coordinator, entry) for entry in entries}
-        ordered = sorted(entries, key=lambda entry: (left[entry.prompt.draw], entry.prompt.draw))
-        return [Generate(requests(coordinator, ordered, size, size, keep=lambda entry: entry.born >= oldest))]
+        return any(entry.born <= oldest for entry in coordinator.ledger.at(*stages))
 
 
 def _oldest_first(entry: Entry) -> tuple[int, int]:
@@ -98,8 +84,5 @@ def _oldest_first(entry: Entry) -> tuple[int, int]:
 
 def _left(coordinator: Coordinator, entry: Entry) -> float:
     """Predicts how many tokens the longest response of a prompt needs yet."""
-    begun = [len(response.token_ids) for response in entry.begun.values()]
-    lengths = coordinator.lengths
-    if not begun:
-        return lengths.predict(entry.prompt).mean
-    return max(lengths.predict(entry.prompt, running=tokens).mean - tokens for tokens in begun)
+    begun = [len(response.token_ids) for response in entry.begun.values()] or [0]
+    return max(coordinator.lengths.predict(entry.prompt, running=tokens).mean - tokens for tokens in begun)

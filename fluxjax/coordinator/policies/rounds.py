@@ -7,26 +7,13 @@ Evaluations and checkpoints come between rounds. Gradients of some groups may be
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Sequence
 
-from ...base.types import Group, Response
+from ...base.types import Group
+from .. import messages
 from ..ledger import CoordinatorError, Entry, PromptStage, RunGivenUp
 from ..machine import Coordinator
-from ..messages import (
-    Abort,
-    Accumulate,
-    Finish,
-    Generate,
-    Instruction,
-    Lend,
-    PublishWeights,
-    Request,
-    Score,
-    SetParallelism,
-    Skip,
-    Train,
-    request_id,
-)
 from ..saved import SavedState, State
 from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
@@ -39,55 +26,43 @@ class EngineLost(RunGivenUp):
     """Prompt after prompt fails on the engines and no response comes back: going on would only burn the data."""
 
 
-class Retries:
-    """Decides what becomes of a prompt whose attempt was lost."""
-
-    def __init__(self) -> None:
-        self._given_up = 0  # prompts given up in a row, without a response in between
-        self._accepted = 0  # responses taken in when the last one was given up
-
-    def again(self, coordinator: Coordinator, entry: Entry) -> Sequence[Instruction]:
-        """Generates the whole group once more: samples depend on the prompt's seed only, so this biases nothing."""
-        abort = Abort(request_id(entry.prompt.draw, entry.attempt))  # responses may still be running
-        if entry.failures < coordinator.settings.max_attempts:
-            return [abort, Generate(requests(coordinator, [entry], entry.n, entry.need, avoid=entry.engine))]
-        accepted = coordinator.ledger.accepted
-        self._given_up = self._given_up + 1 if accepted == self._accepted else 1
-        self._accepted = accepted
-        if self._given_up >= _PATIENCE:
-            raise EngineLost(
-                f"{self._given_up} prompts in a row failed {entry.failures} times each and no response came back; "
-                f"the last time because: {entry.failure}"
-            )
-        return [abort, Skip(entry.prompt, f"failed {entry.failures} times, last: {entry.failure}")]
-
-
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Base:
     """The part that all policies have in common."""
 
-    def __init__(self, *, dynamic_sampling: bool = False) -> None:
-        self._retries = Retries()
-        self._dynamic_sampling = dynamic_sampling
+    dynamic_sampling: bool = False
+    _failed: int = dataclasses.field(default=0, init=False)  # prompts given up in a row, with no response in between
+    _accepted: int = dataclasses.field(default=0, init=False)  # responses taken in when the last one was given up
 
-    def _urgent(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _urgent(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Says what is done at once, whatever else goes on."""
         ledger = coordinator.ledger
         if ledger.unscored:
-            return [Score(response) for response in ledger.unscored.values()]
+            return [messages.Score(response) for response in ledger.unscored.values()]
         if ledger.surplus:
-            return [Abort(rid) for rid in ledger.surplus]
+            return [messages.Abort(rid) for rid in ledger.surplus]
         if ledger.count(PromptStage.LOST):
-            return self._retries.again(coordinator, ledger.at(PromptStage.LOST)[0])
-        return self._useless(ledger.at(PromptStage.SCORED)) if self._dynamic_sampling else []
+            return self._again(coordinator, ledger.at(PromptStage.LOST)[0])
+        # Groups that teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2).
+        scored = ledger.at(PromptStage.SCORED) if self.dynamic_sampling else []
+        return [messages.Skip(entry.prompt, NO_VARIANCE) for entry in scored if not entry.varied]
 
-    def _useless(self, scored: Sequence[Entry]) -> Sequence[Instruction]:
-        """Skips groups that teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
-        return [Skip(entry.prompt, NO_VARIANCE) for entry in scored if not entry.varied]
+    def _again(self, coordinator: Coordinator, entry: Entry) -> Sequence[messages.Instruction]:
+        """Generates a lost group once more: samples depend on the prompt's seed only, so this biases nothing."""
+        abort = messages.Abort(messages.request_id(entry.prompt.draw, entry.attempt))  # responses may still be running
+        if entry.failures < coordinator.settings.max_attempts:
+            return [abort, *generate(coordinator, [entry], entry.n, entry.need, avoid=entry.engine)]
+        accepted = coordinator.ledger.accepted
+        self._failed = self._failed + 1 if accepted == self._accepted else 1
+        self._accepted = accepted
+        if self._failed >= _PATIENCE:
+            raise EngineLost(
+                f"{self._failed} prompts in a row failed {entry.failures} times each and no response came back; "
+                f"the last time because: {entry.failure}"
+            )
+        return [abort, messages.Skip(entry.prompt, f"failed {entry.failures} times, last: {entry.failure}")]
 
-    def _train(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
-        return [Train(coordinator.step + 1, tuple(entry.group() for entry in entries))]
-
-    def _due(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _due(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Says what comes after a step, if anything: evaluation, checkpoint, the end of the run."""
         stopped = coordinator.stop_reason
         evaluation = coordinator.evaluation_due()
@@ -96,51 +71,48 @@ class Base:
         if checkpoint := coordinator.checkpoint_due():
             return [checkpoint]
         if coordinator.ending and not evaluation:
-            return [Finish(coordinator.step, coordinator.ending)]
+            return [messages.Finish(coordinator.step, coordinator.ending)]
         if stopped:
-            return [Finish(coordinator.step, stopped, complete=False)]
+            return [messages.Finish(coordinator.step, stopped, complete=False)]
         return []
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Rounds(Base, abc.ABC):
     """Subclasses say how a round begins, what happens in it, and which groups it trains on. While a round waits,
     `stream` and `speculative` may train on what is complete. Nothing that is more than `max_staleness` versions old is
     trained on."""
 
-    max_staleness = 0
+    stream: StreamTrainer | None = None
+    speculative: SpeculativeSync | None = None
+    max_staleness = 0  # of the class, where it is no setting
 
-    def __init__(
-        self,
-        *,
-        stream: StreamTrainer | None = None,
-        speculative: SpeculativeSync | None = None,
-        dynamic_sampling: bool = False,
-    ) -> None:
-        super().__init__(dynamic_sampling=dynamic_sampling)
-        self.stream, self.speculative = stream, speculative
-
-    def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         if urgent := self._urgent(coordinator):
             return urgent
-        if coordinator.awaiting.keys() - {Accumulate, Lend}:
+        if coordinator.awaiting.keys() - {messages.Accumulate, messages.Lend}:
             return []
         if degree := self._other_degree(coordinator):  # before new weights go to the engines
-            return [SetParallelism(degree)]
+            return [messages.SetParallelism(degree)]
         if coordinator.served != coordinator.version:
-            return [PublishWeights(coordinator.version)]
+            return [messages.PublishWeights(coordinator.version)]
         if not self._in_round(coordinator) or self._given_up(coordinator):
             return self._between(coordinator)
         return self._round(coordinator) or self._early(coordinator)
 
+    @property
+    def _helpers(self) -> Sequence[StreamTrainer | SpeculativeSync]:
+        return [helper for helper in (self.stream, self.speculative) if helper is not None]
+
     @abc.abstractmethod
     def _in_round(self, coordinator: Coordinator) -> bool: ...
 
-    @abc.abstractmethod
-    def _begin(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _begin(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Opens a round; some prompts may be deferred from earlier ones."""
+        return self._round(coordinator)
 
     @abc.abstractmethod
-    def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _round(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Must not end the round while `coordinator.awaiting` something."""
 
     def _given_up(self, coordinator: Coordinator) -> bool:
@@ -156,16 +128,34 @@ class Rounds(Base, abc.ABC):
         left = coordinator.settings.prompts_per_step - ledger.count(PromptStage.TRAINING)
         return ledger.at(PromptStage.SCORED)[: max(left, 0)]
 
-    def _early(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _early(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Says what can be done of the round's training while the round waits."""
-        helpers = [helper for helper in (self.stream, self.speculative) if helper is not None]
-        if not helpers or not self._in_round(coordinator):
+        if not self._helpers or not self._in_round(coordinator):
             return []
         ready = self._ready(coordinator)
-        said = next(filter(None, (helper.consult(coordinator, ready) for helper in helpers)), [])
-        for group in (group for order in said if isinstance(order, Accumulate) for group in order.groups):
-            check_versions([group], coordinator.version - self.max_staleness)
+        said = next(filter(None, (helper.consult(coordinator, ready) for helper in self._helpers)), [])
+        for order in said:
+            if isinstance(order, messages.Accumulate):
+                self._check_versions(coordinator, order.groups)
         return said
+
+    def _train(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[messages.Instruction]:
+        groups = tuple(entry.group() for entry in entries)
+        self._check_versions(coordinator, groups)
+        return [messages.Train(coordinator.step + 1, groups)]
+
+    def _check_versions(self, coordinator: Coordinator, groups: Sequence[Group]) -> None:
+        """Raises `CoordinatorError` for a token that is too old to be trained on."""
+        oldest = coordinator.version - self.max_staleness
+        for sample in (sample for group in groups for sample in group.samples):
+            versions = sample.response.versions
+            if versions and versions[0] >= oldest and versions.count(versions[0]) == len(versions):
+                continue  # all of one version, as most are: to count is faster than to look for the smallest
+            if min(versions, default=oldest) < oldest:
+                raise CoordinatorError(
+                    f"response {sample.response.rid} is of versions {sorted(set(versions))}, "
+                    f"training needs {oldest} or newer"
+                )
 
     def _other_degree(self, coordinator: Coordinator) -> int:
         """Returns how many devices an engine is to have from now on; 0: no others than it has, or not yet."""
@@ -175,14 +165,13 @@ class Rounds(Base, abc.ABC):
         late = coordinator.awaiting or coordinator.ending or coordinator.stop_reason
         return 0 if late or ledger.count(PromptStage.RUNNING, PromptStage.STOPPING) else planner.degree
 
-    def _between(self, coordinator: Coordinator) -> Sequence[Instruction]:
+    def _between(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         if coordinator.awaiting or coordinator.ledger.count(PromptStage.STOPPING):
             return []
-        for helper in (self.stream, self.speculative):
-            if helper is not None:
-                helper.reset()
+        for helper in self._helpers:
+            helper.reset()
         if lent := coordinator.fleet.lent:  # and nothing was trained: the weights are those that they serve
-            return [PublishWeights(coordinator.version, tuple(sorted(lent)))]
+            return [messages.PublishWeights(coordinator.version, tuple(sorted(lent)))]
         last = coordinator.ending or coordinator.stop_reason
         if last and (begun := coordinator.ledger.at(PromptStage.RUNNING)):  # lost after it was parked
             return [entry.park(keep=True) for entry in begun]
@@ -203,7 +192,7 @@ class Rounds(Base, abc.ABC):
         return
 
 
-def requests(
+def generate(
     coordinator: Coordinator,
     entries: Sequence[Entry],
     n: int,
@@ -212,37 +201,19 @@ def requests(
     keep: Callable[[Entry], bool] = lambda entry: False,
     engines: Sequence[int] = (),
     avoid: int = -1,
-) -> tuple[Request, ...]:
-    """Makes a request for each entry, to the engine with the least predicted work (of `engines`; none given: of all)
+) -> Sequence[messages.Instruction]:
+    """Generates for each entry, to the engine with the least predicted work (of `engines`; none given: of all)
     that is not lent. Entries to `keep` go on with what there is of their responses, as many as they were begun with."""
     fleet = coordinator.fleet
-    loads, found = list(fleet.load), []
+    loads, requests = list(fleet.load), []
     for entry in entries:
         begun = entry.so_far() if keep(entry) else ()
         engine = fleet.route(loads, engines or range(len(fleet)), avoid)
-        count = entry.n if begun else n
-        loads[engine] += count * coordinator.expected_tokens(entry.prompt)
-        need_here = entry.need if begun else need
-        temperature = _temperature(coordinator, entry, begun)
-        found.append(Request(entry.prompt, count, entry.attempt + 1, need_here, engine, begun, temperature))
-    return tuple(found)
-
-
-def _temperature(coordinator: Coordinator, entry: Entry, begun: Sequence[Response | None]) -> float | None:
-    """Returns the scheduled temperature; a group that goes on keeps the temperature of its first tokens."""
-    if (first := next(filter(None, begun), None)) is not None:
-        return first.temperature
-    return coordinator.scheduled("temperature", None, entry.prompt)
-
-
-def check_versions(groups: Sequence[Group], oldest: int) -> None:
-    """Raises `CoordinatorError` for a token of a version before `oldest`."""
-    for sample in (sample for group in groups for sample in group.samples):
-        versions = sample.response.versions
-        if versions and versions[0] >= oldest and versions.count(versions[0]) == len(versions):
-            continue  # all of one version, as most are: to count is faster than to look for the smallest
-        if min(versions, default=oldest) < oldest:
-            raise CoordinatorError(
-                f"response {sample.response.rid} is of versions {sorted(set(sample.response.versions))}, "
-                f"training needs {oldest} or newer"
-            )
+        first = next(filter(None, begun), None)
+        if first is not None:  # the group keeps the temperature of its first tokens
+            count, wanted, temperature = entry.n, entry.need, first.temperature
+        else:
+            count, wanted, temperature = n, need, coordinator.scheduled("temperature", None, entry.prompt)
+        loads[engine] += count * coordinator.lengths.predict(entry.prompt).mean
+        requests.append(messages.Request(entry.prompt, count, entry.attempt + 1, wanted, engine, begun, temperature))
+    return [messages.Generate(tuple(requests))]

@@ -9,6 +9,7 @@ and trainer share their devices.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -21,14 +22,13 @@ from ..pace import trained_tokens
 _LOOKS = 16  # in the time that the gradients take: predictions of many responses are work, too
 
 
+@dataclasses.dataclass(eq=False)
 class SpeculativeSync:
-    """A helper that policies which train in rounds ask when they would wait. `begun` counts how often training began
-    early."""
+    """A helper that policies which train in rounds ask when they would wait."""
 
-    def __init__(self, settings: SpeculativeSyncConfig | None = None) -> None:
-        self.settings = settings or SpeculativeSyncConfig(enabled=True)
-        self.begun = 0
-        self._next = 0.0  # when to look again
+    settings: SpeculativeSyncConfig = dataclasses.field(default_factory=SpeculativeSyncConfig)
+    begun: int = dataclasses.field(default=0, init=False)  # times that training began early
+    _next: float = dataclasses.field(default=0.0, init=False)  # when to look again
 
     def reset(self) -> None:
         """A round is over."""
@@ -64,9 +64,8 @@ def probability(coordinator: Coordinator, seconds: float) -> float:
 def _in_time(coordinator: Coordinator, entry: Entry, seconds: float) -> float:
     """Returns the probability that enough responses of a group end within this time, taken for independent."""
     pace, lengths, now = coordinator.pace, coordinator.lengths, coordinator.now
-    longest = max((len(response.token_ids) for response in entry.responses.values()), default=0)
     chances = []
     for sample in set(range(entry.n)) - entry.responses.keys():
-        tokens = max(pace.tokens(response_id(entry.prompt.draw, entry.attempt, sample), now), longest)
+        tokens = max(pace.tokens(response_id(entry.prompt.draw, entry.attempt, sample), now), entry.longest)
         chances.append(lengths.ends_by(entry.prompt, tokens + int(pace.growth * seconds), running=tokens))
     return math.prod(sorted(chances, reverse=True)[: entry.need - len(entry.responses)], start=1.0)

@@ -9,6 +9,7 @@ time; the update waits for the end of the round, so that nothing is ever trained
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -18,14 +19,14 @@ from ..machine import Coordinator
 from ..messages import Accumulate, Instruction, Lend
 
 
+@dataclasses.dataclass(eq=False)
 class StreamTrainer:
     """A helper that policies which train in rounds ask when they would wait. `lent` and `refused` are for displays."""
 
-    def __init__(self, settings: StreamTrainerConfig | None = None) -> None:
-        self.settings = settings or StreamTrainerConfig(enabled=True)
-        self.lent = 0  # rounds in which engines were lent
-        self.refused = 0  # milestones at which the projection was against it
-        self._looked = 0.0  # progress of the round at the last milestone
+    settings: StreamTrainerConfig = dataclasses.field(default_factory=StreamTrainerConfig)
+    lent: int = dataclasses.field(default=0, init=False)  # rounds in which engines were lent
+    refused: int = dataclasses.field(default=0, init=False)  # milestones at which the projection was against it
+    _looked: float = dataclasses.field(default=0.0, init=False)  # progress of the round at the last milestone
 
     def reset(self) -> None:
         """A round is over."""
@@ -69,8 +70,7 @@ def projected_tokens(coordinator: Coordinator) -> float:
     """
     total, reserved = 0.0, coordinator.settings.kv_reserved
     for entry in coordinator.ledger.at(PromptStage.RUNNING):
-        longest = max((len(response.token_ids) for response in entry.responses.values()), default=0)
-        tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=longest).mean
+        tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=entry.longest).mean
         total += (entry.n - len(entry.responses)) * max(tokens, reserved)
     return total
 
@@ -78,10 +78,7 @@ def projected_tokens(coordinator: Coordinator) -> float:
 def _progress(coordinator: Coordinator) -> float:
     """Returns the share of the round's responses that have ended."""
     ledger = coordinator.ledger
-    over = sum(entry.n for stage in _OVER for entry in ledger.at(stage))
-    running = [entry for stage in (PromptStage.RUNNING, PromptStage.STOPPING) for entry in ledger.at(stage)]
+    over = sum(entry.n for entry in ledger.at(PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING))
+    running = ledger.at(PromptStage.RUNNING, PromptStage.STOPPING)
     done = over + sum(len(entry.responses) for entry in running)
     return done / max(over + sum(entry.n for entry in running), 1)
-
-
-_OVER = (PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING)

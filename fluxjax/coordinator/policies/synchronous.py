@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from ..ledger import PromptStage
 from ..machine import Coordinator
-from ..messages import DrawPrompts, Generate, Instruction
-from .rounds import Rounds, check_versions, requests
+from ..messages import DrawPrompts, Instruction
+from .rounds import Rounds, generate
 
 
 class Synchronous(Rounds):
@@ -21,9 +21,6 @@ class Synchronous(Rounds):
     def _in_round(self, coordinator: Coordinator) -> bool:
         return coordinator.ledger.live > 0
 
-    def _begin(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        return [DrawPrompts(coordinator.settings.prompts_per_step)]
-
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
         ledger, settings = coordinator.ledger, coordinator.settings
         size = settings.group_size
@@ -31,12 +28,9 @@ class Synchronous(Rounds):
         if missing > 0 and not coordinator.exhausted:
             return [DrawPrompts(missing)]
         # Deferred: its engine was lent, or a run of another policy was resumed as this one.
-        if waiting := [*ledger.at(PromptStage.DEFERRED), *ledger.at(PromptStage.WAITING)]:
+        if waiting := ledger.at(PromptStage.DEFERRED, PromptStage.WAITING):
             moving = {entry.prompt.draw for entry in self._moving(coordinator) if entry.need == size}
-            made = requests(coordinator, waiting, size, size, keep=lambda entry: entry.prompt.draw in moving)
-            return [Generate(made)]
+            return generate(coordinator, waiting, size, size, keep=lambda entry: entry.prompt.draw in moving)
         if ledger.count(PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE) or coordinator.awaiting:
             return []
-        scored = ledger.at(PromptStage.SCORED)
-        check_versions([entry.group() for entry in scored], coordinator.version)
-        return self._train(coordinator, scored)
+        return self._train(coordinator, ledger.at(PromptStage.SCORED))

@@ -11,34 +11,25 @@ are skipped, never deferred, and new prompts are launched in their place.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
-from ..messages import DrawPrompts, Generate, Instruction
+from ..messages import DrawPrompts, Instruction
 from ..saved import SavedState, State
-from .rounds import Rounds, check_versions, requests
-from .speculative_sync import SpeculativeSync
-from .stream_trainer import StreamTrainer
+from .rounds import Rounds, generate
 
 
+@dataclasses.dataclass(eq=False)
 class TailBatching(Rounds):
     """Launches `prompts` and `responses` for each one that is needed, in short rounds (the paper's eta)."""
 
-    def __init__(
-        self,
-        prompts: float = 1.25,
-        responses: float = 1.25,
-        *,
-        stream: StreamTrainer | None = None,
-        speculative: SpeculativeSync | None = None,
-        dynamic_sampling: bool = False,
-    ) -> None:
-        super().__init__(stream=stream, speculative=speculative, dynamic_sampling=dynamic_sampling)
-        self.prompts, self.responses = prompts, responses
-        self.round = ""  # "short" or "long" while there is one
-        self.rounds = {"short": 0, "long": 0}  # so far
+    prompts: float = 1.25
+    responses: float = 1.25
+    round: str = dataclasses.field(default="", init=False)  # "short" or "long" while there is one
+    rounds: dict[str, int] = dataclasses.field(default_factory=lambda: {"short": 0, "long": 0}, init=False)  # so far
 
     def _in_round(self, coordinator: Coordinator) -> bool:
         return bool(self.round)
@@ -59,10 +50,10 @@ class TailBatching(Rounds):
         scored = ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
         complete = scored + ledger.count(PromptStage.COMPLETE)
         running = ledger.count(PromptStage.RUNNING, PromptStage.STOPPING)
-        if (scored if self._dynamic_sampling else complete) >= needed:
+        if (scored if self.dynamic_sampling else complete) >= needed:
             return self._close(coordinator, needed)
         if moving := self._moving(coordinator):
-            return [Generate(requests(coordinator, moving, 0, 0, keep=lambda entry: True))]
+            return generate(coordinator, moving, 0, 0, keep=lambda entry: True)
         if (missing := self._wanted(coordinator) - running - complete) > 0:
             deferred = ledger.at(PromptStage.DEFERRED)
             if (self.round == "long" or coordinator.exhausted) and deferred:
@@ -91,7 +82,6 @@ class TailBatching(Rounds):
         self.round = ""
         if not (scored or ledger.count(PromptStage.TRAINING)):
             return self._between(coordinator)
-        check_versions([entry.group() for entry in scored], coordinator.version)
         return self._train(coordinator, scored)
 
     def _wanted(self, coordinator: Coordinator) -> int:
@@ -104,8 +94,7 @@ class TailBatching(Rounds):
     def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
         need = coordinator.settings.group_size
         excess = coordinator.scheduled("tail_responses", self.responses) if self.round == "short" else 1.0
-        n = math.ceil(excess * need)
-        return [Generate(requests(coordinator, entries, n, need))]
+        return generate(coordinator, entries, math.ceil(excess * need), need)
 
     def state_dict(self) -> State:
         return {"rounds": dict(self.rounds)}

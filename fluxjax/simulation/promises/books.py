@@ -12,8 +12,8 @@ from typing import Final
 
 from ...base.types import Group, Prompt, Response, Reward, Sample
 from ...coordinator import messages
-from ...coordinator.dispatch import Handlers
 from ...coordinator.ledger import ABORTED, PromptStage
+from ...coordinator.messages import Handlers
 
 UNDER_WAY = (PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE, PromptStage.LOST)
 
