@@ -60,10 +60,20 @@ class EngineArrays:
 
 
 def lowered_programs(
-    model: Decoder, arrays: EngineArrays, *, devices: Sequence[Any], prompt: ModelInput, merge_unit: int = 1
+    model: Decoder,
+    arrays: EngineArrays,
+    *,
+    devices: Sequence[Any],
+    prompt: ModelInput,
+    begun: Sequence[int] = (),
+    merge_unit: int = 1,
 ) -> dict[str, jax.stages.Lowered]:
     """The programs that need most, by name, not compiled yet: `prefill` of as many prompts like the given one, which is
-    the longest, as a call takes; `decode` of all slots at their full length. `merge_unit` patches are a feature."""
+    the longest, as a call takes; `decode` of all slots at their full length.
+
+    `begun` are the lengths of a prompt's responses that are prefilled with it, where requests go on after their cache
+    was dropped. `merge_unit` patches are a feature.
+    """
     default = {name: parameter.default for name, parameter in inspect.signature(JaxEngine).parameters.items()}
     _, slots, tokens, *_ = arrays.cache.k_LBSKH.shape
     limits = TurnLimits(
@@ -73,7 +83,8 @@ def lowered_programs(
     rows = EngineLayout.of(devices).rows(model.config.text) if len(devices) > 1 else None
     engine = programs(graphdef, Walk(), default["steps_per_sync"], rows)
     batches = plan(
-        [Prefix(prompt, (np.zeros(0, np.int32),))] * max(limits.prefill_tokens // len(prompt), 1),
+        [Prefix(prompt, tuple(np.zeros(n, np.int32) for n in begun or [0]))]
+        * max(limits.prefill_tokens // len(prompt), 1),
         row_tokens=tokens,
         batch_tokens=limits.prefill_tokens,
         batch_patches=limits.prefill_patches,

@@ -23,7 +23,7 @@ from sharding.target import compiling_for
 
 from ..algorithms import ALGORITHMS
 from ..base.types import TrainBatch
-from ..config import Config, ConfigError, Strategy
+from ..config import Config, ConfigError, Policy, Strategy
 from ..learner.learner import Learner
 from .largest import largest_batch, longest_prompt, vision_of
 from .schedule import Traffic, traffic
@@ -114,6 +114,7 @@ class RunShapes:
                     self.engine,
                     devices=self.devices[: self.config.parallelism.degree],
                     prompt=longest_prompt(self.config, self.model),
+                    begun=_begun(self.config),
                     merge_unit=vision.merge_unit if vision is not None else 1,
                 )
         found = {}
@@ -121,6 +122,13 @@ class RunShapes:
             progress(f"compiling {name}, {self.model.text.num_layers} layers")
             found[name] = Compiled.of(lowered[name])
         return found
+
+
+def _begun(config: Config) -> list[int]:
+    """The lengths of the responses that an engine may have to prefill with their prompt, as long as they get."""
+    moved = config.stream_trainer.enabled or config.parallelism.enabled
+    goes_on = config.policy.name in (Policy.APRIL, Policy.ADAPTIVE_ASYNC) or moved
+    return [config.rollout.max_new_tokens] * config.rollout.group_size if goes_on else []
 
 
 def engine_arrays(config: Config, model: Decoder, devices: Sequence[Any], degree: int = 0) -> EngineArrays:
