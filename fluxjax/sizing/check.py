@@ -14,12 +14,12 @@ import models
 from models.config import AnyConfig
 from models.decoder import parameter_count
 
-from ..config import Config, Remat, Strategy
-from .account import GIB, Account, Change, Remedy, Rows, remedies
-from .programs import Compiled, Progress, RunShapes, bytes_on_device, engine_arrays, with_layers
+from ..config import Config
+from .account import GIB, Account, Remedy, Rows, remedies
+from .advice import changes
+from .programs import Compiled, Progress, RunShapes, bytes_on_device, compiled_at_depth, with_layers
 
 PROGRAMS = ("accumulate", "update", "logprobs", "prefill", "decode")
-LEAST_SLOTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,30 +99,25 @@ def check(
     `layers`: so many decoder layers, and twice as many, are compiled, and what all need is extrapolated along a
     straight line; 0, or half of the model's or more: all. Raises ConfigError for settings that can't work.
     """
-    whole = RunShapes.of(config, model, devices)
-    depth = model.text.num_layers
+    depth, run = model.text.num_layers, RunShapes.of(config, model, devices)
     few = layers if 0 < 2 * layers < depth else depth
-    fewer = whole if few == depth else RunShapes.of(config, with_layers(model, few), devices)
-    programs = fewer.compiled(PROGRAMS, progress)
-    compiled_first = programs["accumulate"]
-    if few < depth:
-        twice = RunShapes.of(config, with_layers(model, 2 * few), devices).compiled(PROGRAMS, progress)
-        factor = (depth - few) / few
-        programs = {name: first.beyond(twice[name], factor) for name, first in programs.items()}
-    account = _account(whole, programs)
+    first, programs = compiled_at_depth(config, model, devices, PROGRAMS, few, progress)
+    account = _account(run, programs)
 
-    longer = _with_rows(config, 2 * config.packing.tokens_per_row)
-    slope = RunShapes.of(longer, fewer.model, devices).compiled(["accumulate"], progress)["accumulate"].temporaries
-    slope = (slope - compiled_first.temporaries) / config.packing.tokens_per_row
-    if few < depth:  # of what a layer adds, its gradients do not grow with the row
-        a_layer = (programs["accumulate"].temporaries - compiled_first.temporaries) / (depth - few)
-        a_layer -= (bytes_on_device(whole.learner.params) - bytes_on_device(fewer.learner.params)) / (depth - few)
-        slope += (depth - few) * max(a_layer, 0.0) / config.packing.tokens_per_row
-    rows = Rows(config.packing.tokens_per_row, slope)
+    tokens = config.packing.tokens_per_row
+    longer = copy.deepcopy(config)
+    longer.packing.tokens_per_row = 2 * tokens
+    fewer = RunShapes.of(longer, with_layers(model, few), devices)
+    grown = fewer.compiled(["accumulate"], progress)["accumulate"].temporaries
+    slope = (grown - first["accumulate"].temporaries) / tokens
+    # What the other layers add grows with the row, too, but for their gradients.
+    others = programs["accumulate"].temporaries - first["accumulate"].temporaries
+    others -= bytes_on_device(run.learner.params) - bytes_on_device(fewer.learner.params)
+    rows = Rows(tokens, slope + max(others, 0.0) / tokens)
     found: list[Remedy] = []
     if account.bytes > usable:
-        found = remedies(account, usable, _changes(whole, fewer, account, rows, usable, progress))
-    specs = jax.tree.leaves(whole.learner.gradients.strategy.specs, is_leaf=lambda leaf: hasattr(leaf, "axes"))
+        found = remedies(account, usable, changes(run, rows, usable, few, progress))
+    specs = jax.tree.leaves(run.learner.gradients.strategy.specs, is_leaf=lambda leaf: hasattr(leaf, "axes"))
     largest_tensor = max(math.prod(spec.shape) for spec in specs)
     return Verdict(
         parameters=parameter_count(models.abstract(model)),
@@ -155,73 +150,3 @@ def _account(run: RunShapes, programs: Mapping[str, Compiled]) -> Account:
         temporaries={name: compiled.temporaries for name, compiled in programs.items()},
         results={name: compiled.results for name, compiled in programs.items()},
     )
-
-
-def _with_rows(config: Config, tokens: int) -> Config:
-    changed = copy.deepcopy(config)
-    changed.packing.tokens_per_row = tokens
-    return changed
-
-
-def _changes(
-    run: RunShapes, fewer: RunShapes, account: Account, rows: Rows, usable: float, progress: Progress
-) -> list[Change]:
-    """The changes of settings that may make the run fit, in the order in which they would be tried."""
-    config = run.config
-
-    def with_remat() -> float:
-        changed = copy.deepcopy(config)
-        changed.sharding.remat = Remat.LAYER
-        depth, few = run.model.text.num_layers, fewer.model.text.num_layers
-        first = RunShapes.of(changed, fewer.model, run.devices).compiled(["accumulate"], progress)["accumulate"]
-        if few == depth:
-            return first.temporaries
-        twice = RunShapes.of(changed, with_layers(run.model, 2 * few), run.devices)
-        return first.beyond(twice.compiled(["accumulate"], progress)["accumulate"], (depth - few) / few).temporaries
-
-    def remat(account: Account) -> tuple[str, Account] | None:
-        if config.sharding.remat is Remat.LAYER:
-            return None
-        return "--config.sharding.remat=layer", account.with_temporaries("accumulate", with_remat())
-
-    def shorter_rows(account: Account) -> tuple[str, Account] | None:
-        room = 1 if config.sharding.strategy is Strategy.FSDP else len(run.devices)
-        least = -(-config.rollout.max_sequence_tokens // room)
-        tokens = rows.largest(account, usable)
-        if least > tokens or tokens >= rows.tokens:
-            tokens = max(rows.tokens // 2, least)
-        if tokens >= rows.tokens:
-            return None
-        return f"--config.packing.tokens_per_row={tokens}", rows.account(account, tokens)
-
-    def fewer_slots(account: Account) -> tuple[str, Account] | None:
-        slots = config.rollout.slots
-        for count in range(slots // LEAST_SLOTS * LEAST_SLOTS, 0, -LEAST_SLOTS):
-            if count < slots and account.with_slots(count / slots).bytes <= usable:
-                return f"--config.rollout.slots={count}", account.with_slots(count / slots)
-        if slots < 4 * LEAST_SLOTS:
-            return None
-        return f"--config.rollout.slots={slots // 4}", account.with_slots(0.25)
-
-    def wider_engines(account: Account) -> tuple[str, Account] | None:
-        degree, wanted = config.parallelism.degree, config.policy.engines * config.parallelism.degree
-        most = min(config.sharding.devices_per_host, len(run.devices), run.model.text.num_heads)
-        best: tuple[str, Account] | None = None
-        while 2 * degree <= most and (best is None or best[1].bytes > usable):
-            degree *= 2
-            arrays = engine_arrays(config, models.abstract(run.model), run.devices, degree)
-            engines = -(-wanted // len(run.devices))
-            changed = dataclasses.replace(
-                account,
-                engine=engines * bytes_on_device(arrays.params),
-                cache=account.cache * bytes_on_device(arrays.cache) / bytes_on_device(run.engine.cache),
-                largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(arrays.handed_in)),
-            )
-            settings = f"--config.policy.engines={max(wanted // degree, 1)} --config.parallelism.degree={degree}"
-            best = settings, changed
-        return best
-
-    def more_devices(account: Account) -> tuple[str, Account] | None:
-        return "twice as many hosts in --topology", account.with_devices(2)
-
-    return [remat, shorter_rows, fewer_slots, wider_engines, more_devices]

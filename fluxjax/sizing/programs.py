@@ -124,6 +124,19 @@ class RunShapes:
         return found
 
 
+def compiled_at_depth(
+    config: Config, model: AnyConfig, devices: Sequence[Any], names: Sequence[str], few: int, progress: Progress
+) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
+    """(the programs of the model with `few` layers, those of all its layers); the latter are on the straight line
+    through `few` and twice as many, unless these are all."""
+    first = RunShapes.of(config, with_layers(model, few), devices).compiled(names, progress)
+    depth = model.text.num_layers
+    if few == depth:
+        return first, first
+    twice = RunShapes.of(config, with_layers(model, 2 * few), devices).compiled(names, progress)
+    return first, {name: first[name].beyond(twice[name], (depth - few) / few) for name in names}
+
+
 def _begun(config: Config) -> list[int]:
     """The lengths of the responses that an engine may have to prefill with their prompt, as long as they get."""
     moved = config.stream_trainer.enabled or config.parallelism.enabled
