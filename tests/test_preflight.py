@@ -72,15 +72,13 @@ ENTRY %main (x: bf16[1,64]) -> bf16[8,64] {
 def test_a_schedule_is_read():
     found = traffic(SCHEDULE)
     assert found == {
-        "all-gather": Traffic(28, 28 * 8 * 64 * 2, 0, 0),  # behind a matrix product
-        "reduce-scatter": Traffic(
-            28, 28 * (8 * 64 + 8) * 4, 28, 28 * (8 * 64 + 8) * 4
-        ),  # what is beside it is too small
-        "all-to-all": Traffic(1, 128, 0, 0),  # behind a kernel that writes eight times as much
-        "all-reduce": Traffic(2, 2 * 64, 2, 2 * 64),  # not asynchronous, in both branches
+        "all-gather": Traffic(28.0, 28.0 * 8 * 64 * 2),  # behind a matrix product
+        "reduce-scatter": Traffic(28.0, 28.0 * 2080, 28.0, 28.0 * 2080),  # what runs beside it is too small
+        "all-to-all": Traffic(1.0, 128.0),  # behind a kernel that writes eight times as much
+        "all-reduce": Traffic(2.0, 2.0 * 64, 2.0, 2.0 * 64),  # not asynchronous, in both branches
     }
     longer = traffic(SCHEDULE.replace("bf16[512]", "bf16[256]"))
-    assert longer["all-to-all"] == Traffic(1, 128, 1, 128)
+    assert longer["all-to-all"] == Traffic(1.0, 128.0, 1.0, 128.0)
 
 
 def test_the_schedule_of_a_compiled_program_is_read():
@@ -105,7 +103,7 @@ def test_the_schedule_of_a_compiled_program_is_read():
 ACCOUNT = Account(
     masters=4 * GIB,
     moments=8 * GIB,
-    reference=0,
+    reference=0.0,
     batch=GIB,
     engine=15 * GIB,
     cache=14 * GIB,
@@ -117,7 +115,7 @@ ACCOUNT = Account(
         "prefill": 3 * GIB,
         "decode": 20 * GIB,
     },
-    results={"accumulate": 0, "update": 0, "logprobs": 0, "prefill": GIB, "decode": 0},
+    results={"accumulate": 0.0, "update": 0.0, "logprobs": 0.0, "prefill": GIB, "decode": 0.0},
 )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-GIB = 1 << 30
+GIB = 2.0**30
 
 
 @dataclasses.dataclass(frozen=True)

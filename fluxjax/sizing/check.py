@@ -142,7 +142,7 @@ def _account(run: RunShapes, programs: Mapping[str, Compiled]) -> Account:
     return Account(
         masters=masters,
         moments=bytes_on_device(learner.opt_state),
-        reference=masters if config.algorithm.kl_coefficient else 0,
+        reference=masters if config.algorithm.kl_coefficient else 0.0,
         batch=bytes_on_device(run.batch),
         engine=engines * bytes_on_device(run.engine.params),
         cache=engines * bytes_on_device(run.engine.cache),

@@ -6,12 +6,12 @@ Arguments are shapes with shardings, so that nothing is allocated. Only the larg
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 import models
@@ -46,8 +46,8 @@ class Compiled:
         compiled = lowered.compile()
         memory, seconds = compiled.memory_analysis(), time.perf_counter() - began
         assert memory is not None, "XLA:GPU says what a program allocates"
-        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        return Compiled(memory.temp_size_in_bytes, results, traffic(compiled.as_text() or ""), seconds)
+        results = float(memory.output_size_in_bytes - memory.alias_size_in_bytes)
+        return Compiled(float(memory.temp_size_in_bytes), results, traffic(compiled.as_text() or ""), seconds)
 
     def beyond(self, other: Compiled, factor: float) -> Compiled:
         """On the straight line from `self` (at 0) through `other` (at 1), at `factor`; nothing is below zero."""
@@ -151,12 +151,12 @@ def engine_arrays(config: Config, model: Decoder, devices: Sequence[Any], degree
     return EngineArrays.of(model, rollout.slots, rollout.max_sequence_tokens, dtype, devices[:degree])
 
 
-def bytes_on_device(tree: PyTree) -> int:
+def bytes_on_device(tree: PyTree) -> float:
     """The bytes that a device holds of these arrays; the largest share, where shares differ."""
-    total = 0
+    total = 0.0
     for x in jax.tree.leaves(tree):
         shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
-        total += int(np.prod(shape, dtype=np.int64)) * x.dtype.itemsize
+        total += float(math.prod(shape)) * x.dtype.itemsize
     return total
 
 

@@ -33,10 +33,10 @@ _LOOPS = ("while", "conditional", "call")
 class Traffic:
     """The collectives of one kind in a run of a program, loops counted as often as they turn."""
 
-    count: float = 0
-    bytes: float = 0  # of the larger side: what a gather returns, what a scatter takes
-    exposed: float = 0  # of `count`: nothing that takes time runs beside them
-    exposed_bytes: float = 0
+    count: float = 0.0
+    bytes: float = 0.0  # of the larger side: what a gather returns, what a scatter takes
+    exposed: float = 0.0  # of `count`: nothing that takes time runs beside them
+    exposed_bytes: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
@@ -65,7 +65,7 @@ def traffic(hlo: str) -> dict[str, Traffic]:
     found: dict[str, Traffic] = {}
     for name, times in totals.items():
         for kind, part in computations[name].traffic().items():
-            found[kind] = found.get(kind, Traffic()) + part.scaled(times)
+            found[kind] = found.get(kind, Traffic()) + part.scaled(float(times))
     return found
 
 
@@ -137,8 +137,9 @@ class _Computation:
                 size = max(size, self.instructions[start].bytes - size)
             beside = self.instructions[start + 1 : place]
             long = any(_takes_long(other) for other in beside)
-            exposed = not long and sum(x.bytes for x in beside if x.operation == "fusion") < FASTER * size
-            found[kind] = found.get(kind, Traffic()) + Traffic(1, size, exposed, size * exposed)
+            written = sum(other.bytes for other in beside if other.operation == "fusion")
+            exposed = 0.0 if long or written >= FASTER * size else 1.0
+            found[kind] = found.get(kind, Traffic()) + Traffic(1.0, size, exposed, size * exposed)
         return found
 
 
