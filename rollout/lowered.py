@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 import models
 from models.decoder import Decoder
@@ -94,12 +93,6 @@ def lowered_programs(
     size = doubling(slots, limits.least_rows, slots)
     batch = SlotTable(slots, tokens).round(np.arange(slots), size)
     return {
-        "prefill": engine.prefill.lower(arrays.params, _shapes(largest.inputs)),
-        "decode": engine.decode.lower(
-            arrays.params, arrays.cache, _shapes(batch), doubling(tokens, LEAST_VIEW, tokens)
-        ),
+        "prefill": engine.prefill.lower(arrays.params, largest.inputs),
+        "decode": engine.decode.lower(arrays.params, arrays.cache, batch, doubling(tokens, LEAST_VIEW, tokens)),
     }
-
-
-def _shapes(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)

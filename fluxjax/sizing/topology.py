@@ -105,7 +105,6 @@ def find_plugin(folder: str = "") -> None:
 
 
 def _how(version: str) -> str:
-    packages = f"jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
-    return (
-        f"no GPU is needed: pip install --no-deps --target .aot/{version} {packages}, then --aot-folder .aot/{version}"
-    )
+    folder, packages = f".aot/{version}", f"jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
+    install = f"pip install --no-deps --target {folder} {packages}"
+    return f"no GPU is needed: {install}; then --aot-folder {folder}, or FLUXJAX_AOT={folder}"
