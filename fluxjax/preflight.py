@@ -9,7 +9,7 @@ that are only described: no weights, data or GPU are needed. Prints memory a dev
 them nothing hides, host memory for loading, the longest row that fits, and settings that would fit where these do not.
 
   --topology HOSTSxDEVICESxKIND   the devices, such as 1x8xh100; kinds are those in fluxjax/sizing/targets
-  --layers N                      compile N and 2N decoder layers only, and extrapolate (minutes less)
+  --layers N                      compile N and 2N decoder layers only, and extrapolate: quicker for deep models
   --model-config FILE             a config.json with the model's sizes, where model.path is not on this machine; known
                                   models need none (configs/models)
   --out FILE                      the picture; by default preflight.png in config.run_dir, or runs/preflight-NAME.png
