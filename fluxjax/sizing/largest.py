@@ -53,7 +53,7 @@ def prompt(config: Config, model: AnyConfig, tokens: int, image: bool = True) ->
                 f"rollout.max_sequence_tokens, rollout.max_new_tokens and packing.patches_per_device leave no room for "
                 f"an image in a prompt of {tokens} tokens"
             )
-        rows = max(d for d in range(1, math.isqrt(most) + 1) if most % d == 0 or d == math.isqrt(most))
+        rows = math.isqrt(most)
         columns = most // rows
         merge = vision.spatial_merge_size
         grid = (1, rows * merge, columns * merge)
@@ -74,7 +74,8 @@ def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBa
     vision = vision_of(model)
     budget = Budget.of(config, num_devices, vision)
     group = Group(Prompt("largest", "", "", ""), (_sample(0, 0, config.rollout.max_new_tokens),))
-    to_train = TrainGroup("largest", longest_prompt(config, model), group.samples, np.ones(1), 0)
+    temperature = 1.0 if config.schedules.temperature else None  # a token's own is written down where it changes
+    to_train = TrainGroup("largest", longest_prompt(config, model), group.samples, np.ones(1), 0, temperature)
     row = (Piece(0, (0,)),)
     plan = PackedRows(budget.rows[-1], budget.patches[-1], ((row,), *[()] * (num_devices - 1)))
     composition = lay_out_rows([plan], [to_train], budget.tokens_per_row, config.packing.share_prompts, vision)
