@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 if TYPE_CHECKING:
     AnyArray: TypeAlias = Any
 else:  # numpy's on the host, JAX's in a compiled program: tests check shapes and dtypes, type checkers can't tell which
-    AnyArray = Array | np.ndarray
+    AnyArray = Array | np.ndarray | jax.stages.ArgInfo  # the last where a program is lowered: see `lowered`
 CANDIDATES = 256  # most probable tokens that top-k and top-p look at before they sort a whole vocabulary
 NEVER = np.float32(-1e30)  # the score of a token that must not be drawn; finite, so that no NaN can arise
 

@@ -176,6 +176,7 @@ def _config(strategy: Strategy) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_an_abstract_learner_lowers_the_programs_of_a_real_one():
     config = _config(Strategy.FLEX_ULYSSES)
     composer = Composer(config, 4, MODEL.vision, MODEL.text)
@@ -189,6 +190,7 @@ def test_an_abstract_learner_lowers_the_programs_of_a_real_one():
         assert program.as_text() == abstract[name].as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2])
 def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
     model, devices = models.create(MODEL), jax.devices()[:degree]
