@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 
 from .strategy import Forward, Loss, Params, Tally
 from .walk import Walk
-from .weights import ShardingRules, WeightSpec, shardings, specs
+from .weights import ShardingRules, WeightSpec, shardings, specs, with_shardings
 
 Batch = TypeVar("Batch")  # a pytree of arrays
 
@@ -138,7 +138,11 @@ class Fsdp:
 
 
 def _put(tree: Batch, shardings: PyTree, may_alias: bool | None = None) -> Batch:
-    """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices."""
+    """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices.
+
+    Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
+    if isinstance(next(iter(jax.tree.leaves(tree)), None), jax.ShapeDtypeStruct):
+        return with_shardings(tree, shardings)
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings, may_alias=may_alias)
 

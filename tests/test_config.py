@@ -20,7 +20,8 @@ from fluxjax.simulation.options import SimulateConfig as SimulatedConfig
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 SIMULATED = [f"configs/simulation.py{variant}" for variant in ("", ":7b", ":14b", ":32b", ":1024", ":faults")]
-SHIPPED = ["configs/vlm.py", "configs/vlm.py:debug", "configs/text.py", "configs/text.py:debug"]
+REAL = [f"configs/{name}.py" for name in ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")]
+SHIPPED = ["configs/vlm.py", "configs/vlm.py:debug", "configs/text.py", "configs/text.py:debug", *REAL]
 
 
 @pytest.mark.parametrize("selected", SHIPPED + SIMULATED)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from models.decoder import Decoder
 from models.forward import logprobs as model_logprobs
@@ -21,6 +21,7 @@ from sharding.mesh import MeshError, compiler_options, make_mesh
 from sharding.odc import Odc
 from sharding.strategy import Params, Tally
 from sharding.walk import Walk
+from sharding.weights import with_shardings
 
 from ..algorithms import importance
 from ..base.types import TrainBatch
@@ -107,6 +108,18 @@ class Gradients:
             placed = placed if batch is batches[0] else self._place(batch.inputs, batch)
             grads, tally = self._accumulate(params, grads, tally, placed)
         return grads, tally
+
+    def lowered(self, params: Params, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
+        """The programs that microbatches shaped like `batch` run on the mesh, by name, not compiled yet. Parameters and
+        batch may be abstract."""
+        placed = self._place(batch.inputs, batch)
+        _, tally, _ = jax.eval_shape(self._loss_and_grad, params, placed)
+        tally = on_every_device(tally, self.mesh)
+        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self._dtype, sharding=x.sharding), params)
+        return {
+            "accumulate": self._accumulate.lower(params, grads, tally, placed),
+            "logprobs": self._logprobs.lower(params, placed.inputs),
+        }
 
     def logprobs(self, params: Params, inputs: PackedTokens) -> Scores:
         """(log-probability of each token, entropy of its distribution), `[B, T]` float32. Meaningless where a token has
@@ -201,6 +214,11 @@ class Gradients:
         # The sum of what `accumulate` returned for two parts of a step; the first one is donated.
         self.add = jax.jit(add, donate_argnums=0, out_shardings=shardings)
         self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=shardings, compiler_options=options)
+
+
+def on_every_device(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Shapes of arrays of which every device of the mesh holds all."""
+    return with_shardings(tree, jax.tree.map(lambda _: NamedSharding(mesh, P()), tree))
 
 
 def _owned(microbatches: Sequence[Microbatch]) -> tuple[list[int], list[TrainBatch], list[int]]:

@@ -27,9 +27,10 @@ from sharding.strategy import Params, Tally
 from sharding.weights import with_shardings
 
 from ..algorithms import importance
+from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
 from ..config import Config, DType, OptimConfig, Schedule, Strategy
-from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase
+from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
 
 
 class Learner:
@@ -37,7 +38,7 @@ class Learner:
 
     `params` are never overwritten in place: an engine or a checkpoint may hold on to them through later steps.
     The optimizer's moments are. `version` counts the steps taken since the last `reset`. An abstract model makes an
-    abstract learner, whose `state()` has shapes and shardings: for those who compile its programs without running them.
+    abstract learner, which allocates nothing: for those who compile its programs without running them (`lowered`).
     """
 
     gradients: Gradients  # of this phase, on the learner's mesh
@@ -115,6 +116,16 @@ class Learner:
         if self._abstract:
             return with_shardings(jax.eval_shape(self._optimizer.init, self.params), self._opt_shardings)
         return self._init(self.params)
+
+    def lowered(self, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
+        """The programs of a step whose microbatches are shaped like `batch` (which may be abstract), by name, not
+        compiled yet: `accumulate`, `update`, `logprobs`."""
+        programs = self.gradients.lowered(self.params, batch)
+        _, tally = programs["accumulate"].out_info
+        tally = on_every_device(tally, self.mesh)
+        dtype = self.config.optim.gradients_dtype.value
+        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), self.params)
+        return programs | {"update": self._apply.lower(self.params, self.opt_state, grads, tally)}
 
     def step(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
         """One optimizer step over the sum of the microbatches' losses. Blocks until it is done.

@@ -16,6 +16,7 @@ import sys
 import pytest
 
 HERE = pathlib.Path(__file__).resolve().parent
+TARGET = HERE.parents[1] / "fluxjax" / "sizing" / "targets" / "h100.txtpb"
 # Attention is the portable kernel's loop, or the calls of the Triton kernels: two in a backward pass.
 EVENT = re.compile(
     r"%\S+ = .* (all-to-all-start|all-to-all-done|while|custom-call)\(.*?/(\w+ward)_round(\d)_"
@@ -70,7 +71,7 @@ def plugin_environment() -> dict[str, str]:
 @pytest.mark.parametrize("residuals", ["keep", "remat"])
 def test_every_transfer_runs_behind_attention_forward_and_backward(residuals, tmp_path):
     hlo = tmp_path / "step.hlo"
-    command = [sys.executable, HERE / "overlap_program.py", HERE / "h100_target.txtpb", hlo, residuals]
+    command = [sys.executable, HERE / "overlap_program.py", TARGET, hlo, residuals]
     done = subprocess.run(command, env=plugin_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     attentions = passes(hlo.read_text())

@@ -1,0 +1,48 @@
+"""Qwen2.5-7B learns mathematics from text by reinforcement learning on one host of eight H100 (80 GB).
+
+    hf download Qwen/Qwen2.5-7B-Instruct --local-dir Qwen2.5-7B-Instruct
+    hf download zwhe99/DeepMath-103K --repo-type dataset --local-dir DeepMath-103K
+    python -m fluxjax.preflight --config=configs/qwen2_5_7b.py --topology 1x8xh100
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m fluxjax.train --config=configs/qwen2_5_7b.py
+
+Expected memory: PEAK.
+
+Never measured: no step of it has run on a GPU. `number` compares the last number of an answer, so that answers that
+are formulas count as wrong.
+"""
+
+from fluxjax.config import Config, ConfigError, DType, Remat, SourceConfig, Strategy
+
+
+def get_config(variant: str = "") -> Config:
+    if variant:
+        raise ConfigError(f"configs/qwen2_5_7b.py has no variants, such as {variant!r}")
+    config = Config(name="qwen2_5_7b")
+    config.steps = 200
+    config.model.path = "Qwen2.5-7B-Instruct"
+    config.model.compute_dtype = DType.BFLOAT16
+    config.data.sources = {
+        "deepmath": SourceConfig(
+            path="DeepMath-103K/data", reward="number", prompt_field="question", answer_field="final_answer"
+        )
+    }
+    config.data.chat_template = True
+    config.rollout.prompts_per_step = 128
+    config.rollout.max_new_tokens = 4096
+    config.rollout.max_sequence_tokens = 5120
+    config.rollout.slots = 64  # of each engine
+    config.policy.engines = 8
+    config.algorithm.clip_high = 0.28
+    config.algorithm.kl_coefficient = 0.001
+    config.optim.lr = 1e-6
+    config.optim.warmup_steps = 5
+    config.optim.beta2 = 0.999
+    config.optim.weight_decay = 0.01
+    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    config.sharding.remat = Remat.LAYER
+    config.packing.tokens_per_row = 16384
+    config.packing.rows_per_device = 1
+    config.checkpoint.every = 20
+    config.evaluation.every = 20
+    config.report.logprob_gap_alarm = 0.05  # bfloat16; engine and trainer add up in different orders
+    return config

@@ -1,0 +1,33 @@
+"""Qwen2.5-VL-32B learns geometry by reinforcement learning on four hosts of eight H100 (80 GB).
+
+    hf download Qwen/Qwen2.5-VL-32B-Instruct --local-dir Qwen2.5-VL-32B-Instruct
+    hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
+    python -m fluxjax.preflight --config=configs/qwen2_5_vl_32b.py --topology 4x8xh100
+
+Expected memory: PEAK.
+
+It can't be trained yet: `python -m fluxjax.train` runs on the devices of one process, and these are four hosts. The
+pre-flight says that weights, moments and activations would fit. Never measured: anything else.
+"""
+
+import pathlib
+import runpy
+
+from fluxjax.config import Config, ConfigError
+
+_QWEN = pathlib.Path(__file__).parent / "qwen2_5_vl_7b.py"  # the same run but for what is set below
+
+
+def get_config(variant: str = "") -> Config:
+    if variant:
+        raise ConfigError(f"configs/qwen2_5_vl_32b.py has no variants, such as {variant!r}")
+    config: Config = runpy.run_path(str(_QWEN))["get_config"]()
+    config.name = "qwen2_5_vl_32b"
+    config.model.path = "Qwen2.5-VL-32B-Instruct"
+    config.rollout.prompts_per_step = 128
+    config.policy.engines = 4
+    config.parallelism.degree = 8  # an engine on each host: the weights alone are 62 GiB in bfloat16
+    config.rollout.slots = 128
+    config.packing.tokens_per_row = 8192
+    config.packing.patches_per_device = 8192
+    return config

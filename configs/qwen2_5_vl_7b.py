@@ -1,0 +1,53 @@
+"""Qwen2.5-VL-7B learns geometry by reinforcement learning on one host of eight H100 (80 GB).
+
+    hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir Qwen2.5-VL-7B-Instruct
+    hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
+    python -m fluxjax.preflight --config=configs/qwen2_5_vl_7b.py --topology 1x8xh100
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m fluxjax.train --config=configs/qwen2_5_vl_7b.py
+
+Expected memory, by the pre-flight: 66 of 75 GiB that JAX may use of a device (accumulate), 4 GiB of
+host memory while weights are loaded (docs/preflight.md).
+
+Never measured: no step of it has run on a GPU. Speed, stability of the learning rate, and the final accuracy are not
+known; `number` compares the last number of an answer, so that answers with roots or letters count as wrong.
+"""
+
+from fluxjax.config import Config, ConfigError, DType, Remat, SourceConfig, Strategy
+
+
+def get_config(variant: str = "") -> Config:
+    if variant:
+        raise ConfigError(f"configs/qwen2_5_vl_7b.py has no variants, such as {variant!r}")
+    config = Config(name="qwen2_5_vl_7b")
+    config.steps = 200
+    config.model.path = "Qwen2.5-VL-7B-Instruct"
+    config.model.compute_dtype = DType.BFLOAT16
+    config.data.sources = {
+        "geometry3k": SourceConfig(
+            path="geometry3k/data/train-00000-of-00001.parquet",
+            eval_path="geometry3k/data/test-00000-of-00001.parquet",
+            reward="number",
+        )
+    }
+    config.data.chat_template = True
+    config.data.max_pixels = 1280 * 28 * 28  # 1,280 features of an image at most
+    config.rollout.prompts_per_step = 64
+    config.rollout.max_new_tokens = 2048
+    config.rollout.max_sequence_tokens = 4096
+    config.rollout.slots = 64  # of each engine
+    config.policy.engines = 8
+    config.algorithm.clip_high = 0.28
+    config.algorithm.kl_coefficient = 0.001
+    config.optim.lr = 1e-6
+    config.optim.warmup_steps = 5
+    config.optim.beta2 = 0.999
+    config.optim.weight_decay = 0.01
+    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    config.sharding.remat = Remat.LAYER
+    config.packing.tokens_per_row = 16384
+    config.packing.rows_per_device = 1
+    config.packing.patches_per_device = 16384
+    config.checkpoint.every = 20
+    config.evaluation.every = 20
+    config.report.logprob_gap_alarm = 0.05  # bfloat16; engine and trainer add up in different orders
+    return config

@@ -1,0 +1,103 @@
+"""Says what a run needs of each device before there is one: its real programs, compiled on this machine's CPU.
+
+    python -m fluxjax.preflight --config=configs/qwen2_5_vl_7b.py --topology 1x8xh100
+    python -m fluxjax.preflight --config=configs/qwen2_5_vl_7b.py --topology 1x8xh100 --layers 2 --json
+    python -m fluxjax.preflight --config=configs/qwen2_5_7b.py --topology 1x8xh100 --config.rollout.slots=128
+
+Compiles the largest shape of each program (gradients of a microbatch, update, log-probs, prefill, decode) for GPUs
+that are only described: no weights, data or GPU are needed. Prints memory a device by kind, collectives and how many of
+them nothing hides, host memory for loading, the longest row that fits, and settings that would fit where these do not.
+
+  --topology HOSTSxDEVICESxKIND   the devices, such as 1x8xh100; kinds are those in fluxjax/sizing/targets
+  --layers N                      compile N and 2N decoder layers only, and extrapolate: quicker for deep models
+  --model-config FILE             a config.json with the model's sizes, where model.path is not on this machine; known
+                                  models need none (configs/models)
+  --out FILE                      the picture; by default preflight.png in config.run_dir, or runs/preflight-NAME.png
+  --json                          print one line of JSON instead of tables: fits, peak_gib, memory_gib, ...
+  --aot-folder FOLDER             a folder with jax-cuda12-plugin and jax-cuda12-pjrt, if not in the environment (or the
+                                  variable FLUXJAX_AOT); `bash scripts/test.sh aot` makes one, which is then found
+
+Exit status: 0 if it fits, 1 if not, 2 for what the user can mend. JAX may use 95 % of a device's memory here, or what
+XLA_PYTHON_CLIENT_MEM_FRACTION says; tell a run the same, since by itself JAX takes 75 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+from .config import Config, ConfigError
+from .config.cli import parse
+
+FRACTION = 0.95  # of a device's memory; what is left is for CUDA, NCCL and the kernels' code
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0 if the run fits, 1 if it does not, 2 for an error that the user can mend."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage="python -m fluxjax.preflight --help")
+    parser.add_argument("--topology", default="1x8xh100")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--model-config", default="")
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--aot-folder", default="")
+    options, rest = parser.parse_known_args(argv)
+    config = parse(rest, __doc__ or "", default="configs/qwen2_5_vl_7b.py")
+    try:
+        return _preflight(config, options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _preflight(config: Config, options: argparse.Namespace) -> int:
+    from .sizing.topology import Topology, find_plugin
+
+    topology, fraction = Topology.parse(options.topology), _fraction()
+    if options.layers < 0:
+        raise ConfigError(f"--layers {options.layers}: must not be negative")
+    if config.run_dir:
+        picture = pathlib.Path(config.run_dir) / "preflight.png"
+    else:
+        picture = pathlib.Path("runs") / f"preflight-{config.name}.png"
+    picture = options.out or picture
+    if options.out and not picture.absolute().parent.is_dir():
+        raise ConfigError(f"--out {picture}: there is no folder {picture.parent}")
+    find_plugin(options.aot_folder)
+    from .sizing.check import check  # JAX loads here, and finds the plugin
+    from .sizing.model_sizes import model_sizes
+    from .sizing.show import draw, show
+
+    model = model_sizes(config, options.model_config)
+    usable = fraction * topology.memory
+    verdict = check(config, model, topology.devices(), topology.memory, usable, _progress, options.layers)
+    title = f"{config.name} on {topology}"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw(verdict, title, picture)
+    if options.json:
+        print(json.dumps({"config": config.name, "topology": str(topology), **verdict.json()}))
+    else:
+        from rich.console import Console
+
+        show(verdict, title, Console(width=None if sys.stdout.isatty() else 120))
+        print(f"drawn in {picture}")
+    return 0 if verdict.fits else 1
+
+
+def _fraction() -> float:
+    given = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+    try:
+        return float(given or FRACTION)
+    except ValueError:
+        raise ConfigError(f"XLA_PYTHON_CLIENT_MEM_FRACTION is {given!r}, which is no number") from None
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

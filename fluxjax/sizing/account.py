@@ -1,0 +1,133 @@
+"""Memory of a device by kind, in each phase of a step; whether it fits; and which settings would make it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+GIB = 2.0**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """Bytes on the fullest device. `temporaries` and `results` are those of each program, by name."""
+
+    masters: float
+    moments: float
+    reference: float  # frozen weights of the KL term, 0 without
+    batch: float
+    engine: float  # weights of the engines of a device
+    cache: float  # keys and values, of all engines of a device
+    largest_weight: float  # a stack of layers as it is handed to an engine
+    temporaries: Mapping[str, float]
+    results: Mapping[str, float]
+
+    def phases(self) -> dict[str, dict[str, float]]:
+        """Bytes by phase and kind. Weights, moments and the engines' caches stay through all of a step."""
+        resident = {
+            "master weights": self.masters,
+            "moments": self.moments,
+            "reference weights": self.reference,
+            "engine weights": self.engine,
+            "KV cache": self.cache,
+        }
+
+        def during(program: str, **more: float) -> dict[str, float]:
+            temporaries = self.temporaries[program] + self.results[program]
+            kinds = resident | {name.replace("_", " "): size for name, size in more.items()}
+            return {kind: size for kind, size in (kinds | {"temporaries": temporaries}).items() if size}
+
+        # The next microbatch is placed while one is computed; gradients are laid out as the weights.
+        return {
+            "accumulate": during("accumulate", gradients=self.masters, batches=2 * self.batch),
+            "update": during("update", gradients=self.masters),
+            "logprobs": during("logprobs", batches=2 * self.batch),
+            "prefill": during("prefill"),
+            "decode": during("decode"),
+            # An engine replaces its weights one by one (`rollout.layer_weights.split_layers`).
+            "publish": {kind: size for kind, size in resident.items() if size} | {"temporaries": self.largest_weight},
+        }
+
+    def peak(self) -> tuple[str, float]:
+        """(the phase that needs most, its bytes)."""
+        totals = {phase: sum(kinds.values()) for phase, kinds in self.phases().items()}
+        phase = max(totals, key=lambda name: totals[name])
+        return phase, totals[phase]
+
+    @property
+    def bytes(self) -> float:
+        return self.peak()[1]
+
+    def with_temporaries(self, program: str, size: float) -> Account:
+        return dataclasses.replace(self, temporaries={**self.temporaries, program: max(size, 0.0)})
+
+    def with_slots(self, share: float) -> Account:
+        """With `share` of the slots: a round of decoding reads and writes a part of the cache for each."""
+        account = dataclasses.replace(self, cache=share * self.cache)
+        return account.with_temporaries("decode", share * self.temporaries["decode"])
+
+    def with_devices(self, factor: float) -> Account:
+        """On `factor` times as many devices: what FSDP cuts becomes smaller."""
+        return dataclasses.replace(
+            self, masters=self.masters / factor, moments=self.moments / factor, reference=self.reference / factor
+        ).with_temporaries("update", self.temporaries["update"] / factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How a program's temporaries grow with the tokens of a row: a straight line through two compiled lengths."""
+
+    tokens: int
+    slope: float  # bytes a token
+
+    def account(self, account: Account, tokens: int) -> Account:
+        """With rows of so many tokens."""
+        more = (tokens - self.tokens) * self.slope
+        account = account.with_temporaries("accumulate", account.temporaries["accumulate"] + more)
+        share = tokens / self.tokens
+        scored = account.temporaries["logprobs"] * max(share, 1.0)  # what does not grow with the row is not known
+        return dataclasses.replace(account.with_temporaries("logprobs", scored), batch=share * account.batch)
+
+    def largest(self, account: Account, usable: float, step: int = 256) -> int:
+        """The longest row with which all phases fit, in multiples of `step`; 0 if none does."""
+        low, high = 0, 1
+        while high < 1 << 20 and self.account(account, high * step).bytes <= usable:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.account(account, middle * step).bytes <= usable
+            low, high = (middle, high) if fits else (low, middle)
+        return low * step
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """Settings that make a run fit, or bring it nearer, and what it then needs."""
+
+    settings: tuple[str, ...]
+    bytes: float
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.settings)}  ->  {self.bytes / GIB:.1f} GiB"
+
+
+# A setting, as on the command line, and the account with it; None where it changes nothing.
+Change: TypeAlias = Callable[[Account], tuple[str, Account] | None]
+
+
+def remedies(account: Account, usable: float, changes: Sequence[Change]) -> list[Remedy]:
+    """Each of the changes that alone makes the run fit; where none does, the first few of them together, which may not
+    suffice either."""
+    alone = [found for change in changes if (found := change(account)) is not None]
+    if fitting := [Remedy((setting,), changed.bytes) for setting, changed in alone if changed.bytes <= usable]:
+        return fitting
+    settings: list[str] = []
+    for change in changes:
+        found = change(account)
+        if found is not None and found[1].bytes < account.bytes:
+            settings.append(found[0])
+            account = found[1]
+        if account.bytes <= usable:
+            break
+    return [Remedy(tuple(settings), account.bytes)] if settings else []

@@ -1,0 +1,131 @@
+"""The largest batches that a configuration allows: composed from made-up prompts as real ones are, kept as shapes.
+
+Where sequences are spread over devices, the sizes of some buffers depend on the lengths of a step: these are the
+largest that a few steps of made-up lengths asked for. Rows and patches are as long as `packing` allows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+
+from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
+from models.inputs import ModelInput
+from models.processing.vision_input import pack_patches
+from sharding.spread.shapes import ShapeBook
+
+from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
+from ..batch.composer import Composer
+from ..batch.fill import lay_out_rows
+from ..batch.part import Room
+from ..batch.pieces import PackedRows, Piece, TrainGroup
+from ..batch.rows import Budget
+from ..config import Config, ConfigError, Strategy
+
+STEPS = 3  # of made-up lengths
+TEXT_TOKENS = 16  # of a prompt beside its image, at least
+
+
+def vision_of(model: AnyConfig) -> VisionConfig | None:
+    return model.vision if isinstance(model, Qwen25VLConfig) else None
+
+
+def longest_prompt(config: Config, model: AnyConfig) -> ModelInput:
+    """A prompt as long as the rollout allows, with as large an image as its tokens, the settings and a device's patches
+    allow. Raises ConfigError where there is no room for any."""
+    tokens = config.rollout.max_sequence_tokens - config.rollout.max_new_tokens
+    return prompt(config, model, tokens)
+
+
+def prompt(config: Config, model: AnyConfig, tokens: int, image: bool = True) -> ModelInput:
+    """A prompt of so many tokens; as much of it as may be is one image, if there is to be one."""
+    token_ids, positions = np.zeros(tokens, np.int32), np.zeros((3, tokens), np.int32)
+    features, vision_input = np.full(tokens, -1, np.int32), None
+    vision = vision_of(model)
+    if vision is not None and image:
+        most = min(tokens - TEXT_TOKENS, config.packing.patches_per_device // vision.merge_unit)
+        if config.data.max_pixels:
+            most = min(most, config.data.max_pixels // (vision.patch_size**2 * vision.merge_unit))
+        if most < 1:
+            raise ConfigError(
+                f"rollout.max_sequence_tokens, rollout.max_new_tokens and packing.patches_per_device leave no room for "
+                f"an image in a prompt of {tokens} tokens"
+            )
+        rows = math.isqrt(most)
+        columns = most // rows
+        merge = vision.spatial_merge_size
+        grid = (1, rows * merge, columns * merge)
+        patches = np.zeros((grid[1] * grid[2], vision.patch_values), np.float32)
+        vision_input, order = pack_patches(patches, [grid], vision)
+        features[: len(order)] = order
+    return ModelInput(token_ids, positions, features, tokens, vision_input)
+
+
+def largest_batch(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
+    """The largest microbatch on so many devices, as shapes."""
+    compose = _largest_rows if config.sharding.strategy is Strategy.FSDP else _largest_spread
+    batch = compose(config, model, num_devices)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
+
+
+def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
+    vision = vision_of(model)
+    budget = Budget.of(config, num_devices, vision)
+    group = Group(Prompt("largest", "", "", ""), (_sample(0, 0, config.rollout.max_new_tokens),))
+    temperature = 1.0 if config.schedules.temperature else None  # a token's own is written down where it changes
+    to_train = TrainGroup("largest", longest_prompt(config, model), group.samples, np.ones(1), 0, temperature)
+    row = (Piece(0, (0,)),)
+    plan = PackedRows(budget.rows[-1], budget.patches[-1], ((row,), *[()] * (num_devices - 1)))
+    composition = lay_out_rows([plan], [to_train], budget.tokens_per_row, config.packing.share_prompts, vision)
+    return composition.microbatches[0].batch
+
+
+def _largest_spread(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
+    vision, room = vision_of(model), Room.of(config, vision_of(model))
+    shapes = ShapeBook(most=1)  # an entry that grows with each step
+    composer = Composer(config, num_devices, vision, model.text, shapes)
+    composer.check()
+    for step in range(STEPS):
+        composer.compose(*_made_up_step(config, model, num_devices, step))
+    (sizes,) = shapes.entries[num_devices]
+    sizes["columns"] = room.tokens
+    if vision is not None:
+        sizes["patches"] = room.whole_patches
+    return composer.compose(*_made_up_step(config, model, num_devices, STEPS - 1)).microbatches[0].batch
+
+
+def _made_up_step(
+    config: Config, model: AnyConfig, num_devices: int, step: int
+) -> tuple[list[Group], dict[int, PreparedPrompt]]:
+    """Groups that fill nine tenths of the devices' rows, by draw, and their prompts; many are short and few long, but
+    for step 0, where all are as long as may be."""
+    rollout, dice = config.rollout, np.random.default_rng(step)
+    room = Room.of(config, vision_of(model))
+    left = int(0.9 * room.tokens * num_devices)
+    patches_left = int(0.8 * room.whole_patches * num_devices)
+    groups, prepared = [], {}
+    longest = rollout.max_sequence_tokens - rollout.max_new_tokens
+    while True:
+        scale = 1.0 if step == 0 else float(dice.beta(1.0, 2.0))
+        size = max(int(scale * longest), min(longest, 4 * TEXT_TOKENS))
+        inputs = prompt(config, model, size)
+        lengths = np.maximum(rollout.max_new_tokens * scale * dice.uniform(0.5, 1.0, rollout.group_size), 1).astype(int)
+        copies = 1 if config.packing.share_prompts else rollout.group_size
+        patches = copies * inputs.vision.num_patches if inputs.vision is not None else 0
+        if patches > patches_left:
+            inputs, patches = prompt(config, model, size, image=False), 0
+        tokens = copies * len(inputs) + int(lengths.sum())
+        if groups and tokens > left:
+            return groups, prepared
+        left, patches_left = left - tokens, patches_left - patches
+        draw = len(groups)
+        described = Prompt(f"made up {draw}", "", "", "", draw=draw)
+        groups.append(Group(described, tuple(_sample(draw, k, int(n)) for k, n in enumerate(lengths))))
+        prepared[draw] = PreparedPrompt(described, inputs)
+
+
+def _sample(draw: int, index: int, tokens: int) -> Sample:
+    response = Response(f"{draw}/{index}", draw, index, (0,) * tokens, (0.0,) * tokens, (0,) * tokens, "length", 1.0)
+    return Sample(response, Reward(float(index % 2), False), advantage=1.0)

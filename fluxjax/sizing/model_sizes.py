@@ -1,0 +1,41 @@
+"""The sizes of the model that a configuration names, read without its weights."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from models.config import AnyConfig, ModelConfigError
+from models.hf_config import read_config
+
+from ..config import Config, ConfigError
+
+SHIPPED = pathlib.Path(__file__).resolve().parents[2] / "configs" / "models"
+
+
+def model_sizes(config: Config, file: str = "") -> AnyConfig:
+    """The sizes in `file`, a Hugging Face config.json; by default the one in the folder `model.path`, or the shipped
+    one of that folder's name. Raises ConfigError where there is none, or for an architecture that is not supported."""
+    path = config.model.path
+    shipped = SHIPPED / f"{pathlib.Path(path).name}.json"
+    if file:
+        found = pathlib.Path(file)
+    elif not path:
+        raise ConfigError(
+            "model.path is empty: a tiny model of random weights fits anywhere; give --config.model.path=FOLDER or "
+            "--model-config FILE (a config.json)"
+        )
+    else:
+        found = next((f for f in (pathlib.Path(path) / "config.json", shipped) if f.is_file()), pathlib.Path(path))
+    if not found.is_file():
+        known = ", ".join(sorted(f.stem for f in SHIPPED.glob("*.json")))
+        raise ConfigError(
+            f"{found}: no such file"
+            if file
+            else f"model.path: {path} has no config.json, and the sizes of "
+            f"{shipped.stem} are not among those in configs/models ({known}); give --model-config FILE (a config.json)"
+        )
+    try:
+        return read_config(json.loads(found.read_text()))
+    except (ModelConfigError, ValueError) as error:
+        raise ConfigError(f"{found}: {error}") from error

@@ -1,0 +1,165 @@
+"""A run's programs, compiled for devices that may not be there: what each allocates and sends.
+
+Arguments are shapes with shardings, so that nothing is allocated. Only the largest shape of each program is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+import models
+from models.config import AnyConfig, Qwen25VLConfig
+from models.decoder import Decoder
+from rollout.lowered import EngineArrays, lowered_programs
+from sharding.mesh import make_mesh
+from sharding.target import compiling_for
+
+from ..algorithms import ALGORITHMS
+from ..base.types import TrainBatch
+from ..config import Config, ConfigError, Policy, Strategy
+from ..learner.learner import Learner
+from .largest import largest_batch, longest_prompt, vision_of
+from .schedule import Traffic, traffic
+
+Progress = Callable[[str], None]  # is told which program is compiled next
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled program, as one device sees it. Sizes in bytes."""
+
+    temporaries: float
+    results: float  # that lie in no argument's place
+    traffic: Mapping[str, Traffic]  # by kind of collective
+    seconds: float  # of compiling
+
+    @staticmethod
+    def of(lowered: jax.stages.Lowered) -> Compiled:
+        began = time.perf_counter()
+        compiled = lowered.compile()
+        memory, seconds = compiled.memory_analysis(), time.perf_counter() - began
+        assert memory is not None, "XLA:GPU says what a program allocates"
+        results = float(memory.output_size_in_bytes - memory.alias_size_in_bytes)
+        return Compiled(float(memory.temp_size_in_bytes), results, traffic(compiled.as_text() or ""), seconds)
+
+    def beyond(self, other: Compiled, factor: float) -> Compiled:
+        """On the straight line from `self` (at 0) through `other` (at 1), at `factor`; nothing is below zero."""
+
+        def at(first: float, second: float) -> float:
+            return max(first + factor * (second - first), 0.0)
+
+        kinds = {
+            kind: Traffic(
+                *map(
+                    at,
+                    dataclasses.astuple(self.traffic.get(kind, Traffic())),
+                    dataclasses.astuple(other.traffic.get(kind, Traffic())),
+                )
+            )
+            for kind in {**self.traffic, **other.traffic}
+        }
+        return Compiled(
+            at(self.temporaries, other.temporaries),
+            at(self.results, other.results),
+            kinds,
+            self.seconds + other.seconds,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunShapes:
+    """What a run of `config` with a model of these sizes keeps on `devices`, as shapes with shardings."""
+
+    config: Config
+    model: AnyConfig
+    devices: Sequence[Any]
+    learner: Learner
+    batch: TrainBatch  # on the mesh
+    engine: EngineArrays
+
+    @staticmethod
+    def of(config: Config, model: AnyConfig, devices: Sequence[Any]) -> RunShapes:
+        """Raises ConfigError for what can't be compiled ahead, and for batches that no device holds."""
+        if config.sharding.strategy is Strategy.ODC:
+            raise ConfigError(
+                "sharding.strategy is odc, which makes a program of each layer; the pre-flight does not compile these: "
+                "try --config.sharding.strategy=flex_ulysses, which keeps as many weights and tokens on a device"
+            )
+        if config.sharding.devices not in (0, len(devices)):
+            raise ConfigError(f"sharding.devices is {config.sharding.devices}, the topology has {len(devices)}")
+        abstract = models.abstract(model)
+        media_ids = (model.image_token_id, model.video_token_id) if isinstance(model, Qwen25VLConfig) else ()
+        loss, mesh = ALGORITHMS[config.algorithm.name].token_loss, make_mesh(devices=devices)
+        learner = Learner(config, abstract, loss, mesh=mesh, never_sampled=media_ids)
+        batch = learner.gradients.strategy.place(largest_batch(config, model, len(devices)))
+        return RunShapes(config, model, devices, learner, batch, engine_arrays(config, abstract, devices))
+
+    def compiled(self, names: Sequence[str], progress: Progress) -> dict[str, Compiled]:
+        """These of the programs `accumulate`, `update`, `logprobs`, `prefill` and `decode`."""
+        lowered: dict[str, jax.stages.Lowered] = {}
+        with compiling_for("gpu"):
+            if {"accumulate", "update", "logprobs"} & set(names):
+                lowered |= self.learner.lowered(self.batch)
+            if {"prefill", "decode"} & set(names):
+                vision = vision_of(self.model)
+                lowered |= lowered_programs(
+                    models.abstract(self.model),
+                    self.engine,
+                    devices=self.devices[: self.config.parallelism.degree],
+                    prompt=longest_prompt(self.config, self.model),
+                    begun=_begun(self.config),
+                    merge_unit=vision.merge_unit if vision is not None else 1,
+                )
+        found = {}
+        for name in names:
+            progress(f"compiling {name}, {self.model.text.num_layers} layers")
+            found[name] = Compiled.of(lowered[name])
+        return found
+
+
+def compiled_at_depth(
+    config: Config, model: AnyConfig, devices: Sequence[Any], names: Sequence[str], few: int, progress: Progress
+) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
+    """(the programs of the model with `few` layers, those of all its layers); the latter are on the straight line
+    through `few` and twice as many, unless these are all."""
+    first = RunShapes.of(config, with_layers(model, few), devices).compiled(names, progress)
+    depth = model.text.num_layers
+    if few == depth:
+        return first, first
+    twice = RunShapes.of(config, with_layers(model, 2 * few), devices).compiled(names, progress)
+    return first, {name: first[name].beyond(twice[name], (depth - few) / few) for name in names}
+
+
+def _begun(config: Config) -> list[int]:
+    """The lengths of the responses that an engine may have to prefill with their prompt, as long as they get."""
+    moved = config.stream_trainer.enabled or config.parallelism.enabled
+    goes_on = config.policy.name in (Policy.APRIL, Policy.ADAPTIVE_ASYNC) or moved
+    return [config.rollout.max_new_tokens] * config.rollout.group_size if goes_on else []
+
+
+def engine_arrays(config: Config, model: Decoder, devices: Sequence[Any], degree: int = 0) -> EngineArrays:
+    """What an engine of `degree` devices (0: as configured) keeps."""
+    rollout, degree = config.rollout, degree or config.parallelism.degree
+    dtype = config.model.compute_dtype.value
+    return EngineArrays.of(model, rollout.slots, rollout.max_sequence_tokens, dtype, devices[:degree])
+
+
+def bytes_on_device(tree: PyTree) -> float:
+    """The bytes that a device holds of these arrays; the largest share, where shares differ."""
+    total = 0.0
+    for x in jax.tree.leaves(tree):
+        shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
+        total += float(math.prod(shape)) * x.dtype.itemsize
+    return total
+
+
+def with_layers(model: AnyConfig, layers: int) -> AnyConfig:
+    """The same sizes with so many decoder layers."""
+    return dataclasses.replace(model, text=dataclasses.replace(model.text, num_layers=layers), extra="{}")

@@ -1,0 +1,118 @@
+"""A pre-flight's findings as tables and as a picture."""
+
+from __future__ import annotations
+
+import pathlib
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from .account import GIB
+from .check import Verdict
+
+_KINDS = {  # in the order of bars and columns
+    "master weights": "#1f77b4",
+    "moments": "#6baed6",
+    "gradients": "#08519c",
+    "reference weights": "#9ecae1",
+    "engine weights": "#2ca02c",
+    "KV cache": "#ff7f0e",
+    "batches": "#9467bd",
+    "temporaries": "#d62728",
+}
+_MEANING = {
+    "accumulate": "gradients of a microbatch",
+    "update": "optimizer step",
+    "logprobs": "log-probs of a microbatch",
+    "prefill": "prompts into the cache",
+    "decode": "tokens of all slots",
+    "publish": "new weights to the engines",
+}
+
+
+def show(verdict: Verdict, title: str, console: Console) -> None:
+    """Prints memory by phase and kind, collectives by program and kind, and the verdict."""
+    phases = verdict.account.phases()
+    kinds = [kind for kind in _KINDS if any(kind in sizes for sizes in phases.values())]
+    memory = Table(title=f"{title}: GiB on the fullest of {verdict.devices} devices", title_justify="left")
+    memory.add_column("kind")
+    for phase in phases:
+        memory.add_column(phase, justify="right")
+    for kind in kinds:
+        memory.add_row(kind, *(f"{sizes[kind] / GIB:.2f}" if kind in sizes else "" for sizes in phases.values()))
+    memory.add_section()
+    memory.add_row("in all", *(f"{sum(sizes.values()) / GIB:.2f}" for sizes in phases.values()))
+    console.print(memory)
+    console.print("; ".join(f"{phase}: {_MEANING[phase]}" for phase in phases) + ".", style="dim")
+
+    sent = Table(title="collectives of one run of a program, a device", title_justify="left")
+    for column in ("program", "kind", "count", "GB", "exposed", "GB exposed"):
+        sent.add_column(column, justify="left" if column in ("program", "kind") else "right")
+    for program, compiled in verdict.programs.items():
+        for kind, traffic in sorted(compiled.traffic.items()):
+            numbers = (f"{traffic.count:.0f}", f"{traffic.bytes / 1e9:.2f}", f"{traffic.exposed:.0f}")
+            sent.add_row(program, kind, *numbers, f"{traffic.exposed_bytes / 1e9:.2f}")
+            program = ""
+        sent.add_section()
+    console.print(sent)
+    console.print(
+        "Exposed: in the compiled schedule nothing that takes as long runs between start and end.", style="dim"
+    )
+    for line in _conclusions(verdict):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _conclusions(verdict: Verdict) -> list[str]:
+    phase, peak = verdict.account.peak()
+    lines = [f"{verdict.parameters / 1e9:.2f} billion parameters, {verdict.layers} decoder layers."]
+    if verdict.extrapolated:
+        few = verdict.compiled_layers
+        lines.append(
+            f"EXTRAPOLATED: {few} and {2 * few} layers were compiled; temporaries and collectives of "
+            f"{verdict.layers} lie on the straight line through both. Without --layers all are compiled."
+        )
+    lines.append(
+        f"While weights are loaded, a process takes up to {verdict.host / GIB:.1f} GiB of host memory (the largest "
+        "tensor, as read and as float32) beside what Python and XLA take."
+    )
+    lines.append(
+        f"The largest row that fits: {verdict.largest_row} tokens (packing.tokens_per_row is {verdict.row}; on the "
+        f"straight line through that and {2 * verdict.row})."
+        if verdict.largest_row
+        else "No row fits, however short."
+    )
+    usable = f"{verdict.usable / GIB:.1f} of {verdict.memory / GIB:.1f} GiB"
+    lines.append(
+        f"{'FITS' if verdict.fits else 'DOES NOT FIT'}: the peak is {peak / GIB:.1f} GiB ({phase}); JAX may use "
+        f"{usable} with XLA_PYTHON_CLIENT_MEM_FRACTION={verdict.usable / verdict.memory:.2f}."
+    )
+    if not verdict.fits:
+        fitting = [remedy for remedy in verdict.remedies if remedy.bytes <= verdict.usable]
+        if fitting:
+            lines.append("It would fit with" + (" any one of:" if len(fitting) > 1 else ":"))
+        elif verdict.remedies:
+            lines.append("None of these makes it fit, not even all together; use a smaller model or more devices:")
+        lines += [f"  {remedy}" for remedy in verdict.remedies]
+    return lines
+
+
+def draw(verdict: Verdict, title: str, file: pathlib.Path) -> None:
+    """Draws memory by phase as stacked bars, with a line at what JAX may use."""
+    phases = verdict.account.phases()
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    left = dict.fromkeys(phases, 0.0)
+    for kind, colour in _KINDS.items():
+        widths = [phases[phase].get(kind, 0.0) / GIB for phase in phases]
+        if any(widths):
+            axes.barh(list(phases), widths, left=list(left.values()), color=colour, label=kind)
+            left = {phase: left[phase] + width for phase, width in zip(phases, widths, strict=True)}
+    axes.axvline(verdict.usable / GIB, color="black", linestyle="--", linewidth=1)
+    axes.text(verdict.usable / GIB, -0.6, "usable ", ha="right", va="bottom", fontsize=8)
+    axes.invert_yaxis()
+    layers = f", extrapolated from {verdict.compiled_layers} layers" if verdict.extrapolated else ""
+    axes.set(xlabel=f"GiB on the fullest device{layers}", title=title)
+    axes.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    FigureCanvasAgg(figure).print_png(str(file))

@@ -1,0 +1,110 @@
+"""Devices that are not there: XLA compiles for them by a description of the GPU, and never runs anything.
+
+Two packages are needed, no GPU: `jax-cuda12-plugin` and `jax-cuda12-pjrt`, of the version of jaxlib.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+from typing import Any
+
+from ..base.errors import ConfigError
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TARGETS = pathlib.Path(__file__).parent / "targets"
+FOLDER = "FLUXJAX_AOT"  # names the folder of the plugin where it is not in the environment
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """So many hosts with so many devices each, all of one kind: `1x8xh100`."""
+
+    hosts: int
+    devices_per_host: int
+    kind: str
+
+    @staticmethod
+    def parse(text: str) -> Topology:
+        """Raises ConfigError, which lists the kinds, for anything but `HOSTSxDEVICESxKIND`."""
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(\w+)", text.lower())
+        if match is None or match[3] not in kinds():
+            raise ConfigError(
+                f"--topology {text}: give HOSTSxDEVICESxKIND, such as 1x8xh100 (one host of eight) or 4x8xh100; "
+                f"kinds are {', '.join(kinds())}"
+            )
+        return Topology(int(match[1]), int(match[2]), match[3])
+
+    def __str__(self) -> str:
+        return f"{self.hosts}x{self.devices_per_host}x{self.kind}"
+
+    @property
+    def size(self) -> int:
+        return self.hosts * self.devices_per_host
+
+    @property
+    def description(self) -> str:
+        """The target's description, as XLA reads it (a `GpuTargetConfigProto`)."""
+        return (TARGETS / f"{self.kind}.txtpb").read_text()
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a device."""
+        match = re.search(r"device_memory_size: (\d+)", self.description)
+        assert match is not None, f"{self.kind}.txtpb says nothing of memory"
+        return int(match[1])
+
+    def devices(self) -> list[Any]:
+        """The devices, host by host. The CUDA plugin must be there: see `find_plugin`."""
+        from jax.experimental import topologies
+
+        described = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=self.kind,
+            topology=f"1x{self.hosts}x{self.devices_per_host}",
+            target_config=self.description,
+        )
+        return list(described.devices)
+
+
+def kinds() -> list[str]:
+    """The kinds of device that the package describes."""
+    return sorted(file.stem for file in TARGETS.glob("*.txtpb"))
+
+
+def find_plugin(folder: str = "") -> None:
+    """Lets JAX find its CUDA plugin: in `folder`, in the folder that FLUXJAX_AOT names, in the checkout's .aot (where
+    `bash scripts/test.sh aot` puts it), or in the environment.
+
+    Call it before JAX is imported: from then on JAX runs on the CPU and touches no GPU. Raises ConfigError where the
+    plugin is absent, or of another version than jaxlib.
+    """
+    jaxlib = importlib.metadata.version("jaxlib")
+    folder = folder or os.environ.get(FOLDER, "")
+    if not folder and (ROOT / ".aot" / jaxlib).is_dir():
+        folder = str(ROOT / ".aot" / jaxlib)
+    where = folder or "this environment"
+    if folder and not pathlib.Path(folder).is_dir():
+        raise ConfigError(f"{folder}: no such folder; {_how(jaxlib)}")
+    path = [folder] if folder else sys.path
+    for name in ("jax-cuda12-plugin", "jax-cuda12-pjrt"):
+        found = next(iter(importlib.metadata.distributions(name=name, path=path)), None)
+        if found is None:
+            raise ConfigError(f"{name} is not in {where}, and XLA's compiler for GPUs is in it; {_how(jaxlib)}")
+        if found.version != jaxlib:
+            raise ConfigError(f"{name} in {where} is {found.version}, jaxlib is {jaxlib}; {_how(jaxlib)}")
+    if folder:
+        sys.path.insert(0, folder)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the plugin says many times that there is no driver
+
+
+def _how(version: str) -> str:
+    folder, packages = f".aot/{version}", f"jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
+    install = f"pip install --no-deps --target {folder} {packages}"
+    return f"no GPU is needed: {install}; then --aot-folder {folder}, or FLUXJAX_AOT={folder}"

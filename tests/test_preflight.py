@@ -1,0 +1,346 @@
+"""The pre-flight: what it reads in a schedule, what it adds up, and that its programs are those of a run."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from packing_cases import MODEL, make_config, make_groups
+
+import models
+from fluxjax.algorithms import grpo
+from fluxjax.batch.composer import Composer
+from fluxjax.batch.rows import Budget
+from fluxjax.config import Config, ConfigError, Strategy, cli
+from fluxjax.learner.learner import Learner
+from fluxjax.sizing.account import GIB, Account, Rows, remedies
+from fluxjax.sizing.largest import largest_batch, longest_prompt
+from fluxjax.sizing.model_sizes import model_sizes
+from fluxjax.sizing.schedule import Traffic, traffic
+from fluxjax.sizing.topology import Topology, find_plugin, kinds
+from models.config import Qwen25VLConfig
+from rollout.device import DeviceState
+from rollout.engine_weights import EngineLayout
+from rollout.lowered import EngineArrays, lowered_programs
+from rollout.requests import EngineLimits
+from sharding.kernels.tiles import tile_size
+from sharding.mesh import make_mesh
+from sharding.target import compiling_for
+from sharding.walk import Walk
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+REAL = ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")
+
+SCHEDULE = """HloModule jit_step, is_scheduled=true
+
+%body.1 (p: (s32[], bf16[8,64])) -> (s32[], bf16[8,64]) {
+  %p = (s32[], bf16[8,64]{1,0}) parameter(0)
+  %ag-start = (bf16[1,64]{1,0}, bf16[8,64]{1,0}) all-gather-start(%x), dimensions={0}
+  %gemm = f32[8,8]{1,0} fusion(%p), kind=kCustom, calls=%gemm_fusion_dot.3
+  %ag-done = bf16[8,64]{1,0} all-gather-done(%ag-start)
+  %rs-start = ((f32[8,64]{1,0}, f32[8]{0}), (f32[1,64]{1,0}, f32[1]{0})) reduce-scatter-start(%a, %b), to_apply=%add
+  %small = bf16[4]{0} fusion(%p), kind=kLoop, calls=%fused_add
+  %rs-done = (f32[1,64]{1,0}, f32[1]{0}) reduce-scatter-done(%rs-start)
+  ROOT %out = (s32[], bf16[8,64]{1,0}) tuple(%small, %ag-done)
+}
+
+%cond.1 (p: (s32[], bf16[8,64])) -> pred[] {
+  ROOT %less = pred[] compare(%p, %c), direction=LT
+}
+
+%branch.1 (p: f32[16]) -> f32[16] {
+  ROOT %sum.1 = f32[16]{0} all-reduce(%p), to_apply=%add
+}
+
+ENTRY %main (x: bf16[1,64]) -> bf16[8,64] {
+  %x = bf16[1,64]{1,0} parameter(0)
+  %a2a-start = ((bf16[64]{0}), bf16[64]{0}) all-to-all-start(%x), dimensions={0}
+  %large = bf16[512]{0} fusion(%x), kind=kLoop, calls=%fused_multiply
+  %a2a-done = bf16[64]{0} all-to-all-done(%a2a-start)
+  %loop = (s32[], bf16[8,64]{1,0}) while(%x), body=%body.1, backend_config={"known_trip_count":{"n":"28"}}
+  %either = f32[16]{0} conditional(%c, %a, %b), branch_computations={%branch.1, %branch.1}
+  ROOT %result = bf16[8,64]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_a_schedule_is_read():
+    found = traffic(SCHEDULE)
+    assert found == {
+        "all-gather": Traffic(28.0, 28.0 * 8 * 64 * 2),  # behind a matrix product
+        "reduce-scatter": Traffic(28.0, 28.0 * 2080, 28.0, 28.0 * 2080),  # what runs beside it is too small
+        "all-to-all": Traffic(1.0, 128.0),  # behind a kernel that writes eight times as much
+        "all-reduce": Traffic(2.0, 2.0 * 64, 2.0, 2.0 * 64),  # not asynchronous, in both branches
+    }
+    longer = traffic(SCHEDULE.replace("bf16[512]", "bf16[256]"))
+    assert longer["all-to-all"] == Traffic(1.0, 128.0, 1.0, 128.0)
+
+
+def test_the_schedule_of_a_compiled_program_is_read():
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+    rows = jax.NamedSharding(mesh, jax.P("d"))
+
+    def step(w, x):
+        def layer(x, w):
+            whole = jax.lax.all_gather(w, "d", tiled=True)
+            return jnp.tanh(x @ whole), None
+
+        return jax.lax.psum(jax.lax.scan(layer, x, w)[0].sum(), "d")
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(None, "d"), jax.P("d")), out_specs=jax.P())
+    weights = jax.ShapeDtypeStruct((6, 64, 64), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(None, "d")))
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=rows)
+    found = traffic(jax.jit(mapped).lower(weights, x).compile().as_text() or "")
+    assert found["all-gather"].count == 6 and found["all-gather"].bytes == 6 * 64 * 64 * 4
+    assert found["all-reduce"].bytes == 4
+
+
+ACCOUNT = Account(
+    masters=4 * GIB,
+    moments=8 * GIB,
+    reference=0.0,
+    batch=GIB,
+    engine=15 * GIB,
+    cache=14 * GIB,
+    largest_weight=2 * GIB,
+    temporaries={
+        "accumulate": 40 * GIB,
+        "update": 4 * GIB,
+        "logprobs": 5 * GIB,
+        "prefill": 3 * GIB,
+        "decode": 20 * GIB,
+    },
+    results={"accumulate": 0.0, "update": 0.0, "logprobs": 0.0, "prefill": GIB, "decode": 0.0},
+)
+
+
+def test_a_peak_is_the_sum_of_what_a_phase_holds():
+    phases = ACCOUNT.phases()
+    assert ACCOUNT.peak() == ("accumulate", (4 + 8 + 15 + 14 + 4 + 2 + 40) * GIB) == ("accumulate", ACCOUNT.bytes)
+    assert phases["accumulate"]["gradients"] == phases["accumulate"]["master weights"]
+    assert phases["prefill"]["temporaries"] == 4 * GIB  # results are kept, too
+    assert sum(phases["publish"].values()) == (4 + 8 + 15 + 14 + 2) * GIB
+    assert "reference weights" not in phases["decode"]
+
+
+def test_remedies_are_named_with_what_they_need():
+    def remat(account):
+        return "remat", account.with_temporaries("accumulate", 10 * GIB)
+
+    def slots(account):
+        return "slots", account.with_slots(0.5)
+
+    assert [r.settings for r in remedies(ACCOUNT, 70 * GIB, [remat, slots, lambda _: None])] == [("remat",)]
+    together = remedies(ACCOUNT, 55 * GIB, [slots, remat])
+    assert [r.settings for r in together] == [("slots", "remat")] and together[0].bytes <= 55 * GIB
+    (hopeless,) = remedies(ACCOUNT, 20 * GIB, [slots, remat])
+    assert hopeless.bytes > 20 * GIB
+
+
+def test_the_largest_row_just_fits():
+    rows = Rows(16384, slope=GIB / 512)
+    largest = rows.largest(ACCOUNT, 100 * GIB)
+    assert rows.account(ACCOUNT, largest).bytes <= 100 * GIB < rows.account(ACCOUNT, largest + 256).bytes
+    assert rows.largest(ACCOUNT, 30 * GIB) == 0  # weights and cache alone are more
+
+
+@pytest.mark.parametrize("strategy", [Strategy.FSDP, Strategy.FLEX_ULYSSES])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_no_batch_is_larger_than_the_largest(strategy, devices):
+    config = _config(strategy)
+    largest = largest_batch(config, MODEL, devices)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(largest))
+    if strategy is Strategy.FSDP:
+        (rows, tokens, patches) = Budget.of(config, devices, MODEL.vision).shapes()[-1]
+    else:
+        rows, tokens, patches = devices, 48 * 4, 128 * devices
+    assert largest.inputs.tokens_BT.shape == (rows, tokens) and largest.inputs.vision.num_patches == patches
+    rng = np.random.default_rng(0)
+    contents = [[int(rng.integers(1, 20)), (1, 4, 4)] for _ in range(24)]
+    lengths = [rng.integers(1, 10, 4).tolist() for _ in contents]
+    composer = Composer(config, devices, MODEL.vision, MODEL.text)
+    for microbatch in composer.compose(*make_groups(contents, lengths)).microbatches:
+        assert microbatch.batch.inputs.tokens_BT.size <= rows * tokens
+        assert microbatch.batch.inputs.vision.num_patches <= patches
+
+
+def _config(strategy: Strategy) -> Config:
+    config = make_config()
+    config.sharding.strategy = strategy
+    config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 10, 44
+    return config
+
+
+@pytest.mark.slow
+def test_an_abstract_learner_lowers_the_programs_of_a_real_one():
+    config = _config(Strategy.FLEX_ULYSSES)
+    composer = Composer(config, 4, MODEL.vision, MODEL.text)
+    groups, prepared = make_groups([[5, (1, 4, 4)], [7]], [[3, 4], [9, 2]])
+    batch = composer.compose(groups, prepared).microbatches[0].batch
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    real = Learner(config, models.create(MODEL), grpo.token_loss, mesh=make_mesh(4)).lowered(batch)
+    abstract = Learner(config, models.abstract(MODEL), grpo.token_loss, mesh=make_mesh(4)).lowered(shapes)
+    assert real.keys() == abstract.keys() == {"accumulate", "logprobs", "update"}
+    for name, program in real.items():
+        assert program.as_text() == abstract[name].as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [1, 2])
+def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
+    model, devices = models.create(MODEL), jax.devices()[:degree]
+    limits = EngineLimits(8, 64, MODEL.text.vocab_size, MODEL.vision)
+    real = DeviceState(model, Walk(), limits, EngineLayout.of(devices), jnp.bfloat16)
+    arrays = EngineArrays.of(models.abstract(MODEL), 8, 64, "bfloat16", devices)
+
+    def described(tree):
+        return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
+
+    assert described(arrays.params) == described(real.params)
+    assert described(arrays.cache) == described(real._ready_cache())
+    prompt = longest_prompt(_config(Strategy.FSDP), MODEL)
+    unit = MODEL.vision.merge_unit
+    programs = lowered_programs(models.abstract(MODEL), arrays, devices=devices, prompt=prompt, merge_unit=unit)
+    graphdef, _ = models.split(model)
+    again = lowered_programs(models.merge(graphdef, models.split(model)[1]), arrays, devices=devices, prompt=prompt)
+    assert programs["decode"].as_text() == again["decode"].as_text()
+
+
+def test_choices_for_a_gpu_are_made_where_there_is_none():
+    assert tile_size(16384) == 128
+    with compiling_for("gpu"):
+        assert tile_size(16384) == 512
+    assert tile_size(16384) == 128
+
+
+# --- what the user may get wrong ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["8", "1x8", "1x8xh900", "0x8xh100", "1x8xh100x2"])
+def test_an_unknown_topology_lists_those_that_are_known(text):
+    with pytest.raises(ConfigError, match=rf"--topology {text}: give HOSTSxDEVICESxKIND.*kinds are .*h100"):
+        Topology.parse(text)
+
+
+def test_topologies():
+    topology = Topology.parse("4x8xH100")
+    assert (topology.size, str(topology)) == (32, "4x8xh100")
+    assert 79 * GIB < topology.memory < 80 * GIB
+    assert all(Topology(1, 1, kind).memory > 39 * GIB for kind in kinds())
+
+
+def test_a_missing_plugin_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.delenv("FLUXJAX_AOT", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"jax-cuda12-plugin is not in .*pip install --no-deps --target .aot/.*FLUXJAX"
+    ):
+        find_plugin(str(tmp_path))
+    monkeypatch.setenv("FLUXJAX_AOT", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"none: no such folder; no GPU is needed: pip install"):
+        find_plugin()
+
+
+def test_sizes_are_found_without_weights(tmp_path):
+    for name in REAL:
+        sizes = model_sizes(cli.load([f"--config=configs/{name}.py"]))
+        assert sizes.text.num_layers >= 28 and isinstance(sizes, Qwen25VLConfig) == ("vl" in name)
+    config = Config()
+    with pytest.raises(ConfigError, match=r"model\.path is empty"):
+        model_sizes(config)
+    config.model.path = str(tmp_path / "Nobody-3B")
+    with pytest.raises(ConfigError, match=r"no config.json, .*Nobody-3B are not among .*Qwen2.5-VL-7B.*--model-config"):
+        model_sizes(config)
+    with pytest.raises(ConfigError, match=r"nowhere\.json: no such file"):
+        model_sizes(config, "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLForConditionalGeneration", "LlamaForCausalLM"]
+)
+def test_architectures_that_are_not_there_are_refused_by_name(architecture, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"architectures": [architecture], "hidden_size": 64}))
+    with pytest.raises(
+        ConfigError, match=rf"unsupported architecture {architecture}; supported are .*Qwen2ForCausalLM"
+    ):
+        model_sizes(Config(), str(file))
+
+
+def test_help_and_errors_are_quick_lines():
+    def run(*arguments):
+        command = [sys.executable, "-m", "fluxjax.preflight", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    shown = run("--help")
+    assert shown.returncode == 0 and "--topology" in shown.stdout and "--config.rollout.slots" in shown.stdout
+    wrong = run("--topology", "1x8xh200000")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: --topology 1x8xh200000: give")
+    assert len(wrong.stderr.splitlines()) == 1
+
+
+# --- the whole command --------------------------------------------------------------------------
+
+SIZES = {  # of a text model
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+
+
+def _plugin_environment() -> dict[str, str]:
+    code = "from fluxjax.sizing.topology import find_plugin; find_plugin()"
+    if subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60).returncode:
+        pytest.skip("needs the CUDA plugin: run `bash scripts/test.sh aot`, or set FLUXJAX_AOT to a folder with it")
+    of_tests = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_PLATFORMS")
+    return {name: value for name, value in os.environ.items() if name not in of_tests} | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_run_is_checked_and_one_that_does_not_fit_is_told_how(tmp_path):
+    environment = _plugin_environment()
+    sizes, picture = tmp_path / "config.json", tmp_path / "memory.png"
+    sizes.write_text(json.dumps(SIZES))
+    command = [
+        *(sys.executable, "-m", "fluxjax.preflight"),
+        "--config=configs/qwen2_5_7b.py",
+        "--topology=1x8xh100",
+        "--json",
+        "--layers=2",
+        f"--model-config={sizes}",
+        f"--out={picture}",
+        "--config.sharding.strategy=fsdp",
+        "--config.sharding.remat=none",
+        "--config.packing.tokens_per_row=131072",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert not found["fits"] and found["extrapolated"] and found["compiled_layers"] == 2
+    totals = {phase: sum(kinds.values()) for phase, kinds in found["memory_gib"].items()}
+    assert found["peak_gib"] == pytest.approx(max(totals.values()), abs=0.02)
+    assert found["peak_gib"] == pytest.approx(totals[found["peak_phase"]], abs=0.02)
+    assert found["peak_gib"] > found["usable_gib"] and found["peak_phase"] == "accumulate"
+    assert "--config.sharding.remat=layer" in found["settings"]
+    fitting = dict(zip(found["settings"], found["settings_gib"], strict=True))
+    assert fitting["--config.sharding.remat=layer"] <= found["usable_gib"]
+    assert 0 < found["largest_row_tokens"] < 131072
+    # 4 bytes a weight over eight devices, twice as much for the moments; two bytes a weight on each engine's device
+    resident = found["memory_gib"]["decode"]
+    parameters = found["parameters"]
+    assert resident["master weights"] == pytest.approx(parameters * 4 / 8 / GIB, rel=0.01)
+    assert resident["moments"] == pytest.approx(parameters * 8 / 8 / GIB, rel=0.01)
+    assert resident["engine weights"] == pytest.approx(parameters * 2 / GIB, rel=0.01)
+    assert resident["KV cache"] == pytest.approx(64 * 5120 * 2 * 32 * 4 * 128 * 2 / GIB, rel=0.01)
+    gathers = found["collectives"]["accumulate"]["all-gather"]
+    assert gathers["gb"] == pytest.approx(2 * 2 * parameters / 1e9, rel=0.3)  # bfloat16, forward and backward
+    assert picture.stat().st_size > 10_000
