@@ -28,5 +28,5 @@ def get_config(variant: str = "") -> Config:
     config.model.path = "MiMo-VL-7B-RL"
     config.rollout.max_new_tokens = 4096
     config.rollout.max_sequence_tokens = 6144
-    config.rollout.slots = 32
+    config.rollout.slots = 16
     return config
