@@ -26,8 +26,8 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from sharding.kernels import Mask, attention, flash, tiles
-from sharding.kernels.attention import segment_attention
+from sharding.kernels import flash, tiles
+from sharding.kernels.attention import Mask, attention, segment_attention
 
 # name: (dtype, query heads, KV heads, head size, causal, lengths of each row's segments); a list is one with branches
 CASES = {

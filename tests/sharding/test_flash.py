@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from test_tiles import S, streams
 
-from sharding.kernels import Mask, flash
+from sharding.kernels import flash
+from sharding.kernels.attention import Mask
 
 PROGRAM = pathlib.Path(__file__).with_name("flash_program.py")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 0.012}  # of the largest value; bfloat16: 3 units in the last place
