@@ -24,7 +24,7 @@ from sharding.kernels.attention import Mask
 
 PROGRAM = pathlib.Path(__file__).with_name("flash_program.py")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 0.012}  # of the largest value; bfloat16: 3 units in the last place
-SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a program may have
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a program may have
 
 
 def run(*words, **environment):
@@ -53,7 +53,7 @@ def test_values_and_gradients_equal_the_portable_kernel(interpreted, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.long), 90, 100])
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_machine_code_has_no_spills_and_uses_tensor_cores(capability):
     kernels = run("assemble", str(capability))
     assert len(kernels) == 3 * (4 if capability == 90 else 2)
