@@ -89,7 +89,7 @@ def simulate(mixes: Sequence[Case], cost: CostModel | None = None) -> dict[str, 
     result: dict[str, Any] = {
         "simulated_with": cost.source,
         "simulated_model": cost.model.name,
-        "simulated_fit": cost.goodness(),
+        "simulated_fit": cost.fits,
         "simulated_seconds": simulated,
         "simulated_speedup": {name: _speedups(methods, PAPER_CASES.get(name)) for name, methods in simulated.items()},
     }

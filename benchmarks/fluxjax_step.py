@@ -35,9 +35,9 @@ from fluxjax.base.types import Group, MediaKind, Prompt, Response, Reward, Sampl
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Config
 from fluxjax.config.cli import load
-from fluxjax.data import Source, open_sources
 from fluxjax.data.loader import PromptLoader
 from fluxjax.data.prepare import Preparer
+from fluxjax.data.sources import Source, open_sources
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.run.build import build_model

@@ -26,8 +26,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 
 from common import ROOT, Worker, WorkerError, cores, spread, thread_environment
 
-from fluxjax.config import Config, ConfigError, DType, to_json
+from fluxjax.config import Config, ConfigError, DType
 from fluxjax.config.cli import DEFAULT_CONFIG, load
+from fluxjax.config.run_folder import to_json
 
 STAGES = ("prepare", "rollout", "train", "sync", "step")
 NEEDED = ("trl", "torch", "transformers", "datasets", "PIL")

@@ -1,7 +1,5 @@
 """fluxjax: reinforcement-learning post-training of vision-language models in JAX."""
 
-from __future__ import annotations
-
 import importlib.util
 import pathlib
 

@@ -8,8 +8,6 @@
 The run may still be going on: nothing in its folder is changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib

@@ -7,13 +7,11 @@
 accelerators, XLA_FLAGS=--xla_force_host_platform_device_count=4 gives more than one device, to try it.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys
 
-from .config import Config
+from .config import ConfigError
 from .config.cli import parse
 
 
@@ -26,10 +24,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     args, rest = parser.parse_known_args(argv)
     config = parse(rest, f"{__doc__}\n{parser.format_usage()}")
-    return run(config, args)
 
-
-def run(config: Config, args: argparse.Namespace) -> int:
     import jax
 
     from rollout.engine import EngineError
@@ -38,8 +33,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
 
     from .base.compile_cache import use_compile_cache
     from .base.errors import DataError
-    from .config import ConfigError
-    from .data import open_sources
+    from .data.sources import open_sources
     from .run.build import build_model
 
     use_compile_cache()

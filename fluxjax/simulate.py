@@ -10,8 +10,6 @@ clusters instead, under every policy, with random faults, and checks that nothin
 What the seconds are made of, and how far to trust them, is in docs/simulation.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib

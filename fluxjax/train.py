@@ -10,8 +10,6 @@ model/ (a Hugging Face folder), learning.png, timeline.png, summary.json. Runnin
 run folder resumes it.
 """
 
-from __future__ import annotations
-
 import sys
 
 from .config.cli import parse

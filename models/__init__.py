@@ -13,25 +13,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .decoder import merge as merge
-    from .decoder import split as split
-    from .hf import load as load
-    from .hf import save as save
-    from .registry import abstract as abstract
-    from .registry import create as create
+    from .decoder import merge, split
+    from .hf import load, save
+    from .registry import abstract, create
 
-_HOME = {
-    "abstract": "registry",
-    "create": "registry",
-    "load": "hf",
-    "save": "hf",
-    "merge": "decoder",
-    "split": "decoder",
-}
+__all__ = ["abstract", "create", "load", "merge", "save", "split"]
+_HOMES = {"registry": ("abstract", "create"), "hf": ("load", "save"), "decoder": ("merge", "split")}
 
 
 def __getattr__(name: str) -> object:
     """Imports the module of one of the functions above when it is first asked for (PEP 562)."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

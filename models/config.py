@@ -72,8 +72,28 @@ class TextConfig:
             raise ModelConfigError(f"mrope_section={list(section)} must sum to head_dim / 2 = {self.head_dim // 2}")
 
 
-@dataclasses.dataclass(frozen=True)
-class VisionConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchLayout:
+    """The sizes by which pixels become patches, and patches windows: what preprocessing needs of a `VisionConfig`."""
+
+    patch_size: int = 14  # pixels
+    temporal_patch_size: int = 2  # frames
+    spatial_merge_size: int = 2  # patches a side of a merge block
+    window_size: int = 112  # pixels
+    tokens_per_second: float | int = 4  # ticks of the rotary time axis
+
+    @classmethod
+    def of(cls, vision: VisionConfig) -> PatchLayout:
+        return cls(**{field.name: getattr(vision, field.name) for field in dataclasses.fields(cls)})
+
+    @property
+    def factor(self) -> int:
+        """Sides of a resized frame are multiples of this many pixels."""
+        return self.patch_size * self.spatial_merge_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig(PatchLayout):
     """The tower: patches of `temporal_patch_size` frames, windowed attention except in `full_attention_layers`."""
 
     hidden_size: int
@@ -82,12 +102,7 @@ class VisionConfig:
     num_heads: int
     out_hidden_size: int
     full_attention_layers: tuple[int, ...]
-    patch_size: int = 14
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2
-    window_size: int = 112  # pixels
     in_channels: int = 3
-    tokens_per_second: float = 4.0
     rope_theta: float = 10000.0
     initializer_range: float = 0.02
 
@@ -99,10 +114,9 @@ class VisionConfig:
             )
         if self.spatial_merge_size != 2:
             raise ModelConfigError(f"spatial_merge_size={self.spatial_merge_size} is not supported; supported is 2")
-        if self.window_size % (self.patch_size * self.spatial_merge_size):
+        if self.window_size % self.factor:
             raise ModelConfigError(
-                f"window_size={self.window_size} must be a multiple of patch_size * spatial_merge_size = "
-                f"{self.patch_size * self.spatial_merge_size}"
+                f"window_size={self.window_size} must be a multiple of patch_size * spatial_merge_size = {self.factor}"
             )
         wrong = [layer for layer in self.full_attention_layers if not 0 <= layer < self.depth]
         if wrong:

@@ -4,8 +4,6 @@ Attention is handed in. Callers differ in how they walk the stack (`sharding.wal
 (`attend`): training masks packed rows, decoding writes a cache and reads it. The layer knows neither.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 

@@ -1,12 +1,12 @@
 """Checkpoint folders: their JSON files, and one line for a folder that is not there, on how a Hub id becomes one."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib
 import re
 from typing import Any
+
+from .config import JsonObject
 
 HUB_ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+")  # as in Qwen/Qwen2.5-VL-3B-Instruct
 
@@ -42,3 +42,10 @@ def read_json(path: pathlib.Path, *, needed: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object")
     return content
+
+
+def write_json(path: pathlib.Path, content: JsonObject) -> None:
+    """Replaces the file in one step: nobody reads half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)

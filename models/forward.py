@@ -1,6 +1,6 @@
 """The forward pass over packed rows: hidden states, log-probabilities of the packed tokens, whole logits."""
 
-from __future__ import annotations
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,15 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     inputs = jax.tree.map(jnp.asarray, inputs)
     x = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
     rotary = model.rotary(inputs.positions_3BT)
-    attend = _attention(inputs)
+    attend: Attention = functools.partial(attention, mask=Mask(inputs.segments_BT, inputs.branches_BT))
+    if inputs.spread is not None:  # over the groups of devices that share sequences
+        attend = spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
 
     def step(layer: DecoderLayer, x: Array, _: None) -> tuple[Array, None]:
         return layer(x, rotary, lambda q, k, v: (attend(q, k, v), None))
 
     x, _ = walk.scan(model.layers, x, step)
     return model.final_norm(walk, x)
-
-
-def _attention(inputs: PackedTokens) -> Attention:
-    """The attention of a batch: within the rows, or over the groups of devices that share sequences."""
-    if inputs.spread is not None:
-        return spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
-    mask = Mask(inputs.segments_BT, inputs.branches_BT)
-    return lambda q, k, v: attention(q, k, v, mask)
 
 
 def logits(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T V"]:

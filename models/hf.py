@@ -4,15 +4,13 @@ Weights are read tensor by tensor, each of which goes to its devices before the 
 parameters, the host holds one tensor. Writing goes shard by shard.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +28,8 @@ from sharding.weights import by_path, on_first_device, place, place_stack
 from . import registry
 from .config import AnyConfig, JsonObject, ModelConfigError, Qwen25VLConfig
 from .decoder import Decoder
-from .folder import CheckpointError, read_json, why_missing
-from .hf_config import write_config
+from .folder import CheckpointError, read_json, why_missing, write_json
+from .hf_config import read_config, write_config
 from .qwen2_5_vl import params as qwen2_5_vl
 from .tensor_names import TensorName, decoder_names
 
@@ -40,14 +38,14 @@ SHARD_BYTES = 5_000_000_000  # as `transformers` splits by default
 HEAD = "lm_head.weight"
 DTYPES = ("BF16", "F16", "F32")  # as safetensors names them
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
-Path: TypeAlias = tuple[str, ...]  # the keys of a parameter in the nested dict
 
 
 def tensor_names(config: AnyConfig) -> list[TensorName]:
     """Every weight of the architecture with its name and layout on disk."""
+    weights = dict(nnx.to_flat_state(nnx.state(registry.abstract(config))))
     if isinstance(config, Qwen25VLConfig):
-        return qwen2_5_vl.tensor_names(config)
-    return decoder_names(config.text, "model")
+        return qwen2_5_vl.tensor_names(config, weights)
+    return decoder_names(weights, "model.")
 
 
 class _Files:
@@ -107,9 +105,9 @@ class _Files:
         return file.get_tensor(name)
 
 
-def _check_names(files: _Files, names: list[TensorName], layers: Mapping[Path, int]) -> None:
+def _check_names(files: _Files, names: list[TensorName]) -> None:
     """Raises CheckpointError for a missing or unexpected tensor, before anything large is read."""
-    wanted = {full for entry in names for full in _full_names(entry, layers[entry.path])}
+    wanted = {name for entry in names for name in entry.full_names}
     for name in sorted(wanted - files.where.keys()):
         raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
     for name in sorted(files.where.keys() - wanted):
@@ -143,29 +141,17 @@ def _is_tied_copy(files: _Files, config: AnyConfig) -> bool:
     return head.dtype == embedding.dtype and head.tobytes() == embedding.tobytes()
 
 
-def _full_names(entry: TensorName, layers: int) -> list[str]:
-    return [entry.name.format(layer) for layer in range(layers)] if entry.stacked else [entry.name]
-
-
-def _layers(config: AnyConfig) -> dict[Path, int]:
-    """The number of layers in the stack of each parameter; 1 where it is in none."""
-    depth = {"layers": config.text.num_layers}
-    if isinstance(config, Qwen25VLConfig):
-        depth["visual"] = config.vision.depth
-    return {entry.path: depth.get(entry.path[0], 1) for entry in tensor_names(config)}
-
-
-def _parameter(files: _Files, entry: TensorName, layers: int, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
+def _parameter(files: _Files, entry: TensorName, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
     """One parameter on its devices; the host reads tensor after tensor."""
     if not entry.stacked:
         value = entry.from_disk(files.read(entry.name, entry.disk_shape))
         return place(np.ascontiguousarray(value, dtype=dtype or value.dtype), sharding)
-    return place_stack(_layers_of(files, entry, layers, dtype), layers, sharding)
+    return place_stack(_layers_of(files, entry, dtype), entry.layers, sharding)
 
 
-def _layers_of(files: _Files, entry: TensorName, layers: int, dtype: DTypeLike | None) -> Iterator[np.ndarray]:
+def _layers_of(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> Iterator[np.ndarray]:
     first = None
-    for name in _full_names(entry, layers):
+    for name in entry.full_names:
         value = files.read(name, entry.disk_shape)
         first = first or value.dtype
         if value.dtype != first and dtype is None:
@@ -194,7 +180,7 @@ def load(
         raise CheckpointError(why)
     raw = read_json(folder / "config.json", needed=True)
     try:
-        config = registry.read_config(raw)
+        config = read_config(raw)
     except ModelConfigError as error:
         raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
     with contextlib.ExitStack() as stack:
@@ -203,26 +189,21 @@ def load(
         if isinstance(config, Qwen25VLConfig):
             config = dataclasses.replace(config, names=qwen2_5_vl.name_layout(files.where))
         config = _tied_or_not(files, config, raw)
-        names, layers = tensor_names(config), _layers(config)
-        _check_names(files, names, layers)
+        names = tensor_names(config)
+        _check_names(files, names)
         model = registry.abstract(config)
         places = by_path((shardings or on_first_device)(model))
-        params = {e.path: _parameter(files, e, layers[e.path], dtype, places[e.path]) for e in names}
+        params = {entry.path: _parameter(files, entry, dtype, places[entry.path]) for entry in names}
     return nnx.merge(nnx.graphdef(model), unflatten_dict(params))
 
 
 def disk_tensors(config: AnyConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, tensor as on disk) of every weight, for export and for weight sync."""
-    layers = _layers(config)
+    values = by_path(params)
     for entry in tensor_names(config):
-        value: Any = params
-        for key in entry.path:
-            value = value[key]
-        if not entry.stacked:
-            yield entry.name, entry.to_disk(np.asarray(value))
-            continue
-        for layer, name in enumerate(_full_names(entry, layers[entry.path])):
-            yield name, entry.to_disk(np.asarray(value[layer]))
+        value = values[entry.path]
+        for layer, name in enumerate(entry.full_names):
+            yield name, entry.to_disk(np.asarray(value[layer] if entry.stacked else value))
 
 
 def save(
@@ -257,18 +238,16 @@ def save(
 
     for old in (*folder.glob("model*.safetensors"), *folder.glob(INDEX)):
         old.unlink()
-    files = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    )
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = [SINGLE]
     for number, file in enumerate(files, start=1):
         os.replace(folder / f"new-{number:05d}.part", folder / file)
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     stored = jnp.dtype(dtype if dtype is not None else params["embedding"]["table"].dtype).name
-    _write_json(folder / "config.json", _with_dtype(write_config(model.config), stored))
+    write_json(folder / "config.json", _with_dtype(write_config(model.config), stored))
 
 
 def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
@@ -279,9 +258,3 @@ def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
         if isinstance(config.get(section), dict):
             top[section] = {k: stored if k in said and v else v for k, v in config[section].items()}
     return {k: stored if k in said and v else v for k, v in config.items()} | top
-
-
-def _write_json(path: pathlib.Path, content: JsonObject) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, path)

@@ -1,7 +1,5 @@
 """Reads and writes a `config.json` of Hugging Face, with flat or nested text settings (rotary ones: `hf_rope`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any
@@ -136,18 +134,30 @@ def read_qwen2_5_vl(config: JsonObject) -> Qwen25VLConfig:
     text = config.get("text_config") or config
     return Qwen25VLConfig(
         text=read_text(
-            text,
-            config,
-            default_theta=1e6,
-            default_eps=1e-5,
-            default_section=(16, 24, 24),
-            default_full_layers=80,
+            text, config, default_theta=1e6, default_eps=1e-5, default_section=(16, 24, 24), default_full_layers=80
         ),
         vision=read_vision(_need(config, "vision_config", "config.json")),
         **{name: config[name] for name in _TOKEN_IDS if config.get(name) is not None},
         names=NameLayout.FLAT,
         extra=json.dumps(config),
     )
+
+
+# Keys are the names of `architectures` in config.json (MiMo-VL's is that of Qwen2.5-VL).
+_READERS = {"Qwen2ForCausalLM": read_qwen2, "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl}
+_MODEL_TYPES = {"qwen2": read_qwen2, "qwen2_5_vl": read_qwen2_5_vl}  # for files without `architectures`
+
+
+def read_config(config: JsonObject) -> AnyConfig:
+    """The typed configuration of a `config.json`; `ModelConfigError` lists what is supported."""
+    names = config.get("architectures") or []
+    known = [_READERS[name] for name in names if name in _READERS]
+    if not names and config.get("model_type") in _MODEL_TYPES:
+        known = [_MODEL_TYPES[config["model_type"]]]
+    if known:
+        return known[0](config)
+    found = ", ".join(names) or f"model_type {config.get('model_type')!r}"
+    raise ModelConfigError(f"unsupported architecture {found}; supported are {', '.join(sorted(_READERS))}")
 
 
 # The names in config.json of those fields of `TextConfig` that are called otherwise there.

@@ -3,8 +3,6 @@
 Values mean what they mean to transformers 5.23 (`modeling_rope_utils`); a value that nothing here reads is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 
@@ -22,12 +20,8 @@ _READ = {
 _READ_BY_VISION = {"default": _ALWAYS, "axial": _ALWAYS}
 
 
-def _settings(config: JsonObject, read: Mapping[str, set[str]]) -> tuple[str, JsonObject, str]:
-    """(rope type, its settings, the field they stand in), of a dictionary with at most one of the two fields.
-
-    `read` maps each supported rope type to the names it reads.
-    """
-    field = next((name for name in _FIELDS if config.get(name)), "rope_parameters")
+def _settings(config: JsonObject, field: str, read: Mapping[str, set[str]]) -> tuple[str, JsonObject]:
+    """(rope type, its settings) in a field of `config`; `read` maps each supported rope type to the names it reads."""
     rope = config.get(field) or {}
     kinds = ["default" if name == "mrope" else name for name in (rope.get("rope_type"), rope.get("type")) if name]
     if len(set(kinds)) > 1 and rope["type"] != "mrope":
@@ -43,7 +37,7 @@ def _settings(config: JsonObject, read: Mapping[str, set[str]]) -> tuple[str, Js
                 f"{field}: {name}={value!r} is not supported with rope type {kind!r}, which reads "
                 f"{', '.join(sorted(read[kind]))}"
             )
-    return kind, rope, field
+    return kind, rope
 
 
 def _theta(config: JsonObject, rope: JsonObject, default: float) -> float:
@@ -52,10 +46,9 @@ def _theta(config: JsonObject, rope: JsonObject, default: float) -> float:
     return float(default if theta is None else theta)
 
 
-def _notations(config: JsonObject) -> dict[str, JsonObject]:
-    """`config` once for each field that holds rotary settings, without the other such field."""
-    plain = {name: value for name, value in config.items() if name not in _FIELDS}
-    return {field: {**plain, field: config[field]} for field in _FIELDS if config.get(field)}
+def _fields(config: JsonObject) -> list[str]:
+    """The fields of `config` that hold rotary settings; the newer one where none does."""
+    return [name for name in _FIELDS if config.get(name)] or ["rope_parameters"]
 
 
 def read_rope(
@@ -66,19 +59,21 @@ def read_rope(
     Raises ModelConfigError naming a type or setting that is not supported, or two fields that differ in what they mean.
     """
     readings = {
-        field: _read_notation(notation, default_theta, default_section)
-        for field, notation in (_notations(config) or {"the default of rope_parameters": config}).items()
+        field if config.get(field) else f"the default of {field}": _read_field(
+            config, field, default_theta, default_section
+        )
+        for field in _fields(config)
     }
     rope = next(iter(readings.values()))
     if outer is not config:
         # transformers reads `text_config` only: what the top of the file leaves out is as it is there
         repeated = {name: outer[name] for name in (*_FIELDS, "rope_theta") if outer.get(name)}
-        beside = {**config, "rope_theta": rope.theta, **dict.fromkeys(_FIELDS), **repeated}
+        beside = {**config, "rope_theta": rope.theta, **repeated}
         readings = {f"{field} of text_config": reading for field, reading in readings.items()}
         if "rope_theta" in repeated:
             readings["rope_theta of config.json"] = dataclasses.replace(rope, theta=float(outer["rope_theta"]))
-        for field, notation in _notations(beside).items():
-            readings[f"{field} of config.json"] = _read_notation(notation, default_theta, default_section)
+        for field in filter(repeated.get, _FIELDS):
+            readings[f"{field} of config.json"] = _read_field(beside, field, default_theta, default_section)
     first, *others = readings
     for field in others:
         if differing := [name for name, value in vars(readings[field]).items() if value != getattr(rope, name)]:
@@ -88,8 +83,8 @@ def read_rope(
     return rope
 
 
-def _read_notation(config: JsonObject, default_theta: float, default_section: tuple[int, ...]) -> RopeConfig:
-    kind, rope, field = _settings(config, _READ)
+def _read_field(config: JsonObject, field: str, default_theta: float, default_section: tuple[int, ...]) -> RopeConfig:
+    kind, rope = _settings(config, field, _READ)
     theta = _theta(config, rope, default_theta)
     section = tuple(rope.get("mrope_section") or default_section)
     if kind == "default":
@@ -122,8 +117,8 @@ def _read_notation(config: JsonObject, default_theta: float, default_section: tu
 
 def read_vision_theta(config: JsonObject) -> float:
     """The base of the vision tower's rotary embedding, which always has two spatial axes and no scaling."""
-    notations = _notations(config) or {"": config}
-    thetas = {field: _theta(alone, _settings(alone, _READ_BY_VISION)[1], 10000.0) for field, alone in notations.items()}
+    settings = {field: _settings(config, field, _READ_BY_VISION)[1] for field in _fields(config)}
+    thetas = {field: _theta(config, rope, 10000.0) for field, rope in settings.items()}
     if len(set(thetas.values())) > 1:
         raise ModelConfigError(f"{' and '.join(thetas)} of vision_config contradict each other; keep one of them")
     return next(iter(thetas.values()))

@@ -4,8 +4,6 @@
 Norms, softmax, exact GELU and rotary embeddings compute in float32; everything else in the dtype of the weights.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,13 +1,17 @@
 """The names and layouts of weights on disk, in Hugging Face checkpoints: of one weight, and of the whole decoder."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
+from flax import nnx
 
-from .config import TextConfig
+from sharding.weights import WeightSpec
+
+Path: TypeAlias = tuple[str, ...]  # the keys of a parameter in the nested dict
+Weights: TypeAlias = Mapping[Any, nnx.Variable]  # of an abstract model, by their paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,19 +23,20 @@ class TensorName:
     """
 
     name: str
-    path: tuple[str, ...]  # in the nested parameter dict
+    path: Path
     shape: tuple[int, ...]  # shape of one layer's parameter
-    inputs: int = 0  # number of input axes in `shape`; 0 for tables and vectors
-    disk_shape: tuple[int, ...] = ()  # () derives it: [out, in] or flat
-
-    def __post_init__(self) -> None:
-        if not self.disk_shape:
-            split = (math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs]))
-            object.__setattr__(self, "disk_shape", split if self.inputs else (split[0],))
+    layers: int  # of its stack; 1 where it is in none
+    inputs: int  # number of input axes in `shape`; 0 for tables and vectors
+    disk_shape: tuple[int, ...]
 
     @property
     def stacked(self) -> bool:
         return "{}" in self.name
+
+    @property
+    def full_names(self) -> list[str]:
+        """The name in each layer."""
+        return [self.name.format(layer) for layer in range(self.layers)]
 
     def to_disk(self, value: np.ndarray) -> np.ndarray:
         """One layer's weight as the checkpoint has it; contiguous."""
@@ -45,42 +50,47 @@ class TensorName:
         return disk.reshape(*self.shape[self.inputs :], *self.shape[: self.inputs]).transpose(order)
 
 
-def linear(prefix: str, path: tuple[str, ...], shape: tuple[int, ...], inputs: int = 1) -> TensorName:
-    """The matrix of a torch `Linear`."""
-    return TensorName(f"{prefix}.weight", path, shape, inputs)
+def name_weights(modules: Mapping[str, str], prefix: str, weights: Weights) -> list[TensorName]:
+    """The names of weights, by torch module: `modules` has the path of each, with dots.
 
-
-def vector(name: str, path: tuple[str, ...], shape: tuple[int, ...]) -> TensorName:
-    """A bias or a norm scale."""
-    return TensorName(name, path, shape)
-
-
-def table(name: str, path: tuple[str, ...], shape: tuple[int, int]) -> TensorName:
-    """An embedding or an output head, `[V, D]` on both sides."""
-    return TensorName(name, path, shape, disk_shape=shape)
-
-
-def decoder_names(text: TextConfig, prefix: str) -> list[TensorName]:
-    """Every weight of the decoder once; `prefix` is its place on disk: `model`, or `model.language_model`."""
-    D, F, N, K, H = text.hidden_size, text.intermediate_size, text.num_heads, text.num_kv_heads, text.head_dim
-    layer = f"{prefix}.layers.{{}}"
-    attention = f"{layer}.self_attn"
-    names = [
-        table(f"{prefix}.embed_tokens.weight", ("embedding", "table"), (text.vocab_size, D)),
-        vector(f"{layer}.input_layernorm.weight", ("layers", "attention_norm", "scale"), (D,)),
-        linear(f"{attention}.q_proj", ("layers", "attention", "q"), (D, N, H)),
-        linear(f"{attention}.k_proj", ("layers", "attention", "k"), (D, K, H)),
-        linear(f"{attention}.v_proj", ("layers", "attention", "v"), (D, K, H)),
-        vector(f"{attention}.q_proj.bias", ("layers", "attention", "q_bias"), (N, H)),
-        vector(f"{attention}.k_proj.bias", ("layers", "attention", "k_bias"), (K, H)),
-        vector(f"{attention}.v_proj.bias", ("layers", "attention", "v_bias"), (K, H)),
-        linear(f"{attention}.o_proj", ("layers", "attention", "o"), (N, H, D), inputs=2),
-        vector(f"{layer}.post_attention_layernorm.weight", ("layers", "mlp_norm", "scale"), (D,)),
-        linear(f"{layer}.mlp.gate_proj", ("layers", "mlp", "gate"), (D, F)),
-        linear(f"{layer}.mlp.up_proj", ("layers", "mlp", "up"), (D, F)),
-        linear(f"{layer}.mlp.down_proj", ("layers", "mlp", "down"), (F, D)),
-        vector(f"{prefix}.norm.weight", ("norm", "scale"), (D,)),
-    ]
-    if not text.tie_word_embeddings:
-        names.append(table("lm_head.weight", ("head", "table"), (text.vocab_size, D)))
+    A bias has the path of its matrix with `_bias` behind it. Layouts follow from the declarations: tables (`[V, D]`)
+    are the same on both sides, biases and scales are flat, all others are matrices of a torch `Linear`. Their inputs
+    are all axes but the last where that is the width `D`, else the first axis.
+    """
+    names = []
+    for module, path in modules.items():
+        *parents, last = path.split(".")
+        for part, key in (("weight", last), ("bias", f"{last}_bias")):
+            if (variable := weights.get((*parents, key))) is None:
+                continue
+            spec: WeightSpec = variable.get_metadata("spec")
+            inputs = len(spec.shape) - 1 if spec.axes[-1] == "D" else 1
+            disk_shape = (math.prod(spec.shape[inputs:]), math.prod(spec.shape[:inputs]))
+            if spec.axes[0] == "V" or len(spec.shape) == 1 or part == "bias":
+                inputs, disk_shape = 0, spec.shape if spec.axes[0] == "V" else (math.prod(spec.shape),)
+            layers = variable.shape[0] if len(variable.shape) > len(spec.shape) else 1
+            names.append(
+                TensorName(f"{prefix}{module}.{part}", (*parents, key), spec.shape, layers, inputs, disk_shape)
+            )
     return names
+
+
+DECODER = {
+    "embed_tokens": "embedding.table",
+    "layers.{}.input_layernorm": "layers.attention_norm.scale",
+    "layers.{}.self_attn.q_proj": "layers.attention.q",
+    "layers.{}.self_attn.k_proj": "layers.attention.k",
+    "layers.{}.self_attn.v_proj": "layers.attention.v",
+    "layers.{}.self_attn.o_proj": "layers.attention.o",
+    "layers.{}.post_attention_layernorm": "layers.mlp_norm.scale",
+    "layers.{}.mlp.gate_proj": "layers.mlp.gate",
+    "layers.{}.mlp.up_proj": "layers.mlp.up",
+    "layers.{}.mlp.down_proj": "layers.mlp.down",
+    "norm": "norm.scale",
+}
+
+
+def decoder_names(weights: Weights, prefix: str) -> list[TensorName]:
+    """Every weight of the decoder once; `prefix` is its place on disk: `model.`, or `model.language_model.`."""
+    # A tied model has no weight for the head.
+    return name_weights(DECODER, prefix, weights) + name_weights({"lm_head": "head.table"}, "", weights)

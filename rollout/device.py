@@ -17,12 +17,11 @@ from models.decoder import Decoder, is_abstract, shapes_only
 from sharding.walk import Walk
 
 from .engine import EngineError
-from .kv_cache import KVCache
-from .layer_weights import LayerParams, abstract_by_layer, check_finite, split_layers
-from .programs import programs
+from .engine_weights import EngineLayout, LayerParams, check_finite, split_layers
+from .programs import KVCache, Rows, programs
+from .requests import EngineLimits
 from .sampling import SlotSampling
-from .tensor_parallel import EngineLayout
-from .turns import RoundPlan, StartPlan, TurnLimits
+from .turns import PrefillBatch, RoundPlan, StartPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +53,16 @@ def _ids(sampling: SlotSampling) -> tuple[int, int]:
 
 class DeviceState:
     """Weights and cache on the devices. `model` is copied, its weights are cast to `dtype` (None: as they are); an
-    abstract model has none, and `params` is None until they come. `walk` and `steps` are those of the programs."""
+    abstract model has none, and `params` is None until they come."""
 
     params: LayerParams | None  # None: none came yet, or a failure left some of them behind
 
     def __init__(
-        self, model: Decoder, walk: Walk, steps: int, limits: TurnLimits, layout: EngineLayout, dtype: DTypeLike | None
+        self, model: Decoder, walk: Walk, limits: EngineLimits, layout: EngineLayout, dtype: DTypeLike | None
     ) -> None:
         self._graphdef, params = models.split(shapes_only(model))
         self._abstract, self._text = models.abstract(model.config), model.config.text
-        self._walk, self._steps, self._dtype = walk, steps, dtype
+        self._walk, self._dtype = walk, dtype
         self.limits = limits
         self._served = {  # every weight as it is handed in, but in the dtype that is served
             name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in _by_name(params).items()
@@ -79,10 +78,10 @@ class DeviceState:
         """Prepares shardings and programs for these devices."""
         self.layout = layout
         self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
-        by_layer = layout.weights(abstract_by_layer(self._abstract))
-        self._by_layers = {**by_layer, "layers": [by_layer["layers"]] * self._text.num_layers}
-        several = len(layout.devices) > 1  # the programs of one device serve any other, too
-        self.programs = programs(self._graphdef, self._walk, self._steps, self._rows if several else None)
+        layer = layout.weights(self._abstract.layers, stacked=False)
+        self._by_layers = {**self._stacked, "layers": [layer] * self._text.num_layers}
+        rows = self._rows if len(layout.devices) > 1 else None  # the programs of one device serve any other, too
+        self.programs = programs(self._graphdef, self._walk, self.limits.steps_per_sync, rows)
 
     def move(self, layout: EngineLayout) -> None:
         """Moves the weights to other devices and drops the cache."""
@@ -115,39 +114,39 @@ class DeviceState:
         self._replace(params)
 
     def _replace(self, params: Mapping[str, Any]) -> None:
-        check_finite(params, self._stacked)
+        check_finite(params, self._dtype, self._stacked)
         old, self.params = self.params, None
         self.params = split_layers(params, self._dtype, self._stacked, self._by_layers, old)
 
-    def start(self, plan: StartPlan) -> list[NewTokens]:
+    def start(self, plan: StartPlan) -> NewTokens:
         """Prefills prompts into slots and draws the first token of each sample."""
-        for batch in plan.prefills:
-            vision = batch.inputs.vision
-            patches = (vision.num_patches, vision.frame_bound) if vision is not None else ()
-            self.shapes.add(("prefill", (*batch.inputs.tokens_BT.shape, *patches)))
-            batch.outputs = self.programs.prefill(self.params, batch.inputs)
         drawn = []
-        for batch, slots_B, starts in plan.starts:
-            assert batch.outputs is not None, "prefilled above, or in an earlier turn"
+        for batch, slots_B, starts in plan:
+            outputs = batch.outputs = batch.outputs or self._prefill(batch)
             self.shapes.add(("start", (*batch.inputs.tokens_BT.shape, *starts.source_BT.shape, *_ids(starts.sampling))))
-            self.cache, *new = self.programs.start(self.params, self._ready_cache(), *batch.outputs, starts)
+            self.cache, *new = self.programs.start(self.params, self._ready_cache(), *outputs, starts)
             drawn.append((slots_B, new))
-        results = []
-        for slots_B, new in drawn:
-            tokens_B, logprobs_B = jax.device_get(new)
-            J = len(slots_B)
-            results.append(NewTokens(slots_B, tokens_B[:J, None], logprobs_B[:J, None], np.ones_like(slots_B)))
-        return results
+        parts = [(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new))) for slots_B, new in drawn]
+        slots_B, tokens_B, logprobs_B = map(np.concatenate, zip(*parts, strict=True))
+        return NewTokens(slots_B, tokens_B[:, None], logprobs_B[:, None], np.ones_like(slots_B))
 
-    def decode(self, plan: RoundPlan) -> list[NewTokens]:
+    def _prefill(self, batch: PrefillBatch) -> tuple[Rows, jax.Array]:
+        vision = batch.inputs.vision
+        patches = (vision.num_patches, vision.frame_bound) if vision is not None else ()
+        self.shapes.add(("prefill", (*batch.inputs.tokens_BT.shape, *patches)))
+        return self.programs.prefill(self.params, batch.inputs)
+
+    def decode(self, plan: RoundPlan) -> NewTokens:
         """Up to `steps_per_sync` tokens for each running sample."""
-        self.shapes.add(("decode", (len(plan.batch.slots_B), plan.view_length, *_ids(plan.batch.sampling))))
-        self.cache, *new = self.programs.decode(self.params, self._ready_cache(), plan.batch, plan.view_length)
-        return [NewTokens(plan.slots_B, *(x[: len(plan.slots_B)] for x in jax.device_get(new)))]
+        slots_B, batch, view_length = plan
+        self.shapes.add(("decode", (len(batch.slots_B), view_length, *_ids(batch.sampling))))
+        self.cache, *new = self.programs.decode(self.params, self._ready_cache(), batch, view_length)
+        return NewTokens(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new)))
 
     def _ready_cache(self) -> KVCache:
         if self.cache is None:
-            dtype = next(iter(self._served.values())).dtype
+            text, dtype = self._text, next(iter(self._served.values())).dtype
             slots, tokens = self.limits.slots, self.limits.max_sequence_tokens
-            self.cache = KVCache.create(self._text, slots, tokens, dtype, self._rows)
+            shape = (text.num_layers, slots, tokens, text.num_kv_heads, text.head_dim)
+            self.cache = KVCache(*(jnp.zeros(shape, dtype, device=self._rows) for _ in ("keys", "values")))
         return self.cache

@@ -4,8 +4,6 @@ A response always comes back with exactly the token ids that were sampled, the l
 under the distribution it was sampled from, and the weight version that produced each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -75,7 +73,6 @@ class EngineStats:
     slots: int
     tokens_generated: int
     tokens_prefilled: int
-    decode_steps: int
     preemptions: int = 0  # running samples that lost their cache because there was no room for all
 
 
@@ -95,11 +92,9 @@ class Engine(Protocol):
         """End a request (`rid`) or one sample of it (`rid/i`); its stream closes with `FinishReason.ABORT` chunks.
 
         Unknown and finished ids are ignored: an abort may cross with the finish."""
-        ...
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         """Serve `params` as `version` from the next token on. Running samples go on under the new weights."""
-        ...
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
         """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... of one host, numbered or
@@ -108,17 +103,14 @@ class Engine(Protocol):
 
         An engine that can reshards the weights that it serves. One that can't starts its server anew and may come up
         with other weights: `stats().version` says which, and the caller publishes those it wants next."""
-        ...
 
     async def pause(self) -> None:
         """Stop generating after the token in flight; running samples keep their place."""
-        ...
 
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
         """Give the cache memory back. Refused with `EngineError` while samples are running."""
-        ...
 
     async def wake(self) -> None: ...
 

@@ -18,10 +18,26 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from models.folder import read_json
+
 if TYPE_CHECKING:
     from models.processing import Processor
 
+    from .engine import SamplingParams, TokenChunk
+
 MAX_TOKENS = 128  # applies where neither the flag nor the model's positions say otherwise
+FILE = "generation_config.json"
+# Fields that change what is sampled and that the engine doesn't have, with the value that leaves all as it is.
+UNKNOWN_TO_ENGINE = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "penalty_alpha": 0.0,
+    "num_beams": 1,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,22 +109,20 @@ def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[st
     """
     from models.processing.processor import MARK, MARKS
 
+    files = {"image": images, "video": videos}
+    if not MARK.search(text):
+        text = "".join(mark * len(files[kind]) for mark, kind in MARKS.items()) + text
     marks = [MARKS[mark] for mark in MARK.findall(text)]
-    if not marks:
-        text = "<image>" * len(images) + "<video>" * len(videos) + text
-        return text, [("image", path) for path in images] + [("video", path) for path in videos]
-    for kind, files in (("image", images), ("video", videos)):
-        if marks.count(kind) != len(files):
-            raise ValueError(f"the prompt marks {marks.count(kind)} {kind}(s), but {len(files)} were given")
-    files = {"image": iter(images), "video": iter(videos)}
-    return text, [(kind, next(files[kind])) for kind in marks]
+    for kind, given in files.items():
+        if marks.count(kind) != len(given):
+            raise ValueError(f"the prompt marks {marks.count(kind)} {kind}(s), but {len(given)} were given")
+    left = {kind: iter(given) for kind, given in files.items()}
+    return text, [(kind, next(left[kind])) for kind in marks]
 
 
 def run(options: argparse.Namespace) -> None:
     # processing first: a wrong file name is reported before any weight is read
     from models.processing import Processor
-
-    from .generation_defaults import how_to_sample
 
     processor = _with_bounds(Processor.load(options.model), options)
     text, media = arrange(options.prompt, options.image, options.video)
@@ -116,37 +130,40 @@ def run(options: argparse.Namespace) -> None:
         prompt = processor.prepare(text, media)
     else:
         prompt = processor.prepare_chat(text, media, system=options.system)
-    how = how_to_sample(pathlib.Path(options.model), options.temperature, options.top_p, options.top_k)
+    folder = pathlib.Path(options.model)
+    sampling = how_to_sample(folder, options.temperature, options.top_p, options.top_k)
     max_tokens = _max_tokens(options, len(prompt))
-    if how.ignored:
-        print(f"note: {how.ignored}", file=sys.stderr)
+    if line := not_applied(folder):
+        print(f"note: {line}", file=sys.stderr)
 
     import models
 
-    from .engine import SamplingParams, TokenChunk
-    from .single import generate_once
+    from .jax_engine import generate_once
     from .text_stream import TextStream
 
     answer = TextStream(processor.decode, options.stop)
-    logprobs: list[float] = []
 
     def show(text: str) -> None:
         if not options.json:
             print(text, end="", flush=True)
 
     def take(chunk: TokenChunk) -> bool:
-        logprobs.extend(chunk.logprobs)
         show(answer.add(chunk.token_ids))
         return answer.stopped
 
-    sampling = SamplingParams(max_tokens, how.temperature, how.top_p, how.top_k, stop_ids=processor.eos_ids)
+    sampling = dataclasses.replace(sampling, max_new_tokens=max_tokens, stop_ids=processor.eos_ids)
     dtype = None if options.dtype == "auto" else options.dtype
-    response = generate_once(models.load(options.model, dtype), prompt, sampling, seed=options.seed, on_chunk=take)
-    asyncio.run(response)
+    response = asyncio.run(
+        generate_once(models.load(options.model, dtype), prompt, sampling, seed=options.seed, on_chunk=take)
+    )
     show(answer.finish() + "\n")
     if options.json:
         ids = answer.token_ids
-        fields = {"prompt_ids": prompt.token_ids_T.tolist(), "output_ids": ids, "logprobs": logprobs[: len(ids)]}
+        fields = {
+            "prompt_ids": prompt.token_ids_T.tolist(),
+            "output_ids": ids,
+            "logprobs": response.logprobs[: len(ids)],
+        }
         print(json.dumps(fields | {"text": answer.text}), flush=True)
 
 
@@ -159,21 +176,59 @@ def _with_bounds(processor: Processor, options: argparse.Namespace) -> Processor
     if options.max_frames is not None:
         most = options.max_frames
         frames = dataclasses.replace(
-            frames,
-            num_frames=min(frames.num_frames, most),
-            min_frames=min(frames.min_frames, most),
-            max_frames=most,
+            frames, num_frames=min(frames.num_frames, most), min_frames=min(frames.min_frames, most), max_frames=most
         )
     return dataclasses.replace(processor, frames=frames)
 
 
+def how_to_sample(
+    folder: pathlib.Path, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None
+) -> SamplingParams:
+    """The sampling of a checkpoint folder, with the settings that are given in their place.
+
+    Values that its generation_config.json leaves out are off: no top-k, no top-p, temperature 1. Without
+    `do_sample: true` it means greedy. Raises ValueError naming the file for values that can't be meant, and for a
+    `top_p` or `top_k` that would do nothing because the result is greedy.
+    """
+    from .engine import SamplingParams
+
+    said = read_json(folder / FILE)
+
+    def number(name: str, otherwise: float | int, low: float | int, high: float | int) -> float | int:
+        value = said.get(name)
+        if value is None:
+            return otherwise
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"{folder / FILE}: {name} must be a number from {low:g} to {high:g}, not {value!r}")
+        return value
+
+    if temperature is None:
+        temperature = float(number("temperature", 1.0, 0, 1e6)) if said.get("do_sample") else 0.0
+    if temperature == 0:
+        for flag, value in (("--top-p", top_p), ("--top-k", top_k)):
+            if value is not None:
+                raise ValueError(f"{flag} does nothing at temperature 0, which is greedy: give --temperature, too")
+        return SamplingParams(temperature=0.0)
+    return SamplingParams(
+        temperature=temperature,
+        top_p=float(number("top_p", 1.0, 1e-6, 1) if top_p is None else top_p),
+        top_k=int(number("top_k", 0, 0, 2**31 - 1) if top_k is None else top_k),
+    )
+
+
+def not_applied(folder: pathlib.Path) -> str:
+    """One line that names the fields of generation_config.json that the engine leaves out; "" if there are none."""
+    said = read_json(folder / FILE)
+    wanted = [f"{name}={said[name]}" for name, off in UNKNOWN_TO_ENGINE.items() if said.get(name) not in (None, off)]
+    return f"{folder / FILE}: the engine can't do this, so it is not applied: {', '.join(wanted)}" if wanted else ""
+
+
 def _max_tokens(options: argparse.Namespace, prompt_tokens: int) -> int:
     """The number of tokens that may be generated. Raises ValueError where the model's positions don't suffice."""
-    from models import registry
-    from models.folder import read_json
+    from models.hf_config import read_config
 
     file = pathlib.Path(options.model) / "config.json"
-    positions = registry.read_config(read_json(file, needed=True)).text.max_position_embeddings
+    positions = read_config(read_json(file, needed=True)).text.max_position_embeddings
     if not prompt_tokens:
         raise ValueError("the prompt has no tokens: there is nothing to answer")
     room = positions - prompt_tokens

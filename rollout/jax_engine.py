@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar, TypeVarTuple
@@ -21,16 +22,20 @@ from jax.typing import DTypeLike
 
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count
+from models.inputs import ModelInput
 from sharding.mesh import Device
 from sharding.walk import Walk
 
 from . import turns
 from .device import DeviceState, NewTokens
-from .engine import EngineError, EngineStats, GenerateRequest
+from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from .engine_weights import EngineLayout
+from .programs import doubling
+from .requests import EngineLimits
 from .scheduler import Delivery, Job, Scheduler
 from .stream import Mailbox, TokenStream
-from .tensor_parallel import EngineLayout
 
+LEAST_CACHE = 256  # tokens of `generate_once`; doubled, so that prompts of similar length share their compiled programs
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
@@ -40,9 +45,9 @@ class JaxEngine:
 
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response.
     `steps_per_sync` tokens a sample are decoded between two looks of the host: more is cheaper, fewer lets chunks,
-    aborts and new weights through sooner; what is sampled does not depend on it. `prefill_tokens` and
-    `prefill_patches` bound one prefill call. `compute_dtype` casts the weights as they come in (None: as they are).
-    `devices` compute together (`rollout.tensor_parallel`): 1, 2, 4, ... of this process; None: its first one.
+    aborts and new weights through sooner; what is sampled does not depend on it.
+    `compute_dtype` casts the weights as they come in (None: as they are).
+    `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first one.
     `model` may be abstract; the weights then come with the first `update_weights`.
     """
 
@@ -53,11 +58,9 @@ class JaxEngine:
         slots: int = 256,
         max_sequence_tokens: int = 128,
         steps_per_sync: int = 4,
-        prefill_tokens: int = 4096,
-        prefill_patches: int = 4096,
         compute_dtype: DTypeLike | None = None,
         devices: Sequence[Device] | None = None,
-        walk: Walk | None = None,
+        walk: Walk = Walk(),  # noqa: B008 (frozen)
         version: int = 0,
     ) -> None:
         sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens, "steps_per_sync": steps_per_sync}
@@ -65,25 +68,13 @@ class JaxEngine:
             raise EngineError(f"all of these must be positive: {sizes}")
         config = model.config
         vision = config.vision if isinstance(config, Qwen25VLConfig) else None
-        self._limits = turns.TurnLimits(
-            slots=slots,
-            max_sequence_tokens=max_sequence_tokens,
-            prefill_tokens=prefill_tokens,
-            prefill_patches=prefill_patches,
-            merge_unit=vision.merge_unit if vision is not None else 1,
-            small_model=jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL,
-        )
-        self._device = DeviceState(
-            model,
-            walk if walk is not None else Walk(),
-            steps_per_sync,
-            self._limits,
-            EngineLayout.of(devices),
-            compute_dtype,
-        )
-        self._scheduler = Scheduler(slots, max_sequence_tokens, config.text.vocab_size, vision)
+        small = jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL
+        self._limits = EngineLimits(slots, max_sequence_tokens, config.text.vocab_size, vision, steps_per_sync, small)
+        layout = EngineLayout.of(devices)
+        self._device = DeviceState(model, walk, self._limits, layout, compute_dtype)
+        self._scheduler = Scheduler(self._limits)
         self._version = version
-        self._tokens_prefilled = self._decode_steps = 0
+        self._tokens_prefilled = 0
         self._paused = self._asleep = self._closed = False
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -182,7 +173,7 @@ class JaxEngine:
         self._attach()
         async with self._turn:
             self._closed = True
-            self._fail("the engine was closed")
+            self._lose(self._scheduler.clear(), "the engine was closed")
         self._thread.shutdown(wait=False)
 
     def stats(self) -> EngineStats:
@@ -193,7 +184,6 @@ class JaxEngine:
             slots=self._limits.slots,
             tokens_generated=self._scheduler.tokens_generated,
             tokens_prefilled=self._tokens_prefilled,
-            decode_steps=self._decode_steps,
             preemptions=0,  # a slot is as long as a sequence may get: nothing is ever displaced
         )
 
@@ -218,7 +208,7 @@ class JaxEngine:
         if self._loop is not None and not self._loop.is_closed():
             raise EngineError("the engine is in use on another event loop")
         self._loop, self._turn, self._task = loop, asyncio.Lock(), None
-        self._fail("the event loop of this request was closed")
+        self._lose(self._scheduler.clear(), "the event loop of this request was closed")
 
     def _kick(self) -> None:
         """Starts the loop unless it runs already; it ends by itself when there is nothing to do."""
@@ -251,40 +241,39 @@ class JaxEngine:
                 try:
                     await self._one_turn()
                 except asyncio.CancelledError:
-                    self._fail("the event loop is shutting down")
+                    self._lose(self._scheduler.clear(), "the event loop is shutting down")
                     raise
                 except Exception as error:
-                    self._fail(_described(error), error)
+                    self._lose(self._scheduler.clear(), _described(error), error)
                 self._deliver(self._scheduler.reap())
 
     async def _one_turn(self) -> None:
         """Serves the running samples, and finds out whose fault it is if that fails."""
         self._scheduler.admit()
         try:
-            results = await self._results()
+            new = await self._new_tokens()
         except Exception as error:
             jobs = self._scheduler.at_turn()
             if not jobs:
                 raise
-            self._blame(jobs, _described(error), error)
+            self._lose(self._scheduler.blame(jobs), _described(error), error)
             return
-        broken = [job for new in results for job in self._scheduler.holders(new.slots_B[~new.finite_B])]
-        for new in (result.only(result.finite_B) for result in results):
-            chunks = self._scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version)
-            self._deliver(chunks)
+        finite_B = new.finite_B
+        broken, new = self._scheduler.holders(new.slots_B[~finite_B]), new.only(finite_B)
+        chunks = self._scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version)
+        self._deliver(chunks)
         if broken:
-            self._blame(broken, f"a sampled token has a log-prob that is not finite under weights {self._version}")
+            reason = f"a sampled token has a log-prob that is not finite under weights {self._version}"
+            self._lose(self._scheduler.blame(broken), reason)
 
-    async def _results(self) -> list[NewTokens]:
-        scheduler = self._scheduler
-        if scheduler.to_start():
-            plan = turns.plan_starts(scheduler, self._limits)
-            results = await self._in_thread(self._device.start, plan)
-            self._tokens_prefilled += sum(batch.tokens for batch in plan.prefills)
-        else:
-            results = await self._in_thread(self._device.decode, turns.plan_round(scheduler, self._limits))
-            self._decode_steps += max(int(new.count_B.max()) for new in results)
-        return results
+    async def _new_tokens(self) -> NewTokens:
+        if not self._scheduler.to_start():
+            return await self._in_thread(self._device.decode, turns.plan_round(self._scheduler, self._limits))
+        plan = turns.plan_starts(self._scheduler, self._limits)
+        prefilled = sum(batch.tokens for batch, *_ in plan if batch.outputs is None)
+        new = await self._in_thread(self._device.start, plan)
+        self._tokens_prefilled += prefilled
+        return new
 
     async def _in_thread(self, function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -296,21 +285,13 @@ class JaxEngine:
             if not job.open:
                 job.sink.close()
 
-    def _blame(self, jobs: list[Job], reason: str, cause: Exception | None = None) -> None:
-        """Blames a failed turn on these jobs.
+    def _lose(self, jobs: Sequence[Job], reason: str, cause: Exception | None = None) -> None:
+        """Fails the streams of jobs that the scheduler has dropped.
 
-        The cache may be lost with the turn, or hold values that are not finite: masked entries must be finite, too, or
-        the next sample in such a slot would suffer.
+        The cache goes with them. It may be lost with a failed turn, or hold values that are not finite: masked entries
+        must be finite, too, or the next sample in such a slot would suffer.
         """
         self._device.cache = None
-        self._lose(self._scheduler.blame(jobs), reason, cause)
-
-    def _fail(self, reason: str, cause: Exception | None = None) -> None:
-        """Fails every open stream. The engine starts afresh with the next request; the cache may be lost."""
-        self._device.cache = None
-        self._lose(self._scheduler.clear(), reason, cause)
-
-    def _lose(self, jobs: Sequence[Job], reason: str, cause: Exception | None) -> None:
         if cause is not None:
             traceback.clear_frames(cause.__traceback__)  # whoever keeps the error would keep the turn's arrays, too
         for job in jobs:
@@ -321,3 +302,37 @@ class JaxEngine:
 
 def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+async def generate_once(
+    model: Decoder,
+    prompt: ModelInput,
+    sampling: SamplingParams,
+    *,
+    seed: int = 0,
+    on_chunk: Callable[[TokenChunk], bool] = lambda chunk: False,
+) -> TokenChunk:
+    """The whole response to one prompt, by an engine of its own; it copies the weights: keep no `model` where memory is
+    short.
+
+    `on_chunk` gets each chunk as it comes and ends the response by returning True; the chunk still counts. Raises
+    EngineError for a request that the engine refuses, or a model that computes no finite log-probs.
+    """
+    room = doubling(len(prompt) + sampling.max_new_tokens, LEAST_CACHE)
+    engine = JaxEngine(model, slots=1, max_sequence_tokens=room)
+    del model
+    stream = engine.generate(GenerateRequest("single", prompt, sampling, seed=seed))
+    chunks: list[TokenChunk] = []
+    try:
+        async for chunk in stream:
+            chunks.append(chunk)
+            if on_chunk(chunk):
+                break
+    finally:
+        await stream.aclose()
+        await engine.close()
+    ids, logprobs, versions = (
+        tuple(itertools.chain.from_iterable(getattr(chunk, name) for chunk in chunks))
+        for name in ("token_ids", "logprobs", "versions")
+    )
+    return TokenChunk("single", 0, ids, logprobs, versions, chunks[-1].finish or FinishReason.ABORT)

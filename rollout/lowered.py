@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 import models
@@ -18,15 +18,11 @@ from sharding.strategy import Params
 from sharding.walk import Walk
 from sharding.weights import with_shardings
 
-from .buckets import doubling
-from .jax_engine import JaxEngine
-from .kv_cache import KVCache
-from .layer_weights import LayerParams, abstract_by_layer
-from .prefill import Prefix, plan
-from .programs import programs
-from .slots import SlotTable
-from .tensor_parallel import EngineLayout
-from .turns import LEAST_VIEW, TurnLimits
+from .engine_weights import EngineLayout, LayerParams
+from .programs import KVCache, doubling, programs
+from .requests import EngineLimits
+from .scheduler import SlotTable
+from .turns import LEAST_VIEW, PREFILL_PATCHES, PREFILL_TOKENS, Prefix, plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +40,19 @@ class EngineArrays:
         """Arguments are those of `JaxEngine`; the model may be abstract. Raises EngineError as the engine does."""
         layout, text = EngineLayout.of(devices), model.config.text
         abstract = models.abstract(model.config)
-        by_layer = abstract_by_layer(abstract)
         handed_in = with_shardings(models.split(abstract)[1], layout.weights(abstract))
-        params = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, compute_dtype or x.dtype, sharding=sharding),
-            models.split(by_layer)[1],
-            layout.weights(by_layer),
-        )
-        params["layers"] = [params["layers"]] * text.num_layers
-        dtype = jax.tree.leaves(params)[0].dtype
-        cache = jax.eval_shape(lambda: KVCache.create(text, slots, max_sequence_tokens, dtype))
-        rows = layout.rows(text)
-        return EngineArrays(params, with_shardings(cache, KVCache(rows, rows)), handed_in)
+
+        def served(x: Any, sharding: Sharding, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, compute_dtype or x.dtype, sharding=sharding)
+
+        params: LayerParams = jax.tree.map(lambda x: served(x, x.sharding, x.shape), handed_in)
+        one = layout.weights(abstract.layers, stacked=False)
+        layer = jax.tree.map(lambda x, sharding: served(x, sharding, x.shape[1:]), handed_in["layers"], one)
+        params["layers"] = [layer] * text.num_layers
+        shape = (text.num_layers, slots, max_sequence_tokens, text.num_kv_heads, text.head_dim)
+        dtype = jax.tree.leaves(layer)[0].dtype
+        rows = jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows(text))
+        return EngineArrays(params, KVCache(rows, rows), handed_in)
 
 
 def lowered_programs(
@@ -73,25 +70,20 @@ def lowered_programs(
     `begun` are the lengths of a prompt's responses that are prefilled with it, where requests go on after their cache
     was dropped. `merge_unit` patches are a feature.
     """
-    default = {name: parameter.default for name, parameter in inspect.signature(JaxEngine).parameters.items()}
     _, slots, tokens, *_ = arrays.cache.k_LBSKH.shape
-    limits = TurnLimits(
-        slots, tokens, default["prefill_tokens"], default["prefill_patches"], merge_unit, small_model=True
-    )
+    limits = EngineLimits(slots, tokens, model.config.text.vocab_size)
     graphdef, _ = models.split(model)
     rows = EngineLayout.of(devices).rows(model.config.text) if len(devices) > 1 else None
-    engine = programs(graphdef, Walk(), default["steps_per_sync"], rows)
+    engine = programs(graphdef, Walk(), limits.steps_per_sync, rows)
     batches = plan(
-        [Prefix(prompt, tuple(np.zeros(n, np.int32) for n in begun or [0]))]
-        * max(limits.prefill_tokens // len(prompt), 1),
+        [Prefix(prompt, tuple(np.zeros(n, np.int32) for n in begun or [0]))] * max(PREFILL_TOKENS // len(prompt), 1),
         row_tokens=tokens,
-        batch_tokens=limits.prefill_tokens,
-        batch_patches=limits.prefill_patches,
+        batch_tokens=PREFILL_TOKENS,
+        batch_patches=PREFILL_PATCHES,
         merge_unit=merge_unit,
     )
     _, largest = max(batches, key=lambda found: found[1].inputs.tokens_BT.size)
-    size = doubling(slots, limits.least_rows, slots)
-    batch = SlotTable(slots, tokens).round(np.arange(slots), size)
+    batch = SlotTable(slots, tokens).round(np.arange(slots), slots)
     return {
         "prefill": engine.prefill.lower(arrays.params, largest.inputs),
         "decode": engine.decode.lower(arrays.params, arrays.cache, batch, doubling(tokens, LEAST_VIEW, tokens)),

@@ -4,8 +4,6 @@
 no checks of its own, and a caller who changes a list afterwards changes nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import reprlib
@@ -27,35 +25,38 @@ LEAST_TEMPERATURE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
-    """The requests that an engine can serve. `vision` is None for a text-only model."""
+class EngineLimits:
+    """The requests that an engine can serve, and how many samples at once."""
 
-    max_sequence_tokens: int
+    slots: int
+    max_sequence_tokens: int  # of a prompt and its response
     vocabulary: int
-    vision: VisionConfig | None = None
+    vision: VisionConfig | None = None  # None for a text-only model
+    steps_per_sync: int = 4  # tokens a sample in one round, at most
+    small_model: bool = True  # rather fill up a batch than compile another shape
 
 
-def checked(request: Any, served: Served) -> GenerateRequest:
+def checked(request: Any, limits: EngineLimits) -> GenerateRequest:
     """The request in plain types. Raises EngineError, a line that names the field, for one that can't be served."""
     if not isinstance(request, GenerateRequest):
         raise EngineError(f"a GenerateRequest is wanted, not {_shown(request)}")
     if not isinstance(request.rid, str):
         raise EngineError(f"the rid of a request must be a string, not {_shown(request.rid)}")
     try:
-        return _checked(request, served)
+        return _checked(request, limits)
     except ValueError as error:
         raise EngineError(f"request {request.rid!r}: {error}") from None
 
 
-def _checked(request: GenerateRequest, served: Served) -> GenerateRequest:
-    sampling = _sampling(request.sampling, served.vocabulary)
-    prompt = _prompt(request.prompt, served, sampling.max_new_tokens)
+def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
+    sampling = _sampling(request.sampling, limits.vocabulary)
+    prompt = _prompt(request.prompt, limits, sampling.max_new_tokens)
     n = _integer("n", request.n, 1, MOST_SAMPLES)
     total = len(prompt) + sampling.max_new_tokens
-    if total > served.max_sequence_tokens:
+    if total > limits.max_sequence_tokens:
         raise ValueError(
             f"{len(prompt)} prompt tokens + max_new_tokens={sampling.max_new_tokens} = {total} exceed "
-            f"rollout.max_sequence_tokens={served.max_sequence_tokens}"
+            f"rollout.max_sequence_tokens={limits.max_sequence_tokens}"
         )
     if not isinstance(request.prefix_ids, tuple | list):
         raise ValueError(f"prefix_ids must be a tuple of tuples, not {_shown(request.prefix_ids)}")
@@ -64,7 +65,7 @@ def _checked(request: GenerateRequest, served: Served) -> GenerateRequest:
     prefixes = tuple(_ids(f"prefix_ids[{i}]", ids) for i, ids in enumerate(request.prefix_ids))
     for i, prefix in enumerate(prefixes):
         if prefix:
-            _in_vocabulary(f"prefix_ids[{i}]", min(prefix), max(prefix), served.vocabulary)
+            _in_vocabulary(f"prefix_ids[{i}]", min(prefix), max(prefix), limits.vocabulary)
     return GenerateRequest(request.rid, prompt, sampling, n, _integer("seed", request.seed, None, None), prefixes)
 
 
@@ -93,20 +94,20 @@ def _sampling(sampling: Any, vocabulary: int) -> SamplingParams:
     )
 
 
-def _prompt(prompt: Any, served: Served, max_new_tokens: int) -> ModelInput:
+def _prompt(prompt: Any, limits: EngineLimits, max_new_tokens: int) -> ModelInput:
     if not isinstance(prompt, ModelInput):
         raise ValueError(f"prompt must be a ModelInput, not {_shown(prompt)}")
     tokens_T = _integers("prompt.token_ids_T", prompt.token_ids_T, (None,))
     T = len(tokens_T)
     if not T:
         raise ValueError("the prompt has no tokens")
-    _in_vocabulary("prompt.token_ids_T", int(tokens_T.min()), int(tokens_T.max()), served.vocabulary)
+    _in_vocabulary("prompt.token_ids_T", int(tokens_T.min()), int(tokens_T.max()), limits.vocabulary)
     vision, features = None, 0
     if prompt.vision is not None:
-        if served.vision is None:
+        if limits.vision is None:
             raise ValueError("the prompt has images or videos, but the model is text-only")
-        vision = _vision(prompt.vision, served.vision)
-        features = vision.num_patches // served.vision.merge_unit
+        vision = _vision(prompt.vision, limits.vision)
+        features = vision.num_patches // limits.vision.merge_unit
     return ModelInput(
         tokens_T,
         _integers("prompt.positions_3T", prompt.positions_3T, (3, T)),

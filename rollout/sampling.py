@@ -4,20 +4,15 @@ Log-probs follow the convention of `engine.SamplingParams`: `log_softmax(logits 
 vocabulary (temperature 1 where greedy), without forbidden ids, not renormalised for top-k or top-p.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-if TYPE_CHECKING:
-    AnyArray: TypeAlias = Any
-else:  # numpy's on the host, JAX's in a compiled program: tests check shapes and dtypes, type checkers can't tell which
-    AnyArray = Array | np.ndarray | jax.stages.ArgInfo  # the last where a program is lowered: see `lowered`
+from models.inputs import AnyArray
+
 CANDIDATES = 256  # most probable tokens that top-k and top-p look at before they sort a whole vocabulary
 NEVER = np.float32(-1e30)  # the score of a token that must not be drawn; finite, so that no NaN can arise
 

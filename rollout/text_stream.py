@@ -1,7 +1,5 @@
 """Text that grows with the tokens of a response: only what can no longer change is handed out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoders write it for the first bytes of a character

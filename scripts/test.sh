@@ -2,7 +2,7 @@
 # Installs fluxjax with its test tools into .venv (made if missing) and runs the tests on all cores, but on four at most.
 #   bash scripts/test.sh                    without PyTorch: the parity tests against transformers are skipped, visibly
 #   bash scripts/test.sh parity             with PyTorch and transformers
-#   bash scripts/test.sh parity,aot         and with XLA's CUDA compiler, for what is compiled without a GPU
+#   bash scripts/test.sh parity,aot         and with XLA's CUDA compiler and Triton, for what is compiled without a GPU
 #   bash scripts/test.sh --long ...         also the tests marked `long`; as CI does, with parity,aot
 #   bash scripts/test.sh "" -m "not slow"   further words go to pytest
 set -euo pipefail
@@ -19,10 +19,11 @@ pip install -e ".[test${extras:+,$extras}]"
 if [ "$aot" ]; then
     # Beside the environment, not in it: there, JAX would look for GPUs at every start and complain.
     version="$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
-    export FLUXJAX_AOT="$PWD/.aot/$version"
+    export FLUXJAX_AOT="$PWD/.aot/$version-triton"
     if [ ! -d "$FLUXJAX_AOT" ]; then # complete or not there
         rm -rf .aot/unfinished
-        pip install --no-deps --target .aot/unfinished "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version"
+        pip install --no-deps --target .aot/unfinished "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version" \
+            "jax-triton>=0.3.1,<0.4" "triton>=3.6,<3.8"
         mv .aot/unfinished "$FLUXJAX_AOT"
     fi
 fi

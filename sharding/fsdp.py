@@ -7,8 +7,6 @@ All of it is one fully manual `shard_map`: under automatic partitioning gradient
 reduce-scatter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -49,13 +47,12 @@ class Fsdp:
         forward: Forward,
         loss: Loss,
         row_dims: Callable[[PyTree], PyTree],
-        rules: ShardingRules | None = None,
         compute_dtype: DTypeLike = jnp.float32,
         remat: bool = False,
         unroll: int = Walk.unroll,
     ) -> None:
         self.mesh = mesh
-        self.rules = rules or ShardingRules()
+        self.rules = ShardingRules()
         self.shardings = shardings(model, mesh, self.rules)
         self.specs = specs(model)
         self.abstract: Params = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(model, nnx.Param)))
@@ -78,7 +75,7 @@ class Fsdp:
         Every process has the whole batch and keeps its devices' part. Raises ValueError if the devices do not divide
         the rows.
         """
-        self._check(batch)
+        jax.tree.map(self._check, self._row_dims(batch), batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
         return _put(batch, placed)
 
@@ -131,16 +128,13 @@ class Fsdp:
     def _rows(self, dim: int) -> P:
         return P(*[None] * dim, self._axes) if self._axes else P()
 
-    def _check(self, batch: PyTree) -> None:
-        def check(dim: int, arrays: PyTree) -> None:
-            for array in jax.tree.leaves(arrays):
-                if array.shape[dim] % self.mesh.size:
-                    raise ValueError(
-                        f"an array of shape {array.shape} can't be divided over {self.mesh.size} devices along "
-                        f"dimension {dim}; compose batches for {self.mesh.size} shards"
-                    )
-
-        jax.tree.map(check, self._row_dims(batch), batch)
+    def _check(self, dim: int, arrays: PyTree) -> None:
+        for array in jax.tree.leaves(arrays):
+            if array.shape[dim] % self.mesh.size:
+                raise ValueError(
+                    f"an array of shape {array.shape} can't be divided over {self.mesh.size} devices along "
+                    f"dimension {dim}; compose batches for {self.mesh.size} shards"
+                )
 
 
 def _put(tree: Batch, shardings: PyTree, may_alias: bool | None = None) -> Batch:

@@ -4,9 +4,7 @@ Over axes of size two, a sequence-parallel group of any power-of-two degree `p` 
 axes, so that nested groups need no mesh of their own. FSDP shards over all axes at once.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -35,7 +33,7 @@ def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None, 
         raise MeshError(f"the number of devices must not be negative, got {num_devices}")
     if count > len(devices):
         raise MeshError(f"{count} devices asked for, but there are {len(devices)} ({devices[0].platform})")
-    odd = count // (count & -count)
+    odd = count // replica_size(count)
     outer = replicas or odd
     if outer < 0 or count % outer or (count // outer) & (count // outer - 1):
         raise MeshError(
@@ -50,7 +48,12 @@ def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None, 
 
 def binary_axes(num_devices: int) -> tuple[str, ...]:
     """The axes of size two, outermost first, of the mesh that `make_mesh(num_devices)` makes."""
-    return tuple(f"s{i}" for i in reversed(range((num_devices & -num_devices).bit_length() - 1)))
+    return tuple(f"s{i}" for i in reversed(range(replica_size(num_devices).bit_length() - 1)))
+
+
+def replica_size(num_devices: int) -> int:
+    """The devices of a replica of `make_mesh(num_devices)`, those of its axes of size two: no sequence leaves them."""
+    return num_devices & -num_devices
 
 
 def group_axes(mesh: Mesh, degree: int) -> tuple[str, ...]:
@@ -64,3 +67,19 @@ def trailing(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
     if degree < 1 or degree != 1 << twos or twos > len(axes):
         raise MeshError(f"no group of {degree} devices on this mesh; a power of two up to {1 << len(axes)}")
     return axes[len(axes) - twos :]
+
+
+# By default one collective is under way at a time, so that a round's all-to-all back, or a gather of weights, keeps the
+# next round's from starting; and a start is placed as late as its estimated duration allows, where a loop over tiles
+# counts for nothing: in the backward pass that is after the attention which should hide it. Seen in schedules compiled
+# for 8 H100 by jax 0.10.2. All of them get one queue (`operation_queue_id`), that is, they still run in program order.
+GPU_OVERLAP: Mapping[str, int | bool] = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+}
+
+
+def compiler_options(mesh: Mesh) -> dict[str, int | bool]:
+    """Options for `jax.jit(..., compiler_options=...)` of programs with `spread.ulysses` in them; empty but on GPUs."""
+    on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")
+    return dict(GPU_OVERLAP) if on_gpus else {}

@@ -4,8 +4,6 @@ With a vocabulary of 152k and 16k tokens, logits are 10 GB in float32 and their 
 logits are computed, used and dropped; the backward pass computes them again from the saved log-normaliser.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int

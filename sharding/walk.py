@@ -4,8 +4,6 @@ A model never asks on how many devices it runs. It calls `walk.use(module)` befo
 and `walk.scan(...)` over its stacked layers; FSDP gathers there, a single device does nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TypeVar

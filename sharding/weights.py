@@ -1,7 +1,5 @@
 """A weight is declared once; its abstract shape, initial value, sharding and gather derive from that."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,6 +1,8 @@
 """Strict defaults for every test: 8 CPU devices, strict dtype and rank promotion, warnings are errors (pyproject)."""
 
 import atexit
+import gc
+import math
 import os
 import pathlib
 import shutil
@@ -49,8 +51,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both. `gpu` tests are run on request."""
+    if "gpu" not in config.option.markexpr:
+        alone = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in alone]
+        config.hook.pytest_deselected(items=alone)
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker("slow")
@@ -70,3 +76,16 @@ def _forget_compiled_programs():
     """Every compiled program holds memory maps. Linux allows a process 65,530 of them; beyond that, XLA crashes."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def held_by():
+    """`held_by(device)`: the bytes of all live arrays on a device, beyond those of before the test."""
+
+    def now(device) -> int:  # asked for their shards, arrays would make further arrays
+        here = [x for x in jax.live_arrays() if device in x.sharding.addressable_devices]
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
+
+    gc.collect()
+    before = {device: now(device) for device in jax.devices()}
+    return lambda device: now(device) - before[device]

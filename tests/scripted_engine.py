@@ -125,6 +125,6 @@ class ScriptedEngine:
         self.log.append("wake")
 
     def stats(self) -> EngineStats:
-        return EngineStats(self.version, self.open_streams, 0, 1000, 0, 0, 0)
+        return EngineStats(self.version, self.open_streams, 0, 1000, 0, 0)
 
     async def close(self) -> None: ...

@@ -11,8 +11,8 @@ from packing_cases import MODEL
 import models
 from fluxjax.config import Config, ConfigError
 from fluxjax.run.build import build_model
+from models.config import PatchLayout
 from models.processing import tiny
-from models.processing.settings import PatchLayout
 
 GENERATION = {"do_sample": True, "eos_token_id": [0, 2], "temperature": 0.6, "top_p": 0.95, "transformers_version": "4"}
 

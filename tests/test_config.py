@@ -11,7 +11,9 @@ import sys
 
 import pytest
 
-from fluxjax.config import Config, ConfigError, DType, Importance, cli, from_json, scheduling, sections, to_json
+from fluxjax import config as sections
+from fluxjax.config import Config, ConfigError, DType, Importance, cli, scheduling
+from fluxjax.config.run_folder import from_json, to_json
 from fluxjax.config.unread import NEEDS, remarks
 from fluxjax.simulation.options import SimulateConfig as SimulatedConfig
 

@@ -216,6 +216,27 @@ def test_a_step_is_clipped_adamw(most):
 
 
 @pytest.mark.slow
+def test_moments_and_gradients_in_bfloat16():
+    """Half of the optimizer's memory, for an update that is that of float32 to the bits that are left."""
+    config, half = config_for(rows=1, **SMOOTH), config_for(rows=1, **SMOOTH)
+    half.optim.moments_dtype = half.optim.gradients_dtype = DType.BFLOAT16
+    exact, rounded = (Learner(c, tiny("text"), grpo.token_loss, mesh=make_mesh(2)) for c in (config, half))
+    microbatches = microbatches_for("text", config, 2)
+    before = jax.tree.map(np.asarray, exact.params)
+    assert {grad.dtype.name for grad in jax.tree.leaves(rounded.accumulate(microbatches)[0])} == {"bfloat16"}
+    for _ in range(3):
+        for learner in (exact, rounded):
+            assert learner.step(microbatches)["skipped_nonfinite"] == 0
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(learner.opt_state)) for learner in (exact, rounded)]
+    assert sizes[1] < 0.51 * sizes[0]
+    moved, moved_rounded = (
+        jax.tree.map(lambda new, old: np.asarray(new) - old, learner.params, before) for learner in (exact, rounded)
+    )
+    assert_close(moved_rounded, moved, 0.05)  # 8 bits of mantissa, three steps
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(rounded.params))
+
+
+@pytest.mark.slow
 def test_microbatches_add_up():
     config = config_for(rows=1)
     many = microbatches_for("vision", config)

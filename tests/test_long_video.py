@@ -20,8 +20,8 @@ from fluxjax.algorithms import grpo
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composition import unpack
 from fluxjax.learner.learner import Learner
+from models.config import PatchLayout
 from models.processing import tiny
-from models.processing.settings import PatchLayout
 from rollout.engine import GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine
 from sharding.mesh import make_mesh

@@ -30,7 +30,7 @@ def test_names_are_unique_and_tests_exist() -> None:
 
 
 def test_a_mutant_that_is_no_longer_possible_is_an_error(monkeypatch, capsys) -> None:
-    gone = Mutant("gone", "fluxjax/config/pid.py", "no such line", "")
+    gone = Mutant("gone", "fluxjax/config/schedules.py", "no such line", "")
     with pytest.raises(ValueError, match="its old text is 0 times in"):
         mutated(gone, ROOT)
     monkeypatch.setattr("mutants.MUTANTS", [gone])

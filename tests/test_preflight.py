@@ -25,9 +25,9 @@ from fluxjax.sizing.schedule import Traffic, traffic
 from fluxjax.sizing.topology import Topology, find_plugin, kinds
 from models.config import Qwen25VLConfig
 from rollout.device import DeviceState
+from rollout.engine_weights import EngineLayout
 from rollout.lowered import EngineArrays, lowered_programs
-from rollout.tensor_parallel import EngineLayout
-from rollout.turns import TurnLimits
+from rollout.requests import EngineLimits
 from sharding.kernels.tiles import tile_size
 from sharding.mesh import make_mesh
 from sharding.target import compiling_for
@@ -102,6 +102,7 @@ def test_the_schedule_of_a_compiled_program_is_read():
 
 ACCOUNT = Account(
     masters=4 * GIB,
+    gradients=4 * GIB,
     moments=8 * GIB,
     reference=0.0,
     batch=GIB,
@@ -194,8 +195,8 @@ def test_an_abstract_learner_lowers_the_programs_of_a_real_one():
 @pytest.mark.parametrize("degree", [1, 2])
 def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
     model, devices = models.create(MODEL), jax.devices()[:degree]
-    limits = TurnLimits(8, 64, 4096, 4096, MODEL.vision.merge_unit)
-    real = DeviceState(model, Walk(), 4, limits, EngineLayout.of(devices), jnp.bfloat16)
+    limits = EngineLimits(8, 64, MODEL.text.vocab_size, MODEL.vision)
+    real = DeviceState(model, Walk(), limits, EngineLayout.of(devices), jnp.bfloat16)
     arrays = EngineArrays.of(models.abstract(MODEL), 8, 64, "bfloat16", devices)
 
     def described(tree):

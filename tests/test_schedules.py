@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
 from fluxjax.config import ConfigError
-from fluxjax.config.pid import Pid
-from fluxjax.config.schedules import parse
+from fluxjax.config.schedules import Pid, parse
 
 PID = "pid(metric=train/entropy, target=0.6, low=0.5, high=1.2, kp=0.1, ki=0.01, kd=0.05)"
 FINITE = st.floats(-1e6, 1e6)

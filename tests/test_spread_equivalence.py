@@ -117,7 +117,9 @@ def test_a_calibration_decides_what_is_spread(tmp_path):
     config = spread_config()
     config.sharding.alpha = 8.0  # memory forces nothing
     free = compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
-    CostModel.published().on(bandwidth=1e-9).save(tmp_path / "slow.json")
+    cost = CostModel.published()
+    within = dataclasses.replace(cost.within, per_byte=1e9 * cost.within.per_byte)
+    dataclasses.replace(cost, within=within).save(tmp_path / "slow.json")
     config.sharding.calibration = str(tmp_path / "slow.json")
     dear = compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
     degrees = [max(one.layout.plan.degrees) for step in (free, dear) for one in step.microbatches]

@@ -5,8 +5,6 @@ inside `jit` over a packed batch. Everything in between (normalising by tokens, 
 the batch's loss weights, so a step's loss is `sum(loss_weights_BT * token_loss_BT)` for every algorithm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 

@@ -12,8 +12,6 @@ differs between engine and trainer; `cfg.importance` chooses another correction,
 token mean is DAPO's clip-higher (arXiv:2503.14476).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

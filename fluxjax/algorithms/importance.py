@@ -22,11 +22,9 @@ Otherwise r = policy / behaviour, which has the factor proximal / behaviour in i
 `w / (proximal / behaviour)`: exactly 1 without C and decay.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +42,6 @@ _KL, _EXCESS, _EXCESS_SQUARES, _LAGS = "staleness/kl", "staleness/excess", "stal
 _LAG_MAX = "staleness/lag_max"
 _SUMS = (_WEIGHTS, _SQUARES, _CLIPPED, _KL, _EXCESS, _EXCESS_SQUARES, _LAGS)
 TALLIED = (*_SUMS, _LAG_MAX)
-
-
-class Correction(NamedTuple):
-    """What a clipped objective needs of each token, 0 where a token is not trained on."""
-
-    log_ratio_BT: Float[Array, "B T"]  # policy over what the objective clips around; differentiable
-    weight_BT: Float[Array, "B T"]  # factor of the objective; a constant
 
 
 def log_ratio(policy: Any, behaviour: Any) -> Any:
@@ -83,8 +74,11 @@ def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
     return corrected, changed
 
 
-def correction(logprobs_BT: Float[Array, "B T"], batch: TrainBatch, cfg: ImportanceConfig) -> Correction:
-    """For an objective in the ratio of policies, with `logprobs_BT` of the policy, before the first update on `batch`.
+def correction(
+    logprobs_BT: Float[Array, "B T"], batch: TrainBatch, cfg: ImportanceConfig
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Returns, for a clipped objective, log(policy over what it clips around), which is differentiable, and its factor,
+    a constant; 0 where a token is not trained on. `logprobs_BT` are the policy's before the first update on `batch`.
 
     `batch.response_log_ratios_BT` must be filled in at the level of sequences, by
     `fluxjax.batch.composer.with_importance`.
@@ -97,7 +91,7 @@ def correction(logprobs_BT: Float[Array, "B T"], batch: TrainBatch, cfg: Importa
         log_weight_BT = log_weight_BT - corrected_BT
     around_BT = proximal_BT if cfg.decoupled else batch.behaviour_logprobs_BT
     log_ratio_BT = masked(log_ratio(logprobs_BT, around_BT), trained_BT)
-    return Correction(log_ratio_BT, jnp.where(trained_BT, jnp.exp(log_weight_BT), 0.0))
+    return log_ratio_BT, jnp.where(trained_BT, jnp.exp(log_weight_BT), 0.0)
 
 
 def tally(

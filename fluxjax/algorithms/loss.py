@@ -1,7 +1,5 @@
 """The terms that policy losses are made of, and the weights that turn token losses into a step's mean."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -18,17 +16,12 @@ def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_
     - sequence mean: `1 / (N |o_i|)` (GRPO, DeepSeekMath, arXiv:2402.03300, equation 3), N without empty responses;
     - constant: `1 / (N max_new_tokens)` (Dr.GRPO, arXiv:2503.20783, section 3.2: no bias towards short answers).
     """
-    lengths = np.asarray(lengths, np.int64)
-    total = int(lengths.sum())
-    if total == 0:
+    divisor = normaliser(lengths, aggregation, max_new_tokens)
+    if not np.any(lengths):
         raise ValueError("no response of this step has a token: there is nothing to train on")
-    if aggregation is LossAggregation.TOKEN_MEAN:
-        weights = np.full(len(lengths), 1.0 / total)
-    elif aggregation is LossAggregation.SEQUENCE_MEAN:
-        weights = 1.0 / (np.count_nonzero(lengths) * np.maximum(lengths, 1))
-    else:
-        weights = np.full(len(lengths), 1.0 / (len(lengths) * max_new_tokens))
-    return weights.astype(np.float32)
+    if aggregation is LossAggregation.SEQUENCE_MEAN:
+        return (1.0 / (divisor * np.maximum(np.asarray(lengths, np.int64), 1))).astype(np.float32)
+    return np.full(len(lengths), 1.0 / divisor).astype(np.float32)
 
 
 def normaliser(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> int:

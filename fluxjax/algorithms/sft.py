@@ -3,8 +3,6 @@
 Used for warm starts. Advantages, behaviour and reference log-probs play no part.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

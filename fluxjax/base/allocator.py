@@ -5,8 +5,6 @@ of that size, so that every step touches fresh pages: a quarter to a third of th
 was page faults. The price of keeping memory is that resident memory stays at its peak.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 # From glibc's malloc.h.

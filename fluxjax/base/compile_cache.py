@@ -1,18 +1,21 @@
 """Keeps compiled programs on disk, so that a resumed run, an evaluation and the next run start at once."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from .cache_folder import cache_folder
-
 HASHED = ("hash_obj", "compile_options_obj", "strip_device_assignment")
+
+
+def cache_folder() -> pathlib.Path:
+    """Returns the folder for programs and embedded data sets: `$XDG_CACHE_HOME/fluxjax`, else `~/.cache/fluxjax`."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache") / "fluxjax"
 
 
 def use_compile_cache() -> None:

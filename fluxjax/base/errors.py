@@ -1,7 +1,5 @@
 """Errors that a user can mend: one line that names the field, the file or the record, and the fix."""
 
-from __future__ import annotations
-
 
 class ConfigError(ValueError):
     """A setting is wrong. The message names the field, the value and what is allowed."""
@@ -18,6 +16,3 @@ class RecordError(ValueError):
         super().__init__(f"{id}: {reason}")
         self.id = id
         self.reason = reason
-
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.id, self.reason)

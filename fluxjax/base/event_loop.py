@@ -1,7 +1,5 @@
 """Runs a coroutine to its end, from a script or a notebook, and ends it cleanly after Ctrl-C."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -9,8 +7,10 @@ import logging
 import signal
 import threading
 import types
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
+
+from rollout.engine import Engine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -25,15 +25,13 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {}
 
     def handle(number: int, frame: types.FrameType | None) -> None:
         signal.signal(number, previous[number])
         log.warning("stopping after this step; once more to stop at once")
         stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, handle)
+    previous: dict[int, Any] = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -60,3 +58,31 @@ def run_async(work: Coroutine[Any, Any, T], on_interrupt: Callable[[], None] | N
                 if on_interrupt is None:
                     raise
                 on_interrupt()
+
+
+async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
+    """Calls all engines at the same time; the first failure cancels the other calls."""
+    async with asyncio.TaskGroup() as tasks:
+        for engine in engines:
+            tasks.create_task(not_silently_cancelled(call, engine))
+
+
+async def not_silently_cancelled(work: Callable[..., Awaitable[None]], *args: object) -> None:
+    """Awaits `work(*args)`; raises RuntimeError if that ends as cancelled although nobody cancelled this task.
+
+    A task group overlooks a task that ends as cancelled. If a cancellation leaked out of a collaborator, the event that
+    everyone waits for would never come.
+    """
+    try:
+        await work(*args)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and not task.cancelling():
+            raise RuntimeError(f"{work.__qualname__} was cancelled from inside") from error
+        raise
+
+
+def first_of(failures: BaseExceptionGroup) -> BaseException:
+    """Returns the first error within groups of errors, however deep."""
+    error = failures.exceptions[0]
+    return first_of(error) if isinstance(error, BaseExceptionGroup) else error

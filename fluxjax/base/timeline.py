@@ -1,11 +1,13 @@
 """Records where the time of a run goes: named spans on lanes, for each step's times and the Gantt picture."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+K = TypeVar("K")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Timeline:
     """Records spans as they end and keeps those of the last `keep_steps` steps."""
 
     def __init__(self, keep_steps: int = 10, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._keep = max(1, keep_steps)
+        self._keep = keep_steps
         self._clock = clock
         self._steps: dict[int, list[Span]] = {}
 
@@ -44,30 +46,27 @@ class Timeline:
 
     def spans(self) -> list[Span]:
         """Returns the spans of the steps kept, by start. Overlapping ones of one stage, lane and step are joined."""
-        by_bar: dict[tuple[str, str, int], list[Span]] = {}
-        for span in (span for spans in self._steps.values() for span in spans):
-            by_bar.setdefault((span.name, span.lane, span.step), []).append(span)
+        kept = itertools.chain.from_iterable(self._steps.values())
         bars = [
             Span(name, lane, start, end, step)
-            for (name, lane, step), spans in by_bar.items()
-            for start, end in _union(spans)
+            for (name, lane, step), times in _join(kept, lambda span: (span.name, span.lane, span.step)).items()
+            for start, end in times
         ]
         return sorted(bars, key=lambda bar: (bar.start, bar.lane))
 
     def seconds(self, step: int) -> dict[str, float]:
         """Returns the wall seconds during which each stage of `step` was under way on at least one lane."""
-        stages: dict[str, list[Span]] = {}
-        for span in self._steps.get(step, ()):
-            stages.setdefault(span.name, []).append(span)
-        return {name: sum(end - start for start, end in _union(spans)) for name, spans in stages.items()}
+        stages = _join(self._steps.get(step, ()), lambda span: span.name)
+        return {name: sum(end - start for start, end in times) for name, times in stages.items()}
 
 
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Returns disjoint intervals, ascending, that cover the same time as the spans."""
-    merged: list[tuple[float, float]] = []
+def _join(spans: Iterable[Span], key: Callable[[Span], K]) -> dict[K, list[tuple[float, float]]]:
+    """Returns, for each key, disjoint intervals, ascending, that cover the same time as its spans."""
+    joined: dict[K, list[tuple[float, float]]] = {}
     for span in sorted(spans, key=lambda span: span.start):
-        if merged and span.start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], span.end))
+        times = joined.setdefault(key(span), [])
+        if times and span.start <= times[-1][1]:
+            times[-1] = (times[-1][0], max(times[-1][1], span.end))
         else:
-            merged.append((span.start, span.end))
-    return merged
+            times.append((span.start, span.end))
+    return joined

@@ -4,8 +4,6 @@
 Everything is host data (numpy, tuples) but `TrainBatch`, a pytree that crosses into `jit`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import typing

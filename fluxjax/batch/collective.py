@@ -4,8 +4,6 @@ They are spread over devices as under `flex_ulysses`. Meanwhile all devices wait
 those that the plan leaves idle compute shorter sequences, as long as none of it takes longer for that.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
@@ -13,7 +11,7 @@ import numpy as np
 
 from models.config import TextConfig, VisionConfig
 from models.processing.vision_input import common_bound
-from sharding.mesh import binary_axes
+from sharding.mesh import replica_size
 from sharding.planner.limits import row_tokens
 from sharding.planner.plan import ShardPlan, rounds
 from sharding.planner.vision_units import surely_hold
@@ -42,7 +40,7 @@ class Collective:
     ) -> None:
         self.spreading = Spreading(config, num_devices, vision, text, shapes)
         self._room, self._work_of, self._packing = Room.of(config, vision), work_of, config.packing
-        self._replica = 1 << len(binary_axes(num_devices))  # devices over which a microbatch's media are spread
+        self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
 
     def parts(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup]]:
         """(the microbatches of all devices together, what they leave of `groups`).

@@ -7,8 +7,6 @@ Sequences that are spread over devices are first laid out as one long row, as if
 their plan then says to which device and column each token of that row goes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise

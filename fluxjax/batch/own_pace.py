@@ -6,8 +6,6 @@ out like any spread one, by a plan of a single device; the device computes its o
 hold is computed by all together, before: see `collective`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

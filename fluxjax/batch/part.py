@@ -15,7 +15,7 @@ import numpy as np
 from models.config import VisionConfig
 from models.inputs import VisionInput
 from models.processing.vision_input import ARRAYS, blank, common_bound, concatenate, side_by_side
-from sharding.mesh import binary_axes
+from sharding.mesh import replica_size
 from sharding.planner import spread_vision
 from sharding.planner.plan import PlanError, ShardPlan
 from sharding.spread.buffers import Layout, lay
@@ -87,7 +87,7 @@ class SpreadMedia:
     ) -> None:
         self._vision, self._num_devices = vision, plan.num_devices
         self.cap = room.whole_patches
-        self._replica = 1 << len(binary_axes(plan.num_devices))
+        self._replica = replica_size(plan.num_devices)
         homes: dict[tuple[int, int], int] = {}  # the first piece of an item in a replica
         for i, piece in enumerate(pieces):
             homes.setdefault((plan.firsts[i] // self._replica, piece.item), i)

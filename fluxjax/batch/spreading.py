@@ -3,8 +3,6 @@
 A planner decides for each microbatch; `fill` then lays it out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

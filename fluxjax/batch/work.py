@@ -1,7 +1,5 @@
 """What sequences cost to compute, so that devices can be given equal work: seconds that were measured, or FLOPs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

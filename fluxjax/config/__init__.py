@@ -1,39 +1,379 @@
-"""The typed configuration of a run, as users import it: `from fluxjax.config import Config, SourceConfig`."""
+"""The typed configuration: `configs/*.py` build it, flags override it, `validate()` checks it as a whole.
 
-from ..base.errors import ConfigError as ConfigError
-from .run_folder import from_json as from_json
-from .run_folder import to_json as to_json
-from .scheduling import AdaptiveAsyncConfig as AdaptiveAsyncConfig
-from .scheduling import AprilConfig as AprilConfig
-from .scheduling import ComposerConfig as ComposerConfig
+Each field declares its bound (`fluxjax.config.bounds`) and the comment that `--help` shows. Nothing heavy is imported:
+`--help` and a typo must answer at once. Sections are mutable, because flags set fields after construction; they have
+slots, so that a configuration file cannot set a field that does not exist. No section is ever None.
+"""
+
+import dataclasses
+import enum
+from typing import ClassVar
+
+from ..base.errors import ConfigError
+from .bounds import bounded, check_fields, not_negative, positive, within
+from .schedules import make_schedules
+from .scheduling import (
+    AdaptiveAsyncConfig,
+    AprilConfig,
+    ComposerConfig,
+    ImportanceConfig,
+    ParallelismConfig,
+    Policy,
+    PolicyConfig,
+    SchedulesConfig,
+    SpeculativeSyncConfig,
+    StreamTrainerConfig,
+    TailBatchingConfig,
+)
 from .scheduling import Importance as Importance
-from .scheduling import ImportanceConfig as ImportanceConfig
 from .scheduling import ImportanceLevel as ImportanceLevel
 from .scheduling import Order as Order
-from .scheduling import ParallelismConfig as ParallelismConfig
-from .scheduling import Policy as Policy
-from .scheduling import PolicyConfig as PolicyConfig
-from .scheduling import SchedulesConfig as SchedulesConfig
-from .scheduling import SpeculativeSyncConfig as SpeculativeSyncConfig
-from .scheduling import StreamTrainerConfig as StreamTrainerConfig
-from .scheduling import TailBatchingConfig as TailBatchingConfig
-from .sections import Algorithm as Algorithm
-from .sections import AlgorithmConfig as AlgorithmConfig
-from .sections import Balance as Balance
-from .sections import CheckpointConfig as CheckpointConfig
-from .sections import Config as Config
-from .sections import DataConfig as DataConfig
-from .sections import DType as DType
-from .sections import EvaluationConfig as EvaluationConfig
-from .sections import LossAggregation as LossAggregation
-from .sections import ModelConfig as ModelConfig
-from .sections import OptimConfig as OptimConfig
-from .sections import PackingConfig as PackingConfig
-from .sections import Remat as Remat
-from .sections import ReportConfig as ReportConfig
-from .sections import RolloutConfig as RolloutConfig
-from .sections import Schedule as Schedule
-from .sections import ShardingConfig as ShardingConfig
-from .sections import SourceConfig as SourceConfig
-from .sections import Strategy as Strategy
-from .sections import WarmStartConfig as WarmStartConfig
+
+
+class Strategy(enum.Enum):
+    FSDP = "fsdp"  # every device computes whole sequences
+    ULYSSES = "ulysses"  # every sequence is spread over the same number of devices
+    FLEX_ULYSSES = "flex_ulysses"  # each sequence over as many devices as balance needs
+    ODC = "odc"  # every device computes whole sequences at its own pace; those too long for one come first, spread
+
+    @property
+    def spreads(self) -> bool:
+        """Says whether several devices may compute a sequence together."""
+        return self is not Strategy.FSDP
+
+
+class Balance(enum.Enum):
+    """Schedulers of `sharding.planner.packing`. verl's own is LB_MICRO here, where a rollout is a single minibatch."""
+
+    LB_MINI = "lb_mini"  # devices even over the whole step, with as many microbatches as each needs
+    LB_MICRO = "lb_micro"  # as many microbatches on every device, even one by one: made for collectives
+    LOCAL_SORT = "local_sort"  # an equal share in the order drawn, every sequence a microbatch, longest first
+
+
+class DType(enum.Enum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Remat(enum.Enum):
+    NONE = "none"
+    LAYER = "layer"  # recompute each layer in the backward pass; only layer inputs are kept
+
+
+class Algorithm(enum.Enum):
+    GRPO = "grpo"
+    SFT = "sft"
+
+
+class LossAggregation(enum.Enum):
+    TOKEN_MEAN = "token_mean"  # every token of the step counts the same (DAPO)
+    SEQUENCE_MEAN = "sequence_mean"  # every response counts the same, its tokens share that (GRPO)
+    CONSTANT = "constant"  # sum over tokens / (responses * max_new_tokens) (Dr.GRPO)
+
+
+class Schedule(enum.Enum):
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+@dataclasses.dataclass(slots=True)
+class ModelConfig:
+    path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, random weights
+    vision: bool = True  # tiny model only: Qwen2.5-VL with a vision tower, or Qwen2 text
+    hidden_size: int = positive(64)
+    intermediate_size: int = positive(160)
+    num_layers: int = positive(3)
+    num_heads: int = positive(4)
+    num_kv_heads: int = positive(2)
+    tie_word_embeddings: bool = False
+    rope_theta: float = positive(30.0)  # tiny model: sequences of a few dozen tokens
+    mrope_section: tuple[int, ...] = (2, 3, 3)  # frequencies a position axis (time, height, width)
+    initializer_range: float = positive(0.1)
+    vision_hidden_size: int = positive(64)
+    vision_intermediate_size: int = positive(128)
+    vision_depth: int = positive(2)
+    vision_num_heads: int = positive(4)
+    vision_full_attention_layers: tuple[int, ...] = (1,)
+    patch_size: int = positive(8)
+    window_size: int = positive(16)  # pixels
+    compute_dtype: DType = DType.FLOAT32  # master weights stay float32
+
+    def validate_tiny(self) -> None:
+        """Raises `ConfigError` for a tiny model that cannot be built."""
+        multiples = [
+            ("hidden_size", "num_heads", 2, "a head's rotary embedding has pairs"),
+            ("num_heads", "num_kv_heads", 1, "as many heads share each"),
+            ("window_size", "patch_size", 2, "2 x 2 patches are a merged feature"),
+        ]
+        if self.vision:
+            why = "rows and columns each take half a rotary embedding"
+            multiples.append(("vision_hidden_size", "vision_num_heads", 4, why))
+        for name, unit, factor, why in multiples:
+            value, units = getattr(self, name), getattr(self, unit)
+            if value % (factor * units):
+                raise ConfigError(
+                    f"model.{name} ({value}) must be a multiple of {factor} x model.{unit} ({units}): {why}"
+                )
+        if self.vision and sum(self.mrope_section) * 2 * self.num_heads != self.hidden_size:
+            raise ConfigError(
+                f"model.mrope_section {self.mrope_section} must sum to half the head size, "
+                f"{self.hidden_size // self.num_heads // 2}"
+            )
+        if wrong := [layer for layer in self.vision_full_attention_layers if not 0 <= layer < self.vision_depth]:
+            raise ConfigError(
+                f"model.vision_full_attention_layers has {wrong}; layers go from 0 to {self.vision_depth - 1}"
+            )
+
+
+@dataclasses.dataclass(slots=True)
+class SourceConfig:
+    """A source of training prompts: its file, its reward, and how often prompts are drawn from it."""
+
+    path: str = ""  # .jsonl manifest or .parquet; empty: the embedded data set of the source's name
+    eval_path: str = ""  # held-out records, same format
+    weight: float = positive(1.0)
+    reward: str = "exact"  # a name in `fluxjax.rewards`, or module:function
+    warm_start_path: str = ""  # records for the warm start, same format; empty: as embedded, or the training records
+    # Names of fields (columns) in the file; empty: the usual names are recognised (`fluxjax.data.fields.ALIASES`).
+    prompt_field: str = ""
+    answer_field: str = ""
+    images_field: str = ""
+    videos_field: str = ""
+    id_field: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class DataConfig:
+    root: str = ""  # where the embedded data sets are built; empty: the user's cache folder
+    sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict, metadata={"entries": SourceConfig})
+    min_pixels: int = not_negative(0)  # 0: as the checkpoint's preprocessor_config.json says
+    max_pixels: int = not_negative(0)
+    # Larger files are skipped, so that none takes all memory: a small one can hold a huge picture.
+    max_decoded_pixels: int = positive(2**26)  # of an image or a video frame, before resizing
+    max_decoded_frames: int = positive(2**20)  # of a video
+    video_frames: int = positive(4)  # frames sampled from a video
+    chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
+    # Processes that decode and tokenise prompts; 0: threads of the run's own process. A script that trains with workers
+    # needs `if __name__ == "__main__":`, since each process imports it.
+    workers: int = not_negative(0)
+
+
+@dataclasses.dataclass(slots=True)
+class WarmStartConfig:
+    """Supervised steps before RL, so that the policy answers in the right form."""
+
+    steps: int = not_negative(0)  # 0: no warm start
+    batch_size: int = positive(64)
+    lr: float = positive(2e-3)
+
+
+@dataclasses.dataclass(slots=True)
+class RolloutConfig:
+    prompts_per_step: int = positive(32)
+    group_size: int = positive(8)
+    max_new_tokens: int = positive(16)
+    temperature: float = bounded(
+        1.0,
+        lambda value: value >= 1e-6,
+        "be at least 1e-6: greedy responses to a prompt are all the same and teach nothing (evaluations are greedy "
+        "whatever it is)",
+    )
+    top_p: float = within(1.0, "(0, 1]")  # 1: off
+    top_k: int = bounded(0, lambda value: 0 <= value < 2**31, "be below 2**31 and not negative")  # 0: off
+    slots: int = positive(256)  # samples decoded at once by the embedded engine
+    max_sequence_tokens: int = positive(128)  # prompt plus response, bound of the KV cache
+
+
+@dataclasses.dataclass(slots=True)
+class AlgorithmConfig:
+    name: Algorithm = Algorithm.GRPO
+    normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
+    clip_low: float = not_negative(0.2)
+    clip_high: float = not_negative(0.2)  # larger than clip_low: clip-higher (DAPO)
+    entropy_coefficient: float = not_negative(0.0)  # > 0 rewards undecided next-token distributions
+    kl_coefficient: float = not_negative(0.0)  # > 0 keeps a frozen reference model
+    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
+    importance: ImportanceConfig = dataclasses.field(default_factory=ImportanceConfig)
+
+
+@dataclasses.dataclass(slots=True)
+class OptimConfig:
+    lr: float = positive(1e-3)
+    schedule: Schedule = Schedule.CONSTANT
+    warmup_steps: int = not_negative(0)
+    beta1: float = within(0.9, "[0, 1)")
+    beta2: float = within(0.99, "[0, 1)")
+    eps: float = positive(1e-8)
+    weight_decay: float = not_negative(0.0)
+    max_grad_norm: float = not_negative(1.0)  # gradients are clipped to this global norm; 0: they are not
+    moments_dtype: DType = DType.FLOAT32  # in which Adam's two moments are kept; they are computed in float32
+    gradients_dtype: DType = DType.FLOAT32  # in which gradients are summed over the microbatches of a step
+
+
+@dataclasses.dataclass(slots=True)
+class ShardingConfig:
+    # Whole sequences: fsdp; odc (without barriers), which spreads those that no device holds as flex_ulysses would.
+    # Spread over devices: ulysses, flex_ulysses.
+    strategy: Strategy = Strategy.FSDP
+    devices: int = not_negative(0)  # 0: all that JAX sees
+    remat: Remat = Remat.NONE
+    vocab_chunk: int = not_negative(0)  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
+    max_degree: int = bounded(  # most devices of a sequence (ulysses: of each); 0: as devices and heads allow
+        0, lambda value: value >= 0 and not value & (value - 1), "be 0 or a power of two"
+    )
+    alpha: float = within(1.1, "[1, inf)")  # flex_ulysses: tokens of a device, at most this times the mean
+    devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if that fits; odc: see hybrid
+    tolerance: float = not_negative(0.025)  # flex_ulysses: accepted excess of the largest attention load over the least
+    max_shapes: int = positive(32)  # all but fsdp: about so many shapes are compiled in a run; odc: twice so many
+    calibration: str = ""  # file of `python -m sharding.calibrate`; empty: flex_ulysses counts length**2, odc FLOPs
+    balance: Balance = Balance.LB_MINI  # odc: how sequences are dealt to devices and microbatches
+    hybrid: bool = False  # odc: parameters, gradients spread over devices_per_host devices; optimizer state over all
+    deterministic: bool = False  # odc: gradients add up in an order fixed by the plan, bitwise; else as they arrive
+    live_layers: int = within(  # odc: layers whose weights are on a device at once, at most
+        3, "[2, inf)", "one layer to compute and one to fetch"
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class PackingConfig:
+    tokens_per_row: int = positive(256)
+    rows_per_device: int = positive(16)  # of one microbatch
+    patches_per_device: int = positive(4096)  # of one microbatch
+    share_prompts: bool = True  # compute a group's prompt once for all its responses
+    # All but fsdp: a device has one row of tokens_per_row * rows_per_device tokens. Where sequences are spread:
+    rounds_per_degree: int = positive(1)  # sequence groups of a device group at most; more overlap more and pad more
+    short: int = not_negative(1024)  # several rounds: sequences of at most so many tokens are joined (FlexRL's h_pack)
+    group_cap: int = not_negative(8192)  # several rounds: up to so many tokens of a device group (FlexRL's H_pack)
+
+
+@dataclasses.dataclass(slots=True)
+class CheckpointConfig:
+    every: int = not_negative(50)  # steps; 0: only at the end
+    keep: int = positive(2)
+
+
+@dataclasses.dataclass(slots=True)
+class EvaluationConfig:
+    every: int = not_negative(50)  # steps; 0: only at start and end
+    samples: int = positive(200)  # held-out prompts a source, at the start and the end
+    samples_during: int = positive(64)
+
+
+@dataclasses.dataclass(slots=True)
+class ReportConfig:
+    prometheus_port: int = within(0, "[0, 65535]")  # 0: off
+    logprob_gap_alarm: float = positive(1e-4)  # mean absolute; in float32
+    dump_samples_every: int = not_negative(20)  # steps; 0: never
+    dump_samples: int = not_negative(8)  # a dump
+    timeline_steps: int = positive(10)  # the Gantt picture shows the last so many steps
+
+
+@dataclasses.dataclass(slots=True)
+class Config:
+    """All settings of a run. `unread` are sections and fields that the command with this configuration never reads."""
+
+    unread: ClassVar[tuple[str, ...]] = ()
+    name: str = bounded("vlm", lambda value: value != "" and "/" not in value, "be a folder's name, without '/'")
+    seed: int = bounded(0, lambda value: 0 <= value < 2**31, "be in [0, 2**31)")
+    steps: int = positive(300)
+    run_dir: str = ""  # empty: runs/<name>-<date>; an existing one is resumed
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    warm_start: WarmStartConfig = dataclasses.field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
+    tail_batching: TailBatchingConfig = dataclasses.field(default_factory=TailBatchingConfig)
+    april: AprilConfig = dataclasses.field(default_factory=AprilConfig)
+    stream_trainer: StreamTrainerConfig = dataclasses.field(default_factory=StreamTrainerConfig)
+    speculative_sync: SpeculativeSyncConfig = dataclasses.field(default_factory=SpeculativeSyncConfig)
+    adaptive_async: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
+    parallelism: ParallelismConfig = dataclasses.field(default_factory=ParallelismConfig)
+    composer: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)
+    schedules: SchedulesConfig = dataclasses.field(default_factory=SchedulesConfig)
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
+    packing: PackingConfig = dataclasses.field(default_factory=PackingConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    report: ReportConfig = dataclasses.field(default_factory=ReportConfig)
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for settings that cannot work, naming the field, its value and the fix."""
+        check_fields(self)
+        self.validate_scheduling()
+        if self.algorithm.name is Algorithm.SFT:
+            raise ConfigError("algorithm.name is sft; it serves the warm start (warm_start.steps), RL needs grpo")
+        if self.rollout.group_size < 2:
+            raise ConfigError("rollout.group_size is 1; grpo compares responses of one prompt and needs at least 2")
+        longest, row = self.rollout.max_sequence_tokens, self.packing.tokens_per_row
+        if self.rollout.max_new_tokens >= longest:
+            raise ConfigError(
+                f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in "
+                f"rollout.max_sequence_tokens ({longest})"
+            )
+        if self.sharding.strategy is Strategy.FSDP and row < longest:
+            raise ConfigError(
+                f"packing.tokens_per_row ({row}) is shorter than rollout.max_sequence_tokens ({longest}); the longest "
+                "response would not fit"
+            )
+        if self.optim.moments_dtype is DType.BFLOAT16 and self.optim.beta2 > 1 - 2**-7:
+            raise ConfigError(
+                f"optim.moments_dtype is bfloat16, whose 8 bits lose what optim.beta2 = {self.optim.beta2} adds to the "
+                "second moment in a step; lower optim.beta2 to 0.99"
+            )
+        if not self.data.sources:
+            raise ConfigError("data.sources is empty; name at least one source in the configuration file")
+        if not self.model.path:
+            self.model.validate_tiny()
+
+    def validate_scheduling(self) -> None:
+        """Raises `ConfigError` for policies, and for what they consult, that cannot work together."""
+        adaptive, stream, parallelism = self.adaptive_async, self.stream_trainer, self.parallelism
+        engines = self.policy.engines
+        if not adaptive.min_ratio <= adaptive.ratio <= adaptive.max_ratio:
+            raise ConfigError(
+                f"adaptive_async.ratio is {adaptive.ratio}; it must be between min_ratio ({adaptive.min_ratio}) and "
+                f"max_ratio ({adaptive.max_ratio})"
+            )
+        if parallelism.degree > parallelism.max_degree:
+            raise ConfigError(
+                f"parallelism.degree is {parallelism.degree}, parallelism.max_degree only {parallelism.max_degree}"
+            )
+        if parallelism.degree < parallelism.min_degree:
+            raise ConfigError(
+                f"parallelism.degree is {parallelism.degree}, parallelism.min_degree already {parallelism.min_degree}"
+            )
+        if parallelism.profile and not parallelism.enabled:
+            raise ConfigError("parallelism.profile needs parallelism.enabled")
+        for name in ("parallelism", "stream_trainer", "speculative_sync"):
+            if getattr(self, name).enabled and self.policy.name is Policy.ADAPTIVE_ASYNC:
+                raise ConfigError(
+                    f"{name}.enabled needs a policy.name that trains in rounds; adaptive_async never has idle engines"
+                )
+        if parallelism.enabled and engines * parallelism.degree < 2:
+            raise ConfigError("parallelism.enabled needs two devices at least: policy.engines x parallelism.degree = 1")
+        if stream.first > stream.last:
+            raise ConfigError(
+                f"stream_trainer.first is {stream.first} and stream_trainer.last {stream.last}; the first must "
+                "not be above the last"
+            )
+        if stream.enabled and engines < 2:
+            raise ConfigError(f"stream_trainer.enabled needs policy.engines of at least 2, not {engines}: half is lent")
+        if stream.enabled and self.sharding.hybrid:
+            raise ConfigError(
+                "stream_trainer.enabled needs sharding.hybrid off: the devices of some engines are no whole hosts"
+            )
+        for name in ("stream_trainer", "speculative_sync"):
+            if getattr(self, name).enabled and self.algorithm.importance.normalize:
+                raise ConfigError(
+                    f"{name}.enabled needs algorithm.importance.normalize off: its mean is known at the end of a step"
+                )
+        make_schedules(self.schedules)
+
+
+def renamed(text: str) -> str:
+    """Returns the end of an error about `text`: what to set instead, where it has a choice of earlier releases."""
+    gone = "verl_native" in text.lower()
+    return "; set lb_micro: verl_native is the same where, as here, a rollout is one minibatch" if gone else ""

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from ..base.errors import ConfigError
 
@@ -18,16 +18,9 @@ class Section(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
-class Bound(NamedTuple):
-    """`holds(value)` says whether a field may have the value; `allowed` says the same to users, behind "it must"."""
-
-    holds: Callable[[Any], bool]
-    allowed: str
-
-
 def bounded(default: T, holds: Callable[[Any], bool], allowed: str) -> T:
-    """Declares a field of a settings dataclass with its default and its `Bound`."""
-    return dataclasses.field(default=default, metadata={"bound": Bound(holds, allowed)})
+    """Declares a field of settings. `holds(value)` says whether it may have a value, `allowed` what it must."""
+    return dataclasses.field(default=default, metadata={"holds": holds, "allowed": allowed})
 
 
 def within(default: T, interval: str, why: str = "") -> T:
@@ -74,9 +67,8 @@ def check_fields(section: Section, prefix: str = "") -> None:
                 _check_section(f"{name}.{key}", entry, field.metadata["entries"])
         elif type(value) is not type(wanted):
             raise ConfigError(f"{name} is {value!r}; it must be of type {type(wanted).__name__}")
-        bound: Bound | None = field.metadata.get("bound")
-        if bound and not bound.holds(value):
-            raise ConfigError(f"{name} is {value!r}; it must {bound.allowed}")
+        if "holds" in field.metadata and not field.metadata["holds"](value):
+            raise ConfigError(f"{name} is {value!r}; it must {field.metadata['allowed']}")
 
 
 def _check_section(name: str, value: Any, kind: type) -> None:

@@ -3,11 +3,10 @@
 It imports nothing heavy, so that `--help` and a typo answer at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import enum
+import functools
 import inspect
 import pathlib
 import re
@@ -20,13 +19,13 @@ from absl import flags
 from ml_collections import config_flags
 
 from ..base.errors import ConfigError
-from . import sections as config_module
-from .bounds import Bound, Section, children, flatten, lies_in
-from .sections import Config, SourceConfig, renamed
-from .unread import unread
+from . import Config, SourceConfig, renamed
+from .bounds import Section, children, flatten, lies_in
+from .unread import refuse_unread
 
 DEFAULT_CONFIG = "configs/vlm.py"
-_OBVIOUS = ("be greater than 0", "not be negative")  # bounds that the help leaves out
+_OBVIOUS = ("", "be greater than 0", "not be negative")  # bounds that the help leaves out
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}
 C = TypeVar("C", bound=Config)
 
 
@@ -64,9 +63,7 @@ def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CON
     for field, value in overrides:
         config = _override(config, field, value)
     config.validate()
-    given = {field for field, _ in overrides}
-    if idle := [setting.complaint for setting in unread(config) if setting.field in given]:
-        raise ConfigError(f"--config.{idle[0]}")
+    refuse_unread(config, [field for field, _ in overrides])
     return config
 
 
@@ -98,15 +95,14 @@ def read_file(selected: str, kind: type[C] = Config) -> C:
 
 def _explain(error: AttributeError, kind: type[Config]) -> str:
     match = re.fullmatch(r"'(\w+)' object has no attribute '(\w+)'", str(error))
-    module = sys.modules[kind.__module__]
-    section = getattr(module, match[1], getattr(config_module, match[1], None)) if match else None
+    known = vars(sys.modules[Config.__module__]) | vars(sys.modules[kind.__module__])
+    section = known.get(match[1]) if match else None
     if not match or not dataclasses.is_dataclass(section):
         return str(error) + renamed(str(error))
     names = [field.name for field in dataclasses.fields(section)]
     near = difflib.get_close_matches(match[2], names, 1)
-    return f"{match[1]} has no field {match[2]!r}; " + (
-        f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
-    )
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+    return f"{match[1]} has no field {match[2]!r}; {hint}"
 
 
 def _override(config: C, field: str, value: str) -> C:
@@ -121,44 +117,32 @@ def _override(config: C, field: str, value: str) -> C:
         assert isinstance(changed, type(config))
         return changed
     except (flags.Error, ValueError, TypeError):
-        raise ConfigError(f"--config.{field}: {value!r} is not {_kind(current)}{renamed(value)}") from None
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, enum.Enum):
-        return "one of " + ", ".join(member.value for member in type(value))
-    kinds = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}
-    return kinds.get(type(value), f"a {type(value).__name__}")
+        wanted = _KINDS.get(type(current), f"a {type(current).__name__}")
+        if isinstance(current, enum.Enum):
+            wanted = "one of " + ", ".join(member.value for member in type(current))
+        raise ConfigError(f"--config.{field}: {value!r} is not {wanted}{renamed(value)}") from None
 
 
 def _current(config: Config, field: str) -> object:
     """Returns the value of a dotted field; raises `ConfigError` with the nearest valid name if there is none."""
     value: object = config
-    where = ""
+    section = "config"
     for part in field.split("."):
         if not isinstance(value, Section | Mapping):
-            raise ConfigError(f"--config.{field}: {where} is a value and has no field {part!r}")
+            raise ConfigError(f"--config.{field}: {section} is a value and has no field {part!r}")
         names = children(value)
         if part not in names:
-            raise ConfigError(f"--config.{field}: no such field; {_hint(config, field, where, part, list(names))}")
-        value = names[part]
-        where = f"{where}.{part}" if where else part
+            every = [name for name, _ in flatten(config)]
+            near = [f"{section}.{name}" for name in difflib.get_close_matches(part, names, 1)]
+            near += [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
+            near += [f"config.{name}" for name in difflib.get_close_matches(field, every, 1, cutoff=0.4)]
+            hint = f"did you mean --{near[0]}?" if near else f"{section} has {', '.join(names)}"
+            raise ConfigError(f"--config.{field}: no such field; {hint}")
+        section, value = f"{section}.{part}", names[part]
     if isinstance(value, Section | Mapping):
-        raise ConfigError(
-            f"--config.{field} is a section; set its fields: " + ", ".join(f"{field}.{n}" for n in children(value))
-        )
+        fields = ", ".join(f"{field}.{name}" for name in children(value))
+        raise ConfigError(f"--config.{field} is a section; set its fields: {fields}")
     return value
-
-
-def _hint(config: Config, field: str, where: str, part: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(part, names, 1)
-    if near:
-        return f"did you mean --config.{where + '.' if where else ''}{near[0]}?"
-    every = [name for name, _ in flatten(config)]
-    near = [name for name in every if name.rpartition(".")[2] == part] or difflib.get_close_matches(
-        field, every, 1, cutoff=0.4
-    )
-    return f"did you mean --config.{near[0]}?" if near else f"{where or 'config'} has {', '.join(names)}"
 
 
 def help_text(doc: str, kind: type[Config] = Config) -> str:
@@ -174,13 +158,12 @@ def help_text(doc: str, kind: type[Config] = Config) -> str:
 def _line(shown: str, name: str, section: Section) -> str:
     """Returns a field's line: its default, and the comment behind its declaration, the one place that explains it."""
     *sections, name = name.split(".")
-    for part in sections:
-        section = getattr(section, part)
+    section = functools.reduce(getattr, sections, section)
     value = getattr(section, name)
     declared = "".join(inspect.getsource(owner) for owner in type(section).__mro__ if dataclasses.is_dataclass(owner))
     match = re.search(rf"^    {name}: [^#\n]*#\s*(.*)$", declared, re.MULTILINE)
-    bound: Bound | None = section.__dataclass_fields__[name].metadata.get("bound")
-    allowed = bound.allowed.partition(": ")[0] if bound and bound.allowed not in _OBVIOUS else ""
-    notes = [note for note in (match and match[1], allowed and f"must {allowed}") if note]
+    allowed = section.__dataclass_fields__[name].metadata.get("allowed", "")
+    notes = [match[1]] if match else []
+    notes += [f"must {allowed.partition(': ')[0]}"] if allowed not in _OBVIOUS else []
     text = f"{shown}={value.value if isinstance(value, enum.Enum) else value}"
     return f"{text.ljust(56)}  {'; '.join(notes)}".rstrip()

@@ -1,19 +1,17 @@
 """The folder of a run, `runs/<name>-<date>` or the one that the configuration names, and the settings kept in it."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import enum
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..base.replace_text import replace_text
+from . import Config, SourceConfig, renamed
 from .bounds import Section
-from .sections import Config, SourceConfig, renamed
 
 CONFIG = "config.json"
 
@@ -21,11 +19,8 @@ CONFIG = "config.json"
 def create(config: Config) -> pathlib.Path:
     """Returns the run's folder, made if missing, and writes the configuration into it, also if the run is resumed:
     settings may have changed. Raises `ConfigError` if it cannot be written."""
-    if config.run_dir:
-        folder = pathlib.Path(config.run_dir)
-    else:
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = pathlib.Path("runs") / f"{config.name}-{now}"
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = pathlib.Path(config.run_dir or f"runs/{config.name}-{now}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write(config, folder)
@@ -77,10 +72,15 @@ def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
             for source, fields in value.items():
                 current[source] = SourceConfig()
                 _fill(current[source], fields, f"{prefix}{name}.{source}.")
-        elif isinstance(current, enum.Enum):
+        else:
             try:
-                setattr(section, name, type(current)(value))
+                setattr(section, name, type(current)(value) if isinstance(current, enum.Enum | tuple) else value)
             except ValueError as error:
                 raise ConfigError(f"the saved configuration has {prefix}{name}: {error}{renamed(str(value))}") from None
-        else:
-            setattr(section, name, tuple(value) if isinstance(current, tuple) else value)
+
+
+def replace_text(file: pathlib.Path, text: str) -> None:
+    """Writes `text` beside `file` and renames it in one step. Raises `OSError`, and then `file` is as it was."""
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, file)

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import abc
 import bisect
+import contextlib
+import copy
 import dataclasses
 import itertools
 import math
@@ -24,14 +26,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
-from .pid import Pid
 from .scheduling import SchedulesConfig
 
 if TYPE_CHECKING:  # a command line is checked before JAX is loaded
     from ..base.types import Group, Prompt
 
 OTHERS = "*"  # all sources that are not named
-_GROUPS = 64  # over which a source's success is averaged
+_GROUPS = 64  # groups over which a source's success is averaged
 
 
 class RunSchedule(abc.ABC):
@@ -130,14 +131,10 @@ class Success(RunSchedule):
         self._sources[source] = before + (share - before) / _GROUPS
 
     def state_dict(self) -> dict[str, object]:
-        return {
-            "solved": {source: dict(shares) for source, shares in self._solved.items()},
-            "sources": dict(self._sources),
-        }
+        return copy.deepcopy({"solved": self._solved, "sources": self._sources})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._solved = {source: dict(shares) for source, shares in state.get("solved", {}).items()}
-        self._sources = dict(state.get("sources", {}))
+        self._solved, self._sources = copy.deepcopy((state.get("solved", {}), state.get("sources", {})))
 
 
 class PerSource(RunSchedule):
@@ -178,13 +175,12 @@ class PerSource(RunSchedule):
 
 def make_schedules(settings: SchedulesConfig) -> dict[str, RunSchedule]:
     """Returns the schedules that `settings` has, by the names of its fields."""
-    return {
-        field.name: parse(
-            text, f"schedules.{field.name}", *field.metadata["values"], per_prompt=field.name == "temperature"
-        )
-        for field in dataclasses.fields(settings)
-        if (text := getattr(settings, field.name))
-    }
+    schedules = {}
+    for field in dataclasses.fields(settings):
+        if text := getattr(settings, field.name):
+            per_prompt, name = field.name == "temperature", f"schedules.{field.name}"
+            schedules[field.name] = parse(text, name, *field.metadata["values"], per_prompt=per_prompt)
+    return schedules
 
 
 def parse(
@@ -196,22 +192,19 @@ def parse(
     outside of [low, high], and, unless `per_prompt`, for schedules that differ between sources or prompts.
     """
     parts = [part.strip() for part in text.split(";") if part.strip()]
-    if any(":" in part for part in parts):
-        if not per_prompt:
-            raise _error(text, field, "this field has one value for all sources")
-        schedules: dict[str, RunSchedule] = {}
-        for part in parts:
-            source, colon, rest = (piece.strip() for piece in part.partition(":"))
-            if not colon or not source or source in schedules:
-                raise _error(text, field, f"{part!r} must be SOURCE: SCHEDULE, each source once")
-            schedules[source] = _read(rest, text, field)
-        schedule: RunSchedule = PerSource(schedules, field)
-    elif len(parts) == 1:
-        schedule = _read(parts[0], text, field)
-    else:
-        raise _error(text, field, "it needs one schedule, or SOURCE: SCHEDULE for several")
-    if not per_prompt and isinstance(schedule, Success):
-        raise _error(text, field, "this field has one value for all prompts")
+    try:
+        if ":" not in text and len(parts) != 1:
+            raise ValueError("it needs one schedule, or SOURCE: SCHEDULE for several")
+        schedule = PerSource(_by_source(parts), field) if ":" in text else _read(parts[0])
+        if not per_prompt and isinstance(schedule, PerSource | Success):
+            differing = "sources" if isinstance(schedule, PerSource) else "prompts"
+            raise ValueError(f"this field has one value for all {differing}")
+    except ValueError as error:
+        raise ConfigError(
+            f"{field} is {text!r}: {error}; allowed are 1.0, linear(1.2, 0.8), cosine(1.2, 0.8), success(1.2, 0.8), "
+            "phases(1.2@0, 1.0@0.2, 0.7@0.7), pid(metric=NAME, target=0.6, low=0.5, high=1.2), and "
+            f"'math: 1.0; {OTHERS}: 0.8' for single sources"
+        ) from None
     smallest, largest = schedule.bounds
     if smallest < low or largest > high:
         limits = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
@@ -219,72 +212,111 @@ def parse(
     return schedule
 
 
+def _by_source(parts: Sequence[str]) -> dict[str, RunSchedule]:
+    schedules: dict[str, RunSchedule] = {}
+    for part in parts:
+        source, colon, schedule = (piece.strip() for piece in part.partition(":"))
+        if not colon or not source or source in schedules:
+            raise ValueError(f"{part!r} must be SOURCE: SCHEDULE, each source once")
+        schedules[source] = _read(schedule)
+    return schedules
+
+
 _CALL = re.compile(r"(\w+)\s*\((.*)\)")
 _GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # Flux's
 _PID = ("metric", "target", "low", "high", "start", *_GAINS)  # `start`: the first value, by default between the bounds
 
 
-def _error(text: str, field: str, what: str) -> ConfigError:
-    return ConfigError(
-        f"{field} is {text!r}: {what}; allowed are 1.0, linear(1.2, 0.8), cosine(1.2, 0.8), phases(1.2@0, 1.0@0.2, "
-        "0.7@0.7), success(1.2, 0.8), pid(metric=NAME, target=0.6, low=0.5, high=1.2), and "
-        f"'math: 1.0; {OTHERS}: 0.8' for single sources"
-    )
+def _number(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if math.isfinite(number := float(text)):
+            return number
+    raise ValueError(f"{text.strip()!r} is no finite number")
 
 
-def _number(part: str, text: str, field: str) -> float:
-    try:
-        number = float(part)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise _error(text, field, f"{part.strip()!r} is no finite number")
-    return number
-
-
-def _read(part: str, text: str, field: str) -> RunSchedule:
-    """Reads one schedule; `text` is the whole field, for errors."""
-    call = _CALL.fullmatch(part)
+def _read(text: str) -> RunSchedule:
+    """Reads one schedule. Raises `ValueError`, which says what is wrong with it."""
+    call = _CALL.fullmatch(text)
     if call is None:
-        number = _number(part, text, field)
-        return Ramp(number, number)
+        return Ramp(_number(text), _number(text))
     name, arguments = call[1], call[2].split(",")
     if name in ("linear", "cosine", "success"):
         if len(arguments) != 2:
-            raise _error(text, field, f"{name} takes two values, the first and the last")
-        start, end = (_number(argument, text, field) for argument in arguments)
+            raise ValueError(f"{name} takes two values, the first and the last")
+        start, end = map(_number, arguments)
         return Success(start, end) if name == "success" else Ramp(start, end, cosine=name == "cosine")
     if name == "phases":
-        return _phases(arguments, text, field)
+        return _phases(arguments)
     if name == "pid":
-        return _controller(arguments, text, field)
-    raise _error(text, field, f"there is no {name!r}")
+        return _controller(arguments)
+    raise ValueError(f"there is no {name!r}")
 
 
-def _phases(arguments: Sequence[str], text: str, field: str) -> Phases:
+def _phases(arguments: Sequence[str]) -> Phases:
     pairs = [argument.partition("@") for argument in arguments]
     if not all(at for _, at, _ in pairs):
-        raise _error(text, field, "each phase is VALUE@START")
-    starts = [_number(start, text, field) for _, _, start in pairs]
+        raise ValueError("each phase is VALUE@START")
+    starts = [_number(start) for _, _, start in pairs]
     if starts[0] != 0 or starts[-1] >= 1 or any(a >= b for a, b in itertools.pairwise(starts)):
-        raise _error(text, field, "phases start at 0 and at growing points below 1")
-    return Phases([_number(value, text, field) for value, _, _ in pairs], starts)
+        raise ValueError("phases start at 0 and at growing points below 1")
+    return Phases([_number(value) for value, _, _ in pairs], starts)
 
 
-def _controller(arguments: Sequence[str], text: str, field: str) -> Controller:
+def _controller(arguments: Sequence[str]) -> Controller:
     pairs = [tuple(piece.strip() for piece in argument.split("=", 1)) for argument in arguments]
     given = {pair[0]: pair[-1] for pair in pairs}
     if any(len(pair) < 2 or pair[0] not in _PID for pair in pairs) or len(given) != len(pairs):
-        raise _error(text, field, "pid takes NAME=VALUE, each name once, of " + ", ".join(_PID))
+        raise ValueError("pid takes NAME=VALUE, each name once, of " + ", ".join(_PID))
     if missing := [name for name in ("metric", "target", "low", "high") if not given.get(name)]:
-        raise _error(text, field, f"pid needs {', '.join(missing)}")
+        raise ValueError(f"pid needs {', '.join(missing)}")
     metric = given.pop("metric")
-    numbers = {name: _number(value, text, field) for name, value in given.items()}
+    numbers = _GAINS | {name: _number(value) for name, value in given.items()}
     low, high = numbers["low"], numbers["high"]
     start = numbers.get("start", 0.5 * (low + high))
     if not low <= start <= high:
-        raise _error(text, field, f"pid needs low <= start <= high, not {low:g}, {start:g}, {high:g}")
-    gains = _GAINS | {name: numbers[name] for name in _GAINS if name in numbers}
+        raise ValueError(f"pid needs low <= start <= high, not {low:g}, {start:g}, {high:g}")
+    gains = {name: numbers[name] for name in _GAINS}
     if min(gains.values()) < 0 or not any(gains.values()):
-        raise _error(text, field, f"pid needs {', '.join(_GAINS)} of at least 0, and not all of them 0")
+        raise ValueError(f"pid needs {', '.join(_GAINS)} of at least 0, and not all of them 0")
     return Controller(metric, numbers["target"], Pid(start, low, high, **gains))
+
+
+class Pid:
+    """Moves `value` up while the error is positive (Flux, component 1); the unit of time is one update.
+
+    Each update adds `kp * error + ki * sum of errors + kd * change of the error`. Anti-windup: if that would leave the
+    bounds, the sum of errors is cut back to what just reaches them. So no sum keeps the value at a bound: when the
+    error changes its sign, the value follows at once.
+    """
+
+    def __init__(self, value: float, low: float, high: float, *, kp: float, ki: float, kd: float) -> None:
+        if not low <= value <= high:
+            raise ValueError(f"the value {value} is not between {low} and {high}")
+        self.value, self.low, self.high = value, low, high
+        self._kp, self._ki, self._kd = kp, ki, kd
+        self._sum = 0.0
+        self._last: float | None = None  # the error of the update before
+
+    def update(self, error: float) -> float:
+        """Returns the new value. An error that is no finite number changes nothing."""
+        if not math.isfinite(error):
+            return self.value
+        change = 0.0 if self._last is None else error - self._last
+        self._last = error
+        self._sum += error
+        direct = self._kp * error + self._kd * change
+        wanted = self.value + direct + self._ki * self._sum
+        bounded = min(max(wanted, self.low), self.high)
+        if bounded != wanted and self._ki:
+            reaching = (bounded - self.value - direct) / self._ki
+            self._sum = min(max(reaching, min(0.0, self._sum)), max(0.0, self._sum))  # nearer to 0, never past it
+        self.value = bounded
+        return self.value
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self.value, "sum": self._sum, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state. A value outside of the bounds, which may have changed, moves to the nearer one."""
+        self.value = min(max(state["value"], self.low), self.high)
+        self._sum, self._last = state["sum"], state["last"]

@@ -151,12 +151,8 @@ def _schedule(low: float, high: float) -> Any:
 
 @dataclasses.dataclass(slots=True)
 class SchedulesConfig:
-    """Values that change during a run, written as `fluxjax.config.schedules` says; empty: the constant.
-
-    `1.0`, `linear(1.2, 0.8)`, `cosine(1.2, 0.8)`, `phases(1.2@0, 1.0@0.2, 0.7@0.7)`, `pid(metric=entropy, target=0.6,
-    low=0.5, high=1.2)`. Of the temperature also `success(1.2, 0.8)`, by how many of a prompt's last responses were
-    right, and one for each source as `math: 1.0; *: linear(1.2, 0.8)`.
-    """
+    """Values that change during a run, such as `linear(1.2, 0.8)`; `fluxjax.config.schedules` says what may be written.
+    Empty: the constant."""
 
     temperature: str = _schedule(1e-3, 100.0)  # instead of rollout.temperature; may differ between sources and prompts
     target_staleness: str = _schedule(0.0, 1.0)  # instead of adaptive_async.target_staleness

@@ -6,43 +6,33 @@ Only choices of behaviour are listed: that `warm_start.lr` does nothing in 0 ste
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from . import Config, ConfigError, Importance, ModelConfig, Policy, Strategy
 from .bounds import flatten, lies_in
-from .scheduling import Importance, Policy
-from .sections import Config, ModelConfig, Strategy
 
 
 class Need(NamedTuple):
     """`fields` (or all fields of a section) are read only if `met`: for users, only if `setting` is `wanted`."""
 
-    fields: tuple[str, ...]
+    fields: Sequence[str]
     setting: str
     wanted: str
     met: Callable[[Config], bool]
 
-
-class Unread(NamedTuple):
-    """A field that was changed from its default although `need` is not met."""
-
-    field: str
-    need: Need
-    current: str  # value of `need.setting`
-    default: str  # of the field
-
-    @property
-    def complaint(self) -> str:
-        return (
-            f"{self.field} needs {self.need.setting} {self.need.wanted}, not {self.current}; set the one or leave the "
-            f"other at {self.default}"
-        )
+    def current(self, config: Config) -> str:
+        return _text(operator.attrgetter(self.setting)(config))
 
 
 def _when(setting: str, values: tuple[object, ...], *fields: str) -> Need:
     """Says that `fields` are read only if the setting has one of the values."""
     read = operator.attrgetter(setting)
     return Need(fields, setting, " or ".join(map(_text, values)), lambda config: read(config) in values)
+
+
+def _of(section: str, *names: str) -> list[str]:
+    return [f"{section}.{name}" for name in names]
 
 
 def _text(value: object) -> str:
@@ -55,22 +45,25 @@ def _corrected(config: Config) -> bool:
     return importance.decoupled or importance.kind is not Importance.NONE
 
 
-_KIND = "algorithm.importance.kind"
+def _weighted(config: Config) -> bool:
+    """Says whether tokens have weights."""
+    return _corrected(config) or config.algorithm.importance.decay < 1
+
+
+def _several_rounds(config: Config) -> bool:
+    return config.packing.rounds_per_degree > 1
+
+
+_KIND, _POLICY, _STRATEGY = "algorithm.importance.kind", "policy.name", "sharding.strategy"
 _STALE = (Policy.APRIL, Policy.ADAPTIVE_ASYNC)  # policies that train on older versions
-_TINY_MODEL = (  # with model.path, the architecture is the checkpoint's
-    f"model.{name}" for name, _ in flatten(ModelConfig()) if name not in ("path", "compute_dtype")
-)
-_SPREAD = (Strategy.ULYSSES, Strategy.FLEX_ULYSSES, Strategy.ODC)
+_TINY_MODEL = [name for name, _ in flatten(ModelConfig()) if name not in ("path", "compute_dtype")]
+_SPREAD = tuple(strategy for strategy in Strategy if strategy.spreads)
 NEEDS = (
-    _when(
-        "policy.name", (Policy.TAIL_BATCHING,), "tail_batching", "schedules.tail_prompts", "schedules.tail_responses"
-    ),
-    _when("policy.name", (Policy.APRIL,), "april"),
-    _when("policy.name", (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
+    _when(_POLICY, (Policy.TAIL_BATCHING,), "tail_batching", *_of("schedules", "tail_prompts", "tail_responses")),
+    _when(_POLICY, (Policy.APRIL,), "april"),
+    _when(_POLICY, (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
     _when("policy.dynamic_sampling", (True,), "policy.max_num_gen_batches"),
-    _when(
-        "stream_trainer.enabled", (True,), *(f"stream_trainer.{name}" for name in ("first", "last", "every", "chunk"))
-    ),
+    _when("stream_trainer.enabled", (True,), *_of("stream_trainer", "first", "last", "every", "chunk")),
     _when("speculative_sync.enabled", (True,), "speculative_sync.confidence"),
     _when("parallelism.enabled", (True,), "parallelism.rise", "parallelism.calm"),
     _when("schedules.temperature", ("",), "rollout.temperature"),  # the schedule takes the place of the constant
@@ -79,55 +72,46 @@ NEEDS = (
     _when("schedules.tail_responses", ("",), "tail_batching.responses"),
     _when(_KIND, (Importance.TRUNCATE, Importance.MASK), "algorithm.importance.high"),
     _when(_KIND, (Importance.MASK,), "algorithm.importance.low"),
-    Need(("algorithm.importance.level",), _KIND, "truncate or mask", _corrected),
-    Need(
-        ("algorithm.importance.normalize",),
-        _KIND,
-        "truncate or mask",
-        lambda config: _corrected(config) or config.algorithm.importance.decay < 1,
-    ),
-    _when("policy.name", _STALE, "algorithm.importance.decay"),
+    Need(["algorithm.importance.level"], _KIND, "truncate or mask", _corrected),
+    Need(["algorithm.importance.normalize"], _KIND, "truncate or mask", _weighted),
+    _when(_POLICY, _STALE, "algorithm.importance.decay"),
     _when("algorithm.importance.decoupled", (False,), "algorithm.clip_low", "algorithm.clip_high"),
-    _when(
-        "sharding.strategy",
-        (Strategy.ODC,),
-        *(f"sharding.{name}" for name in ("balance", "hybrid", "deterministic", "live_layers")),
-    ),
-    _when("sharding.strategy", _SPREAD, "sharding.max_degree", "sharding.devices_per_host", "sharding.max_shapes"),
-    _when(
-        "sharding.strategy",
-        (Strategy.FLEX_ULYSSES, Strategy.ODC),
-        *("sharding.calibration", "sharding.alpha", "sharding.tolerance"),
-    ),
-    _when("sharding.strategy", _SPREAD, "packing.rounds_per_degree", "packing.short", "packing.group_cap"),
-    Need(
-        ("packing.short", "packing.group_cap"),
-        "packing.rounds_per_degree",
-        "above 1",
-        lambda config: config.packing.rounds_per_degree > 1,
-    ),
-    _when("model.path", ("",), *_TINY_MODEL),
+    _when(_STRATEGY, (Strategy.ODC,), *_of("sharding", "balance", "hybrid", "deterministic", "live_layers")),
+    _when(_STRATEGY, _SPREAD, *_of("sharding", "max_degree", "devices_per_host", "max_shapes")),
+    _when(_STRATEGY, (Strategy.FLEX_ULYSSES, Strategy.ODC), *_of("sharding", "calibration", "alpha", "tolerance")),
+    _when(_STRATEGY, _SPREAD, *_of("packing", "rounds_per_degree", "short", "group_cap")),
+    Need(_of("packing", "short", "group_cap"), "packing.rounds_per_degree", "above 1", _several_rounds),
+    _when("model.path", ("",), *_of("model", *_TINY_MODEL)),  # else the architecture is the checkpoint's
 )
 
 
-def unread(config: Config) -> list[Unread]:
-    """Lists the fields that were changed and are not read, in the order of `NEEDS`."""
+def unread(config: Config) -> dict[str, Need]:
+    """Returns the fields that were changed and are not read, each with the first of `NEEDS` that is not met."""
     values, defaults = dict(flatten(config)), dict(flatten(type(config)()))
-    found: dict[str, Unread] = {}
+    found: dict[str, Need] = {}
     for need in NEEDS:
-        if need.met(config):
-            continue
         for field, default in defaults.items():
-            if lies_in(field, need.fields) and values[field] != default:
-                found.setdefault(field, Unread(field, need, _text(values[need.setting]), _text(default)))
-    return list(found.values())
+            if lies_in(field, need.fields) and values[field] != default and not need.met(config):
+                found.setdefault(field, need)
+    return found
+
+
+def refuse_unread(config: Config, given: Collection[str]) -> None:
+    """Raises `ConfigError` for the first of the fields `given` on the command line that is not read."""
+    for field, need in unread(config).items():
+        if field in given:
+            default = _text(operator.attrgetter(field)(type(config)()))
+            raise ConfigError(
+                f"--config.{field} needs {need.setting} {need.wanted}, not {need.current(config)}; set the one or "
+                f"leave the other at {default}"
+            )
 
 
 def remarks(config: Config) -> list[str]:
     """Says what somebody who starts a run with these settings should know, a line each."""
     idle: dict[tuple[str, str], list[str]] = {}
-    for setting in unread(config):
-        idle.setdefault((setting.need.setting, setting.current), []).append(setting.field)
+    for field, need in unread(config).items():
+        idle.setdefault((need.setting, need.current(config)), []).append(field)
     lines = [
         f"settings without effect here, because {setting} is {value}: {', '.join(names)}"
         for (setting, value), names in idle.items()

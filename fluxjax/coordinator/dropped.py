@@ -4,8 +4,6 @@ Where all responses of every group have the same reward, because the verifier is
 easy or too hard, dynamic sampling would draw prompts for ever. `complaint` says when that is so.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Mapping
 

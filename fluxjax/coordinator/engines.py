@@ -1,7 +1,5 @@
 """The rollout engines as the coordinator knows them: which weights each serves, and how much it has to do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from .messages import Request

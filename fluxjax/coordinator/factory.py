@@ -1,7 +1,5 @@
 """From the configuration to the coordinator, with its policy and its schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any

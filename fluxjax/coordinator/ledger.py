@@ -6,8 +6,6 @@ about an attempt that was given up: those are counted in `ignored` and change no
 that way is a `CoordinatorError`, which ends the run.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import enum

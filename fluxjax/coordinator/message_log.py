@@ -4,8 +4,6 @@ Not part of a checkpoint. Lines are written when they are read: to keep a messag
 8,192 responses has some 25,000 messages, so in runs of that size the log reaches back less than a step.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Sequence
 

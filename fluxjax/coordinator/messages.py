@@ -4,8 +4,6 @@ This is where a new message begins: write its class here and, for an instruction
 in `ANSWERS`. `Coordinator`, `Runtime`, `Cluster` and `Books` then refuse to be imported until each handles it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Nothing is known where nobody says what time it is. Old measurements fade, so that the pace may change during a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from ..base.types import Group

@@ -5,8 +5,6 @@ devices an engine leave more room beside the weights, but fewer engines and more
 preemptions doubles the degree, and some steps without any halve it.
 """
 
-from __future__ import annotations
-
 from ..config import ParallelismConfig
 from .saved import SavedState, State
 

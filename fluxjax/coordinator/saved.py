@@ -1,7 +1,5 @@
 """What a checkpoint holds of the coordinator is JSON; here is how it holds responses."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from itertools import groupby

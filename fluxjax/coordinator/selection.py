@@ -6,8 +6,6 @@ source and its kinds of media), and within a stratum, where `lengths` is set, th
 one. What would soon be too old to be trained on goes before all that, so no group starves.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,18 +1,17 @@
-"""Finds out which field of a record is which: names as found in the wild, detected or given, with typos caught.
+"""Finds out which field of a record is which, with typos caught, and makes a prompt of them, whatever the file.
 
 A record is a mapping with a question, an answer and perhaps media. Manifests of this project say `prompt`,
 `answer`, `images`, `videos`, `id`; published data sets say `problem`, `question`, `solution` and so on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..base.errors import DataError
-from ..base.types import MediaKind
+from ..base.types import Media, MediaKind, Prompt
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "problem", "question", "query", "instruction"),
@@ -23,7 +22,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 REQUIRED = ("prompt", "answer")
 MARKS = {MediaKind.IMAGE: "<image>", MediaKind.VIDEO: "<video>"}
-_MARK = re.compile("<image>|<video>")
+MARK = re.compile("<image>|<video>")
 _TYPO = 0.75  # difflib ratio from which an unknown name counts as a misspelt one
 
 
@@ -62,35 +61,34 @@ def resolve(found: Iterable[str], wanted: Fields, where: str) -> Fields:
     return Fields(**result)
 
 
-def _nearest(expected: Iterable[str], found: list[str]) -> str:
-    expected = list(expected)
-    ranked = sorted(
-        ((difflib.SequenceMatcher(None, name, want).ratio(), name, want) for name in found for want in expected),
-        key=lambda item: -item[0],
-    )
-    if ranked and ranked[0][0] >= 0.6:
-        return f"; found {ranked[0][1]!r}, expected {ranked[0][2]!r}"
+def _nearest(expected: Sequence[str], found: Sequence[str]) -> str:
+    def likeness(pair: tuple[str, str]) -> float:
+        return difflib.SequenceMatcher(None, *pair).ratio()
+
+    name, meant = max(itertools.product(found, expected), key=likeness, default=("", "nothing"))
+    if likeness((name, meant)) >= 0.6:
+        return f"; found {name!r}, expected {meant!r}"
     return f"; found {', '.join(map(repr, found)) or 'nothing'}; expected {' or '.join(map(repr, expected))}"
 
 
-def place_marks(text: str, kinds: list[MediaKind]) -> str:
-    """Returns `text` with one mark for each media item. Text without any mark gets them in front, which is how records
-    without marks are meant; text with some must have exactly the right ones in the right order.
+def answer_text(value: object) -> str | None:
+    """Returns an answer as text, or None where the value is neither text nor a number."""
+    if isinstance(value, str):
+        return value
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
-    Raises `ValueError` with a short reason otherwise.
-    """
-    marks = _MARK.findall(text)
-    wanted = [MARKS[kind] for kind in kinds]
+
+def make_prompt(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
+    """Makes a prompt whose media stand in the order of the marks. Text without any mark gets them in front, which is
+    how records without marks are meant. Raises `ValueError` with a short reason when marks and media disagree."""
+    marks = MARK.findall(text)
+    wanted = [MARKS[kind] for kind in MediaKind for _ in media.get(kind, ())]
     if not marks:
-        return "".join(wanted) + text
-    if sorted(marks) == sorted(wanted):  # a record has images before videos, its text may not: the caller reorders
-        return text
-    raise ValueError(
-        f"{marks.count('<image>')} <image> and {marks.count('<video>')} <video> marks in the prompt for "
-        f"{wanted.count('<image>')} images and {wanted.count('<video>')} videos"
-    )
-
-
-def order_by_marks(text: str) -> list[MediaKind]:
-    """Returns the kinds of the marks in `text`, in order."""
-    return [MediaKind.IMAGE if mark == "<image>" else MediaKind.VIDEO for mark in _MARK.findall(text)]
+        text, marks = "".join(wanted) + text, wanted
+    if sorted(marks) != sorted(wanted):
+        raise ValueError(
+            f"{marks.count('<image>')} <image> and {marks.count('<video>')} <video> marks in the prompt for "
+            f"{wanted.count('<image>')} images and {wanted.count('<video>')} videos"
+        )
+    queues = {MARKS[kind]: iter(items) for kind, items in media.items()}
+    return Prompt(id, source, text, answer, tuple(next(queues[mark]) for mark in marks))

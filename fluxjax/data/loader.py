@@ -4,15 +4,13 @@ The order is a pure function of (seed, source names and sizes, weights, draw). S
 resumed run needs in order to go on exactly where the interrupted one was, and any draw can be read again by its number.
 """
 
-from __future__ import annotations
-
-import collections
 import dataclasses
+import functools
 import itertools
 import logging
 import zlib
 from collections.abc import Mapping
-from typing import SupportsIndex, TypeAlias, TypedDict, TypeVar
+from typing import TypeAlias, TypedDict, TypeVar
 
 import grain
 
@@ -36,6 +34,7 @@ class SkippedPrompt:
 
 
 Drawn: TypeAlias = Prompt | SkippedPrompt
+Place: TypeAlias = tuple[str, int]  # the name of a source, and how many of its prompts come before
 
 
 class Mixture(TypedDict):
@@ -47,16 +46,10 @@ class Mixture(TypedDict):
 
 
 class PromptLoader:
-    """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`.
+    """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`. An epoch of a source
+    has each of its records once. Raises `DataError` for weights that name no source or are not positive."""
 
-    Every source is shuffled anew for each of its own epochs and gives every record exactly once an epoch. With
-    `epochs`, the data ends where a source would begin one more (`is_end`): the proportions hold to the end.
-    Raises `DataError` for weights that name no source or are not positive.
-    """
-
-    def __init__(
-        self, sources: Mapping[str, Source], weights: Mapping[str, float], seed: int, epochs: int | None = None
-    ) -> None:
+    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seed: int) -> None:
         if not sources:
             raise DataError("no data sources")
         if sorted(weights) != sorted(sources):
@@ -67,7 +60,6 @@ class PromptLoader:
         self.sources = dict(sorted(sources.items()))  # the order must not depend on the configuration file
         self.weights = {name: float(weights[name]) for name in self.sources}
         self.seed = seed
-        self.epochs = epochs
         self.mixtures = [self._mixture_from(0)]  # one more for each time that a resumed run had other weights
         self.order = self._make_order()
 
@@ -90,59 +82,59 @@ class PromptLoader:
             self.mixtures.append(self._mixture_from(draw))
         self.order = self._make_order()
 
-    def is_end(self, prompt: Prompt) -> bool:
-        """Returns True for the first prompt behind the end of the data: its source has been through all `epochs`."""
-        return self.epochs is not None and prompt.epoch >= self.epochs
-
     def _mixture_from(self, start: int) -> Mixture:
         sizes = {name: len(source) for name, source in self.sources.items()}
         return Mixture(start=start, weights=self.weights, sizes=sizes)
 
     def _make_order(self) -> grain.MapDataset[Drawn]:
-        parts: list[grain.MapDataset[Drawn]] = []
-        drawn: collections.Counter[str] = collections.Counter()  # by source, in earlier mixtures
+        sizes = {name: size for mixture in self.mixtures for name, size in mixture["sizes"].items()}
+        parts: list[grain.MapDataset[Place]] = []
+        begins = dict.fromkeys(sizes, 0)  # the first place of each source in a mixture: behind those of earlier ones
         ends = [mixture["start"] for mixture in self.mixtures[1:]]
         for mixture, end in zip(self.mixtures, [*ends, _ENDLESS], strict=True):
-            weights, length = mixture["weights"], end - mixture["start"]
-            sources = {name: self._shuffled(name, mixture["sizes"][name])[drawn[name] :] for name in sorted(weights)}
-            parts.append(_mix(sources, weights)[:length])
+            places = _mix(mixture["weights"], begins)
+            parts.append(places[: end - mixture["start"]])
             if end != _ENDLESS:
-                drawn.update(_count(weights, length))
+                begins |= _next_places(places, end - mixture["start"], len(mixture["weights"]))
         order = parts[0] if len(parts) == 1 else grain.MapDataset.concatenate(parts)
-        return order.map_with_index(lambda index, item: _placed(item, draw=index))
-
-    def _shuffled(self, name: str, size: int) -> grain.MapDataset[Drawn]:
-        records = grain.MapDataset.source(_Records(name, size, self.sources.get(name)))
-        shuffled = records.shuffle(seed=zlib.crc32(f"{self.seed}/{name}".encode())).repeat()
-        return shuffled.map_with_index(lambda index, item: _placed(item, epoch=index // size))
+        seeds = {name: zlib.crc32(f"{self.seed}/{name}".encode()) for name in sizes}
+        rows = {name: grain.MapDataset.range(size).shuffle(seed=seeds[name]).repeat() for name, size in sizes.items()}
+        return order.map_with_index(functools.partial(_read, self.sources, rows))
 
 
-class _Records:
-    """A source as Grain reads it: a record that cannot be used is a value, not an error.
+def _mix(weights: Mapping[str, float], begins: Mapping[str, int]) -> grain.MapDataset[Place]:
+    """Mixes the places of several sources, from those in `begins` on."""
+    endless, names = grain.MapDataset.range(_ENDLESS), sorted(weights)
+    places = [endless[begins[name] :].map(lambda index, name=name: (name, index)) for name in names]
+    return places[0] if len(names) == 1 else grain.MapDataset.mix(places, [weights[name] for name in names])
 
-    Draws of a source that the configuration does not name any more (`source` is None) keep their places in the order.
+
+def _next_places(places: grain.MapDataset[Place], start: int, sources: int) -> dict[str, int]:
+    """Returns the first place of each source from the `start`-th element of a mixture on."""
+    first: dict[str, int] = {}
+    for position in itertools.count(start):
+        name, index = at(places, position)
+        first.setdefault(name, index)
+        if len(first) == sources:
+            break
+    return first
+
+
+def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int]], draw: int, place: Place) -> Drawn:
+    """Reads the prompt at a place. A record that cannot be used is a value, not an error.
+
+    Draws of a source that the configuration does not name any more keep their places in the order.
     """
-
-    def __init__(self, name: str, size: int, source: Source | None) -> None:
-        self.name, self.size, self.source = name, size, source
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: SupportsIndex) -> Drawn:
-        row = index.__index__()
-        if self.source is None:
-            raise DataError(f"the checkpoint has a prompt of row {row} of data source {self.name!r}, which is not here")
-        try:
-            return dataclasses.replace(self.source[row], row=row)
-        except RecordError as error:
-            return SkippedPrompt(Prompt(error.id, self.name, "", "", row=row), error.reason, "unusable record")
-
-
-def _placed(item: Drawn, **place: int) -> Drawn:
-    if isinstance(item, SkippedPrompt):
-        return dataclasses.replace(item, prompt=dataclasses.replace(item.prompt, **place))
-    return dataclasses.replace(item, **place)
+    name, index = place
+    row = at(rows[name], index)
+    if name not in sources:
+        raise DataError(f"the checkpoint has a prompt of row {row} of data source {name!r}, which is not here")
+    epoch = index // len(sources[name])
+    try:
+        return dataclasses.replace(sources[name][row], row=row, epoch=epoch, draw=draw)
+    except RecordError as error:
+        prompt = Prompt(error.id, name, "", "", row=row, epoch=epoch, draw=draw)
+        return SkippedPrompt(prompt, error.reason, "unusable record")
 
 
 def at(dataset: grain.MapDataset[T], index: int) -> T:
@@ -150,22 +142,3 @@ def at(dataset: grain.MapDataset[T], index: int) -> T:
     element = dataset[index]
     assert element is not None  # Grain's way to say "filtered out"
     return element
-
-
-def _mix(sources: Mapping[str, grain.MapDataset[T]], weights: Mapping[str, float]) -> grain.MapDataset[T]:
-    if len(sources) == 1:
-        return next(iter(sources.values()))
-    return grain.MapDataset.mix(list(sources.values()), weights=[weights[name] for name in sources])
-
-
-def _count(weights: Mapping[str, float], length: int) -> dict[str, int]:
-    """Counts the elements of each source among the first `length` of a mixture: the index of its next one."""
-    endless = grain.MapDataset.range(_ENDLESS)
-    numbers = {name: endless.map(lambda index, name=name: (name, index)) for name in sorted(weights)}
-    mixture, counts = _mix(numbers, weights), {}
-    for position in itertools.count(length):
-        name, index = at(mixture, position)
-        counts.setdefault(name, index)
-        if len(counts) == len(weights):
-            break
-    return counts

@@ -4,10 +4,9 @@ Rows are read a row group at a time, when they are drawn; the last few groups st
 is read at the start, to refuse duplicates.
 """
 
-from __future__ import annotations
-
 import bisect
 import collections
+import logging
 import pathlib
 import threading
 from collections.abc import Iterator
@@ -17,10 +16,11 @@ import pyarrow.parquet as pq
 
 from ..base.errors import DataError, RecordError
 from ..base.types import Media, MediaKind, Prompt
-from .fields import Fields, resolve
-from .records import answer_text, log, make_prompt
+from .fields import Fields, answer_text, make_prompt, resolve
 
+log = logging.getLogger("fluxjax.data")
 CACHE_BYTES = 256 << 20  # of row groups kept in memory, beside the one in use
+_TEXT = (pa.string(), pa.large_string())
 LARGE_ROW_GROUP = 128 << 20  # bytes; from here on a shuffled read is slow and the user should know
 
 
@@ -46,10 +46,9 @@ class ParquetSource:
             self._check(shard)
             self._first_row.append(self._starts[-1])
             for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group)
-                if rows.num_rows:
+                if rows := file.metadata.row_group(group).num_rows:
                     self._groups.append((shard, group))
-                    self._starts.append(self._starts[-1] + rows.num_rows)
+                    self._starts.append(self._starts[-1] + rows)
         if not len(self):
             raise DataError(f"{path}: the file has no records")
         largest = max(self._files[f].metadata.row_group(g).total_byte_size for f, g in self._groups)
@@ -95,10 +94,6 @@ class ParquetSource:
                 yield row[self.fields.prompt] or ""
                 yield answer_text(row[self.fields.answer]) or ""
 
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-
     def _to_prompt(self, row: dict[str, object], id: str, folder: pathlib.Path, where: str) -> Prompt:
         text, answer = row[self.fields.prompt], answer_text(row[self.fields.answer])
         if not isinstance(text, str):
@@ -131,16 +126,15 @@ class ParquetSource:
             return table
 
     def _check(self, shard: int) -> None:
-        """The columns of each shard are there and have usable types."""
+        """Raises `DataError` unless the shard has all columns, with usable types."""
         schema, where = self._files[shard].schema_arrow, self.paths[shard]
         for column in self._columns:
             if column not in schema.names:
                 raise DataError(f"{where}: no column {column!r}, which {self.paths[0].name} has")
         for column in (self.fields.prompt, self.fields.answer):
             kind = schema.field(column).type
-            text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
             number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-            if not (text or (number and column == self.fields.answer)):
+            if not (kind in _TEXT or (number and column == self.fields.answer)):
                 raise DataError(f"{where}: column {column!r} must hold text, found {kind}")
         for column in filter(None, (self.fields.images, self.fields.videos)):
             if not _is_media(schema.field(column).type):
@@ -173,22 +167,14 @@ def _is_media(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _is_media(kind.value_type)
     if pa.types.is_struct(kind):
-        names = {kind.field(i).name for i in range(kind.num_fields)}
-        return bool(names & {"bytes", "path"})
-    return any(
-        test(kind)
-        for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string, pa.types.is_large_string)
-    )
+        return any(field.name in ("bytes", "path") for field in kind)
+    return kind in (pa.binary(), pa.large_binary(), *_TEXT)
 
 
 def _media(kind: MediaKind, item: object, folder: pathlib.Path, label: str, id: str) -> Media:
-    data, path = item, None
-    if isinstance(item, dict):
-        data, path = item.get("bytes"), item.get("path")
-    elif isinstance(item, str):
-        data, path = None, item
+    data, path = (item.get("bytes"), item.get("path")) if isinstance(item, dict) else (item, item)
     if isinstance(data, bytes):
         return Media(kind, label, data)
-    if path:
+    if isinstance(path, str) and path:
         return Media(kind, str(folder / path))
     raise RecordError(id, f"an empty {kind.value}")

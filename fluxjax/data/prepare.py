@@ -1,4 +1,4 @@
-"""From drawn prompts to prepared ones: media decoded and text tokenised by Grain, ahead of their use."""
+"""Prepares prompts that were drawn: Grain decodes their media and tokenises their text, ahead of their use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags
 
 from models.inputs import ModelInput, VisionInput
-from models.processing.bad_media import MediaError, PromptError
+from models.processing import MediaError, PromptError
 from sharding.planner.vision_units import surely_hold
 
 from ..base.errors import DataError
@@ -30,7 +30,7 @@ from ..config import Config
 from .loader import Drawn, Mixture, PromptLoader, SkippedPrompt, at
 
 log = logging.getLogger("fluxjax.data")
-_LOGGED = 5  # skips of one reason that are logged one by one; the rest is counted
+_LOGGED = 5  # skips of one source and reason that are logged one by one; the rest is counted
 Result: TypeAlias = PreparedPrompt | SkippedPrompt
 Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usable, and skipped with the reason
 _HOPELESS = 1000  # skips in a row that end the run: the data, or where it is looked for, must be wrong
@@ -132,7 +132,7 @@ class Preparer:
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
 
     async def draw(self, count: int) -> Sorted:
-        """Returns the next `count` draws: those prepared and those skipped, with reasons; fewer at the end of the data.
+        """Returns the next `count` draws: those prepared, and those skipped, with reasons.
 
         Raises `DataError` when so many prompts in a row were skipped that the data must be wrong as a whole, when a
         file cannot be read, and when a worker process has ended.
@@ -155,12 +155,13 @@ class Preparer:
 
     def prepare_all(self, prompts: Iterable[Drawn]) -> Sorted:
         """Prepares prompts that are not drawn, such as the held-out ones; in order, in threads, blocking."""
-        return self._prepare_each(grain.MapDataset.source(list(prompts)))
+        with contextlib.closing(self._iterate(grain.MapDataset.source(list(prompts)))) as iterator:
+            return self._sort(list(iterator))
 
     def again(self, draws: Iterable[int]) -> list[PreparedPrompt]:
         """Prepares prompts again that were drawn before a checkpoint. A prompt that cannot be used any more is logged
         and left out. Raises `DataError` if its source is not here any more."""
-        return self._prepare_each(grain.MapDataset.source(list(draws)).map(functools.partial(at, self.loader.order)))[0]
+        return self.prepare_all(at(self.loader.order, draw) for draw in draws)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last completed draw, as JSON values: `next_index` is that of Grain's iterator."""
@@ -185,24 +186,16 @@ class Preparer:
                 self._iterator = None
 
     def _take(self, count: int) -> list[Result]:
-        """Reads the next `count` items, fewer at the end of the data. Blocks."""
+        """Reads the next `count` items. Blocks."""
         with self._lock:
             if self._iterator is None:
                 self._iterator = self._iterate(self.loader.order[self._next_index :], self._workers)
-            items: list[Result] = []
-            while len(items) < count:
-                try:
-                    item = next(self._iterator)
-                except RuntimeError as error:
-                    if "terminated unexpectedly" not in str(error):  # Grain's words; other errors are a source's own
-                        raise
-                    raise DataError(f"data.workers={self._workers}: {error} Fewer, or 0, need less memory.") from error
-                if self.loader.is_end(item.prompt):
-                    self._iterator.close()
-                    self._iterator = None
-                    break
-                items.append(item)
-            return items
+            try:
+                return [next(self._iterator) for _ in range(count)]
+            except RuntimeError as error:
+                if "terminated unexpectedly" not in str(error):  # Grain's words; other errors are a source's own
+                    raise
+                raise DataError(f"data.workers={self._workers}: {error} Fewer, or 0, need less memory.") from error
 
     def _iterate(self, dataset: grain.MapDataset[Drawn], workers: int = 0) -> grain.DatasetIterator[Result]:
         prepared = dataset.map(self._prepare)
@@ -215,25 +208,17 @@ class Preparer:
         processes = grain.MultiprocessingOptions(workers, buffer)
         return iter(prepared.to_iter_dataset(grain.ReadOptions(0, 0)).mp_prefetch(processes, _begin_worker))
 
-    def _prepare_each(self, dataset: grain.MapDataset[Drawn]) -> Sorted:
-        with contextlib.closing(self._iterate(dataset)) as iterator:
-            return self._sort(list(iterator))
-
     def _sort(self, items: Sequence[Result]) -> Sorted:
         """Splits prepared prompts from skipped ones, of which it logs the first few of each source and reason."""
-        prepared = [item for item in items if isinstance(item, PreparedPrompt)]
-        skipped: list[tuple[Prompt, str]] = []
-        for item in items:
-            if isinstance(item, PreparedPrompt):
-                continue
-            prompt, reason = item.prompt, item.reason
-            skipped.append((prompt, reason))
-            self._logged[prompt.source, reason] += 1
-            count = self._logged[prompt.source, reason]
-            if count <= _LOGGED:
+        skipped = [item for item in items if isinstance(item, SkippedPrompt)]
+        for item in skipped:
+            id, source, reason = item.prompt.id, item.prompt.source, item.reason
+            self._logged[source, reason] += 1
+            if (count := self._logged[source, reason]) <= _LOGGED:
                 more = "; more of this kind are only counted" if count == _LOGGED else ""
-                log.warning("skipped prompt %s of %s: %s (%s)%s", prompt.id, prompt.source, reason, item.detail, more)
-        return prepared, skipped
+                log.warning("skipped prompt %s of %s: %s (%s)%s", id, source, reason, item.detail, more)
+        prepared = [item for item in items if isinstance(item, PreparedPrompt)]
+        return prepared, [(item.prompt, item.reason) for item in skipped]
 
 
 def _from_earlier_release(state: Mapping[str, Any]) -> Mapping[str, Any]:

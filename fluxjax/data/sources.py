@@ -1,9 +1,9 @@
-"""Records of prompts: the source protocol, JSONL manifests, and opening whatever the configuration names."""
-
-from __future__ import annotations
+"""Sources of prompts: their protocol, JSONL manifests, and opening whatever the configuration names."""
 
 import collections
+import itertools
 import json
+import logging
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from typing import Protocol, runtime_checkable
 
 from ..base.errors import DataError
 from ..base.types import Media, MediaKind, Prompt
-from .fields import Fields, resolve
-from .records import answer_text, make_prompt
+from ..config import DataConfig
+from .fields import MARK, Fields, answer_text, make_prompt, resolve
 
+log = logging.getLogger("fluxjax.data")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_MARK = re.compile("<image>|<video>")
 
 
 @runtime_checkable
@@ -51,6 +51,18 @@ class PromptList:
             yield from (prompt.text, prompt.answer)
 
 
+def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
+    """Groups prompts by source. Raises `DataError` for a source that the configuration does not name: it would have no
+    reward."""
+    by_source: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        if prompt.source not in config.sources:
+            known = ", ".join(config.sources)
+            raise DataError(f"prompt {prompt.id} is of source {prompt.source!r}; data.sources names {known}")
+        by_source.setdefault(prompt.source, []).append(prompt)
+    return {name: PromptList(group) for name, group in by_source.items()}
+
+
 class JsonlSource(PromptList):
     """A manifest: one JSON object a line, e.g. `{"id": "a", "prompt": "<image>How many?", "answer": "3",
     "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder.
@@ -73,14 +85,43 @@ class JsonlSource(PromptList):
         super().__init__(prompts)
 
 
-def _how_to_download(path: pathlib.Path) -> str:
-    """Returns a hint where `path` looks like a Hub id, ORGANISATION/NAME."""
-    if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".jsonl", ".ndjson", ".parquet"):
-        return ""
-    return (
-        "; data sets are not downloaded by themselves, if this is a Hub id: "
-        f"hf download {path} --repo-type dataset --local-dir {path.name}, then give that folder"
-    )
+def open_sources(config: DataConfig) -> dict[str, Source]:
+    """Opens the training records of every source; embedded data sets are built when they are missing.
+
+    Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
+    """
+    return {name: _open(config, name, source.path, "train.jsonl") for name, source in config.sources.items()}
+
+
+def open_held_out(config: DataConfig) -> dict[str, Source]:
+    """Opens the held-out records of every source that has some."""
+    result: dict[str, Source] = {}
+    for name, source in config.sources.items():
+        if source.eval_path or not source.path:
+            result[name] = _open(config, name, source.eval_path, "eval.jsonl")
+        else:
+            log.warning("data.sources.%s has no eval_path: its accuracy is not measured", name)
+    return result
+
+
+def open_warm_start(config: DataConfig) -> dict[str, Source]:
+    """Opens the records whose answers the warm start sees: those meant for it, or else the training records."""
+    return {
+        name: _open(config, name, source.warm_start_path or source.path, "warm_start.jsonl", "train.jsonl")
+        for name, source in config.sources.items()
+    }
+
+
+def _open(config: DataConfig, name: str, path: str, *manifests: str) -> Source:
+    """Opens `path`, or, if that is empty, the first of the `manifests` that the embedded data set of that name has."""
+    if not path:
+        from ..tasks.embedded import ensure
+
+        folder = ensure(name, config.root)
+        path = next(str(folder / manifest) for manifest in manifests if (folder / manifest).exists())
+    source = config.sources[name]
+    fields = Fields(source.prompt_field, source.answer_field, source.images_field, source.videos_field, source.id_field)
+    return open_source(path, name, fields)
 
 
 def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None) -> Source:
@@ -95,6 +136,16 @@ def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = Non
     if path.suffix in (".jsonl", ".ndjson"):
         return JsonlSource(path, name, fields)
     raise DataError(f"data.sources.{name}: {path} is neither .jsonl nor .parquet nor a folder of .parquet files")
+
+
+def _how_to_download(path: pathlib.Path) -> str:
+    """Returns a hint where `path` looks like a Hub id, ORGANISATION/NAME."""
+    if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".jsonl", ".ndjson", ".parquet"):
+        return ""
+    return (
+        "; data sets are not downloaded by themselves, if this is a Hub id: "
+        f"hf download {path} --repo-type dataset --local-dir {path.name}, then give that folder"
+    )
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, Mapping[str, object]]]:
@@ -144,8 +195,7 @@ def _to_prompt(
 
 def all_texts(sources: Iterable[Source]) -> Iterator[str]:
     """Yields every prompt and answer: what a tokenizer built for these sources must be able to write."""
-    for source in sources:
-        yield from source.texts()
+    return itertools.chain.from_iterable(source.texts() for source in sources)
 
 
 def common_words(sources: Iterable[Source], share: float = 0.02) -> list[str]:
@@ -156,7 +206,7 @@ def common_words(sources: Iterable[Source], share: float = 0.02) -> list[str]:
         counts: collections.Counter[str] = collections.Counter()
         total = 0
         for text in source.texts():
-            counts.update(set(_WORD.findall(_MARK.sub(" ", text))))
+            counts.update(set(_WORD.findall(MARK.sub(" ", text))))
             total += 1
         words.update(word for word, count in counts.items() if count >= share * total)
     return sorted(words)

@@ -16,9 +16,8 @@ from models.decoder import Decoder
 from models.forward import logprobs as model_logprobs
 from models.inputs import PackedTokens
 from sharding.fsdp import Fsdp
-from sharding.gpu_flags import compiler_options
 from sharding.links import Links
-from sharding.mesh import MeshError, make_mesh
+from sharding.mesh import MeshError, compiler_options, make_mesh
 from sharding.odc import Odc
 from sharding.strategy import Params, Tally
 from sharding.walk import Walk
@@ -56,6 +55,7 @@ class Gradients:
     ) -> None:
         self._config, self._model, self._phase, self._links = config, model, phase, links
         self.mesh = mesh
+        self._dtype = config.optim.gradients_dtype.value  # in which they are summed
         self.strategy = Fsdp(
             mesh,
             model,
@@ -97,6 +97,7 @@ class Gradients:
         _, batches, owners = _owned(microbatches)
         work = [m.work for m in microbatches if m.owner is not None and m.work is not None]
         _, tally, grads = self.odc.loss_and_grad(params, batches, owners, work)
+        grads = jax.tree.map(lambda grad: grad.astype(self._dtype), grads)
         return (grads, tally) if first is None else self.add(first, (grads, tally))
 
     def _accumulate_together(self, params: Params, batches: Sequence[TrainBatch]) -> Outcome:
@@ -114,8 +115,9 @@ class Gradients:
         placed = self._place(batch.inputs, batch)
         _, tally, _ = jax.eval_shape(self._loss_and_grad, params, placed)
         tally = on_every_device(tally, self.mesh)
+        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self._dtype, sharding=x.sharding), params)
         return {
-            "accumulate": self._accumulate.lower(params, params, tally, placed),
+            "accumulate": self._accumulate.lower(params, grads, tally, placed),
             "logprobs": self._logprobs.lower(params, placed.inputs),
         }
 
@@ -198,12 +200,12 @@ class Gradients:
         self._logprobs = jax.jit(self.strategy.logprobs, compiler_options=options)
 
         def zeros(sums: tuple[str, ...], maxima: tuple[str, ...]) -> Outcome:
-            grads = jax.tree.map(lambda weight: jnp.zeros(weight.shape, weight.dtype), self.strategy.abstract)
+            grads = jax.tree.map(lambda weight: jnp.zeros(weight.shape, self._dtype), self.strategy.abstract)
             return grads, Tally(dict.fromkeys(sums, jnp.float32(0)), dict.fromkeys(maxima, jnp.float32(0)))
 
         def accumulate(params: Params, grads: Params, tally: Tally, batch: TrainBatch) -> Outcome:
             _, more_tally, more_grads = self._loss_and_grad(params, batch)
-            return jax.tree.map(jnp.add, grads, more_grads), tally + more_tally
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, more_grads), tally + more_tally
 
         def add(first: Outcome, second: Outcome) -> Outcome:
             return jax.tree.map(jnp.add, first[0], second[0]), first[1] + second[1]

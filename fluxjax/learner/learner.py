@@ -4,8 +4,6 @@ Two compiled programs make a step: `Gradients` adds a microbatch's gradients to 
 updates and reports. Nothing is fetched until the end of the step, and then one small array.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence
@@ -31,7 +29,7 @@ from sharding.weights import with_shardings
 from ..algorithms import importance
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
-from ..config import Config, OptimConfig, Schedule, Strategy
+from ..config import Config, DType, OptimConfig, Schedule, Strategy
 from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
 
 
@@ -101,7 +99,7 @@ class Learner:
         phase = TrainingPhase(token_loss, temperature or 1.0, never_sampled)
         self._schedule = learning_rate(optim, steps or config.steps)
         self._optimizer = optimizer(optim, self._schedule)
-        built_for = phase, config.algorithm, config.model, config.sharding
+        built_for = phase, config.algorithm, config.model, config.sharding, config.optim.gradients_dtype
         if self._built_for != built_for:  # else `fit` again would compile again what there is
             self.gradients = Gradients(config, self._model, phase, self.mesh, self._links)
             self._built_for = phase, *copy.deepcopy(built_for[1:])
@@ -123,9 +121,10 @@ class Learner:
         """The programs of a step whose microbatches are shaped like `batch` (which may be abstract), by name, not
         compiled yet: `accumulate`, `update`, `logprobs`."""
         programs = self.gradients.lowered(self.params, batch)
-        _, tally = programs["accumulate"].out_info
+        grads, tally = programs["accumulate"].out_info
+        grads = with_shardings(grads, self.gradients.strategy.shardings)
         tally = on_every_device(tally, self.mesh)
-        return programs | {"update": self._apply.lower(self.params, self.opt_state, self.params, tally)}
+        return programs | {"update": self._apply.lower(self.params, self.opt_state, grads, tally)}
 
     def step(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
         """One optimizer step over the sum of the microbatches' losses. Blocks until it is done.
@@ -189,6 +188,7 @@ class Learner:
         self._init = jax.jit(self._optimizer.init, out_shardings=self._opt_shardings)
 
         def apply(params: Params, opt_state: Any, grads: Params, tally: Tally) -> tuple[Params, Any, Array]:
+            grads = jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, params)
             grad_norm = optax.tree_utils.tree_norm(grads)
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(tally.sums["loss"])
             with jax.numpy_dtype_promotion("standard"):  # optax relies on it
@@ -241,9 +241,26 @@ def optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTra
     """AdamW (decoupled weight decay on every weight) after clipping by the global norm; 0 clips nothing.
 
     The last part of its state counts the steps."""
+    adam = optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps)
     return optax.chain(
         optax.clip_by_global_norm(optim.max_grad_norm or math.inf),
-        optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps),
+        adam if optim.moments_dtype is DType.FLOAT32 else _kept_in(optim.moments_dtype, adam),
         optax.add_decayed_weights(optim.weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+def _kept_in(dtype: DType, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same transformation, but what it remembers between two steps is rounded to this dtype."""
+
+    def cast(state: Any, to: str) -> Any:
+        return jax.tree.map(lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def init(params: optax.Params) -> Any:
+        return cast(inner.init(params), dtype.value)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
+        updates, state = inner.update(updates, cast(state, "float32"), params)
+        return updates, cast(state, dtype.value)
+
+    return optax.GradientTransformation(init, update)

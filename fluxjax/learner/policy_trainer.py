@@ -6,8 +6,6 @@ it. In the step's mean a portion counts as much as its share of the step's norma
 section 4.4, "Preserving On-Policy Semantics"). Nothing is updated in between: all portions are of the same weights.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence

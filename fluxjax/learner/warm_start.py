@@ -1,7 +1,5 @@
 """Supervised steps before RL: the policy learns the form of an answer, and a first idea of its content."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from models.processing import Processor, PromptError
@@ -9,9 +7,9 @@ from models.processing import Processor, PromptError
 from ..algorithms import sft
 from ..batch.composer import Composer, sft_groups
 from ..config import Config, OptimConfig
-from ..data import Source
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
+from ..data.sources import Source
 from .learner import Learner
 
 
@@ -33,7 +31,9 @@ async def warm_start(
     weights = {name: config.data.sources[name].weight for name in sources}
     learner.reset(
         sft.token_loss,
-        optim=OptimConfig(lr=settings.lr, warmup_steps=min(10, settings.steps // 2)),
+        optim=OptimConfig(
+            lr=settings.lr, warmup_steps=min(10, settings.steps // 2), moments_dtype=config.optim.moments_dtype
+        ),
         steps=settings.steps,
         temperature=1.0,
     )

@@ -1,12 +1,10 @@
 """Metrics of a run: one JSON line a step, TensorBoard event files, and optionally a Prometheus port."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
@@ -14,8 +12,9 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
-from ..base.replace_text import replace_text
+from ..base.types import Group
 from ..config import ConfigError
+from ..config.run_folder import replace_text
 
 _FLUSH_SECONDS = 10.0
 _EVENTS: Any = event_pb2  # generated, without types
@@ -104,3 +103,31 @@ def read(file: pathlib.Path) -> list[dict[str, Any]]:
         for line in file.read_text().splitlines() if file.exists() else ():
             records.append(json.loads(line))
     return records
+
+
+def dump_samples(
+    folder: pathlib.Path, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str], count: int
+) -> None:
+    """Writes `count` responses of `step` to `folder/<step>.jsonl`: one of each group in turn, so that all sources show
+    up."""
+    folder.mkdir(exist_ok=True)
+    most = max(len(group.samples) for group in groups)
+    turns = [(g, g.samples[turn]) for turn in range(most) for g in groups if turn < len(g.samples)]
+    with (folder / f"{step:06d}.jsonl").open("w") as file:
+        for group, sample in turns[:count]:
+            record = {
+                "step": step,
+                "source": group.prompt.source,
+                "id": group.prompt.id,
+                "prompt": group.prompt.text,
+                "media": [item.path for item in group.prompt.media],
+                "answer": group.prompt.answer,
+                "response": decode(sample.response.token_ids),
+                "finish": sample.response.finish,
+                "reward": round(sample.reward.value, 4),
+                "reason": sample.reward.reason,
+                "advantage": round(sample.advantage, 4),
+                "logprob": round(sum(sample.response.logprobs), 4),
+                "versions": sorted(set(sample.response.versions)),
+            }
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -1,7 +1,5 @@
 """The two pictures of a run: how it learned, and where the time of its last steps went."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any

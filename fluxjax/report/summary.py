@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ..base.replace_text import replace_text
+from ..config.run_folder import replace_text
 
 FILE = "summary.json"
 

@@ -4,8 +4,6 @@
 `value` has: it is what accuracy counts.
 """
 
-from __future__ import annotations
-
 import decimal
 import re
 

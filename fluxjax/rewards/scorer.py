@@ -1,7 +1,5 @@
 """Scoring of responses: the rule of each source, protected from rules that raise, hang or answer nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import importlib
@@ -81,7 +79,6 @@ class Scorer:
         self._rules = {
             name: find_reward(source.reward, f"data.sources.{name}.reward") for name, source in sources.items()
         }
-        self._inline = {name: REWARDS[source.reward] for name, source in sources.items() if source.reward in REWARDS}
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._failures: dict[str, int] = {}
 
@@ -91,9 +88,9 @@ class Scorer:
 
     async def score_text(self, prompt: Prompt, text: str) -> Reward:
         rule = self._rules[prompt.source]
-        if prompt.source in self._inline:
+        if rule in REWARDS.values():
             try:
-                return self._inline[prompt.source](prompt, text)
+                return self._checked(prompt, rule(prompt, text))
             except Exception as error:
                 return self._failed(prompt, f"{type(error).__name__}: {error}")
         async with self._semaphore():

@@ -1,7 +1,5 @@
 """Builds the model and the processor that the configuration names: those of a checkpoint folder, or tiny ones."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from collections.abc import Mapping
@@ -10,11 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import models
-from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import PatchLayout, Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
 from models.folder import why_missing
 from models.processing import Processor
-from models.processing.settings import DecodeLimits, PatchLayout
+from models.processing.settings import DecodeLimits
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.engine import SamplingParams

@@ -1,7 +1,5 @@
 """Hooks into a run, for custom logging, early stopping and the like."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """Evaluates a run when its runtime asks for it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rollout.engine import Engine

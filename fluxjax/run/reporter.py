@@ -1,7 +1,5 @@
 """Passes on what happens in a run to metrics, summary, sample dumps, display and callbacks."""
 
-from __future__ import annotations
-
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -10,8 +8,7 @@ from ..base.types import Prompt
 from ..config import ReportConfig
 from ..learner.gradients import GAP
 from ..report.display import Display
-from ..report.metrics import MetricsLog
-from ..report.samples import dump_samples
+from ..report.metrics import MetricsLog, dump_samples
 from ..report.summary import Summary
 from ..runtime.runtime import Observer, StepReport
 from .callbacks import Callback, Callbacks

@@ -30,10 +30,9 @@ from ..config.unread import remarks
 from ..coordinator import CoordinatorError, SchedulingPolicy
 from ..coordinator.factory import make_coordinator
 from ..coordinator.messages import Finish
-from ..data import open_held_out, open_sources, open_warm_start
-from ..data.given import given
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
+from ..data.sources import given, open_held_out, open_sources, open_warm_start
 from ..learner.learner import Learner
 from ..learner.policy_trainer import PolicyTrainer
 from ..learner.warm_start import warm_start
@@ -308,8 +307,8 @@ class FluxTrainer:
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         if config.algorithm.kl_coefficient:
             self.reference = self.learner.params
-        # A run that is killed before its first periodic checkpoint need not repeat the warm start.
-        self._save(0, {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()})
+        if total:  # a run that is killed before its first periodic checkpoint need not repeat the warm start
+            self._save(0, {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()})
         self._started = True
 
     async def _reinforce(self, callbacks: Callbacks) -> Finish:

@@ -4,8 +4,6 @@ The devices are the first `policy.engines` x `parallelism.degree` of this proces
 another degree there are as many engines as that leaves whole; devices that make no whole engine are idle meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

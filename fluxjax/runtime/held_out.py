@@ -1,7 +1,5 @@
 """Accuracy on held-out prompts: greedy answers of an engine, scored by each source's reward."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import dataclasses

@@ -1,7 +1,5 @@
 """What the runtime works with: one small protocol for each collaborator, and what observers are told."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable

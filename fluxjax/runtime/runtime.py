@@ -5,8 +5,6 @@ coordinator, and starts a task for each instruction; a task ends by posting the 
 run at once with its own error: every other task is cancelled and awaited first, a thread at work is waited for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -16,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
-from ..base.task_group import first_of, not_silently_cancelled, on_all
+from ..base.event_loop import first_of, not_silently_cancelled, on_all
 from ..base.timeline import Timeline
 from ..base.types import Group, PreparedPrompt, Response
 from ..coordinator import Coordinator, CoordinatorError, messages

@@ -1,7 +1,5 @@
 """Virtual time: a queue of actions, each with its moment; of equal moments, the action put in first is done first."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable
@@ -41,25 +39,14 @@ class Clock:
         if handle is not None:
             handle[2] = None
 
-    def run(self, until: float = math.inf) -> int:
-        """Does all actions up to and including `until` (s), also those put in meanwhile, and returns their number. With
-        an end, the clock then stands there; without, at the last action."""
-        queue, pop, done = self._queue, heapq.heappop, 0
-        while queue and queue[0][0] <= until:
-            time, _, action = pop(queue)
+    def run(self) -> None:
+        """Does all actions, also those put in meanwhile."""
+        while self._queue:
+            time, _, action = heapq.heappop(self._queue)
             if action is not None:
                 self.now = time
                 action()
-                done += 1
-        if until < math.inf:
-            self.now = max(self.now, until)
-        return done
 
     def stop(self) -> None:
         """Drops all actions, so that `run` ends."""
         self._queue.clear()
-
-    @property
-    def pending(self) -> int:
-        """The number of actions that are still to be done."""
-        return sum(handle[2] is not None for handle in self._queue)

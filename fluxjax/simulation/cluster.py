@@ -5,12 +5,11 @@ Events are handed to the coordinator one after the other, and its instructions a
 the GPUs away from the engines, which stand still meanwhile, or has GPUs of its own (`train_gpus`).
 """
 
-from __future__ import annotations
-
+import dataclasses
 import math
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -22,13 +21,31 @@ from .clock import Clock
 from .faults import FaultPlan
 from .options import SimulateConfig
 from .scoring import Scoring
-from .simulated_rollout import SHOWN, Incidents, Rollout
-from .step_records import StepRecord, lags, staleness_metrics
+from .simulated_rollout import SHOWN, Rollout, meet_incidents
 from .workload import Workload
 
 PATIENCE = 1e5  # seconds in which nothing is heard, after which nothing ever will be: faults alone keep the clock going
 STEPS_SHOWN = 6  # in the Gantt picture
 Watch = Callable[[float, messages.Event | messages.Instruction], None]  # time and what is heard or said
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One step of a run. Seconds are virtual. A step lasts from the end of the optimizer step before to the end of its
+    own."""
+
+    step: int
+    round: str  # short, long; empty where the policy does not distinguish
+    end: float
+    seconds: float
+    rollout: float  # of `seconds`: something was generated
+    train: float
+    longest: int  # tokens of the longest response that arrived
+    trained_tokens: int  # of responses
+    lag_mean: float  # versions, over the tokens trained on
+    lag_max: int
+
+
 OnStep = Callable[[StepRecord], None]
 
 
@@ -50,11 +67,7 @@ class Cluster:
         self.settings = settings = config.simulation
         self.clock = Clock()
         self.timeline = Timeline(STEPS_SHOWN, lambda: self.clock.now)
-        mix = dict.fromkeys(settings.tasks, 1.0)
-        self.work = Workload(
-            *(config.seed, settings.prompts, config.rollout.max_new_tokens),
-            *(settings.median, settings.spread, settings.shared, mix),
-        )
+        self.work = Workload(config.seed, settings, config.rollout.max_new_tokens)
         self.faults = FaultPlan(settings.faults, config.seed)
         self.rollout = Rollout(self.clock, settings, self.work, self.faults, self.post, self.timeline)
         self.scoring = Scoring(self.clock, settings, self.faults, self.post, self.timeline)
@@ -73,17 +86,13 @@ class Cluster:
     def run(self) -> messages.Finish:
         """Until the coordinator is finished. Raises StuckError if that can't be, or what the coordinator raises."""
         self.clock.at(0.0, partial(self.post, messages.Started(0)))
-        Incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
+        meet_incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
         self.clock.run()
         if self.coordinator.finished is None:
-            self._stuck()
-        assert self.coordinator.finished is not None
+            awaited = ", ".join(kind.__name__ for kind in self.coordinator.awaiting) or "responses or rewards"
+            step, heard = self.coordinator.step + 1, self._heard
+            raise StuckError(f"step {step}: since {heard:.0f} s nothing happens, the coordinator awaits {awaited}")
         return self.coordinator.finished
-
-    def _stuck(self) -> None:
-        awaited = ", ".join(kind.__name__ for kind in self.coordinator.awaiting) or "responses or rewards"
-        step, heard = self.coordinator.step + 1, self._heard
-        raise StuckError(f"step {step}: since {heard:.0f} s nothing happens, the coordinator awaits {awaited}")
 
     def post(self, event: messages.Event) -> None:
         """Something happened, now. Speculative sync learns from the time of it."""
@@ -125,7 +134,7 @@ class Cluster:
 
     @_carry_out.of(messages.Park)
     def _park(self, order: messages.Park) -> None:
-        self.rollout.park(order.prompt.draw)
+        self.rollout.abort(order.request)
 
     @_carry_out.of(messages.Abort)
     def _abort(self, order: messages.Abort) -> None:
@@ -139,8 +148,8 @@ class Cluster:
     def _score(self, order: messages.Score) -> None:
         response, rollout = order.response, self.rollout
         tokens = self.work.prompt_tokens(response.draw) + len(response.token_ids)
-        request, samples = rollout.requests[response.draw], rollout.samples[response.draw]
-        self.scoring.score(request, response, samples, tokens, self.coordinator.step + 1)
+        generation = rollout.newest[response.draw]
+        self.scoring.score(generation.request, response, generation.samples, tokens, self.coordinator.step + 1)
 
     @_carry_out.of(messages.Lend)
     def _lend(self, order: messages.Lend) -> None:
@@ -168,7 +177,7 @@ class Cluster:
         responses = sum(len(sample.response.token_ids) for group in groups for sample in group.samples)
         prompts = sum(work.prompt_tokens(group.prompt.draw) * len(group.samples) for group in groups)
         self._trained_tokens += responses
-        self._lags += lags(groups, self.coordinator.version)
+        self._lags += _lags(groups, self.coordinator.version)
         for group in groups:
             self.rollout.forget(group.prompt.draw)
         taken: set[int] = set()
@@ -187,15 +196,22 @@ class Cluster:
         then()
 
     def _trained(self, step: int) -> None:
-        now, rollout, end = self.clock.now, self.rollout, self.records[-1].end if self.records else 0.0
-        metrics = staleness_metrics(self._lags, self.settings.drift)
+        now, rollout, last = self.clock.now, self.rollout, self.records[-1].end if self.records else 0.0
+        metrics = _staleness_metrics(self._lags, self.settings.drift)
         preemptions = rollout.fleet.preemptions
         metrics["rollout/preemptions"] = float(preemptions - self._preemptions)
         self.records.append(
             StepRecord(
-                *(step, self._round, now, now - end, rollout.seconds - self._rollout_seconds, self._train_seconds),
-                *(rollout.longest, self._trained_tokens, preemptions - self._preemptions),
-                *(metrics["staleness/lag_mean"], int(metrics["staleness/lag_max"])),
+                step=step,
+                round=self._round,
+                end=now,
+                seconds=now - last,
+                rollout=rollout.seconds - self._rollout_seconds,
+                train=self._train_seconds,
+                longest=rollout.longest,
+                trained_tokens=self._trained_tokens,
+                lag_mean=metrics["staleness/lag_mean"],
+                lag_max=int(metrics["staleness/lag_max"]),
             )
         )
         self._rollout_seconds, self._preemptions = rollout.seconds, preemptions
@@ -252,3 +268,33 @@ class Cluster:
             "rollout_busy": worked,
             "training": trainer,
         }
+
+
+def _lags(groups: Iterable[Group], version: int) -> Counter[int]:
+    """Counts the tokens trained on by the number of versions that they are old."""
+    counts: Counter[int] = Counter()
+    for sample in (sample for group in groups for sample in group.samples):
+        versions = sample.response.versions
+        if versions and versions[0] == versions[-1]:  # within a response they only grow
+            counts[version - versions[0]] += len(versions)
+        else:
+            for token_version, count in Counter(versions).items():
+                counts[version - token_version] += count
+    return counts
+
+
+def _staleness_metrics(counts: Counter[int], drift: float) -> dict[str, float]:
+    """Computes a trainer's metrics by a law of the simulation: each update moves a token's log-probability by a normal
+    variable of standard deviation `drift`, independently. Log-ratios over a lag of k versions then are normal with
+    variance v = k drift^2 and mean -v/2: KL(behaviour || policy) is v/2, ratios have mean 1 and variance exp(v) - 1."""
+    total = max(sum(counts.values()), 1)
+
+    def mean(of: Callable[[int], float]) -> float:
+        return sum(count * of(lag) for lag, count in sorted(counts.items())) / total
+
+    return {
+        "staleness/lag_mean": mean(lambda lag: lag),
+        "staleness/lag_max": float(max(counts, default=0)),
+        "staleness/kl": mean(lambda lag: lag * drift**2 / 2),
+        "staleness/variance": mean(lambda lag: math.expm1(min(lag * drift**2, 50.0))),
+    }

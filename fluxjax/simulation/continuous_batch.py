@@ -3,18 +3,18 @@
 Tokens are counted by steps: a running sample has one token more for each decode step since it was let in.
 """
 
-from __future__ import annotations
-
+import bisect
 import heapq
+import math
 from collections import deque
+from itertools import pairwise
 from typing import NamedTuple
 
 Segments = tuple[tuple[int, int], ...]
 
 
 class Progress(NamedTuple):
-    """The tokens of a sample so far. `segments` are (weight version, tokens) of what was generated since the sample was
-    submitted here; `tokens` counts what had begun before that, too."""
+    """The tokens of a sample so far; `segments` are their (weight version, tokens)."""
 
     rid: str
     sample: int
@@ -27,12 +27,12 @@ class Sequence:
 
     __slots__ = ("generated", "joined", "mark", "prompt", "rid", "sample", "segments", "total", "waits")
 
-    def __init__(self, rid: str, sample: int, prompt: int, total: int, begun: int) -> None:
+    def __init__(self, rid: str, sample: int, prompt: int, total: int, begun: Segments) -> None:
         self.rid, self.sample, self.prompt, self.total = rid, sample, prompt, total
-        self.generated = begun  # tokens when the sample was let in
         self.joined = 0  # the step at which it was let in
         self.mark = -1  # the step that makes its last token; -1: the sample does not run
-        self.segments: Segments = ()  # of what was generated before the sample was thrown out
+        self.segments = begun  # of what was generated before it was let in
+        self.generated = sum(tokens for _, tokens in begun)
         self.waits = True
 
 
@@ -51,16 +51,15 @@ class Batch:
         self._marks: list[tuple[int, int, Sequence]] = []  # heap of (mark, serial, sample), with some that are stale
         self._serial = 0
         self._versions = [(0, version)]  # (first step, version)
-        self._watermark = (
-            kv_limit // 100
-        )  # tokens kept free when a sample is let in, else it might be thrown out at once
+        self._watermark = kv_limit // 100  # tokens kept free when a sample is let in: else it might be thrown out soon
 
     def add(self, sequence: Sequence) -> None:
         self._queue.append(sequence)
         self.waiting += 1
 
-    def fits(self, sequence: Sequence, kv: int, running: int) -> bool:
-        """Tells whether a sample may be let in, with `kv` tokens in the cache and `running` samples running."""
+    def fits(self, sequence: Sequence, kv: int) -> bool:
+        """Tells whether a sample may be let in, with `kv` tokens in the cache."""
+        running = len(self.running)
         if not running:
             return True
         room = max(running + 1, self._watermark)
@@ -68,11 +67,11 @@ class Batch:
 
     def admit(self) -> int:
         """Lets in waiting samples in their order, as far as there is room; returns the tokens to compute for that."""
-        queue, running, computed = self._queue, self.running, 0
+        queue, computed = self._queue, 0
         while self.waiting:
             sequence = queue[0]
             if sequence.waits:
-                if not self.fits(sequence, self.kv, len(running)):
+                if not self.fits(sequence, self.kv):
                     break
                 self._enter(sequence)
                 computed += sequence.prompt + sequence.generated
@@ -101,24 +100,22 @@ class Batch:
             self._expel(sequence)
 
     def _expel(self, sequence: Sequence) -> None:
-        tokens, sequence.segments = self.tokens(sequence), self.segments(sequence)
-        self._leave(sequence, tokens)
-        sequence.generated = tokens
+        _, _, sequence.generated, sequence.segments = self.remove(sequence)
         sequence.waits = True
         self._queue.appendleft(sequence)
         self.waiting += 1
 
-    def _leave(self, sequence: Sequence, tokens: int) -> None:
-        del self.running[sequence]
-        sequence.mark = -1
-        self.kv -= sequence.prompt + tokens
-
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> Progress:
+        """Takes a sample out, whether it runs or waits, and returns what it has."""
+        progress = Progress(sequence.rid, sequence.sample, *self._generated(sequence))
         if sequence.waits:
             sequence.waits = False
             self.waiting -= 1
         else:
-            self._leave(sequence, self.tokens(sequence))
+            del self.running[sequence]
+            sequence.mark = -1
+            self.kv -= sequence.prompt + progress.tokens
+        return progress
 
     def horizon(self) -> int:
         """Steps until a sample ends or the cache is full. A sample must run, and each have room for a token."""
@@ -134,37 +131,27 @@ class Batch:
         self.kv += tokens
         self.decoded += tokens
 
-    def ended(self) -> list[Sequence]:
+    def ended(self) -> list[Progress]:
         """Removes the samples that have their last token and returns them, in the order in which they were let in."""
         marks, steps, found = self._marks, self.steps, []
         while marks and marks[0][0] <= steps:
             mark, _, sequence = heapq.heappop(marks)
             if sequence.mark == mark:
-                sequence.segments = self.segments(sequence)
-                self._leave(sequence, sequence.total)
-                found.append(sequence)
+                found.append(self.remove(sequence))
         return found
 
-    def tokens(self, sequence: Sequence, ahead: int = 0) -> int:
-        """Tokens that a sample has generated, `ahead` steps from now."""
-        return sequence.generated + (self.steps + ahead - sequence.joined if sequence.mark >= 0 else 0)
-
-    def segments(self, sequence: Sequence, ahead: int = 0) -> Segments:
-        """(version, tokens) of a sample since it was submitted, `ahead` steps from now."""
-        if sequence.mark < 0:
-            return sequence.segments
-        parts, end = [], self.steps + ahead
-        for first, version in reversed(self._versions):
-            if end > max(first, sequence.joined):
-                parts.append((version, end - max(first, sequence.joined)))
-                end = max(first, sequence.joined)
-            if first <= sequence.joined:
-                break
-        if parts and sequence.segments and sequence.segments[-1][0] == parts[-1][0]:
-            version, tokens = sequence.segments[-1]
-            parts[-1] = (version, parts[-1][1] + tokens)
-            return (*sequence.segments[:-1], *reversed(parts))
-        return (*sequence.segments, *reversed(parts))
+    def _generated(self, sequence: Sequence) -> tuple[int, Segments]:
+        """Returns the tokens of a sample and their (version, tokens)."""
+        if sequence.waits:
+            return sequence.generated, sequence.segments
+        segments = list(sequence.segments)
+        served = bisect.bisect(self._versions, (sequence.joined, math.inf)) - 1  # when the sample was let in
+        for (first, version), (end, _) in pairwise([*self._versions[served:], (self.steps, -1)]):
+            if tokens := end - max(first, sequence.joined):
+                if segments and segments[-1][0] == version:
+                    tokens += segments.pop()[1]
+                segments.append((version, tokens))
+        return sequence.generated + self.steps - sequence.joined, tuple(segments)
 
     def change_version(self, version: int) -> None:
         """Counts the steps from here on as those of `version`."""

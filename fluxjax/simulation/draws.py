@@ -3,8 +3,6 @@
 Apart from `workload.py` and `faults.py`, which both use it: the latter is loaded with the configuration, without JAX.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

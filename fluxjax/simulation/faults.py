@@ -7,6 +7,8 @@ meets the same faults where it does the same things.
 import dataclasses
 from collections.abc import Iterator
 
+from ..config import ConfigError
+from ..config.bounds import check_fields, not_negative, positive, within
 from .draws import exponential, uniform
 
 _CRASH, _DOWN, _SLOW, _SLOW_FOR, _REPLY, _DELAY, _SYNC, _REWARD = range(8)
@@ -16,35 +18,31 @@ _CRASH, _DOWN, _SLOW, _SLOW_FOR, _REPLY, _DELAY, _SYNC, _REWARD = range(8)
 class FaultRates:
     """How often faults happen: never by default. Intervals and durations (s) are means of exponential distributions."""
 
-    crash_every: float = 0.0  # seconds between two of one engine; 0: never
-    down: float = 60.0  # seconds until it is up again
-    slow_every: float = 0.0  # seconds between two slow spells of one engine; 0: never
-    slow_for: float = 120.0  # seconds that a slow spell lasts
-    slow_factor: float = 4.0  # times as long for everything
-    lost: float = 0.0  # probability that a response never arrives
-    doubled: float = 0.0  # probability that a response arrives twice
-    late: float = 0.0  # probability that a response arrives late
-    delay: float = 30.0  # seconds, of late replies, and between the two of a doubled one
-    slow_sync: float = 0.0  # probability that an engine takes long to load new weights
-    sync_delay: float = 30.0  # seconds
-    reward_hangs: float = 0.0  # probability that a reward never comes: only a time-out ends it
+    crash_every: float = not_negative(0.0)  # seconds between two of one engine; 0: never
+    down: float = not_negative(60.0)  # seconds until it is up again
+    slow_every: float = not_negative(0.0)  # seconds between two slow spells of one engine; 0: never
+    slow_for: float = not_negative(120.0)  # seconds that a slow spell lasts
+    slow_factor: float = positive(4.0)  # times as long for everything
+    lost: float = within(0.0, "[0, 1]")  # probability that a response never arrives
+    doubled: float = within(0.0, "[0, 1]")  # probability that a response arrives twice
+    late: float = within(0.0, "[0, 1]")  # probability that a response arrives late
+    delay: float = not_negative(30.0)  # seconds, of late replies, and between the two of a doubled one
+    slow_sync: float = within(0.0, "[0, 1]")  # probability that an engine takes long to load new weights
+    sync_delay: float = not_negative(30.0)  # seconds
+    reward_hangs: float = within(0.0, "[0, 1]")  # probability that a reward never comes: only a time-out ends it
 
-    def validate(self) -> None:
-        """Raises ValueError for what can't be."""
-        for name, value in dataclasses.asdict(self).items():
-            if value < 0 or (name == "slow_factor" and not value):
-                raise ValueError(f"{name} is {value}; it must not be negative" + ", nor 0" * (name == "slow_factor"))
-        for names in (("lost", "doubled", "late"), ("slow_sync",), ("reward_hangs",)):
-            if (chance := sum(getattr(self, name) for name in names)) > 1:
-                raise ValueError(f"{' + '.join(names)} is {chance:g}; probabilities must not be more than 1")
+    def validate(self, prefix: str = "") -> None:
+        """Raises `ConfigError` for what can't be, naming the field behind `prefix`."""
+        check_fields(self, prefix)
+        if (chance := self.lost + self.doubled + self.late) > 1:
+            raise ConfigError(f"{prefix}lost + doubled + late is {chance:g}; probabilities must not be more than 1")
 
 
 class FaultPlan:
     """The faults of one run. `replies` and the like are for draws, attempts and samples as in `Workload.samples`."""
 
-    def __init__(self, rates: FaultRates | None = None, seed: int = 0) -> None:
-        self.rates, self.seed = rates or FaultRates(), seed
-        self.rates.validate()
+    def __init__(self, rates: FaultRates, seed: int) -> None:
+        self.rates, self.seed = rates, seed
 
     def crashes(self, engine: int) -> Iterator[tuple[float, float]]:
         """Yields (time of a crash, seconds until the engine is up again), without end; nothing where there are none."""

@@ -9,11 +9,7 @@ math, rewards behind rollouts. `tests/simulation/test_calibration.py` holds the 
 Attention's own FLOPs are left out: at the mean length of a response they are 3 % of those of the weights.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 from sharding.cost.tables import LINEAR_UTILISATION, PEAK_FLOPS, ModelSizes
 
@@ -56,27 +52,6 @@ def parameters(model: ModelSizes) -> float:
     return model.linear_flops() / 2 + model.vocabulary * model.width
 
 
-@runtime_checkable
-class EngineCost(Protocol):
-    """Seconds of the steps of an engine of `degree` GPUs."""
-
-    def step_seconds(self, batch: int, degree: int) -> float:
-        """Seconds of a decode step of `batch` samples, without reading the cache; more than 0."""
-        ...
-
-    def kv_seconds(self, degree: int) -> float:
-        """Seconds of reading one token of the cache, in a decode step."""
-        ...
-
-    def prefill_seconds(self, tokens: int, degree: int) -> float:
-        """Seconds of computing `tokens` tokens at once."""
-        ...
-
-    def kv_limit(self, degree: int) -> int:
-        """Tokens that the cache holds."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """Seconds of one model's stages on one cluster. `utilisation` is that of training; `scale` makes every GPU so many
@@ -89,11 +64,11 @@ class Hardware:
     gpus_per_host: int = 8
     judge: ModelSizes = QWEN2_5_7B
 
-    # --- engines (see `EngineCost`) ---------------------------------------------------------------------
+    # --- engines of `degree` GPUs -----------------------------------------------------------------------
 
     def step_seconds(self, batch: int, degree: int) -> float:
-        """A decode step of `batch` samples on `degree` GPUs, without reading the cache: the weights are read, or the
-        FLOPs take longer; two all-reduces a layer; what the engine itself costs."""
+        """Seconds of a decode step of `batch` samples, more than 0, without reading the cache: the weights are read, or
+        the FLOPs take longer; two all-reduces a layer; what the engine itself costs."""
         model, speed = self.model, self.scale * degree
         read = 2 * (parameters(model) - model.vocabulary * model.width) / (BANDWIDTH * BANDWIDTH_UTILISATION * speed)
         compute = batch * model.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * speed)
@@ -101,14 +76,16 @@ class Hardware:
         return max(read, compute) + (degree > 1) * 2 * model.layers * (ALL_REDUCE + reduced) + STEP
 
     def kv_seconds(self, degree: int) -> float:
+        """Seconds of reading one token of the cache, in a decode step."""
         return self.kv_bytes / (BANDWIDTH * BANDWIDTH_UTILISATION * self.scale * min(degree, self.model.kv_heads))
 
     def prefill_seconds(self, tokens: int, degree: int) -> float:
+        """Seconds of computing `tokens` tokens at once."""
         flops = tokens * self.model.linear_flops()
         return flops / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale * degree) + STEP
 
     def kv_limit(self, degree: int) -> int:
-        """Tokens that fit beside the weights. Raises ValueError where the weights don't fit."""
+        """Tokens that the cache holds, beside the weights. Raises ValueError where the weights don't fit."""
         room = degree * (self.memory_fraction * MEMORY - WORKSPACE) - 2 * parameters(self.model)
         if room <= 0:
             raise ValueError(f"{self.model.name} does not fit on {degree} GPUs")
@@ -127,11 +104,9 @@ class Hardware:
         step."""
         passes = 1 + BACKWARD + REFERENCE + OLD_LOGPROBS
         seconds = tokens * passes * self.model.linear_flops() / (PEAK_FLOPS * self.utilisation * self.scale * gpus)
-        return seconds + (self.update_seconds(gpus) if update else 0.0)
-
-    def update_seconds(self, gpus: int) -> float:
-        """Seconds of the optimizer, which reads and writes 16 bytes of state a parameter, on `gpus` GPUs."""
-        return 2 * 16 * parameters(self.model) / (gpus * BANDWIDTH * BANDWIDTH_UTILISATION * self.scale)
+        # The optimizer reads and writes 16 bytes of state a parameter.
+        optimizer = 2 * 16 * parameters(self.model) / (gpus * BANDWIDTH * BANDWIDTH_UTILISATION * self.scale)
+        return seconds + (optimizer if update else 0.0)
 
     def sync_seconds(self) -> float:
         """Seconds until all engines have new weights: every host takes all of them in, all hosts at once."""
@@ -145,29 +120,9 @@ class Hardware:
         return {"math": MATH, "code": min(sandbox, SANDBOX_LIMIT)}[task]
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """A setting of Flexes' evaluation (section 6): model, GPUs, engines, batch, and how rewards are served."""
-
-    name: str
-    hardware: Hardware
-    gpus: int
-    degree: int  # tensor parallelism of the engines
-    max_new_tokens: int
-    median: float  # tokens of a response
-    prompts: int = 128
-    responses: int = 8
-    workers: Mapping[str, int] = dataclasses.field(  # rewards that are computed at the same time
-        default_factory=lambda: {"math": 1, "code": 512, "judge": 8}
-    )
-
-
 _SPLIT = TRAIN_UTILISATION * SPLIT
-# Nothing is published about the lengths of 32B's responses but their limit. Twice the median of the others makes the
-# longest of a step reach it, as those of the others do; and makes a step last 11 minutes, of which a sandbox's time-out
-# is the part that Table 2 says rewards are (2.48 for 2.21 times).
-SETUPS = {
-    "7b": Setup("Qwen2.5-7B/8k", Hardware(QWEN2_5_7B), 16, 1, 8192, 550.0),
-    "14b": Setup("Qwen2.5-14B/16k", Hardware(QWEN2_5_14B, _SPLIT), 32, 2, 16384, 550.0),
-    "32b": Setup("Qwen2.5-32B/32k", Hardware(QWEN2_5_32B, _SPLIT), 64, 2, 32768, 1100.0),
+HARDWARE = {  # of each model in Flexes' evaluation (section 6)
+    "7b": Hardware(QWEN2_5_7B),
+    "14b": Hardware(QWEN2_5_14B, _SPLIT),
+    "32b": Hardware(QWEN2_5_32B, _SPLIT),
 }

@@ -12,11 +12,11 @@ from typing import ClassVar
 from ..config import Config, ConfigError
 from ..config.bounds import check_fields, not_negative, positive, within
 from .faults import FaultRates
-from .hardware import LONGEST_PROMPT, SETUPS, TASKS, Hardware
+from .hardware import HARDWARE, LONGEST_PROMPT, TASKS, Hardware
 
 
 class Model(enum.Enum):
-    """The model that runs on the GPUs: a key of `hardware.SETUPS`."""
+    """The model that runs on the GPUs: a key of `hardware.HARDWARE`."""
 
     QWEN_7B = "7b"
     QWEN_14B = "14b"
@@ -59,7 +59,7 @@ class SimulationConfig:
     faults: FaultRates = dataclasses.field(default_factory=FaultRates)
 
     def hardware(self) -> Hardware:
-        known = SETUPS[self.model.value].hardware
+        known = HARDWARE[self.model.value]
         return dataclasses.replace(known, scale=self.speed, memory_fraction=self.memory_fraction)
 
     @property
@@ -124,7 +124,7 @@ class SimulateConfig(Config):
                     f"parallelism.max_degree is {self.parallelism.max_degree}; engines of up to so many GPUs must "
                     f"divide the {sim.rollout_gpus} for rollout"
                 )
-        _check_faults(sim.faults)
+        sim.faults.validate("simulation.faults.")
 
     def _validate_memory(self, hardware: Hardware, degree: int) -> None:
         longest = self.rollout.max_new_tokens + LONGEST_PROMPT
@@ -138,10 +138,3 @@ class SimulateConfig(Config):
                 f"rollout.max_new_tokens is {self.rollout.max_new_tokens}; with its prompt, a response may have "
                 f"{longest} tokens, but the cache of an engine of {degree} GPUs holds {room}"
             )
-
-
-def _check_faults(faults: FaultRates) -> None:
-    try:
-        faults.validate()
-    except ValueError as error:
-        raise ConfigError(f"simulation.faults.{error}") from None

@@ -9,8 +9,6 @@ its reward scheduler (section 4.3). Of the scheduler:
   and streaming the judge's layers from host memory costs little.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from functools import partial
@@ -31,16 +29,12 @@ class Servers:
     """`count` servers that take jobs in the order of submission."""
 
     def __init__(self, count: int) -> None:
-        if count < 1:
-            raise ValueError(f"{count} servers can do nothing")
         self._free = [0.0] * count
-        self.busy_seconds = 0.0
 
     def submit(self, now: float, seconds: float) -> float:
         """Takes a job of `seconds`, handed in at `now`, which never goes back; returns the time at which it is done."""
         end = max(now, self._free[0]) + seconds
         heapq.heapreplace(self._free, end)
-        self.busy_seconds += seconds
         return end
 
 
@@ -82,11 +76,9 @@ class Scoring:
 
     def _score(self, request: Request, response: Response, samples: Samples, tokens: int, step: int) -> None:
         now, prompt, sample = self.clock.now, request.prompt, response.sample
-        limit, reward = self._limit(prompt.id), samples.reward(sample)
-        sandbox = samples.sandbox[sample]
+        limit, sandbox = self._limit(prompt.id), samples.sandbox[sample]
+        reward = samples.reward(sample, limit)
         seconds = self.hardware.reward_seconds(prompt.source, tokens, min(sandbox, limit))
-        if sandbox > limit:
-            reward = Reward(0.0, False, "timed out")
         if self.faults.reward_hangs(prompt.draw, request.attempt, sample) or seconds > self.settings.reward_limit:
             seconds, reward = self.settings.reward_limit, Reward(0.0, False, "timed out")
         end = self._servers[prompt.source].submit(now, seconds)

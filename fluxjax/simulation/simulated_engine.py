@@ -14,19 +14,15 @@ outside (a new sample, an abort, an update) cuts the jump short at the end of th
 O(log n). `continuous_batch.py` has the samples and the cache, without time.
 """
 
-from __future__ import annotations
-
+import bisect
 import enum
-import math
 from collections.abc import Callable
-from functools import partial
 
 from .clock import Action, Clock, Handle
 from .continuous_batch import Batch, Progress, Segments, Sequence
-from .hardware import EngineCost
+from .hardware import Hardware
 
-OnFinish = Callable[[str, int, int, Segments], object]
-OnFleetFinish = Callable[[int, str, int, int, Segments], object]  # engine, rid, sample, tokens, segments
+OnFinish = Callable[[Progress], object]
 
 
 class Jump:
@@ -46,17 +42,8 @@ class Jump:
         return self.anchor + (steps * self.first + self.growth * (steps * (steps - 1) // 2))
 
     def elapsed(self, now: float) -> int:
-        """Steps that are done at `now`: a guess from the quadratic equation, made exact."""
-        if now >= self.end(self.steps):
-            return self.steps
-        spent, linear = max(now - self.anchor, 0.0), self.first - self.growth / 2
-        root = math.sqrt(linear * linear + 2 * self.growth * spent)
-        guess = min(int(2 * spent / (linear + root)), self.steps) if linear + root > 0 else 0
-        while guess > 0 and self.end(guess) > now:
-            guess -= 1
-        while guess < self.steps and self.end(guess + 1) <= now:
-            guess += 1
-        return guess
+        """Steps that are done at `now`."""
+        return bisect.bisect(range(1, self.steps + 1), now, key=self.end)
 
     def cut(self, done: int, now: float) -> None:
         """After `done` steps, the jump is only the step that is under way at `now`; nothing if none is."""
@@ -77,14 +64,13 @@ class SimulatedEngineError(RuntimeError):
 
 
 class SimulatedEngine:
-    """An engine of `degree` GPUs. It calls `on_finish(rid, sample, tokens, segments)` when a sample has all its tokens;
-    `segments` are (weight version, tokens) of what was generated since the sample was submitted here. The callback may
-    submit and abort."""
+    """An engine of `degree` GPUs. It calls `on_finish` when a sample has all its tokens; the callback may submit and
+    abort."""
 
     def __init__(
         self,
         clock: Clock,
-        cost: EngineCost,
+        cost: Hardware,
         degree: int,
         on_finish: OnFinish,
         max_running: int = 256,
@@ -96,8 +82,9 @@ class SimulatedEngine:
         self.phase = Phase.IDLE
         self._step_seconds: dict[int, float] = {}  # by the number of samples, as they occur
         self._kv_seconds = cost.kv_seconds(degree)
-        self._updates: list[tuple[float, int | None, bool, Action | None]] = []
-        self._paused = self._cut = False
+        self._updates: list[tuple[float, int, bool, Action | None]] = []
+        self.paused = self._cut = False
+        self._newest = version  # the weights that it was told to serve
         self._inside = False  # a callback runs: what it asks for takes effect when it returns
         self._slowdown = 1.0
         self._jump = Jump(0.0, 1.0, 0.0, 0)
@@ -106,16 +93,14 @@ class SimulatedEngine:
         self.on_finish = on_finish
         self._requests: dict[str, dict[int, Sequence]] = {}
 
-    def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: int = 0) -> None:
-        """Takes in a sample that ends with `total_tokens` generated tokens, of which `begun` exist already. Raises
-        SimulatedEngineError if the engine is down, if there is such a sample, if it has nothing left to generate or can
-        never fit."""
-        if self.phase is Phase.DOWN:
-            raise SimulatedEngineError(f"{rid}/{sample} is submitted to an engine that is down")
-        batch = self.batch
-        if not 0 <= begun < total_tokens or prompt_tokens + total_tokens > batch.kv_limit:
+    def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: Segments = ()) -> None:
+        """Takes in a sample that ends with `total_tokens` generated tokens, of which those of `begun` exist already; it
+        waits while the engine is down. Raises SimulatedEngineError if there is such a sample, if it has nothing left to
+        generate or can never fit."""
+        batch, had = self.batch, sum(tokens for _, tokens in begun)
+        if had >= total_tokens or prompt_tokens + total_tokens > batch.kv_limit:
             raise SimulatedEngineError(
-                f"{rid}/{sample} has {prompt_tokens} + {total_tokens} tokens, {begun} of them begun; "
+                f"{rid}/{sample} has {prompt_tokens} + {total_tokens} tokens, {had} of them begun; "
                 f"the cache holds {batch.kv_limit}"
             )
         samples = self._requests.setdefault(rid, {})
@@ -124,70 +109,61 @@ class SimulatedEngine:
         sequence = samples[sample] = Sequence(rid, sample, prompt_tokens, total_tokens, begun)
         first = not batch.waiting  # behind others it can't be let in, and what they wait for is an event of its own
         batch.add(sequence)
-        if self.phase is Phase.IDLE or (first and batch.fits(sequence, self.kv_tokens, len(batch.running))):
+        if self.phase is Phase.IDLE or (first and batch.fits(sequence, self.kv_tokens)):
             self._interrupt()
 
     def abort(self, name: str) -> list[Progress]:
         """Ends a request (`rid`) or one sample (`rid/i`) and returns what each sample had; [] for what isn't here."""
-        found = self._find(name)
+        rid, _, sample = name.partition("/")
+        samples = self._requests.get(rid, {})
+        found = [number for number in samples if not sample or number == int(sample)]
         if found:
             self._interrupt()
-        ended = [self._progress(sequence, 0) for sequence in found]
-        for sequence in found:
-            self.batch.remove(sequence)
-            self._forget(sequence)
-        return ended
-
-    def progress(self, name: str) -> list[Progress]:
-        """Returns what each sample of a request (`rid`) or one sample (`rid/i`) has so far; [] for what isn't here."""
-        ahead = self._elapsed()
-        return [self._progress(sequence, ahead) for sequence in self._find(name)]
+        return [self.batch.remove(self._forget(rid, number)) for number in found]
 
     def pause(self) -> None:
         """Stands still after the step under way, until `resume`. Running samples keep their cache."""
-        self._paused = True
+        self.paused = True
         self._interrupt()
 
     def resume(self) -> None:
-        self._paused = False
+        self.paused = False
         self._interrupt()
 
-    def update(
-        self, seconds: float, version: int | None = None, recompute: bool = False, done: Action | None = None
-    ) -> None:
+    def update(self, seconds: float, version: int, recompute: bool, done: Action | None = None) -> None:
         """Loads new weights: stands still for `seconds` from the end of the step under way, then generates under
         `version`. `recompute` fills the cache anew under the new weights. `done` is called when they are loaded, unless
-        the engine crashes before. Updates follow one another. Raises SimulatedEngineError if the engine is down."""
-        if self.phase is Phase.DOWN:
-            raise SimulatedEngineError("new weights for an engine that is down")
-        self._updates.append((seconds, version, recompute, done))
-        self._interrupt()
+        the engine is down or crashes before: then it has them when it is up again. Updates follow one another."""
+        self._newest = version
+        if self.up:
+            self._updates.append((seconds, version, recompute, done))
+            self._interrupt()
 
     def slow_down(self, factor: float) -> None:
         """Makes everything take `factor` times as long as it should, from the next step on."""
         self._slowdown = factor
         self._interrupt()
 
-    def crash(self) -> list[Progress]:
-        """Loses everything, waiting updates too, and returns what was here. The engine is down until `recover`."""
-        lost = [progress for rid in self._requests for progress in self.progress(rid)]
+    def crash(self) -> list[str]:
+        """Loses everything that is here and returns the ids of its requests. The engine is down until `recover`."""
         self._settle()
         self.clock.cancel(self._handle)
         self._updates.clear()
-        self._paused, self._cut, self._slowdown = False, False, 1.0
+        self._cut, self._slowdown = False, 1.0
         self._rest(Phase.DOWN)
+        lost = list(self._requests)
         for samples in self._requests.values():
             for sequence in samples.values():
                 self.batch.remove(sequence)
         self._requests.clear()
         return lost
 
-    def recover(self, version: int | None = None) -> None:
-        """Brings the engine up after a crash, empty, with the weights of `version` (None: those it had)."""
-        if self.phase is Phase.DOWN:
-            self.phase, self._paused = Phase.IDLE, False
-            if version is not None:
-                self.batch.change_version(version)
+    def recover(self) -> None:
+        """Brings the engine up after a crash, with the newest weights that it was told to serve."""
+        if not self.up:
+            self.phase = Phase.IDLE
+            self.batch.change_version(self._newest)
+            self._interrupt()
 
     @property
     def up(self) -> bool:
@@ -196,18 +172,6 @@ class SimulatedEngine:
     @property
     def version(self) -> int:
         return self.batch.version
-
-    @property
-    def running(self) -> int:
-        return len(self.batch.running)
-
-    @property
-    def waiting(self) -> int:
-        return self.batch.waiting
-
-    @property
-    def preemptions(self) -> int:
-        return self.batch.preemptions
 
     @property
     def decoded(self) -> int:
@@ -232,22 +196,12 @@ class SimulatedEngine:
 
     # --- samples ------------------------------------------------------------------------------------
 
-    def _find(self, name: str) -> list[Sequence]:
-        rid, _, sample = name.partition("/")
-        samples = self._requests.get(rid, {})
-        if not sample:
-            return list(samples.values())
-        return [samples[int(sample)]] if int(sample) in samples else []
-
-    def _forget(self, sequence: Sequence) -> None:
-        samples = self._requests[sequence.rid]
-        del samples[sequence.sample]
+    def _forget(self, rid: str, sample: int) -> Sequence:
+        samples = self._requests[rid]
+        sequence = samples.pop(sample)
         if not samples:
-            del self._requests[sequence.rid]
-
-    def _progress(self, sequence: Sequence, ahead: int) -> Progress:
-        batch = self.batch
-        return Progress(sequence.rid, sequence.sample, batch.tokens(sequence, ahead), batch.segments(sequence, ahead))
+            del self._requests[rid]
+        return sequence
 
     # --- steps in time ------------------------------------------------------------------------------
 
@@ -285,7 +239,7 @@ class SimulatedEngine:
             self._rest(Phase.UPDATE)
             self._handle = self.clock.at(now + self._updates[0][0], self._updated)
             return
-        if self._paused:
+        if self.paused:
             self._rest(Phase.IDLE)
             return
         batch.preempt()
@@ -319,19 +273,18 @@ class SimulatedEngine:
         self.batch.advance(self._jump.steps)
         self.phase = Phase.IDLE
         ended = self.batch.ended()
-        for sequence in ended:
-            self._forget(sequence)
+        for progress in ended:
+            self._forget(progress.rid, progress.sample)
         self._inside = True
-        for sequence in ended:
-            self.on_finish(sequence.rid, sequence.sample, sequence.total, sequence.segments)
+        for progress in ended:
+            self.on_finish(progress)
         self._inside = False
         self._go()
 
     def _updated(self) -> None:
         _, version, recompute, done = self._updates.pop(0)
         self.phase = Phase.IDLE
-        if version is not None:
-            self.batch.change_version(version)
+        self.batch.change_version(version)
         if recompute:
             self.batch.expel_all()
         self._inside = True
@@ -342,52 +295,34 @@ class SimulatedEngine:
 
 
 class SimulatedFleet:
-    """Engines of `degree` GPUs each, on `gpus` GPUs in hosts of `gpus_per_host`. `on_finish` is that of
-    `SimulatedEngine`, with the index of the engine in front."""
+    """Engines of `degree` GPUs each, on `gpus` GPUs. Raises ValueError for a degree that does not divide them, or a
+    host's."""
 
     def __init__(
-        self,
-        clock: Clock,
-        cost: EngineCost,
-        gpus: int,
-        degree: int,
-        on_finish: OnFleetFinish,
-        max_running: int = 256,
-        gpus_per_host: int = 8,
-        version: int = 0,
+        self, clock: Clock, cost: Hardware, gpus: int, degree: int, on_finish: OnFinish, max_running: int = 256
     ) -> None:
-        self.clock, self.cost, self.gpus, self.on_finish = clock, cost, gpus, on_finish
-        self.max_running, self.gpus_per_host = max_running, gpus_per_host
-        self._begun = clock.now
+        self.clock, self.cost, self.gpus, self.on_finish, self.max_running = clock, cost, gpus, on_finish, max_running
         self._past = [0.0] * 4  # of earlier engines: GPU seconds of work, peak tokens, tokens, preemptions
-        self._check(degree)
-        self._build(degree, version)
-
-    def _check(self, degree: int) -> None:
-        if degree < 1 or self.gpus % degree or self.gpus_per_host % degree:
-            raise ValueError(f"{self.gpus} GPUs in hosts of {self.gpus_per_host} can't be engines of {degree}")
+        self._build(degree, version=0)
 
     def _build(self, degree: int, version: int) -> None:
+        hosts = self.cost.gpus_per_host
+        if degree < 1 or self.gpus % degree or hosts % degree:
+            raise ValueError(f"{self.gpus} GPUs in hosts of {hosts} can't be engines of {degree}")
         self.degree, self._since = degree, self.clock.now
-
         self.engines = [
-            SimulatedEngine(self.clock, self.cost, degree, partial(self.on_finish, index), self.max_running, version)
-            for index in range(self.gpus // degree)
+            SimulatedEngine(self.clock, self.cost, degree, self.on_finish, self.max_running, version)
+            for _ in range(self.gpus // degree)
         ]
 
-    def set_parallelism(self, degree: int, seconds: float = 0.0) -> list[Progress]:
-        """Replaces the engines by others on the same GPUs and returns what was on the old ones, to be submitted anew
-        with what it has begun. The new engines can be used at once and begin to work after `seconds`; they serve the
-        oldest weights that any of the old ones had. Raises ValueError for a degree that does not divide a host."""
-        self._check(degree)
-        oldest = min(engine.version for engine in self.engines)
-        unfinished = [progress for engine in self.engines for progress in engine.crash()]
-        self._past = self._totals()
-        self._build(degree, oldest)
-        if seconds > 0:
-            for engine in self.engines:
-                engine.update(seconds)
-        return unfinished
+    def set_parallelism(self, degree: int) -> None:
+        """Replaces the engines, on which nothing is generated, by others on the same GPUs, with the oldest weights that
+        any of them had. Raises ValueError like the class."""
+        past, before = self._totals(), self.engines
+        self._build(degree, min(engine.version for engine in before))
+        self._past = past
+        for engine in before:
+            engine.crash()  # a last step may be under way, for samples that were aborted
 
     def _totals(self) -> list[float]:
         engines, span = self.engines, self.clock.now - self._since
@@ -395,7 +330,7 @@ class SimulatedFleet:
             self.degree * sum(engine.busy_seconds for engine in engines),
             span * len(engines) * engines[0].peak,
             float(sum(engine.decoded for engine in engines)),
-            float(sum(engine.preemptions for engine in engines)),
+            float(sum(engine.batch.preemptions for engine in engines)),
         ]
         return [before + more for before, more in zip(self._past, now, strict=True)]
 
@@ -408,5 +343,5 @@ class SimulatedFleet:
         """Returns (part of the GPUs' time in which their engine worked, tokens decoded as part of the most that were
         possible) since the beginning."""
         busy, peak, tokens, _ = self._totals()
-        span = self.clock.now - self._begun
+        span = self.clock.now
         return (busy / (span * self.gpus), tokens / peak) if span > 0 else (0.0, 0.0)

@@ -5,18 +5,17 @@ that crashed is down for a while; requests for it are held back until it is up, 
 meant for it. A response that is lost on the way is noticed after `reply_limit` seconds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
 
 from ..base.timeline import Span, Timeline
 from ..base.types import Response
 from ..coordinator.ledger import ABORTED
 from ..coordinator.messages import EngineFailed, Event, Generate, PublishWeights, Request, ResponseFinished
 from .clock import Clock
-from .continuous_batch import Segments
+from .continuous_batch import Progress
 from .faults import FaultPlan
 from .options import SimulationConfig
 from .simulated_engine import SimulatedFleet
@@ -26,19 +25,18 @@ SHOWN = 8  # engines in the Gantt picture
 
 
 @dataclasses.dataclass(slots=True)
-class _OpenRequest:
-    """A request of which a sample still runs, or is held back."""
+class Generation:
+    """A request, with its responses as they are or will be."""
 
     request: Request
     samples: Samples
-    began: float
+    began: float  # s
     step: int
     left: int = 0  # samples on the engine
 
 
 class Rollout:
-    """Runs requests on engines and reports to `post`. Of a draw that is generated, `requests` has the newest request,
-    `samples` its responses as they are or will be."""
+    """Runs requests on engines and reports to `post`. `newest` has the last generation of each draw."""
 
     def __init__(
         self,
@@ -51,32 +49,21 @@ class Rollout:
     ) -> None:
         self.clock, self.settings, self.work, self.faults = clock, settings, work, faults
         self.post, self.timeline = post, timeline
-        self.hardware = hardware = settings.hardware()
-        self.fleet = SimulatedFleet(
-            clock,
-            hardware,
-            settings.rollout_gpus,
-            settings.degree,
-            self._ended,
-            settings.max_running,
-            hardware.gpus_per_host,
-        )
+        self.hardware = settings.hardware()
+        gpus, degree = settings.rollout_gpus, settings.degree
+        self.fleet = SimulatedFleet(clock, self.hardware, gpus, degree, self._ended, settings.max_running)
         self.engines = self.fleet.engines
-        self.requests: dict[int, Request] = {}
-        self.samples: dict[int, Samples] = {}
-        self.launched = self.aborted = self.crashes = self.syncs = 0
+        self.newest: dict[int, Generation] = {}
+        self.launched = self.aborted = self.crashes = 0
         self.longest = 0  # tokens of the longest response that arrived since this was set to 0
-        self._open: dict[str, _OpenRequest] = {}
-        self._held: dict[int, dict[str, _OpenRequest]] = {}  # by engine that is down, then by rid
-        self._weights = [0] * len(self.engines)  # the version that each engine was told to serve
+        self._open: dict[str, Generation] = {}  # by rid: those of which a sample is on the engine
         self._loading: set[int] = set()
-        self._asleep: set[int] = set()
         self._lent: set[int] = set()  # engines that sleep until they get new weights
         self._seconds, self._since = 0.0, -1.0  # with a request open, and since when; -1: none is
 
     @property
     def seconds(self) -> float:
-        """Seconds so far in which a request was generated or held back."""
+        """Seconds so far in which a request was on an engine."""
         return self._seconds + (self.clock.now - self._since if self._open else 0.0)
 
     @property
@@ -90,57 +77,44 @@ class Rollout:
         if not self._open:
             self._since = self.clock.now
         for request in order.requests:
-            draw = request.prompt.draw
-            if not request.begun:
-                self.samples[draw] = self.work.samples(draw, request.attempt, request.n)
-            opened = self._open[request.rid] = _OpenRequest(request, self.samples[draw], self.clock.now, step)
-            self.requests[draw] = request
-            if self.engines[request.engine].up:
-                self._submit(opened)
+            rid, draw, engine = request.rid, request.prompt.draw, self.engines[request.engine]
+            if request.begun:
+                samples = self.newest[draw].samples
             else:
-                self._held.setdefault(request.engine, {})[request.rid] = opened
+                samples = self.work.samples(draw, request.attempt, request.n)
+            generation = Generation(request, samples, self.clock.now, step)
+            self._open[rid] = self.newest[draw] = generation
+            for sample, before in enumerate(request.begun or [None] * request.n):
+                if before is None or before.finish == ABORTED:
+                    versions = () if before is None else before.versions
+                    begun = tuple((version, len(list(run))) for version, run in groupby(versions))
+                    engine.submit(rid, sample, self.work.prompt_tokens(draw), samples.lengths[sample], begun)
+                    generation.left += 1
+            self.launched += generation.left
 
-    def _submit(self, opened: _OpenRequest) -> None:
-        request, engine = opened.request, self.engines[opened.request.engine]
-        prompt = self.work.prompt_tokens(request.prompt.draw)
-        for sample, before in _running(request):
-            begun = 0 if before is None else len(before.token_ids)
-            engine.submit(request.rid, sample, prompt, opened.samples.lengths[sample], begun)
-            opened.left += 1
-        self.launched += opened.left
-
-    def _ended(self, engine: int, rid: str, sample: int, tokens: int, segments: Segments) -> None:
-        opened = self._open[rid]
-        self.longest = max(self.longest, tokens)
+    def _ended(self, progress: Progress) -> None:
+        opened = self._open[progress.rid]
+        self.longest = max(self.longest, progress.tokens)
         self._close(opened, 1)
-        event = ResponseFinished(self._response(opened.request, sample, segments, self._finish(tokens)))
-        delays = self.faults.replies(opened.request.prompt.draw, opened.request.attempt, sample)
+        event = ResponseFinished(self._response(opened, progress))
+        delays = self.faults.replies(opened.request.prompt.draw, opened.request.attempt, progress.sample)
         for delay in delays:
             if delay:
                 self.clock.after(delay, partial(self.post, event))
             else:
                 self.post(event)
         if not delays:
-            reason = f"no answer within {self.settings.reply_limit:g} s"
-            self.clock.after(self.settings.reply_limit, partial(self.post, EngineFailed((rid,), reason)))
+            failed = EngineFailed((progress.rid,), f"no answer within {self.settings.reply_limit:g} s")
+            self.clock.after(self.settings.reply_limit, partial(self.post, failed))
 
-    def _finish(self, tokens: int) -> str:
-        return "length" if tokens >= self.work.max_new_tokens else "stop"
+    def _response(self, opened: Generation, progress: Progress) -> Response:
+        """At the very moment of its last token a response is over, even if it is aborted."""
+        rid, sample, tokens, segments = progress
+        finish = "length" if tokens >= self.work.max_new_tokens else "stop"
+        finish = finish if tokens >= opened.samples.lengths[sample] else ABORTED
+        return response(f"{rid}/{sample}", opened.request.prompt.draw, sample, segments, finish)
 
-    @staticmethod
-    def _response(request: Request, sample: int, segments: Segments, finish: str) -> Response:
-        more = response(f"{request.rid}/{sample}", request.prompt.draw, sample, segments, finish)
-        before = request.begun[sample] if request.begun else None
-        if before is None:
-            return more
-        return dataclasses.replace(
-            more,
-            token_ids=before.token_ids + more.token_ids,
-            logprobs=before.logprobs + more.logprobs,
-            versions=before.versions + more.versions,
-        )
-
-    def _close(self, opened: _OpenRequest, samples: int) -> None:
+    def _close(self, opened: Generation, samples: int) -> None:
         """Notes that so many of a request's samples do not run any more."""
         opened.left -= samples
         if opened.left > 0:
@@ -154,33 +128,23 @@ class Rollout:
 
     def abort(self, name: str) -> None:
         """Ends a request or one of its samples; what it has is reported as aborted."""
-        rid, _, sample = name.partition("/")
-        opened = self._open.get(rid)
+        opened = self._open.get(name.partition("/")[0])
         if opened is None:
             return
-        request = opened.request
-        if rid in self._held.get(request.engine, {}):
-            if not sample:  # a held request ends as a whole: a sample of it can't end before the engine is up
-                del self._held[request.engine][rid]
-                self._close(opened, 0)
-                for number, _ in _running(request):
-                    self.post(ResponseFinished(self._response(request, number, (), ABORTED)))
-            return
-        found = self.engines[request.engine].abort(name)
-        self.aborted += len(found)
+        engine = self.engines[opened.request.engine]
+        found = engine.abort(name)
+        if engine.up:
+            self.aborted += len(found)
+        else:  # what waits for an engine was never launched
+            self.launched -= len(found)
         if found:
             self._close(opened, len(found))
-        for _, number, tokens, segments in found:  # at the very moment of its last token, it is over all the same
-            finish = ABORTED if tokens < opened.samples.lengths[number] else self._finish(tokens)
-            self.post(ResponseFinished(self._response(request, number, segments, finish)))
-
-    def park(self, draw: int) -> None:
-        self.abort(self.requests[draw].rid)
+        for progress in found:
+            self.post(ResponseFinished(self._response(opened, progress)))
 
     def forget(self, draw: int) -> None:
         """Drops what is known of a prompt that nothing will be asked about any more."""
-        self.samples.pop(draw, None)
-        self.requests.pop(draw, None)
+        self.newest.pop(draw, None)
 
     # --- weights ------------------------------------------------------------------------------------
 
@@ -188,16 +152,13 @@ class Rollout:
         """Loads new weights; `done` is called when all engines that are up have them, the others load them when they
         come up."""
         engines = order.engines or range(len(self.engines))
-        self.syncs += 1
-        for index in engines:
-            self._weights[index] = order.version
         self._loading = {index for index in engines if self.engines[index].up}
         self._loaded = done
         self.wake(self._lent & set(engines))
         self._lent -= set(engines)
         if not self._loading:
             self.clock.after(0.0, done)
-        for index in sorted(self._loading):
+        for index in sorted(engines):
             seconds = self.hardware.sync_seconds() + self.faults.sync_delay(order.version, index)
             then = partial(self._has_loaded, index)
             self.engines[index].update(seconds, order.version, self.settings.recompute, then)
@@ -211,10 +172,9 @@ class Rollout:
     def sleep(self, engines: set[int]) -> set[int]:
         """Takes the GPUs of some engines away until `wake`; what runs there stands still. Returns the engines that did
         not sleep already."""
-        awake = engines - self._asleep
+        awake = {index for index in engines if not self.engines[index].paused}
         for index in sorted(awake):
             self.engines[index].pause()
-        self._asleep |= awake
         return awake
 
     def lend(self, engines: set[int]) -> None:
@@ -222,87 +182,58 @@ class Rollout:
         self._lent |= self.sleep(engines)
 
     def wake(self, engines: set[int]) -> None:
-        for index in sorted(engines & self._asleep):
-            self.engines[index].resume()
-        self._asleep -= engines
+        for index in sorted(engines):
+            if self.engines[index].paused:
+                self.engines[index].resume()
 
     def set_parallelism(self, degree: int) -> int:
         """Makes other engines on the same GPUs, with the oldest weights that any had, and returns their number. Nothing
         may be generated meanwhile."""
         self.fleet.set_parallelism(degree)
         self.engines = self.fleet.engines
-        self._weights = [engine.version for engine in self.engines]
-        self._loading, self._asleep, self._lent = set(), set(), set()
+        self._loading, self._lent = set(), set()
         return len(self.engines)
 
     # --- crashes ------------------------------------------------------------------------------------
 
-    def crash(self, index: int, reason: str) -> None:
+    def crash(self, index: int) -> None:
         """Loses everything on an engine; weights that it is loading will be there when it is up again."""
         self.crashes += 1
-        lost = dict.fromkeys(progress.rid for progress in self.engines[index].crash())
+        lost = self.engines[index].crash()
         for rid in lost:
             self._close(self._open[rid], self._open[rid].left)
         if lost:
-            self.post(EngineFailed(tuple(lost), reason))
+            self.post(EngineFailed(tuple(lost), f"engine {index} crashed"))
         self._has_loaded(index)
 
-    def recover(self, index: int) -> None:
-        engine = self.engines[index]
-        engine.recover(self._weights[index])
-        if index in self._asleep:
-            engine.pause()
-        for opened in self._held.pop(index, {}).values():
-            self._submit(opened)
 
-
-def _running(request: Request) -> Iterator[tuple[int, Response | None]]:
-    """Yields the samples of a request that are to be generated, with what there is of each."""
-    for sample in range(request.n):
-        before = request.begun[sample] if request.begun else None
-        if before is None or before.finish == ABORTED:
-            yield sample, before
-
-
+Incident = Callable[[int], None]  # to the engine of this index
 Spells = Iterator[tuple[float, float]]
 
 
-class Incidents:
-    """Crashes and slow spells of engines, as a `FaultPlan` says, until `over()`. Engines that a change of degree
-    removed meet none."""
+def meet_incidents(rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]) -> None:
+    """Lets engines crash and slow down as a `FaultPlan` says, until `over()`. Engines that a change of degree removed
+    meet nothing."""
+    clock, factor = rollout.clock, faults.rates.slow_factor
 
-    def __init__(self, rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]) -> None:
-        self.rollout, self.clock, self.factor = rollout, rollout.clock, faults.rates.slow_factor
-        self._over = over
-        for index in range(len(rollout.engines)):
-            self._next_crash(index, faults.crashes(index))
-            self._next_spell(index, faults.slow_spells(index))
+    def next_spell(index: int, spells: Spells, begins: Incident, ends: Incident) -> None:
+        if over() or (spell := next(spells, None)) is None:
+            return
+        begin = max(spell[0], clock.now)
+        clock.at(begin, partial(meets, index, begins))
+        clock.at(begin + spell[1], partial(spell_ends, index, spells, begins, ends))
 
-    def _next_crash(self, index: int, crashes: Spells) -> None:
-        if not self._over() and (crash := next(crashes, None)) is not None:
-            time, seconds = crash
-            self.clock.at(max(time, self.clock.now), partial(self._crash, index, seconds, crashes))
+    def spell_ends(index: int, spells: Spells, begins: Incident, ends: Incident) -> None:
+        meets(index, ends)
+        next_spell(index, spells, begins, ends)
 
-    def _crash(self, index: int, seconds: float, crashes: Spells) -> None:
-        self.clock.after(seconds, partial(self._recover, index, crashes))
-        if index < len(self.rollout.engines):
-            self.rollout.crash(index, f"engine {index} crashed")
+    def meets(index: int, incident: Incident) -> None:
+        if index < len(rollout.engines):
+            incident(index)
 
-    def _recover(self, index: int, crashes: Spells) -> None:
-        if index < len(self.rollout.engines):
-            self.rollout.recover(index)
-        self._next_crash(index, crashes)
+    def pace(factor: float, index: int) -> None:
+        rollout.engines[index].slow_down(factor)
 
-    def _next_spell(self, index: int, spells: Spells) -> None:
-        if not self._over() and (spell := next(spells, None)) is not None:
-            begin = max(spell[0], self.clock.now)
-            self.clock.at(begin, partial(self._slow_down, index, self.factor))
-            self.clock.at(begin + spell[1], partial(self._spell_ends, index, spells))
-
-    def _spell_ends(self, index: int, spells: Spells) -> None:
-        self._slow_down(index, 1.0)
-        self._next_spell(index, spells)
-
-    def _slow_down(self, index: int, factor: float) -> None:
-        if index < len(self.rollout.engines):
-            self.rollout.engines[index].slow_down(factor)
+    for index in range(len(rollout.engines)):
+        next_spell(index, faults.crashes(index), rollout.crash, lambda index: rollout.engines[index].recover())
+        next_spell(index, faults.slow_spells(index), partial(pace, factor), partial(pace, 1.0))

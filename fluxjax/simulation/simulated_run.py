@@ -1,14 +1,12 @@
 """A simulated run from its configuration to its summary, and the summary as a table."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -17,9 +15,8 @@ from rich.table import Table
 from ..config.schedules import make_schedules
 from ..coordinator import Coordinator, PromptStage, Settings
 from ..coordinator.factory import make_parallelism, make_policy
-from .cluster import Cluster, OnStep, Watch
+from .cluster import Cluster, OnStep, StepRecord, Watch
 from .options import SimulateConfig
-from .step_records import StepRecord, step_times
 
 
 def make_cluster(config: SimulateConfig, watch: Watch | None = None, on_step: OnStep | None = None) -> Cluster:
@@ -59,7 +56,7 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
         "simulated_seconds": round(now, 1),
         "simulated_samples_per_second": round(ledger.trained_responses / now, 3) if now else 0.0,
         "simulated_tokens_per_second": round(tokens / now, 1) if now else 0.0,
-        "simulated_step_seconds": step_times(records),
+        "simulated_step_seconds": _step_times(records),
         "simulated_utilisation": {name: round(value, 4) for name, value in used.items()},
         "simulated_bubbles": round(1 - used["busy"], 4),
         "preemptions": rollout.fleet.preemptions,
@@ -74,6 +71,27 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
         "ignored": dict(ledger.ignored),
         "events": cluster.events,
         "wall_seconds": round(wall_seconds, 2),
+    }
+
+
+def _step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float | int]]:
+    """Computes mean and median seconds of all steps, and of short and long rounds where there are such."""
+    kinds = {"all": records} if records else {}
+    kinds |= {kind: [r for r in records if r.round == kind] for kind in dict.fromkeys(r.round for r in records) if kind}
+    return {kind: _times(some) for kind, some in kinds.items()}
+
+
+def _times(records: Sequence[StepRecord]) -> dict[str, float | int]:
+    def mean(name: str) -> float:
+        return round(statistics.fmean(getattr(record, name) for record in records), 2)
+
+    return {
+        "steps": len(records),
+        "mean_seconds": mean("seconds"),
+        "median_seconds": round(statistics.median(record.seconds for record in records), 2),
+        "mean_rollout_seconds": mean("rollout"),
+        "mean_train_seconds": mean("train"),
+        "mean_longest_tokens": round(statistics.fmean(record.longest for record in records), 1),
     }
 
 

@@ -9,12 +9,9 @@ accepts in a short round is a ninth of the longest without it (section 3: "up to
 Everything is a function of seed, draw, attempt and sample; the versions of the weights change nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +20,7 @@ from ..base.types import Prompt, Response, Reward
 from .continuous_batch import Segments
 from .draws import generator
 from .hardware import LONGEST_PROMPT, SANDBOX_LIMIT, TASKS
+from .options import SimulationConfig
 
 _SOURCE, _TEXT = 0.1, 0.35  # of the variance of a prompt's effect on lengths: told by its source, by its text's length
 _OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # of mean 0 and variance 1
@@ -42,9 +40,9 @@ class Samples:
     correct: list[bool]
     sandbox: list[float]
 
-    def reward(self, sample: int, limit: float = math.inf) -> Reward:
+    def reward(self, sample: int, limit: float = SANDBOX_LIMIT) -> Reward:
         """Scores a sample; 0 if its sandbox is stopped after `limit` seconds."""
-        if self.sandbox[sample] >= min(limit, SANDBOX_LIMIT):
+        if self.sandbox[sample] >= limit:
             return Reward(0.0, False, "timed out")
         return Reward(float(self.correct[sample]), self.correct[sample])
 
@@ -70,39 +68,23 @@ def response(rid: str, draw: int, sample: int, segments: Segments, finish: str =
 
 
 class Workload:
-    """A data set of `size` prompts, drawn epoch after epoch in another order each. `median` in tokens, `spread` is the
-    standard deviation of the logarithm of a length, `shared` what of its variance is the prompt's; `mix` are the
-    weights of the tasks, a subset of `TASKS`. Raises ValueError for anything else."""
+    """A data set of `settings.prompts` prompts, drawn epoch after epoch in another order each, and their answers."""
 
-    def __init__(
-        self,
-        seed: int = 0,
-        size: int = 10_240,
-        max_new_tokens: int = 16_384,
-        median: float = 550.0,
-        spread: float = 1.05,
-        shared: float = 0.5,
-        mix: Mapping[str, float] | None = None,
-    ) -> None:
-        mix = dict.fromkeys(TASKS, 1.0) if mix is None else mix
-        if size < 1 or max_new_tokens < 1 or median <= 0 or spread < 0 or not 0 <= shared <= 1:
-            raise ValueError(f"no work can be made of {size} prompts, {median} +- {spread}, {shared}, {max_new_tokens}")
-        if not mix or set(mix) - set(TASKS) or min(mix.values()) <= 0:
-            raise ValueError(f"the mixture is {dict(mix)}; it needs positive weights for some of {', '.join(TASKS)}")
-        self.seed, self.size, self.max_new_tokens = seed, size, max_new_tokens
-        self.tasks = tuple(mix)
+    def __init__(self, seed: int, settings: SimulationConfig, max_new_tokens: int) -> None:
+        tasks, size, spread, shared = settings.tasks, settings.prompts, settings.spread, settings.shared
+        self.seed, self.size, self.max_new_tokens, self.tasks = seed, size, max_new_tokens, tasks
         self._own = spread * math.sqrt(1 - shared)
-        shares = np.array([mix[task] for task in self.tasks]) / sum(mix.values())
+        shares = np.full(len(tasks), 1 / len(tasks))
         random = generator(seed, _PROMPTS)
-        source = random.choice(len(self.tasks), size, p=shares)
+        source = random.choice(len(tasks), size, p=shares)
         text, hidden, difficulty = random.standard_normal((3, size))
-        offsets = np.array([_OFFSETS[task] for task in self.tasks])
+        offsets = np.array([_OFFSETS[task] for task in tasks])
         offsets = math.sqrt(_SOURCE) * (offsets - shares @ offsets)
         unseen = 1 - shares @ offsets**2 - _TEXT  # so that a single task has the same spread as a mixture
         effect = offsets[source] + math.sqrt(_TEXT) * text + math.sqrt(unseen) * hidden
         self._source = source.tolist()
         self._tokens = np.clip(150 * np.exp(0.6 * text), 10, LONGEST_PROMPT).astype(int).tolist()
-        self._log_length = (math.log(median) + spread * math.sqrt(shared) * effect).tolist()
+        self._log_length = (math.log(settings.median) + spread * math.sqrt(shared) * effect).tolist()
         # Right with the probability of a normal variable below this: long answers are those to hard questions; many
         # prompts are always or never answered rightly, so groups without variance occur.
         self._ease = (0.4 - 0.6 * effect + 1.2 * difficulty).tolist()

@@ -6,7 +6,7 @@ import json
 import pathlib
 
 from models.config import AnyConfig, ModelConfigError
-from models.registry import read_config
+from models.hf_config import read_config
 
 from ..config import Config, ConfigError
 

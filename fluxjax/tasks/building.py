@@ -1,24 +1,23 @@
-"""Building a data set on disk so that it is there as a whole or not at all.
+"""Builds a data set on disk so that it is there as a whole or not at all.
 
 Files are written to a temporary folder that is renamed at the end. A killed build leaves only that folder, which
 the next one removes; two builds at once wait for each other by a file lock.
 """
 
-from __future__ import annotations
-
-import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import logging
+import math
 import os
 import pathlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,8 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..base.errors import DataError
 
 log = logging.getLogger("fluxjax.data")
-T = TypeVar("T")
-R = TypeVar("R")
+Record: TypeAlias = Mapping[str, object]
 
 
 def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
@@ -39,18 +37,21 @@ def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> N
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_name(f".{folder.name}.lock")):
+        with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:  # until the block ends, or the process does
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:  # some network file systems have no locks: the rename alone must do
+                log.warning("cannot lock %s: %s", lock.name, error)
             if folder.is_dir():  # another process built it while this one waited
                 return
-            for dead in folder.parent.glob(f".{folder.name}.building-*"):  # ours is the lock: nobody writes there
+            prefix = f".{folder.name}.building-"
+            for dead in folder.parent.glob(f"{prefix}*"):  # the lock is ours: nobody writes there
                 shutil.rmtree(dead, ignore_errors=True)
-            temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.building-", dir=folder.parent))
-            try:
+            with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as name:
+                temporary = pathlib.Path(name)
                 write(temporary)
-                temporary.chmod(0o755)  # mkdtemp gives a private folder; the cache may be shared
+                temporary.chmod(0o755)  # a temporary folder is private; the cache may be shared
                 temporary.rename(folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise DataError(_explain(folder, error)) from error
 
@@ -64,50 +65,33 @@ def _explain(folder: pathlib.Path, error: OSError) -> str:
     return f"the embedded data set cannot be built in {folder}: {reason}"
 
 
-@contextlib.contextmanager
-def _lock(path: pathlib.Path) -> Iterator[None]:
-    """Holds the lock until the block ends, or the process does, however it ends."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems have no locks: the rename alone must do
-            log.warning("cannot lock %s: %s", path, error)
-        yield
-
-
-def write_manifest(path: pathlib.Path, records: Iterable[Mapping[str, object]]) -> None:
+def write_manifest(path: pathlib.Path, records: Iterable[Record]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-def parallel(title: str, work: Callable[[T], R], items: list[T]) -> list[R]:
-    """Computes `[work(item) for item in items]` in threads, with progress on stderr. The first error ends it."""
-    results: list[R] = []
-    pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="build")
-    try:
-        with _progress(title, len(items)) as advance:
-            for result in pool.map(work, items):
-                results.append(result)
-                advance(len(results))
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return results
+def write_manifests(
+    folder: pathlib.Path, title: str, make: Callable[[str, int], Record], sizes: Mapping[str, int]
+) -> list[Record]:
+    """Writes `NAME.jsonl` for each name of `sizes`, with as many records, `make(NAME, index)`; returns all records.
 
-
-@contextlib.contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal, a line each quarter elsewhere."""
+    They are made in threads; the first error ends it. Progress is shown on stderr, by a bar on a terminal, by a line
+    each quarter elsewhere.
+    """
+    tasks = [(name, index) for name, size in sizes.items() for index in range(size)]
+    quarter = math.ceil(len(tasks) / 4)
+    records: list[Record] = []
     console = Console(stderr=True)
-    if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task(title, total=total)
-            yield lambda done: progress.update(task, completed=done)
-    else:
-        quarter = max(1, -(-total // 4))
-
-        def advance(done: int) -> None:
-            if done % quarter == 0 or done == total:
-                print(f"{title}: {done}/{total}", file=sys.stderr, flush=True)
-
-        yield advance
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="build") as pool, bar:
+        shown = bar.add_task(title, total=len(tasks))
+        for record in pool.map(lambda task: make(*task), tasks):
+            records.append(record)
+            bar.advance(shown)
+            if bar.disable and (len(records) % quarter == 0 or len(records) == len(tasks)):
+                print(f"{title}: {len(records)}/{len(tasks)}", file=sys.stderr, flush=True)
+    written = iter(records)
+    for name, size in sizes.items():
+        write_manifest(folder / f"{name}.jsonl", itertools.islice(written, size))
+    return records

@@ -4,8 +4,6 @@ The digits are scikit-learn's 1,797 scans of 8 x 8 pixels (UCI Optical Recogniti
 part). Scans of the held-out strips are used in no training strip.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pathlib
@@ -13,7 +11,7 @@ import pathlib
 import numpy as np
 from PIL import Image
 
-from .building import parallel, write_manifest
+from .building import Record, write_manifests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,38 +33,33 @@ class DigitsRecipe:
     brightness: tuple[float, float] = (0.85, 1.1)
     question: str = "<image>Digits?"
 
+    def build(self, folder: pathlib.Path) -> None:
+        """Writes `images/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`: 48 bytes to 1 kB a strip, `cell` x
+        `cell * n` pixels."""
+        from sklearn.datasets import load_digits
 
-def build_digits(folder: pathlib.Path, recipe: DigitsRecipe) -> None:
-    """Writes `images/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`: 48 bytes to 1 kB a strip, `cell` x
-    `cell * n` pixels."""
-    from sklearn.datasets import load_digits
+        pixels, labels = load_digits(return_X_y=True)
+        scans = (pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+        order = np.random.default_rng(self.seed).permutation(len(scans))
+        split = {"train": order[: self.train_scans], "eval": order[self.train_scans :]}
+        by_digit = [[scan for scan in split["train"] if labels[scan] == digit] for digit in range(10)]
+        split["warm_start"] = np.array([scan for scans in by_digit for scan in scans[: self.warm_start_scans]])
+        (folder / "images").mkdir()
 
-    pixels, labels = load_digits(return_X_y=True)
-    scans = (pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    order = np.random.default_rng(recipe.seed).permutation(len(scans))
-    split = {"train": order[: recipe.train_scans], "eval": order[recipe.train_scans :]}
-    by_digit = [[scan for scan in split["train"] if labels[scan] == digit] for digit in range(10)]
-    split["warm_start"] = np.array([scan for scans in by_digit for scan in scans[: recipe.warm_start_scans]])
-    (folder / "images").mkdir()
+        def make(name: str, index: int) -> Record:
+            rng = np.random.default_rng([self.seed, ("train", "eval", "warm_start").index(name), index])
+            length = 1 + index % self.max_digits if name == "warm_start" else draw_length(rng, self)
+            chosen = rng.choice(split[name], length)
+            cells = [_cell(scans[scan], self, None if name == "eval" else rng) for scan in chosen]
+            buffer = io.BytesIO()
+            Image.fromarray(np.concatenate(cells, axis=1)).save(buffer, "PNG")
+            path = f"images/{name}-{index:05d}.png"
+            (folder / path).write_bytes(buffer.getvalue())
+            answer = "".join(str(labels[scan]) for scan in chosen)
+            return {"id": f"{name}-{index:05d}", "prompt": self.question, "answer": answer, "images": [path]}
 
-    def write(task: tuple[str, int]) -> dict[str, object]:
-        name, index = task
-        rng = np.random.default_rng([recipe.seed, ("train", "eval", "warm_start").index(name), index])
-        length = 1 + index % recipe.max_digits if name == "warm_start" else draw_length(rng, recipe)
-        chosen = rng.choice(split[name], length)
-        cells = [_cell(scans[scan], recipe, None if name == "eval" else rng) for scan in chosen]
-        buffer = io.BytesIO()
-        Image.fromarray(np.concatenate(cells, axis=1)).save(buffer, "PNG")
-        path = f"images/{name}-{index:05d}.png"
-        (folder / path).write_bytes(buffer.getvalue())
-        answer = "".join(str(labels[scan]) for scan in chosen)
-        return {"id": f"{name}-{index:05d}", "prompt": recipe.question, "answer": answer, "images": [path]}
-
-    sizes = {"train": recipe.train, "eval": recipe.held_out, "warm_start": recipe.warm_start}
-    tasks = [(name, index) for name, size in sizes.items() for index in range(size)]
-    records = parallel("digit strips", write, tasks)
-    for name in sizes:
-        write_manifest(folder / f"{name}.jsonl", (r for r, task in zip(records, tasks, strict=True) if task[0] == name))
+        sizes = {"train": self.train, "eval": self.held_out, "warm_start": self.warm_start}
+        write_manifests(folder, "digit strips", make, sizes)
 
 
 def draw_length(rng: np.random.Generator, recipe: DigitsRecipe) -> int:

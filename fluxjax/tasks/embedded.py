@@ -8,19 +8,17 @@ Each lies in a folder whose name has a hash of its recipe: another recipe is ano
 never rebuilt.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 import pathlib
 
-from ..base.cache_folder import cache_folder
+from ..base.compile_cache import cache_folder
 from ..base.errors import ConfigError
 from .building import build_once
-from .digits import DigitsRecipe, build_digits
-from .pans import PansRecipe, build_pans
-from .strings import StringsRecipe, build_reverse
+from .digits import DigitsRecipe
+from .pans import PansRecipe
+from .strings import StringsRecipe
 
 Recipe = DigitsRecipe | PansRecipe | StringsRecipe
 
@@ -36,18 +34,12 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
         raise ConfigError(
             f"data.sources.{name} has no path and is no embedded data set; embedded are {', '.join(RECIPES)}"
         )
-    recipe = recipe or RECIPES[name]
-    folder = (pathlib.Path(root).expanduser() if root else cache_folder()) / f"{name}-{digest(recipe)}"
+    chosen = recipe or RECIPES[name]
+    folder = (pathlib.Path(root).expanduser() if root else cache_folder()) / f"{name}-{digest(chosen)}"
 
     def write(temporary: pathlib.Path) -> None:
-        match recipe:
-            case DigitsRecipe():
-                build_digits(temporary, recipe)
-            case PansRecipe():
-                build_pans(temporary, recipe)
-            case StringsRecipe():
-                build_reverse(temporary, recipe)
-        (temporary / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
+        chosen.build(temporary)
+        (temporary / "recipe.json").write_text(json.dumps(dataclasses.asdict(chosen), indent=2) + "\n")
 
     build_once(folder, write)
     return folder

@@ -3,8 +3,6 @@
 The photographs ship with scikit-image and scikit-learn. Those of the held-out clips are used in no training clip.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pathlib
@@ -14,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from ..base.errors import DataError
-from .building import parallel, write_manifest
+from .building import Record, write_manifest, write_manifests
 
 # The window moves by (dy, dx); what is seen moves the other way.
 DIRECTIONS = {"left": (0, 1), "right": (0, -1), "up": (1, 0), "down": (-1, 0)}
@@ -43,42 +41,34 @@ class PansRecipe:
     fps: int = 8
     speeds: tuple[int, ...] = (2,)  # pixels a frame
     min_contrast: float = 18.0  # standard deviation of the pixels over the clip
-    min_gradient: float = (
-        0.25  # mean gradient along either axis over the contrast: edges along one axis only say nothing
-    )
+    min_gradient: float = 0.25  # mean gradient along either axis, over the contrast: edges along one say nothing
     contrast: float = 55.0  # every clip is brought to this standard deviation, about mid-grey
     crf: int = 20
     question: str = "<video>Direction?"
 
+    def build(self, folder: pathlib.Path) -> None:
+        """Writes `videos/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`; about 3 kB a clip.
 
-def build_pans(folder: pathlib.Path, recipe: PansRecipe) -> None:
-    """Writes `videos/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`; about 3 kB a clip.
+        Raises `DataError` when the photographs that the recipe holds out are not where they should be.
+        """
+        photos = load_photos(self)
+        if missing := set(self.held_out_photos) - set(photos):
+            raise DataError(f"the installed scikit-image and scikit-learn lack the photographs {sorted(missing)}")
+        split = {
+            "train": [photo for name, photo in photos.items() if name not in self.held_out_photos],
+            "eval": [photo for name, photo in photos.items() if name in self.held_out_photos],
+        }
+        (folder / "videos").mkdir()
 
-    Raises `DataError` when the photographs that the recipe holds out are not where they should be.
-    """
-    photos = load_photos(recipe)
-    if missing := set(recipe.held_out_photos) - set(photos):
-        raise DataError(f"the installed scikit-image and scikit-learn lack the photographs {sorted(missing)}")
-    split = {
-        "train": [photo for name, photo in photos.items() if name not in recipe.held_out_photos],
-        "eval": [photo for name, photo in photos.items() if name in recipe.held_out_photos],
-    }
-    (folder / "videos").mkdir()
+        def make(name: str, index: int) -> Record:
+            rng = np.random.default_rng([self.seed, 2 + ("train", "eval").index(name), index])
+            frames, answer = draw_clip(rng, split[name], self, varied=name == "train")
+            path = f"videos/{name}-{index:05d}.mp4"
+            (folder / path).write_bytes(encode(frames, self))
+            return {"id": f"{name}-{index:05d}", "prompt": self.question, "answer": answer, "videos": [path]}
 
-    def write(task: tuple[str, int]) -> dict[str, object]:
-        name, index = task
-        rng = np.random.default_rng([recipe.seed, 2 + ("train", "eval").index(name), index])
-        frames, answer = draw_clip(rng, split[name], recipe, varied=name == "train")
-        path = f"videos/{name}-{index:05d}.mp4"
-        (folder / path).write_bytes(encode(frames, recipe))
-        return {"id": f"{name}-{index:05d}", "prompt": recipe.question, "answer": answer, "videos": [path]}
-
-    sizes = {"train": recipe.train, "eval": recipe.held_out}
-    tasks = [(name, index) for name, size in sizes.items() for index in range(size)]
-    records = parallel("video clips", write, tasks)
-    for name in sizes:
-        write_manifest(folder / f"{name}.jsonl", (r for r, task in zip(records, tasks, strict=True) if task[0] == name))
-    write_manifest(folder / "warm_start.jsonl", records[: recipe.warm_start])
+        records = write_manifests(folder, "video clips", make, {"train": self.train, "eval": self.held_out})
+        write_manifest(folder / "warm_start.jsonl", records[: self.warm_start])
 
 
 def load_photos(recipe: PansRecipe) -> dict[str, np.ndarray]:
@@ -86,14 +76,12 @@ def load_photos(recipe: PansRecipe) -> dict[str, np.ndarray]:
     import skimage
     from sklearn.datasets import load_sample_image
 
-    images = {
-        path.name: path
+    photos = {
+        path.name: Image.open(path).convert("RGB")
         for path in sorted((pathlib.Path(skimage.__file__).parent / "data").iterdir())
         if path.suffix in (".png", ".jpg", ".jpeg") and path.name not in recipe.unused
     }
-    photos = {name: Image.open(path).convert("RGB") for name, path in images.items()}
-    for name in ("china", "flower"):
-        photos[name] = Image.fromarray(load_sample_image(f"{name}.jpg"))
+    photos |= {name: Image.fromarray(load_sample_image(f"{name}.jpg")) for name in ("china", "flower")}
     result = {}
     for name, photo in photos.items():
         scale = recipe.photo_side / min(photo.size)

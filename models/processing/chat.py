@@ -1,7 +1,5 @@
 """Chat templates of checkpoints, rendered the way transformers renders them."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import pathlib

@@ -1,15 +1,22 @@
-"""Opens video files so that nothing but the file itself is read, however it was given."""
+"""Opens video files so that nothing but the file itself is read, and tells when one was cut off.
 
-from __future__ import annotations
+FFmpeg decodes what is there of a cut-off file, shorter, and reports no error. What gives a cut away differs between
+formats. An incomplete last packet, or the damaged frames that come of it, are seen in all of them. Matroska files say
+how long they are; transport streams consist of packets of one size. A file that was cut between two packets, in a
+format that doesn't say its length (transport and program streams, bare streams, AVI, whose headers are often wrong),
+can't be told from a whole one.
+"""
+
+import itertools
 
 import av
 from av.container import InputContainer
 from av.error import ArgumentError, FFmpegError
+from av.packet import Packet
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from .bad_media import MediaError
-from .media_file import OpenFile
+from .media_file import MediaError, OpenFile
 from .settings import DecodeLimits
 
 # FFmpeg's names of the formats that hold a video's own frames. Playlists, scripts and session descriptions (hls, dash,
@@ -23,6 +30,10 @@ PICTURE_BRANDS = {"avif", "heic", "heix", "mif1"}  # brands of AVIF and HEIF, wh
 NO_PROTOCOLS = ""  # a whitelist that no protocol is on: a format that asks for another file doesn't get it
 BUFFER_BYTES = 1 << 18  # bytes of one read; every read takes the interpreter's lock
 CODED = 2  # pixels as coded for one as shown, at most: sides are padded to whole blocks
+
+TOLERANCE = 0.01  # share of the declared length that may be missing
+REORDERED = 16  # frames that a decoder may hold back, at most (H.264, HEVC): a damaged one is so far from the end
+TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and what each of them begins with
 
 
 def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[InputContainer, VideoStream]:
@@ -70,10 +81,63 @@ def check_size(width: int, height: int, name: str, limits: DecodeLimits) -> None
     """Raises MediaError for an image or frame of more pixels than may be decoded."""
     if width * height > limits.pixels:
         raise MediaError(
-            name,
-            f"too many pixels: {width} x {height}, at most {limits.pixels} are decoded (data.max_decoded_pixels)",
+            name, f"too many pixels: {width} x {height}, at most {limits.pixels} are decoded (data.max_decoded_pixels)"
         )
 
 
 def reason_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+class Ending:
+    """The signs of a cut-off end that one pass over a container's packets finds."""
+
+    def __init__(self, container: InputContainer, stream: VideoStream) -> None:
+        self._stream = stream.index
+        self._matroska = "matroska" in container.format.name
+        self._transport = container.format.name == "mpegts"
+        self._declared = (container.duration or 0) / 1e6  # seconds
+        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # a tick
+        self._reached = 0.0  # seconds: where the last packet of any stream ends, sound and subtitles included
+        self._incomplete: dict[int, bool] = {}  # whether the last packet of each stream is
+
+    def saw(self, packet: Packet) -> None:
+        """Takes note of a packet of any stream, in the file's order."""
+        if packet.size == 0:  # flushes a decoder
+            return
+        self._incomplete[packet.stream_index] = packet.is_corrupt
+        time = packet.dts if packet.pts is None else packet.pts
+        if time is not None:
+            end = (time + (packet.duration or 0)) * self._seconds[packet.stream_index]
+            self._reached = max(self._reached, end)
+
+    def cut_off(self, file: OpenFile, times: list[int | None], damaged: list[int]) -> str:
+        """The reason why the file must have been cut off, or "".
+
+        `times` are the times of all frames in ticks, `damaged` the indices of the damaged frames.
+        """
+        if any(self._incomplete.values()):
+            return "the last packet is incomplete"
+        if damaged and len(times) - damaged[-1] <= REORDERED:
+            return f"frame {damaged[-1]} of {len(times)} is damaged"
+        if self._matroska and self._declared - self._reached > self._slack(times):
+            return f"{self._reached:.2f} of {self._declared:.2f} seconds are there"
+        if self._transport and _ends_within_packet(file):
+            return f"it ends within a packet of {TS_PACKET} bytes"
+        return ""
+
+    def _slack(self, times: list[int | None]) -> float:
+        """Seconds by which the last packet may miss the declared end: its own duration may be unknown, and may be as
+        long as the longest between two frames."""
+        known = sorted(time for time in times if time is not None)
+        longest = max((b - a for a, b in itertools.pairwise(known)), default=0)
+        return max(2 * longest * self._seconds[self._stream], TOLERANCE * self._declared)
+
+
+def _ends_within_packet(file: OpenFile) -> bool:
+    """Says whether the bytes behind the last whole packet begin like a packet: foreign bytes don't."""
+    size = file.seek(0, 2)
+    file.seek(0)
+    begin = file.read(1)
+    file.seek(size - size % TS_PACKET)
+    return begin == TS_SYNC == file.read(1)

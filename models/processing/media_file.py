@@ -1,16 +1,38 @@
-"""Opens the bytes of a medium, from a local file or from memory. Decoders see either one as an open file only."""
+"""Opens the bytes of a medium, from a local file or from memory. Decoders see either one as an open file only.
 
-from __future__ import annotations
+Here are also the errors of media and prompts that cannot be used; each message is one line.
+"""
 
 import contextlib
 import io
 import os
 from collections.abc import Iterator
 
-from .bad_media import MediaError
-
 Source = str | bytes  # a local path, or an encoded file's content
 OpenFile = io.BytesIO | io.BufferedReader
+
+
+class MediaError(ValueError):
+    """A media file cannot be used. The message names the file and says why."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.path, self.reason)  # survives the way back from a worker process
+
+
+class PromptError(ValueError):
+    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it.
+
+    `reason` is a short name of the kind of problem, for counting.
+    """
+
+    def __init__(self, message: str, reason: str = "marks and media disagree") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def source_name(source: Source) -> str:

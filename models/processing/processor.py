@@ -12,22 +12,19 @@ from collections.abc import Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..config import JsonObject, ModelConfigError
-from ..folder import read_json, why_missing
+from ..config import JsonObject, ModelConfigError, PatchLayout
+from ..folder import read_json, why_missing, write_json
 from ..hf_config import read_qwen2_5_vl
 from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
 from . import chat
-from .bad_media import PromptError
 from .images import load_image, resized, target_size
-from .media_file import Source, source_name
-from .patches import normalise, patchify
+from .media_file import PromptError, Source, source_name
 from .settings import (
     BICUBIC,
     VIDEO_PIXELS,
     DecodeLimits,
     FrameSettings,
-    PatchLayout,
     PixelSettings,
     read_configs,
     read_frames,
@@ -36,7 +33,7 @@ from .settings import (
     write_configs,
 )
 from .videos import load_video
-from .vision_input import Grid, pack_patches
+from .vision_input import Grid, normalise, pack_patches, patchify
 
 MARKS = {"<image>": "image", "<video>": "video"}
 MARK = re.compile("|".join(MARKS))
@@ -107,9 +104,7 @@ class Processor:
         folder = pathlib.Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps(json.loads(self.tokenizer_config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        write_json(folder / "tokenizer_config.json", json.loads(self.tokenizer_config))
         if self.chat_template:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
         file = folder / "generation_config.json"
@@ -117,7 +112,7 @@ class Processor:
         if self.eos_ids and _ids(generation.get("eos_token_id")) != self.eos_ids:
             generation["eos_token_id"] = list(self.eos_ids)
         if generation:
-            file.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+            write_json(file, generation)
         if self.vision:
             write_configs(folder, self.layout, self.image, self.video, self.frames)
 
@@ -286,16 +281,13 @@ def _eos_ids(
     folder: pathlib.Path, config: JsonObject, tokenizer_config: JsonObject, tokenizer: Tokenizer
 ) -> tuple[int, ...]:
     """The ids that end an answer: generation_config.json's, else config.json's, else the tokenizer's end token."""
-    text = config.get("text_config") or {}
-    for value in (
+    said = (
         read_json(folder / "generation_config.json").get("eos_token_id"),
         config.get("eos_token_id"),
-        text.get("eos_token_id"),
+        (config.get("text_config") or {}).get("eos_token_id"),
         tokenizer.token_to_id(_token(tokenizer_config.get("eos_token"))),
-    ):
-        if value is not None:
-            return _ids(value)
-    return ()
+    )
+    return _ids(next((ids for ids in said if ids is not None), None))
 
 
 def _ids(entry: int | list[int] | None) -> tuple[int, ...]:

@@ -6,8 +6,6 @@ Pillow (`images.py`), videos by torch; this is torch's fixed-point arithmetic (A
 as banded matrix products, whose sums are small enough to be exact in floating point.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

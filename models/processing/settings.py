@@ -5,38 +5,16 @@ sampled at 2 frames a second where a checkpoint says nothing, as the authors' ow
 A setting that this code cannot honour is refused, never ignored.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import json
 import pathlib
 
-from ..config import JsonObject, VisionConfig
-from ..folder import read_json
+from ..config import JsonObject, PatchLayout
+from ..folder import read_json, write_json
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 BICUBIC = 3  # a member of `PIL.Image.Resampling`; videos know no other
-
-
-@dataclasses.dataclass(frozen=True)
-class PatchLayout:
-    """The sizes by which pixels become patches, and patches windows: what preprocessing needs of a `VisionConfig`."""
-
-    patch_size: int = 14  # pixels
-    temporal_patch_size: int = 2  # frames
-    spatial_merge_size: int = 2  # patches a side of a merge block
-    window_size: int = 112  # pixels
-    tokens_per_second: float | int = 4  # ticks of the rotary time axis
-
-    @classmethod
-    def of(cls, vision: VisionConfig) -> PatchLayout:
-        return cls(**{field.name: getattr(vision, field.name) for field in dataclasses.fields(cls)})
-
-    @property
-    def factor(self) -> int:
-        """Sides of a resized frame are multiples of this many pixels."""
-        return self.patch_size * self.spatial_merge_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +60,7 @@ VIDEO_PIXELS = PixelSettings(min_pixels=128 * 28 * 28, max_pixels=28 * 28 * 768)
 
 def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
     """The settings in a `preprocessor_config.json` dictionary. Raises ValueError for a step that is switched off."""
-    for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+    for step in STEPS:
         if config.get(step, True) is False:
             raise ValueError(f"{step}=false is not supported")
     size = config.get("size") or {}
@@ -138,10 +116,7 @@ def write_configs(
 
     def common(pixels: PixelSettings) -> dict[str, object]:
         return {
-            "do_resize": True,
-            "do_rescale": True,
-            "do_normalize": True,
-            "do_convert_rgb": True,
+            **dict.fromkeys(STEPS, True),
             "size": {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels},
             "image_mean": list(pixels.mean),
             "image_std": list(pixels.std),
@@ -170,5 +145,5 @@ def write_configs(
         **({"max_video_tokens": frames.max_video_tokens} if frames.max_video_tokens else {}),
         **sampling,
     }
-    for name, config in (("preprocessor_config.json", image_config), ("video_preprocessor_config.json", video_config)):
-        (folder / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "preprocessor_config.json", image_config)
+    write_json(folder / "video_preprocessor_config.json", video_config)

@@ -1,7 +1,5 @@
 """A processor for tiny models: single characters and a few whole words as tokens, small patches, few frames."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -11,21 +9,13 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from .processor import MARK, Processor
-from .settings import FrameSettings, PatchLayout, PixelSettings
+from ..config import PatchLayout
+from .processor import MARK, MEDIA_TOKENS, PADS, Processor
+from .settings import FrameSettings, PixelSettings
 
 END = "<|endoftext|>"
 # In the order of Qwen's own vocabularies. `<|endoftext|>` has id 0: it pads, and ends an answer.
-SPECIAL_TOKENS = (
-    END,
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
 
 
 def build_tokenizer(texts: Iterable[str], words: Sequence[str] = ()) -> Tokenizer:
@@ -67,7 +57,7 @@ def build(
         "eos_token": END,
         "pad_token": END,
         "clean_up_tokenization_spaces": False,
-        **({} if layout is None else {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}),
+        **({} if layout is None else {f"{kind}_token": token for kind, token in PADS.items()}),
     }
     return Processor(
         tokenizer=tokenizer,

@@ -4,8 +4,6 @@ Headers lie (frame counts, frame rates), so a pass decodes on the header's word 
 counted if that was wrong. Only sampled frames are converted and resized; no other frame is kept.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fractions
 import itertools
@@ -19,11 +17,9 @@ from av.error import ArgumentError, FFmpegError
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
-from .bad_media import MediaError
-from .containers import check_size, open_container, reason_of
-from .endings import Ending
+from .containers import Ending, check_size, open_container, reason_of
 from .images import target_size
-from .media_file import OpenFile, Source, opened, source_name
+from .media_file import MediaError, OpenFile, Source, opened, source_name
 from .resize import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 
@@ -151,9 +147,12 @@ class _Reader:
                     if frame.is_corrupt:
                         raise MediaError(self.name, f"frame {index} is damaged")
                     rgb = reformatter.reformat(frame, format="rgb24", threads=1 if small else 0)
-                    image = _upright(rgb, frame.rotation)
+                    # Phones store portrait videos lying down, with a rotation. Both count counter-clockwise.
+                    image = np.rot90(rgb.to_ndarray(), round(frame.rotation / 90) % 4)
                     if pixels is None:
-                        pixels = np.empty((len(indices), *self._size(image, len(indices)), 3), np.uint8)
+                        bounds = _bounded(self.settings, self.frames, len(indices), self.layout)
+                        size = target_size(self.name, image.shape[1], image.shape[0], self.layout.factor, bounds)
+                        pixels = np.empty((len(indices), *size, 3), np.uint8)
                     pixels[slot] = resize_frame(image, pixels.shape[1], pixels.shape[2])
                 times.append(frame.pts)
                 durations.append(frame.duration or 0)
@@ -184,21 +183,11 @@ class _Reader:
                 check_size(frame.width, frame.height, self.name, self.limits)  # the size may change on the way
                 yield frame
 
-    def _size(self, image: np.ndarray, count: int) -> tuple[int, int]:
-        """The (height, width) that all `count` sampled frames are resized to."""
-        limited = _bounded(self.settings, self.frames, count, self.layout)
-        return target_size(self.name, image.shape[1], image.shape[0], self.layout.factor, limited)
-
 
 def _rated(count: int, stream: VideoStream) -> float | None:
     """The duration of `count` frames in seconds at the header's frame rate."""
     rate = stream.average_rate or stream.guessed_rate
     return float(count / rate) if rate else None
-
-
-def _upright(frame: av.VideoFrame, rotation: int) -> np.ndarray:
-    """An RGB frame turned as its display matrix says (phones store portrait videos lying down)."""
-    return np.rot90(frame.to_ndarray(), round(rotation / 90) % 4)  # both count counter-clockwise
 
 
 def _bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:

@@ -1,4 +1,4 @@
-"""Brings patches from raster order into the window order in which the vision tower reads them.
+"""Turns frames into normalised patches, and brings these from raster order into the vision tower's window order.
 
 The published tower permutes patches into attention windows on every forward pass. Here the permutation, the
 2-D positions and both segmentations are computed once, on the host, with numpy; the model sees contiguous runs.
@@ -6,8 +6,6 @@ The published tower permutes patches into attention windows on every forward pas
 Raster order is that of the Hugging Face processors: media in order, frame pairs in time, then merge blocks row
 by row, then the `merge ** 2` patches of a block row by row.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -18,12 +16,49 @@ import numpy as np
 
 from sharding.spread.route import Route
 
-from ..config import VisionConfig
+from ..config import PatchLayout
 from ..inputs import VisionInput, frame_bound
 from ..qwen2_5_vl.positions import Grid
-from .settings import PatchLayout
+from .settings import PixelSettings
 
 ARRAYS = ("patches_PX", "positions_P2", "frame_segments_P", "window_segments_P")
+
+
+def patchify(frames: np.ndarray, layout: PatchLayout) -> tuple[np.ndarray, Grid]:
+    """Patches `[P, 3, temporal * patch ** 2]` (uint8) of frames `[frames, height, width, 3]`, and their grid.
+
+    The last frame is repeated until the temporal patch divides their number: an image becomes a frame pair.
+    Patches are bytes here, since floats would be four times the memory to move.
+    """
+    time, patch, merge = layout.temporal_patch_size, layout.patch_size, layout.spatial_merge_size
+    if missing := -len(frames) % time:
+        frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
+    grid = (len(frames) // time, frames.shape[1] // patch, frames.shape[2] // patch)
+    blocks = frames.reshape(grid[0], time, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch, 3)
+    ordered = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    return ordered.reshape(grid[0] * grid[1] * grid[2], 3, time * patch * patch), grid
+
+
+def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.ndarray:
+    """Patches `[P, X]` (float32) of uint8 patches `[P, 3, n]`.
+
+    Two orders of the same arithmetic are in use, and they differ in the last bit: transformers' Pillow backend
+    (its reference for images) rescales and then normalises; its video processor folds the scale into mean and
+    deviation (`fused`).
+    """
+    values = patches.astype(np.float32)
+    mean = np.asarray(pixels.mean, np.float32)[:, None]
+    std = np.asarray(pixels.std, np.float32)[:, None]
+    if fused:
+        scale = np.float32(1.0 / pixels.rescale_factor)
+        mean, std = mean * scale, std * scale
+    elif pixels.rescale_factor == 1 / 255:
+        values /= np.float32(255)  # equal to the product in float64, rounded, for all 256 values; and five times faster
+    else:
+        values = (patches.astype(np.float64) * pixels.rescale_factor).astype(np.float32)
+    values -= mean
+    values /= std
+    return values.reshape(len(values), -1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -51,7 +86,7 @@ def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def pack_patches(
-    patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout | VisionConfig
+    patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout
 ) -> tuple[VisionInput, np.ndarray]:
     """Packs the patches of all media, given in raster order, into window order.
 

@@ -1,17 +1,127 @@
-"""Qwen2.5-VL: a decoder whose placeholder tokens are replaced by the features of a vision tower."""
+"""Qwen2.5-VL: a vision tower, and a decoder whose placeholder tokens are replaced by the tower's features.
 
-from __future__ import annotations
+The tower reads packed patches in window order (see `models.inputs.VisionInput`). Most of its layers attend within a
+window, a few within a whole frame pair. All layers are one stack; a boolean beside each layer says through the scan
+which of the two it does.
+"""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from sharding.kernels.attention import segment_attention
+from sharding.spread.ulysses import Attention
 from sharding.walk import Walk
+from sharding.weights import WeightSpec, weight
 
-from ..config import Qwen25VLConfig
+from ..config import Qwen25VLConfig, VisionConfig
 from ..decoder import Decoder
 from ..inputs import VisionInput
-from .vision import VisionTower
+from ..layers import GatedMLP, Normal, RMSNorm, add_bias, gelu, rotate, zeros
+
+NORM_EPS = 1e-6  # not a setting of the published configurations
+
+
+class PatchEmbed(nnx.Module):
+    """A 3-D convolution whose stride is its kernel: one matrix over the flattened patch."""
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
+        shape = (config.patch_values, config.hidden_size)
+        self.kernel = weight(rngs, WeightSpec(shape, ("X", "D"), Normal(config.initializer_range)))
+
+    def __call__(self, patches: Float[Array, "P X"]) -> Float[Array, "P D"]:
+        kernel = self.kernel[...]
+        return jnp.einsum("PX,XD->PD", patches.astype(kernel.dtype), kernel)
+
+
+class VisionBlock(nnx.Module):
+    """Pre-norm attention and gated MLP, all with biases. `q`, `k`, `v` are one weight (`C`)."""
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
+        D, N, H = config.hidden_size, config.num_heads, config.head_dim
+        init = Normal(config.initializer_range)
+        self.attention_norm = RMSNorm(D, NORM_EPS, rngs, stack)
+        self.qkv = weight(rngs, WeightSpec((D, 3, N, H), ("D", "C", "N", "H"), init), stack)
+        self.qkv_bias = weight(rngs, WeightSpec((3, N, H), ("C", "N", "H"), zeros), stack)
+        self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init), stack)
+        self.o_bias = weight(rngs, WeightSpec((D,), ("D",), zeros), stack)
+        self.mlp_norm = RMSNorm(D, NORM_EPS, rngs, stack)
+        self.mlp = GatedMLP(
+            D, config.intermediate_size, bias=True, std=config.initializer_range, rngs=rngs, stack=stack
+        )
+
+    def __call__(self, x: Float[Array, "P D"], rotary: tuple[Array, Array], attend: Attention) -> Float[Array, "P D"]:
+        """`attend(q, k, v) -> out`, all `[P, N, H]`."""
+        qkv = jnp.einsum("PD,DCNH->CPNH", self.attention_norm(x), self.qkv[...])
+        q, k, v = (add_bias(part, bias) for part, bias in zip(qkv, self.qkv_bias[...], strict=True))
+        out = attend(rotate(q, rotary), rotate(k, rotary), v)
+        x = x + add_bias(jnp.einsum("PNH,NHD->PD", out, self.o[...]), self.o_bias[...])
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class PatchMerger(nnx.Module):
+    """Joins each `merge_unit` neighbouring patches (one group of the window order) into one text-width feature."""
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
+        inner = config.hidden_size * config.merge_unit
+        init = Normal(config.initializer_range)
+        self.width = inner
+        self.norm = RMSNorm(config.hidden_size, NORM_EPS, rngs)
+        self.up = weight(rngs, WeightSpec((inner, inner), ("X", "F"), init))
+        self.up_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros))
+        self.down = weight(rngs, WeightSpec((inner, config.out_hidden_size), ("F", "D"), init))
+        self.down_bias = weight(rngs, WeightSpec((config.out_hidden_size,), ("D",), zeros))
+
+    def __call__(self, x: Float[Array, "P C"]) -> Float[Array, "M D"]:
+        merged = self.norm(x).reshape(-1, self.width)
+        inner = add_bias(jnp.einsum("MX,XF->MF", merged, self.up[...]), self.up_bias[...])
+        return add_bias(jnp.einsum("MF,FD->MD", gelu(inner), self.down[...]), self.down_bias[...])
+
+
+class VisionTower(nnx.Module):
+    """Patch embedding, a stack of blocks, and the merger into features as wide as the text."""
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.patch_embed = PatchEmbed(config, rngs)
+        self.blocks = VisionBlock(config, rngs, stack=config.depth)
+        self.merger = PatchMerger(config, rngs)
+
+    def rotary(self, positions_P2: Array) -> tuple[Array, Array]:
+        """(cosine, sine) `[P, H]` float32: half of the pairs turn with the row, half with the column."""
+        quarter = self.config.head_dim // 4
+        exponent = np.arange(quarter, dtype=np.float32) / np.float32(quarter)
+        frequencies = (np.float32(1) / np.float32(self.config.rope_theta) ** exponent).astype(np.float32)
+        angles = positions_P2.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
+        angles = angles.reshape(len(positions_P2), 2 * quarter)
+        angles = jnp.concatenate([angles, angles], axis=-1)
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def __call__(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
+        """Merged features of the packed patches, in window order; rows of padding are finite and meaningless."""
+        x = walk.use(self.patch_embed)(jnp.asarray(vision.patches_PX))
+        rotary = self.rotary(jnp.asarray(vision.positions_P2))
+        frames, windows = jnp.asarray(vision.frame_segments_P), jnp.asarray(vision.window_segments_P)
+        frame_bound = vision.frame_bound
+        window_bound = self.config.window_patches
+        if frame_bound:
+            window_bound = min(window_bound, frame_bound)  # a window never reaches beyond its frame pair
+
+        def in_frame(q: Array, k: Array, v: Array) -> Array:
+            return segment_attention(q, k, v, frames, frame_bound)
+
+        def in_window(q: Array, k: Array, v: Array) -> Array:
+            return segment_attention(q, k, v, windows, window_bound)
+
+        def step(block: VisionBlock, x: Array, full: Array) -> tuple[Array, None]:
+            # A real branch, not a mask: a frame may be a hundred times longer than a window.
+            return block(x, rotary, lambda q, k, v: jax.lax.cond(full, in_frame, in_window, q, k, v)), None
+
+        full = np.isin(np.arange(self.config.depth), self.config.full_attention_layers)
+        x, _ = walk.scan(self.blocks, x, step, full)
+        return walk.use(self.merger)(x)
 
 
 class Qwen25VL(Decoder):

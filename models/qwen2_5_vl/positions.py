@@ -7,8 +7,6 @@ does so (transformers pull request 35569), and so do SGLang, vLLM and transforme
 transformers' `get_rope_index` counts the spatial sides only inside a prompt, but starts the answer behind all three.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The forms that measured times are fitted to: non-negative coefficients, least squares of relative errors."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..planner.plan import ShardPlan
+from ..planner.plan import Round, ShardPlan
 from . import tables
 from .fit import AttentionFit, CostError, Link, Number, fit_attention, fit_link, goodness, link_bytes
-from .overlap import attention_ends
 from .tables import ModelSizes
 
 Runs = Mapping[tuple[int, int], float]
@@ -31,7 +30,7 @@ class CostModel:
     backward pass that takes `backward_attention` times the forward time in attention (five matrix products for two),
     `backward_linear` times in everything linear, and once the bytes in its all-to-alls. `node` devices share the link
     `within`; groups of more devices are as fast as `across`, or refused where that was never measured (None).
-    `fits` are the goodness figures of each fit, `source` says what was measured on what.
+    `fits` are R^2 and relative errors of each fit, `source` says what was measured on what.
     """
 
     source: str
@@ -148,45 +147,19 @@ class CostModel:
         """Returns the same hardware with another model: FLOPs and bytes in proportion."""
         return dataclasses.replace(self, model=named(model))
 
-    def on(self, *, compute: float = 1.0, bandwidth: float = 1.0) -> CostModel:
-        """Returns hardware with so many times the FLOP/s and the bytes a second. What starting takes stays as it is."""
-
-        def scaled(link: Link) -> Link:
-            return dataclasses.replace(link, per_byte=link.per_byte / bandwidth, congestion=link.congestion / bandwidth)
-
-        return dataclasses.replace(
-            self,
-            source=f"{self.source}; scaled to {compute:g} times the FLOP/s and {bandwidth:g} times the bandwidth",
-            attention=dataclasses.replace(
-                self.attention,
-                per_square=self.attention.per_square / compute,
-                per_token=self.attention.per_token / compute,
-            ),
-            within=scaled(self.within),
-            across=scaled(self.across) if self.across else None,
-            linear_flops=self.linear_flops * compute,
-            vision_flops=self.vision_flops * compute,
-        )
-
-    def goodness(self) -> dict[str, dict[str, int | float]]:
-        """R^2 and relative errors of each fit."""
-        return {name: dict(figures) for name, figures in self.fits.items()}
-
     # --- seconds of a forward pass ------------------------------------------------------------------
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:
         """Seconds of one device's share of the attention of a sequence of `length` tokens that `degree` devices
-        compute, in a launch of its own; `[...]` for an array of lengths. Heads are dealt as in `sharding.spread.heads`,
-        zeros included. Raises PlanError for a degree above the number of heads."""
+        compute, in a launch of its own; `[...]` for an array of lengths. Heads are dealt as in
+        `sharding.spread.ulysses`, zeros included. Raises PlanError for a degree above the number of heads."""
         length = np.asarray(length, float)
-        launches = self.model.layers * self.attention.per_launch
-        return self._attention(length**2, length, degree) + launches
+        return self._attention(length**2, length, degree)
 
     def launch_seconds(self, lengths: Sequence[int], degree: int = 1) -> float:
         """Seconds of one launch over packed sequences, otherwise like `attention_seconds`."""
         tokens = np.asarray(lengths, float)
-        attention = self._attention((tokens**2).sum(), tokens.sum(), degree)
-        return float(attention + self.model.layers * self.attention.per_launch)
+        return float(self._attention((tokens**2).sum(), tokens.sum(), degree))
 
     def all_to_all_seconds(self, tokens: Number, degree: int) -> float:
         """Seconds of both all-to-alls of a sequence (or stream) of `tokens` in all over `degree` devices; 0 for one
@@ -218,7 +191,7 @@ class CostModel:
     ) -> float:
         """Seconds of the forward and backward pass of a microbatch, or with `train=False` of the forward pass alone.
 
-        Each device has its attention, its linear work and what its all-to-alls expose (`overlap.attention_ends`);
+        Each device has its attention, its linear work and what its all-to-alls expose (`_attention_ends`);
         layers end with the slowest device, because all gather the next layer's weights together. `patches` are those
         that each device passes through the vision tower, `[devices]`, before. `squares` is what attention is
         quadratic in, a sequence each: `length**2` unless a prompt is shared by several responses.
@@ -231,7 +204,7 @@ class CostModel:
         vision = np.max(self.vision_seconds(np.zeros(1) if patches is None else np.asarray(patches, float)))
 
         def one_pass(attention: float, rest: float, *, mirrored: bool = False) -> float:
-            ends = self._ends(plan, quadratic, attention, mirrored)
+            ends = self._attention_ends(plan, quadratic, attention, mirrored)
             return float(np.max(ends + linear * rest) + vision * rest)
 
         total = one_pass(1.0, 1.0)
@@ -240,31 +213,52 @@ class CostModel:
             total += one_pass(self.backward_attention, self.backward_linear, mirrored=True)
         return total
 
-    def _ends(self, plan: ShardPlan, squares: np.ndarray, factor: float, mirrored: bool) -> np.ndarray:
-        def compute(squares: np.ndarray, tokens: np.ndarray, degree: int) -> np.ndarray:
-            launch = self.model.layers * self.attention.per_launch
-            return np.asarray(factor * (self._attention(squares, tokens, degree) + launch))
+    def _attention_ends(self, plan: ShardPlan, squares: np.ndarray, factor: float, mirrored: bool) -> np.ndarray:
+        """Returns `[devices]`: seconds from the start of a layer's attention until a device has sent all outputs, if
+        communication overlaps computation (FlexRL, 3.4).
 
-        def wire(share: float, tokens: np.ndarray, degree: int) -> np.ndarray:
-            return np.asarray(share * self._all_to_all(tokens, degree))
+        A device computes its unsharded sequences first, with the all-to-all of its first group under way. When a
+        group's attention starts, the all-to-all of the device's next group is issued; when it ends, that of its outputs
+        is. All-to-alls go over one wire a device, in the order of issue, and start when the whole group is there.
 
-        def inputs(degree: int) -> float:
-            """The share of queries, keys and values in the bytes; the rest are outputs. Backward it is the reverse."""
+        `squares` are the squared tokens of each sequence. Attention takes `factor` times that of the forward pass; a
+        `mirrored` pass sends what others receive.
+        """
+        lengths = np.array(plan.lengths, float)
+        busy_until, wire_until, issued = (np.zeros(plan.num_devices) for _ in range(3))
+        leaving = None
+
+        def send(after: np.ndarray, takes: np.ndarray, there: np.ndarray, degree: int) -> None:
+            ready = np.where(there, np.maximum(wire_until, after), 0.0).reshape(-1, degree).max(axis=1)
+            wire_until[there] = np.repeat(ready + takes, degree)[there]
+
+        for turn in sorted(plan.rounds, key=lambda turn: turn.degree > 1):  # the unsharded ones first; stable
+            degree, tokens = turn.degree, _sums(turn, lengths)
+            there = np.repeat(tokens > 0, degree)
+            attention = self._attention(_sums(turn, squares), tokens, degree)
+            seconds = np.repeat(np.asarray(factor * attention), degree)
+            if degree == 1:
+                busy_until[there] += seconds[there]
+                continue
+            wire = self._all_to_all(tokens, degree)
             queries, kv = self.model.heads_of(degree)
-            share = (queries + 2 * kv) / (2 * queries + 2 * kv)
-            return 1 - share if mirrored else share
-
-        return attention_ends(
-            plan,
-            squares,
-            compute,
-            lambda _, tokens, degree: wire(inputs(degree), tokens, degree),
-            lambda _, tokens, degree: wire(1 - inputs(degree), tokens, degree),
-        )
+            inputs = (queries + 2 * kv) / (2 * queries + 2 * kv)  # of the bytes; the rest are outputs
+            inputs = 1 - inputs if mirrored else inputs
+            send(issued, np.asarray(inputs * wire), there, degree)
+            begin = np.maximum(busy_until, wire_until)
+            if leaving:  # the outputs of the round before: issued when its attention ended, after the arrival above
+                send(*leaving)
+            issued[there] = begin[there]
+            busy_until[there] = (begin + seconds)[there]
+            leaving = busy_until.copy(), np.asarray((1 - inputs) * wire), there, degree
+        if leaving:
+            send(*leaving)
+        return np.maximum(busy_until, wire_until)
 
     def _attention(self, squares: Number, tokens: Number, degree: int) -> Number:
         channels = self.model.heads_of(degree)[0] / degree * self.model.head_size
-        return self.model.layers * self.attention.seconds(squares, tokens, channels)
+        seconds = self.model.layers * self.attention.seconds(squares, tokens, channels)
+        return seconds + self.model.layers * self.attention.per_launch
 
     def _all_to_all(self, tokens: np.ndarray, degree: int) -> Number:
         if degree <= 1:
@@ -275,6 +269,11 @@ class CostModel:
                 f"an all-to-all over {degree} devices was not measured ({self.source}): cap the degree at {self.node}"
             )
         return self.model.layers * link.seconds(*link_bytes(self.model, tokens, degree, self.node))
+
+
+def _sums(turn: Round, values: np.ndarray) -> np.ndarray:
+    """Sums the values of each group's sequences: `[groups]`."""
+    return np.array([values[list(members)].sum() if members else 0.0 for members in turn.groups])
 
 
 def named(model: ModelSizes | str) -> ModelSizes:

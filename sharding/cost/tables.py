@@ -4,11 +4,9 @@ Source of the measurements: FlexRL, appendix B (Table 3) and appendix C (Tables 
 part of Table 5.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
-from ..spread.heads import heads_at
+from ..spread.ulysses import deal_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +46,11 @@ class ModelSizes:
 
     def heads_of(self, degree: int) -> tuple[int, int]:
         """Returns (query heads, KV heads) that travel to all devices of a group and are computed there: see
-        `sharding.spread.heads`. Raises PlanError for a degree above the number of query heads."""
+        `sharding.spread.ulysses`. Raises PlanError for a degree above the number of query heads."""
         if not self.share_kv:
             return self.heads, self.kv_heads
-        queries, kv = heads_at(self.heads, self.kv_heads, degree)
-        return queries * degree, kv * degree
+        deal = deal_heads(self.heads, self.kv_heads, degree)
+        return deal.local_queries * degree, deal.local_kv * degree
 
     def wire_bytes(self, degree: int) -> float:
         """Bytes a token of one attention in the all-to-alls of `degree` devices: queries and output, keys and values,
@@ -92,47 +90,32 @@ TABLE3_MS = {  # (sequences, tokens of each): milliseconds
 # No copied KV heads: with them, 32 devices would send 4/3 of the bytes of 16 in all, which their times do not show.
 TABLE5_MODEL = ModelSizes("FlexRL Table 5", layers=1, width=4096, heads=32, kv_heads=8, head_size=128, share_kv=False)
 NODE = 8  # GPUs a node, in both clusters
+TABLE5_TOKENS = (131072, 262144, 524288, 1048576)  # the last were measured at some degrees only
+
+
+def _cells(rows_ms: dict[int, tuple[float, ...]]) -> dict[tuple[int, int], float]:
+    return {(p, tokens): ms for p, row in rows_ms.items() for tokens, ms in zip(TABLE5_TOKENS, row, strict=False)}
+
+
 TABLE5_MS = {  # cluster: {(degree, tokens): milliseconds}
-    "h200": {
-        (2, 131072): 9.970,
-        (2, 262144): 23.401,
-        (2, 524288): 52.472,
-        (4, 131072): 6.547,
-        (4, 262144): 16.107,
-        (4, 524288): 47.361,
-        (8, 131072): 3.501,
-        (8, 262144): 8.513,
-        (8, 524288): 22.462,
-        (8, 1048576): 64.878,
-        (16, 131072): 7.871,
-        (16, 262144): 14.639,
-        (16, 524288): 36.554,
-        (16, 1048576): 68.558,
-        (32, 131072): 6.355,
-        (32, 262144): 11.030,
-        (32, 524288): 24.150,
-        (32, 1048576): 48.356,
-    },
-    "h800": {
-        (2, 131072): 11.079,
-        (2, 262144): 18.245,
-        (2, 524288): 60.709,
-        (4, 131072): 6.943,
-        (4, 262144): 16.480,
-        (4, 524288): 44.372,
-        (8, 131072): 6.360,
-        (8, 262144): 12.543,
-        (8, 524288): 28.686,
-        (8, 1048576): 119.293,
-        (16, 131072): 12.333,
-        (16, 262144): 19.644,
-        (16, 524288): 41.430,
-        (16, 1048576): 104.011,
-        (32, 131072): 17.219,
-        (32, 262144): 16.558,
-        (32, 524288): 31.089,
-        (32, 1048576): 69.296,
-    },
+    "h200": _cells(
+        {
+            2: (9.970, 23.401, 52.472),
+            4: (6.547, 16.107, 47.361),
+            8: (3.501, 8.513, 22.462, 64.878),
+            16: (7.871, 14.639, 36.554, 68.558),
+            32: (6.355, 11.030, 24.150, 48.356),
+        }
+    ),
+    "h800": _cells(
+        {
+            2: (11.079, 18.245, 60.709),
+            4: (6.943, 16.480, 44.372),
+            8: (6.360, 12.543, 28.686, 119.293),
+            16: (12.333, 19.644, 41.430, 104.011),
+            32: (17.219, 16.558, 31.089, 69.296),
+        }
+    ),
 }
 
 # --- assumed, because no table has it -----------------------------------------------------------------

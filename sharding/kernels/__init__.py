@@ -1,2 +1,1 @@
-from .attention import Mask as Mask
-from .attention import attention as attention
+"""Attention over packed rows and over streams of tiles."""

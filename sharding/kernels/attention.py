@@ -1,12 +1,23 @@
-"""Attention over packed rows, in portable JAX. A mask is described; only the part that a chunk needs ever exists."""
+"""Attention over packed rows: the kernel of NVIDIA GPUs where there are any, portable JAX elsewhere.
 
-from __future__ import annotations
+A mask is described; only the part that a chunk needs ever exists.
+
+`segment_attention` is exact within contiguous segments of a long packed axis, without a quadratic matrix. Segments are
+runs of equal numbers; 0 is padding. When no run is longer than `bound`, the axis is cut into blocks of `bound`, and a
+query finds its whole segment in its own block and the two beside it: cost grows as `3 * bound` a query instead of the
+length of the axis. The backward pass computes the scores again, which on the CPU is also faster than keeping them.
+Without a bound, or with a bound that saves nothing, every query looks at all keys (`attention` bounds the memory of
+that). On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
+"""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from . import flash
 
 WHOLE_SCORES = 1 << 26  # up to so many scores are computed at once: 256 MB in float32
 
@@ -50,8 +61,11 @@ def attention(
 
     A query that reaches no key (padding) returns zeros, so that its gradient is zero too, never NaN. More than
     `whole_scores` scores (rows x heads x queries x keys) are computed for a chunk of queries at a time, and again in
-    the backward pass: memory is linear in the length. A `Mask` is then never whole either; booleans are.
+    the backward pass: memory is linear in the length. A `Mask` is then never whole either; booleans are. On NVIDIA GPUs
+    a `Mask` goes to `flash`, which has no scores in memory at all.
     """
+    if isinstance(mask, Mask) and flash.chosen(q, k, v):
+        return flash.flash_attention(q, k, v, mask.segments, mask.branches, mask.causal)
     B, T, N, _ = q.shape
     chunk = max(whole_scores // (B * N * k.shape[1]), 1)
     if chunk >= T:
@@ -65,12 +79,11 @@ def attention(
 
     if isinstance(mask, Mask):
         index = jnp.broadcast_to(jnp.arange(T), (B, T))
-        described = jax.tree.map(split, (mask.segments, mask.branches, index))
-        chunk_out = jax.checkpoint(lambda part: _attend(part[0], k, v, mask.of(*part[1])))
-        out = jax.lax.map(chunk_out, (split(q), described))
+        masks, dense = jax.tree.map(split, (mask.segments, mask.branches, index)), lambda part: mask.of(*part)
     else:
-        chunk_out = jax.checkpoint(lambda part: _attend(part[0], k, v, part[1]))
-        out = jax.lax.map(chunk_out, (split(q), split(mask)))
+        masks, dense = split(mask), lambda part: part
+    chunk_out = jax.checkpoint(lambda part: _attend(part[0], k, v, dense(part[1])))
+    out = jax.lax.map(chunk_out, (split(q), masks))
     return jnp.moveaxis(out, 0, 1).reshape(B, chunks * chunk, *q.shape[2:])[:, :T]
 
 
@@ -94,3 +107,41 @@ def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
     reached = allowed.any(axis=-1)[:, None, None, :, None]
     out = jnp.where(reached, out / total, 0.0).astype(v.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def segment_attention(
+    q: Float[Array, "P N H"],
+    k: Float[Array, "P K H"],
+    v: Float[Array, "P K H"],
+    segments: Int[Array, " P"],
+    bound: int = 0,
+) -> Float[Array, "P N H"]:
+    """Bidirectional attention within segments; `bound` is static: the longest segment, 0 if unknown.
+
+    A `bound` smaller than a segment would cut it silently: it must come from the data (`inputs.frame_bound`) or
+    from the architecture (the window size). Padding returns zeros.
+    """
+    if bound and 3 * bound < q.shape[0] and not flash.chosen(q, k, v):
+        return jax.checkpoint(functools.partial(_blocked, block=bound))(q, k, v, segments)
+    return attention(q[None], k[None], v[None], Mask(segments[None], causal=False))[0]
+
+
+def _blocked(q: Array, k: Array, v: Array, segments: Array, *, block: int) -> Array:
+    P = q.shape[0]
+    q, k, v, query_segments = (_blocks(x, block) for x in (q, k, v, segments))
+    k, v, key_segments = (_with_neighbours(x) for x in (k, v, query_segments))
+    allowed = (query_segments[:, :, None] == key_segments[:, None, :]) & (key_segments != 0)[:, None, :]
+    return attention(q, k, v, allowed).reshape(-1, *q.shape[2:])[:P]
+
+
+def _blocks(x: Array, size: int) -> Array:
+    """`[P, ...]` -> `[blocks, size, ...]`, the last one filled up with zeros (segment 0)."""
+    count = -(-x.shape[0] // size)
+    x = jnp.pad(x, [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(count, size, *x.shape[1:])
+
+
+def _with_neighbours(x: Array) -> Array:
+    """`[blocks, size, ...]` -> `[blocks, 3 * size, ...]`: the block before, itself, the block after."""
+    edge = jnp.zeros_like(x[:1])
+    return jnp.concatenate([jnp.concatenate([edge, x[:-1]]), x, jnp.concatenate([x[1:], edge])], axis=1)

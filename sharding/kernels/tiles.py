@@ -9,8 +9,6 @@ Inside the loop a tile is a batch of plain matrix products: `[tiles, K, R * tile
 heads that read one KV head stacked upon each other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..target import platform
+from . import flash
 
 MASKED = -1e30  # the score of a key out of reach
 FLOOR = -1e20  # the least running maximum: far above MASKED, so that a query without any key gets weights of 0
@@ -124,12 +123,16 @@ tile_attention.defvjp(_keep, _grads)
 
 def forward(
     q_SNH: Float[Array, "S N H"], k_SKH: Float[Array, "S K H"], v_SKH: Float[Array, "S K H"], tiles: Tiles
-) -> tuple[Float[Array, "S N H"], Float[Array, "tiles K M"]]:
-    """The outputs, and per tile and KV head (`M = R * tile` queries) the log of the sum of exponentiated scores,
-    float32: 0 where a query reaches no key."""
+) -> tuple[Float[Array, "S N H"], Array]:
+    """The outputs, and the log of the sum of exponentiated scores, float32: 0 where a query reaches no key. It is for
+    `backward`: `[tiles, K, M]` with `M = R * tile` queries; on NVIDIA GPUs, where `flash` computes, `[1, N, S]`."""
+    if flash.chosen(q_SNH, k_SKH, v_SKH):
+        segments, branches = _row(tiles, len(q_SNH))
+        out, lse = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], segments, branches, True)
+        return out[0], lse
     S, N, _ = q_SNH.shape
     q, k, v = (_cut(x, k_SKH.shape[1], tiles.size) for x in (q_SNH, k_SKH, v_SKH))
-    zero = _varying_zero(q, k, v, tiles.count)
+    zero = flash.varying_zero(q, k, v, tiles.count)
     sums = jnp.zeros(q.shape, jnp.float32) + zero
     total = jnp.zeros(q.shape[:3], jnp.float32) + zero
 
@@ -158,16 +161,21 @@ def backward(
     k_SKH: Float[Array, "S K H"],
     v_SKH: Float[Array, "S K H"],
     out_SNH: Float[Array, "S N H"],
-    lse: Float[Array, "tiles K M"],
+    lse: Array,
     dout_SNH: Float[Array, "S N H"],
     tiles: Tiles,
 ) -> tuple[Float[Array, "S N H"], Float[Array, "S K H"], Float[Array, "S K H"]]:
     """Gradients of q, k and v, summed in float32 and handed back in the dtypes of q, k and v."""
+    if flash.chosen(q_SNH, k_SKH, v_SKH):
+        segments, branches = _row(tiles, len(q_SNH))
+        q, k, v, out, dout = (x[None] for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))
+        dq, dk, dv = flash.backward(q, k, v, out, lse, dout, segments, branches, True)
+        return dq[0], dk[0], dv[0]
     S, N, H = q_SNH.shape
     K = k_SKH.shape[1]
     q, k, v, out, dout = (_cut(x, K, tiles.size) for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    zero = _varying_zero(q, k, v, dout, tiles.count)
+    zero = flash.varying_zero(q, k, v, dout, tiles.count)
 
     def add(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         dq, dk, dv = carry
@@ -199,6 +207,12 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
     return jnp.where(allowed[None, None], scores, MASKED).reshape(K, -1, tile)
 
 
+def _row(tiles: Tiles, tokens: int) -> tuple[Array, Array]:
+    """The segments and branches of the stream as one row, `[1, S]`."""
+    segments, branches = (x.reshape(1, -1)[:, :tokens] for x in (tiles.segments, tiles.branches))
+    return segments, branches
+
+
 def _dot(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 
@@ -218,12 +232,3 @@ def _join(x: Array, N: int, tile: int) -> Array:
     """The inverse of `_cut`, padding included."""
     tiles, K, _, H = x.shape
     return x.reshape(tiles, K, N // K, tile, H).transpose(0, 3, 1, 2, 4).reshape(tiles * tile, N, H)
-
-
-def _varying_zero(*arrays: Array) -> Array:
-    """A float32 zero that varies over every mesh axis over which one of `arrays` does: what a loop starts from must
-    vary like what it becomes, and which axes these are is known to the arrays only."""
-    zero = jnp.zeros((), jnp.float32)
-    for array in arrays:
-        zero = zero + jnp.where(False, array.reshape(-1)[0], 0).astype(jnp.float32)
-    return zero

@@ -1,7 +1,5 @@
 """Waiting for arrays in a way that can be given up: JAX's own wait for a peer that hangs never ends."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Ties between the processes of a run besides collectives: arrays on demand, counters, and news of failures."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -60,7 +58,7 @@ class Links:
         self._timeout = timeout
         self._grace = grace
         self._news = threading.Condition()  # guards what follows
-        self._counts: collections.Counter[str | tuple[int, str]] = collections.Counter()  # by topic; (peer, barrier)
+        self._counts: collections.Counter[str] = collections.Counter()  # by topic
         self._failure = ""
         self._announced = False  # a failure is about to be told, or has been
         self._closed = False
@@ -160,8 +158,10 @@ class Links:
         self.check()
         if process == self.process:
             self._count(topic)
+        elif self._wires is None or process not in self._peers:
+            raise ValueError(f"there is no process {process}, only {self.processes}")
         else:
-            self._send(process, {"kind": "count", "topic": topic})
+            self._wires.send(process, {"kind": "count", "topic": topic})
 
     def wait(self, topic: str, at_least: int) -> None:
         """Returns when `at_least` notifications of `topic` have come since the beginning, from all processes together.
@@ -172,7 +172,7 @@ class Links:
         """Sets the counts of topics that begin with `prefix` back to zero, and frees their memory. Behind a `barrier`,
         all notifications that a peer sent before it called that have come."""
         with self._news:
-            for topic in [key for key in self._counts if isinstance(key, str) and key.startswith(prefix)]:
+            for topic in [topic for topic in self._counts if topic.startswith(prefix)]:
                 del self._counts[topic]
 
     def barrier(self, name: str) -> None:
@@ -180,14 +180,14 @@ class Links:
         Raises LinkError for a failure before. No device takes part."""
         self.check()
         for peer in self._peers:
-            self._send(peer, {"kind": "here", "name": name})
+            self.notify(peer, f"barrier of {self.process}: {name}")
 
         def missing() -> set[int]:
-            return {peer for peer in self._peers if not self._counts[peer, name]}
+            return {peer for peer in self._peers if not self._counts[f"barrier of {peer}: {name}"]}
 
         self._await(lambda: not missing(), lambda: self._over() or bool(missing() & self._peers_closed.keys()))
         with self._news:
-            self._counts.subtract((peer, name) for peer in self._peers)
+            self._counts.subtract(f"barrier of {peer}: {name}" for peer in self._peers)
             self._counts = +self._counts  # who was ahead by one keeps it; the others are forgotten
 
     def fail(self, reason: str) -> None:
@@ -223,14 +223,9 @@ class Links:
             with self._news:
                 self._news.wait_for(lambda: len(self._peers_gone) == len(self._peers), self._grace + _NEWS)
 
-    def _send(self, process: int, message: Message) -> None:
-        if self._wires is None or process not in self._peers:
-            raise ValueError(f"there is no process {process}, only {self.processes}")
-        self._wires.send(process, message)
-
-    def _count(self, key: str | tuple[int, str]) -> None:
+    def _count(self, topic: str) -> None:
         with self._news:
-            self._counts[key] += 1
+            self._counts[topic] += 1
             self._news.notify_all()
 
     def _await(self, come: Callable[[], bool], hopeless: Callable[[], bool]) -> None:
@@ -261,8 +256,6 @@ class Links:
         match message["kind"]:
             case "count":
                 self._count(message["topic"])
-            case "here":
-                self._count((peer, message["name"]))
             case "failed":
                 self._announce(message["text"])
             case "closed":

@@ -4,8 +4,7 @@ What they must know beforehand they tell each other through `jax.distributed`. A
 named its process and the secret that this process was told.
 """
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
 import hmac
 import json
@@ -97,42 +96,37 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
     Raises LinkError when one of them is not there `timeout` seconds later.
     """
     wires: dict[int, Wire] = {}
-    try:
-        _connect(wires, process, cards, door, time.monotonic() + timeout)
-    except LinkError:
-        for wire in wires.values():
-            wire.close()
-        raise
+    here, end = cards[process], time.monotonic() + timeout
+    with contextlib.ExitStack() as opened:  # closes them again if one is missing
+        for peer, card in enumerate(cards[:process]):
+            try:
+                wires[peer] = Wire.on(socket.create_connection((card.address, card.port), timeout=_left(end)))
+                opened.callback(wires[peer].close)
+                wires[peer].write({"process": str(process), "secret": card.secret})
+            except OSError as error:
+                raise LinkError(
+                    f"process {process} ({here.host}) can't reach process {peer} ({card.host}) at "
+                    f"{card.address}:{card.port}: {error}. Open the ports between the hosts, or say `host=`."
+                ) from error
+        while len(wires) < len(cards) - 1:
+            try:
+                door.settimeout(_left(end))
+                called, _ = door.accept()
+            except OSError as error:
+                missing = [str(peer) for peer in range(process + 1, len(cards)) if peer not in wires]
+                raise LinkError(
+                    f"process {process} ({here.host}) was not called by process {', '.join(missing)} at "
+                    f"{here.address}:{here.port}: {error}. Start them all, and open the ports between the hosts."
+                ) from error
+            wire = Wire.on(called)
+            peer = _greeting(wire, here.secret, min(_left(end), _GREETING_SECONDS))
+            if peer is not None and process < peer < len(cards) and peer not in wires:
+                wires[peer] = wire
+                opened.callback(wire.close)
+            else:
+                wire.close()
+        opened.pop_all()
     return wires
-
-
-def _connect(wires: dict[int, Wire], process: int, cards: Sequence[Card], door: socket.socket, end: float) -> None:
-    here = cards[process]
-    for peer, card in enumerate(cards[:process]):
-        try:
-            wires[peer] = Wire.on(socket.create_connection((card.address, card.port), timeout=_left(end)))
-            wires[peer].write({"process": str(process), "secret": card.secret})
-        except OSError as error:
-            raise LinkError(
-                f"process {process} ({here.host}) can't reach process {peer} ({card.host}) at "
-                f"{card.address}:{card.port}: {error}. Open the ports between the hosts, or say `host=`."
-            ) from error
-    while len(wires) < len(cards) - 1:
-        try:
-            door.settimeout(_left(end))
-            called, _ = door.accept()
-        except OSError as error:
-            missing = [str(peer) for peer in range(process + 1, len(cards)) if peer not in wires]
-            raise LinkError(
-                f"process {process} ({here.host}) was not called by process {', '.join(missing)} at "
-                f"{here.address}:{here.port}: {error}. Start them all, and open the ports between the hosts."
-            ) from error
-        wire = Wire.on(called)
-        peer = _greeting(wire, here.secret, min(_left(end), _GREETING_SECONDS))
-        if peer is not None and process < peer < len(cards) and peer not in wires:
-            wires[peer] = wire
-        else:
-            wire.close()
 
 
 def _left(end: float) -> float:

@@ -7,8 +7,6 @@ closes: without that, a process misses its heartbeats only after `heartbeat_time
 the service through a relay of their own, which forwards every byte, and never closes their side.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,10 +1,6 @@
 """Runs a minibatch: one thread a device, each through its own microbatches, and one barrier at the end."""
 
-from __future__ import annotations
-
 import contextlib
-import dataclasses
-import functools
 import itertools
 import threading
 import time
@@ -19,13 +15,11 @@ from jaxtyping import PyTree
 
 from ..fsdp import Fsdp
 from ..links import Device, LinkError, Links
-from ..strategy import Params, Tally
+from ..strategy import Forward, Loss, Params, Tally
 from .flat import Rows
 from .pushed_gradients import Key, PushedGradients, Turn
-from .remote import Remote, taken
 from .stage_programs import StagedMicrobatch, StagePrograms
-from .traffic import Traffic
-from .window import Itinerary
+from .traffic import Itinerary, Traffic
 from .worker import Task, Worker
 
 _numbers = itertools.count(1)  # of minibatches of this process: all processes run the same ones in the same order
@@ -65,31 +59,6 @@ class _Failure:
             raise self._error
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """`indices[d]` are the indices of the microbatches of device `d`, in order; `work[i]` is that of microbatch `i`."""
-
-    indices: tuple[tuple[int, ...], ...]
-    work: tuple[float, ...]
-
-    @staticmethod
-    def of(count: int, devices: Sequence[int], work: Sequence[float], num_devices: int) -> _Plan:
-        if not count or len(devices) != count or (work and len(work) != count):
-            raise ValueError(f"{count} microbatches, {len(devices)} devices, {len(work)} amounts of work; as many each")
-        if not set(devices) <= set(range(num_devices)):
-            raise ValueError(f"microbatches for devices {sorted(set(devices))}, but the mesh has {num_devices}")
-        indices = tuple(tuple(i for i in range(count) if devices[i] == d) for d in range(num_devices))
-        return _Plan(indices, tuple(work) or (1.0,) * count)
-
-    def by_finish(self, devices: Sequence[int]) -> list[tuple[Turn, int]]:
-        """All microbatches of these devices as (turn, index), by when they are expected to end."""
-        found = []
-        for device in devices:
-            ends = np.cumsum([self.work[i] for i in self.indices[device]])
-            found += [(end, device, number) for number, end in enumerate(ends)]
-        return [((device, number), self.indices[device][number]) for _, device, number in sorted(found)]
-
-
 class Odc:
     """The weights of `strategy`, walked on demand.
 
@@ -117,7 +86,7 @@ class Odc:
     ) -> None:
         if live_layers < 2:
             raise ValueError(f"live_layers is {live_layers}; one is fetched while another is computed, so at least 2")
-        self.mesh = strategy.mesh
+        self.mesh, self._strategy = strategy.mesh, strategy
         self._live_layers, self._deterministic = live_layers, deterministic
         self._devices: list[Device] = list(self.mesh.devices.flat)
         self._local = [d for d, device in enumerate(self._devices) if device.process_index == jax.process_index()]
@@ -137,98 +106,99 @@ class Odc:
         Every process has all batches, as arrays on the host. `work` is the predicted work of each, in any unit: the
         deterministic order follows it. Raises OdcError, on all processes, if a device or a process fails.
         """
-        plan = _Plan.of(len(batches), devices, work, len(self._devices))
-        microbatches = [self._programs.training(batch) for batch in batches]
-        tasks = [Task(indices, batches, microbatches) for indices in plan.indices]
-        failure, number = _Failure(self._links), next(_numbers)
-        orders = self._orders(plan, microbatches) if self._deterministic else None
+        if work and len(work) != len(batches):
+            raise ValueError(f"{len(batches)} microbatches, {len(work)} amounts of work; as many each")
+        tasks = self._tasks(self._strategy.loss, batches, devices)
+        failure = _Failure(self._links)
+        orders = self._orders(tasks, work or [1.0] * len(batches)) if self._deterministic else None
         owners = [self._devices[d] for d in self._local]
         gradients = PushedGradients(owners, orders, 2 * self._live_layers, failure.check)
         trips = [task.training(self._live_layers) for task in tasks]
-        traffic = self._traffic(number, params, trips, failure)
-        workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
-        jobs = [self._training(worker, traffic, trips[worker.number], gradients) for worker in workers]
-        servers = [(c, functools.partial(traffic.serve, c, tasks[c].pushes(), gradients)) for c in traffic.clients]
-        self._run(number, workers, jobs, failure, servers)
-        del traffic, jobs, servers  # and with them the rows that were published
+        workers = self._run(params, tasks, trips, failure, gradients)
         grads = self._rows.collect(self._gathered(gradients))
-        loss, tally = self._tally(workers, microbatches[0])
+        loss, tally = self._tally(workers, tasks[0].microbatches[0])
         return loss, tally, grads
 
     def logprobs(self, params: Params, inputs: Sequence[PyTree], devices: Sequence[int]) -> list[PyTree]:
         """Returns what `forward` does for each of `inputs`, on the device that computed it; None where that is a device
         of another process."""
-        plan = _Plan.of(len(inputs), devices, (), len(self._devices))
-        microbatches = [self._programs.scoring(batch) for batch in inputs]
-        tasks = [Task(indices, inputs, microbatches) for indices in plan.indices]
-        failure, number = _Failure(self._links), next(_numbers)
+        tasks = self._tasks(self._strategy.forward, inputs, devices)
         trips = [task.scoring(self._live_layers) for task in tasks]
-        traffic = self._traffic(number, params, trips, failure)
-        workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
-        jobs = [functools.partial(w.score, traffic.window(w.number, trips[w.number])) for w in workers]
-        self._run(number, workers, jobs, failure, [])
+        workers = self._run(params, tasks, trips, _Failure(self._links))
         found = {i: result for worker in workers for i, result in worker.results.items()}
         return [found.get(i) for i in range(len(inputs))]
 
-    def _traffic(self, number: int, params: Params, trips: Sequence[Itinerary], failure: _Failure) -> Traffic:
-        remote = None
-        if self._links is not None:
-            remote = Remote(self._links, number, self._devices, 2 * self._live_layers)
-        traffic = Traffic(self._rows, self._rows.publish(params), self._devices, self._local, remote)
-        with failure.noting(lambda: "offering weights to the other processes failed"):
-            traffic.offer(trips)
-        failure.check()
-        return traffic
-
-    def _training(
-        self, worker: Worker, traffic: Traffic, trip: Itinerary, gradients: PushedGradients
-    ) -> Callable[[], None]:
-        push = traffic.pusher(worker.number, gradients)
-        return lambda: worker.train(traffic.window(worker.number, trip), push)
+    def _tasks(self, function: Loss | Forward, batches: Sequence[PyTree], devices: Sequence[int]) -> list[Task]:
+        """The part of each device of the mesh in a minibatch."""
+        if not batches or len(devices) != len(batches):
+            raise ValueError(f"{len(batches)} microbatches, {len(devices)} devices; as many each, and at least one")
+        if not set(devices) <= set(range(len(self._devices))):
+            raise ValueError(f"microbatches for devices {sorted(set(devices))}, but the mesh has {len(self._devices)}")
+        microbatches = [self._programs.of(function, batch) for batch in batches]
+        shares = [tuple(i for i, d in enumerate(devices) if d == device) for device in range(len(self._devices))]
+        return [Task(indices, batches, microbatches) for indices in shares]
 
     def _run(
         self,
-        number: int,
-        workers: Sequence[Worker],
-        jobs: Sequence[Callable[[], None]],
+        params: Params,
+        tasks: Sequence[Task],
+        trips: Sequence[Itinerary],
         failure: _Failure,
-        servers: Sequence[tuple[int, Callable[[], None]]],
-    ) -> None:
-        """Runs all jobs, each on a thread of its own, to the end of the minibatch."""
+        gradients: PushedGradients | None = None,
+    ) -> list[Worker]:
+        """Runs all tasks, each on a thread of its own, to the end of the minibatch; scores without `gradients`."""
+        published, number = self._rows.publish(params), next(_numbers)
+        bound = 2 * self._live_layers
+        traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number, bound)
+        with failure.noting(lambda: "offering weights to the other processes failed"):
+            traffic.offer(trips)
+        failure.check()
+        workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
         began = time.perf_counter()
 
-        def work(worker: Worker, job: Callable[[], None]) -> None:
+        def work(worker: Worker) -> None:
             with failure.noting(lambda: f"{worker.device} failed in {worker.place}"):
-                job()
+                window = traffic.window(worker.number, trips[worker.number])
+                if gradients is None:
+                    worker.score(window)
+                else:
+                    worker.train(window, traffic.pusher(worker.number, gradients))
             worker.seconds = time.perf_counter() - began
 
-        def serve(client: int, job: Callable[[], None]) -> None:
+        def serve(client: int, gradients: PushedGradients) -> None:
             with failure.noting(lambda: f"taking the gradients of {self._devices[client]} failed"):
-                job()
+                traffic.serve(client, tasks[client].pushes(), gradients)
 
-        threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in zip(workers, jobs, strict=True)]
-        threads += [threading.Thread(target=serve, args=pair, daemon=True) for pair in servers]
+        threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in workers]
+        if gradients is not None:
+            pairs = [(client, gradients) for client in traffic.clients]
+            threads += [threading.Thread(target=serve, args=pair, daemon=True) for pair in pairs]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         failure.check()
-        if self._links is not None:
-            with failure.noting(lambda: "the end of the minibatch was not reached by all"):
-                self._links.barrier("end of a minibatch")
-                self._links.forget(taken(number))
-            failure.check()
+        with failure.noting(lambda: "the end of the minibatch was not reached by all"):
+            traffic.end()
+        failure.check()
         self.last_seconds = {worker.number: worker.seconds for worker in workers}
         self.idle = time.perf_counter() - began - sum(self.last_seconds.values()) / len(workers)
+        return workers
 
-    def _orders(self, plan: _Plan, microbatches: Sequence[StagedMicrobatch]) -> dict[Device, dict[Key, list[Turn]]]:
-        """Returns, for each owner in this process, the order of the pushes of each key; a group has the same order."""
+    def _orders(self, tasks: Sequence[Task], work: Sequence[float]) -> dict[Device, dict[Key, list[Turn]]]:
+        """Returns, for each owner in this process, the order of the pushes of each key: by when their microbatches are
+        expected to end. A group has the same order."""
         orders: dict[range, dict[Key, list[Turn]]] = {}
         for group in {self._rows.members(d) for d in self._local}:
             orders[group] = {}
-            for turn, index in plan.by_finish(group):
-                for key in microbatches[index].pushes:
-                    orders[group].setdefault(key, []).append(turn)
+            ends = [
+                (end, device, number)
+                for device in group
+                for number, end in enumerate(np.cumsum([work[i] for i in tasks[device].indices]))
+            ]
+            for _, device, number in sorted(ends):
+                for key in tasks[device].microbatches[tasks[device].indices[number]].pushes:
+                    orders[group].setdefault(key, []).append((device, number))
         return {self._devices[d]: orders[self._rows.members(d)] for d in self._local}
 
     def _gathered(self, gradients: PushedGradients) -> list[list[jax.Array]]:

@@ -10,8 +10,6 @@ the rows of the whole mesh together: gathered when they are published, and their
 groups at the end of the minibatch (hybrid sharding, ODC paper section 6.1).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -83,24 +81,16 @@ class Rows:
         lying = strategy.param_specs()
         rows = [[P(self._axes)] * max(unit.layers, 1) for unit in self.units]
         across = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # rows of copies differ on purpose
-        self._publish = jax.jit(across(self._local_rows, in_specs=(lying,), out_specs=rows))
-        collect = across(self._local_gradients, in_specs=(rows,), out_specs=lying)
-        self._collect = jax.jit(collect)
+        # Parameters -> `[unit][layer]` arrays `[devices * outer * size]`, of which each device holds its row.
+        self.publish = jax.jit(across(self._local_rows, in_specs=(lying,), out_specs=rows))
+        # Rows like these -> gradients laid out like the parameters.
+        self.collect = jax.jit(across(self._local_gradients, in_specs=(rows,), out_specs=lying))
         self.sharding = NamedSharding(mesh, P(self._axes))
 
     def members(self, device: int) -> range:
         """The devices that hold what `device` fetches, by their number in the mesh."""
         first = device // self.group * self.group
         return range(first, first + self.group)
-
-    def publish(self, params: Params) -> list[list[jax.Array]]:
-        """Makes rows of parameters: `[unit][layer]` arrays `[devices * outer * size]`, of which each device holds its
-        row."""
-        return self._publish(params)
-
-    def collect(self, rows: list[list[jax.Array]]) -> Params:
-        """Makes gradients laid out like the parameters, from rows like those of `publish`."""
-        return self._collect(rows)
 
     def whole(
         self, units: Sequence[int], rows: Sequence[Sequence[jax.Array]], leaves: Sequence[int]

@@ -6,10 +6,9 @@ expectation is right, and a bound on what waits makes a device that is too early
 first microbatch in the order that is not added in full never waits, neither to push nor, since it only reads, to fetch.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -89,8 +88,6 @@ def _first(row: jax.Array) -> jax.Array:
     return row.astype(jnp.float32)
 
 
-def _added(total: jax.Array, row: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, donate_argnums=0)
+def _sum(total: jax.Array, row: jax.Array) -> jax.Array:
     return total + row.astype(jnp.float32)
-
-
-_sum = jax.jit(_added, donate_argnums=0)

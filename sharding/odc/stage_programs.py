@@ -1,22 +1,26 @@
 """The compiled programs of a microbatch: those of each stage, for each shape of a batch."""
 
-from __future__ import annotations
-
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 from jaxtyping import PyTree
 
 from ..fsdp import Fsdp
-from ..strategy import Params
-from ..walk import Walk
+from ..strategy import Forward, Loss, Params
 from .flat import Rows
 from .pushed_gradients import Key
-from .stages import Backward, Forward, Infer, Step, Whole, backward, cut, forward, infer
+from .stages import Arrays, Layer, Stage, Step, cut
 from .trace import MarkingWalk
-from .window import Row
+from .traffic import Row
+
+T = TypeVar("T")
+Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> whole weights
 
 
 class StagedMicrobatch:
@@ -36,27 +40,33 @@ class StagedMicrobatch:
         self.keys = [tuple((u, step.layer) for u in needed[id(step.stage)]) for step in self.steps]
         self.back = [k for k in reversed(range(len(self.steps))) if self.steps[k].learns]
         self.pushes: list[Key] = [key for k in self.back for key in self.keys[k]]
-        self._compiled: dict[tuple[int, str], Callable] = {}
+        self._compiled: dict[tuple[int, Callable], Callable] = {}
         self._rows, self._needed, self._remat = rows, needed, remat
 
-    def forward(self, step: Step) -> Forward:
-        return self._jitted(step, "forward", lambda whole: forward(step.stage, whole, self._remat))
+    def forward(self, step: Step) -> Callable:
+        """The program `(rows, values, layer) -> (outputs, saved)`; `saved` is what `backward` needs beside the rows:
+        everything but whole weights, or with `remat` the inputs alone, as in `Walk`."""
+        return self._jitted(step, _forward)
 
-    def backward(self, step: Step) -> Backward:
-        return self._jitted(step, "backward", backward)
+    def backward(self, step: Step) -> Callable:
+        """The program `(saved, rows, gradients of the active outputs) -> (gradient rows, gradients of the active
+        inputs)`."""
+        return self._jitted(step, _backward)
 
-    def infer(self, step: Step) -> Infer:
-        return self._jitted(step, "infer", lambda whole: infer(step.stage, whole))
+    def infer(self, step: Step) -> Callable:
+        """The program `(rows, values, layer) -> outputs`, which keeps nothing."""
+        return self._jitted(step, _infer)
 
-    def _jitted(self, step: Step, kind: str, build: Callable[[Whole], Callable]) -> Callable:
-        name = (id(step.stage), kind)
+    def _jitted(self, step: Step, build: Callable[[Stage, Whole, bool], Callable]) -> Callable:
+        name = (id(step.stage), build)
         if name not in self._compiled:
             units, weights = self._needed[id(step.stage)], step.stage.weights
 
             def whole(rows: Sequence[Row]) -> list[jax.Array]:
                 return self._rows.whole(units, rows, weights)
 
-            self._compiled.setdefault(name, _one_first(jax.jit(build(whole))))  # all threads call the same one
+            program = jax.jit(build(step.stage, whole, self._remat))
+            self._compiled.setdefault(name, _one_first(program))  # all threads call the same one
         return self._compiled[name]
 
 
@@ -70,18 +80,11 @@ class StagePrograms:
         dtype = strategy.compute_dtype  # that of the rows
         self._params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), strategy.abstract)
 
-    def training(self, batch: PyTree) -> StagedMicrobatch:
-        """The microbatch whose results are (loss, tally)."""
-        return self._of("training", self._strategy.loss, batch)
-
-    def scoring(self, inputs: PyTree) -> StagedMicrobatch:
-        """The microbatch whose results are those of the strategy's `forward`."""
-        return self._of("scoring", self._strategy.forward, inputs)
-
-    def _of(self, kind: str, function: Callable[[nnx.Module, PyTree, Walk], PyTree], batch: PyTree) -> StagedMicrobatch:
+    def of(self, function: Loss | Forward, batch: PyTree) -> StagedMicrobatch:
+        """The microbatch whose results are those of `function`, the strategy's `loss` or its `forward`."""
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
         leaves, tree = jax.tree.flatten(abstract)
-        name = (kind, tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
+        name = (function, tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
         with self._lock:
             if name not in self._known:
                 graphdef = self._strategy.graphdef
@@ -111,3 +114,61 @@ def _one_first(program: Callable) -> Callable:
             return results
 
     return call
+
+
+@functools.partial(jax.tree_util.register_static)
+@dataclasses.dataclass(frozen=True)
+class _Dropped:
+    """Stands in saved values for the whole weight `index`: it is fetched again."""
+
+    index: int
+
+
+def _forward(stage: Stage, whole: Whole, remat: bool) -> Callable:
+    def run(rows: Sequence[Row], values: Arrays, layer: Layer) -> tuple[list[jax.Array], PyTree]:
+        active, passive = _split(stage.active_in, values)
+        weights = whole(rows)
+
+        def body(weights: Arrays, active: Arrays, passive: Arrays, layer: Layer) -> list[jax.Array]:
+            return stage.function(weights, _merge(stage.active_in, active, passive), layer)
+
+        if remat:  # the two passes are programs of their own: nothing could be merged across them
+            body = jax.checkpoint(body, prevent_cse=False)
+
+        def active_part(weights: Arrays, active: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
+            return _split(stage.active_out, body(weights, active, passive, layer))
+
+        active_out, pull, passive_out = jax.vjp(active_part, weights, active, has_aux=True)
+        position = {id(weight): k for k, weight in enumerate(weights)}
+        leaves, tree = jax.tree.flatten(pull)
+        kept = [_Dropped(position[id(leaf)]) if id(leaf) in position else leaf for leaf in leaves]
+        return _merge(stage.active_out, active_out, passive_out), jax.tree.unflatten(tree, kept)
+
+    return run
+
+
+def _backward(stage: Stage, whole: Whole, remat: bool) -> Callable:
+    def run(
+        pull: PyTree, rows: Sequence[Row], cotangents: Sequence[jax.Array | np.ndarray]
+    ) -> tuple[list[Row], list[jax.Array]]:
+        weights, to_rows = jax.vjp(whole, rows)
+        leaves, tree = jax.tree.flatten(pull, is_leaf=lambda leaf: isinstance(leaf, _Dropped))
+        filled = [weights[leaf.index] if isinstance(leaf, _Dropped) else leaf for leaf in leaves]
+        gradients, back = jax.tree.unflatten(tree, filled)(cotangents)
+        return to_rows(gradients)[0], back
+
+    return run
+
+
+def _infer(stage: Stage, whole: Whole, remat: bool) -> Callable:
+    return lambda rows, values, layer: stage.function(whole(rows), values, layer)
+
+
+def _split(active: Sequence[bool], values: Sequence[T]) -> tuple[list[T], list[T]]:
+    pairs = list(zip(active, values, strict=True))
+    return [value for on, value in pairs if on], [value for on, value in pairs if not on]
+
+
+def _merge(active: Sequence[bool], first: Sequence[T], second: Sequence[T]) -> list[T]:
+    sides = iter(first), iter(second)
+    return [next(sides[not on]) for on in active]

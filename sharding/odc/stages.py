@@ -6,13 +6,11 @@ model walks; everything between two of them is one more stage. So ODC computes t
 strategies do, for any model that walks its stacks with `Walk.scan`, and no model needs to know.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +21,6 @@ from jaxtyping import PyTree
 
 from ..strategy import Params
 from .trace import Stack, StageError, Trace, is_float, stack_of
-from .window import Row
-
-__all__ = ["Program", "Stage", "StageError", "Step", "backward", "cut", "forward", "infer"]
 
 T = TypeVar("T")
 Slots = tuple[int, ...]  # numbers of values that stages hand to each other; each is written once
@@ -154,34 +149,31 @@ class _Cutter:
     def _stack(self, stack: Stack, eqn: JaxprEqn) -> None:
         """Adds one step for each layer, all of one stage."""
         shared = stack.captured + stack.carried
-        # How to make each argument of the body: (a weight, a value or a constant; which; whether it is sliced).
-        sources: list[tuple[Literal["weight", "value", "const"], int, bool]] = []
+        # Each argument of the body: how it is made of weights and values, and whether it is sliced.
+        sources: list[tuple[Callable[[Arrays, Arrays], jax.Array], bool]] = []
         weights: list[int] = []
         values: list[Var] = []
-        consts: list[np.ndarray] = []
         carried: list[int] = []  # which of `values` are what one layer hands to the next
         for at, var in enumerate(eqn.invars):
-            sliced = at >= shared
+            sliced, weight, value = at >= shared, len(weights), len(values)
             if isinstance(var, Constant) or var in self._consts:
-                sources.append(("const", len(consts), sliced))
-                consts.append(np.asarray(var.val) if isinstance(var, Constant) else self._consts[var])
+                const = np.asarray(var.val) if isinstance(var, Constant) else self._consts[var]
+                sources.append((lambda given, inputs, const=const: jnp.asarray(const), sliced))
             elif var in self._leaf:
-                sources.append(("weight", len(weights), False))
+                sources.append((lambda given, inputs, k=weight: given[k], False))
                 weights.append(self._leaf[var])
                 if not sliced:
                     raise StageError(f"the weight {self._paths[weights[-1]]} is used whole by every layer of a stack")
             else:
                 if stack.captured <= at < shared:
-                    carried.append(len(values))
-                sources.append(("value", len(values), sliced))
+                    carried.append(value)
+                sources.append((lambda given, inputs, k=value: inputs[k], sliced))
                 values.append(var)
 
         def function(given: Arrays, inputs: Arrays, layer: Layer) -> list[jax.Array]:
             arguments = []
-            for kind, which, sliced in sources:
-                value = (
-                    jnp.asarray(consts[which]) if kind == "const" else (given if kind == "weight" else inputs)[which]
-                )
+            for argument, sliced in sources:
+                value = argument(given, inputs)
                 arguments.append(jax.lax.dynamic_index_in_dim(value, layer, keepdims=False) if sliced else value)
             return list(stack.layer(*arguments))
 
@@ -247,76 +239,3 @@ def _with_last(steps: Sequence[Step], kept: set[int]) -> tuple[Step, ...]:
         seen.update(last)
         marked.append(dataclasses.replace(step, last=last))
     return tuple(reversed(marked))
-
-
-# --- the programs of a stage ------------------------------------------------------------------------
-
-Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> whole weights
-Forward = Callable[[Sequence[Row], Arrays, Layer], tuple[list[jax.Array], PyTree]]
-Backward = Callable[[PyTree, Sequence[Row], Sequence[jax.Array | np.ndarray]], tuple[list[Row], list[jax.Array]]]
-Infer = Callable[[Sequence[Row], Arrays, Layer], list[jax.Array]]
-
-
-@functools.partial(jax.tree_util.register_static)
-@dataclasses.dataclass(frozen=True)
-class _Dropped:
-    """Stands in saved values for the whole weight `index`: it is fetched again."""
-
-    index: int
-
-
-def forward(stage: Stage, whole: Whole, remat: bool) -> Forward:
-    """Makes the program `(rows, values, layer) -> (outputs, saved)`; `saved` is what `backward` needs beside the rows:
-    everything but whole weights, or with `remat` the inputs alone, as in `Walk`."""
-
-    def run(rows: Sequence[Row], values: Arrays, layer: Layer) -> tuple[list[jax.Array], PyTree]:
-        active, passive = _split(stage.active_in, values)
-        weights = whole(rows)
-
-        def body(weights: Arrays, active: Arrays, passive: Arrays, layer: Layer) -> list[jax.Array]:
-            return stage.function(weights, _merge(stage.active_in, active, passive), layer)
-
-        if remat:  # the two passes are programs of their own: nothing could be merged across them
-            body = jax.checkpoint(body, prevent_cse=False)
-
-        def active_part(weights: Arrays, active: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
-            return _split(stage.active_out, body(weights, active, passive, layer))
-
-        active_out, pull, passive_out = jax.vjp(active_part, weights, active, has_aux=True)
-        position = {id(weight): k for k, weight in enumerate(weights)}
-        leaves, tree = jax.tree.flatten(pull)
-        kept = [_Dropped(position[id(leaf)]) if id(leaf) in position else leaf for leaf in leaves]
-        return _merge(stage.active_out, active_out, passive_out), jax.tree.unflatten(tree, kept)
-
-    return run
-
-
-def backward(whole: Whole) -> Backward:
-    """Makes the program `(saved, rows, gradients of the active outputs) -> (gradient rows, gradients of the active
-    inputs)`."""
-
-    def run(
-        pull: PyTree, rows: Sequence[Row], cotangents: Sequence[jax.Array | np.ndarray]
-    ) -> tuple[list[Row], list[jax.Array]]:
-        weights, to_rows = jax.vjp(whole, rows)
-        leaves, tree = jax.tree.flatten(pull, is_leaf=lambda leaf: isinstance(leaf, _Dropped))
-        filled = [weights[leaf.index] if isinstance(leaf, _Dropped) else leaf for leaf in leaves]
-        gradients, back = jax.tree.unflatten(tree, filled)(cotangents)
-        return to_rows(gradients)[0], back
-
-    return run
-
-
-def infer(stage: Stage, whole: Whole) -> Infer:
-    """Makes the program `(rows, values, layer) -> outputs`, which keeps nothing."""
-    return lambda rows, values, layer: stage.function(whole(rows), values, layer)
-
-
-def _split(active: Sequence[bool], values: Sequence[T]) -> tuple[list[T], list[T]]:
-    pairs = list(zip(active, values, strict=True))
-    return [value for on, value in pairs if on], [value for on, value in pairs if not on]
-
-
-def _merge(active: Sequence[bool], first: Sequence[T], second: Sequence[T]) -> list[T]:
-    sides = iter(first), iter(second)
-    return [next(sides[not on]) for on in active]

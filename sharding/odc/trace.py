@@ -4,8 +4,6 @@ All that ODC asks of JAX's representation of programs stands here. Stacks are ma
 the parameters of JAX's own loops are private and change from release to release.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

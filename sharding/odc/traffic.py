@@ -1,21 +1,103 @@
-"""Where rows come from and where gradients go, in one minibatch: devices of this process, or of others."""
+"""Brings rows to workers and gradients to owners in one minibatch, between devices of this process and of others.
 
-from __future__ import annotations
+An itinerary says which weights a device needs at each of its steps, a window asks for them in time and bounds how many
+are there.
 
+Between processes nobody asks and nobody answers. All processes know the whole minibatch, so each knows which rows
+others' devices will fetch, in which order, and offers them under numbers that both sides count up; and which gradients
+they will push, so that an owner pulls these in that order. A worker that is more than a few pushes ahead of an owner
+waits for it.
+"""
+
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
 
-from ..links import Device
+from ..links import Device, Links
 from .flat import Rows
 from .pushed_gradients import Key, PushedGradients
-from .remote import Remote
-from .window import Itinerary, Row, Window
+
+Row = tuple[jax.Array, ...]  # one unit's rows, of each of its owners in order, on the device that fetched them
+_FETCH, _PUSH = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Itinerary:
+    """The weights of a device's steps, which follow each other: those of at most `live` steps are there at once.
+
+    `needs` are the keys of each step. What the next steps need is fetched ahead; weights that two near steps share are
+    fetched once. Of `live` 3 or more, one step is dispatched before the one before it is done.
+    """
+
+    needs: tuple[tuple[Key, ...], ...]
+    live: int
+
+    @property
+    def lag(self) -> int:
+        return 1 if self.live > 2 else 0
+
+    def wanted(self, step: int) -> list[Key]:
+        """The weights that are held, or on their way, when this step is dispatched."""
+        ahead = self.live - 1 - self.lag
+        return list(dict.fromkeys(key for needs in self.needs[step : step + 1 + ahead] for key in needs))
+
+    def fetches(self) -> list[list[Key]]:
+        """The keys that are asked for before each step: an owner in another process knows them without being told."""
+        found: list[list[Key]] = []
+        held: set[Key] = set()
+        for step in range(len(self.needs)):
+            wanted = self.wanted(step)
+            found.append([key for key in wanted if key not in held])
+            held = set(wanted)
+        return found
+
+
+class Window:
+    """Walks an itinerary: `fetch(key, count)` starts the `count`-th transfer, `ready` waits for rows that need it."""
+
+    def __init__(
+        self, itinerary: Itinerary, fetch: Callable[[Key, int], Row], ready: Callable[[Sequence[Row]], None]
+    ) -> None:
+        self._itinerary, self._fetch, self._ready = itinerary, fetch, ready
+        self._fetches = itinerary.fetches()
+        self._held: dict[Key, Row] = {}
+        self._results: list[jax.Array | None] = []  # of the steps taken; None where known to be done
+        self._count = 0
+
+    def next(self) -> list[Row]:
+        """Returns the rows for the next step, and asks for those of the steps after it."""
+        step = len(self._results)
+        done = step - 1 - self._itinerary.lag
+        if done >= 0:  # what runs ahead of the device would hold ever more weights
+            jax.block_until_ready(self._results[done])
+            self._results[done] = None
+        self._held = {key: self._held[key] for key in self._itinerary.wanted(step) if key in self._held}
+        for key in self._fetches[step]:
+            self._held[key] = self._fetch(key, self._count)
+            self._count += 1
+        rows = [self._held[key] for key in self._itinerary.needs[step]]
+        self._ready(rows)
+        return rows
+
+    @property
+    def done(self) -> int:
+        """How many steps are known to be done."""
+        return max(len(self._results) - 1 - self._itinerary.lag, 0)
+
+    def dispatched(self, result: jax.Array) -> None:
+        """Notes that a step is under way; `result` is any output of its program."""
+        self._results.append(result)
+
+    def finish(self) -> None:
+        jax.block_until_ready([result for result in self._results if result is not None])
+        self._held = {}
 
 
 class Traffic:
-    """`published` are the rows of this minibatch, `local` the numbers of this process's devices; `remote` carries what
-    concerns devices of other processes, None if there are none."""
+    """`published` are the rows of this minibatch, `devices` all of the mesh in its order, `local` the numbers of this
+    process's. `links` lead to the other processes, None where nothing goes there; `number` is this minibatch's own in
+    their life. `bound` is how many pushes an owner in another process may be behind."""
 
     def __init__(
         self,
@@ -23,33 +105,32 @@ class Traffic:
         published: Sequence[Sequence[jax.Array]],
         devices: Sequence[Device],
         local: Sequence[int],
-        remote: Remote | None,
+        links: Links | None,
+        number: int,
+        bound: int,
     ) -> None:
-        self._rows, self._devices, self._local, self._remote = rows, devices, set(local), remote
+        self._rows, self._devices, self._local, self._bound = rows, devices, set(local), bound
+        self._optional_links, self._number = links, number
         self._dtype = published[0][0].dtype
         self._shards = [
             [{shard.device: shard.data for shard in layer.addressable_shards} for layer in unit] for unit in published
         ]
-        self._sizes = {
-            (u, layer): rows.units[u].size * rows.outer
-            for u, layers in enumerate(published)
-            for layer in range(len(layers))
-        }
 
     @property
     def clients(self) -> list[int]:
         """The devices of other processes that fetch from this one, and push to it."""
-        return [d for d in range(len(self._devices)) if d not in self._local and self._own(d)]
+        return [d for d in range(len(self._devices)) if d not in self._local and self._owners_here(d)]
 
     def offer(self, trips: Sequence[Itinerary]) -> None:
-        """Everything that other processes' devices will fetch here on their way; `trips` are those of all devices."""
+        """Offers all that other processes' devices will fetch here on their way; `trips` are those of all devices."""
         for client in self.clients:
             keys = [key for keys in trips[client].fetches() for key in keys]
-            assert self._remote is not None
-            self._remote.offer(client, self._own(client), self._row, keys)
+            for count, key in enumerate(keys):
+                for owner in self._owners_here(client):
+                    self._links.offer(self._name(_FETCH, client, count, owner), [self._row(owner, key)])
 
     def window(self, device: int, trip: Itinerary) -> Window:
-        """What feeds this device with weights."""
+        """Makes what feeds this device with weights."""
         owners = self._rows.members(device)
         here = [owner for owner in owners if owner in self._local]
 
@@ -57,15 +138,18 @@ class Traffic:
             local = [self._row(owner, key) for owner in here]
             rows = dict(zip(here, jax.device_put(local, self._devices[device]), strict=True))
             for owner in owners:
-                if owner not in rows and self._remote is not None:
-                    rows[owner] = self._remote.fetch(device, owner, count, self._sizes[key], self._dtype)
+                if owner not in rows:
+                    rows[owner] = self._pull(owner, self._name(_FETCH, device, count, owner), key, device)
             return tuple(rows[owner] for owner in owners)
 
-        away = self._remote if len(here) < len(owners) else None
-        return Window(trip, fetch, (lambda rows: None) if away is None else away.ready)
+        def ready(rows: Sequence[Row]) -> None:
+            if len(here) < len(owners):
+                self._links.ready([array for row in rows for array in row])
+
+        return Window(trip, fetch, ready)
 
     def pusher(self, device: int, gradients: PushedGradients) -> Callable[[Key, int, Sequence[jax.Array]], None]:
-        """What takes this device's gradients to their owners."""
+        """Makes what takes this device's gradients to their owners."""
         count = 0
 
         def push(key: Key, microbatch: int, rows: Sequence[jax.Array]) -> None:
@@ -73,20 +157,62 @@ class Traffic:
             for owner, row in zip(self._rows.members(device), rows, strict=True):
                 if owner in self._local:
                     gradients.push(self._devices[owner], key, (device, microbatch), row)
-                elif self._remote is not None:
-                    self._remote.push(device, owner, count, row)
+                else:
+                    self._links.wait(self._topic(device, owner), count - self._bound)
+                    self._links.offer(self._name(_PUSH, device, count, owner), [row])
             count += 1
 
         return push
 
     def serve(self, client: int, pushes: Sequence[tuple[int, Key]], gradients: PushedGradients) -> None:
-        """Takes what a device of another process pushes here."""
-        assert self._remote is not None
-        self._remote.serve(client, self._own(client), pushes, self._sizes, self._dtype, gradients)
+        """Takes all that a device of another process pushes here, to the end of the minibatch."""
+        owners = self._owners_here(client)
+        for count, (microbatch, key) in enumerate(pushes):
+            rows = [self._pull(client, self._name(_PUSH, client, count, owner), key, owner) for owner in owners]
+            self._links.ready(rows)
+            for owner, row in zip(owners, rows, strict=True):
+                gradients.push(self._devices[owner], key, (client, microbatch), row)
+                self._links.notify(self._devices[client].process_index, self._topic(client, owner))
 
-    def _own(self, client: int) -> list[int]:
+    def end(self) -> None:
+        """Waits for all processes at the end of the minibatch."""
+        if self._optional_links is not None:
+            self._links.barrier("end of a minibatch")
+            self._links.forget(self._taken)
+
+    @property
+    def _links(self) -> Links:
+        assert self._optional_links is not None
+        return self._optional_links
+
+    def _owners_here(self, client: int) -> list[int]:
         return [owner for owner in self._rows.members(client) if owner in self._local]
 
     def _row(self, owner: int, key: Key) -> jax.Array:
         unit, layer = key
         return self._shards[unit][layer][self._devices[owner]]
+
+    def _pull(self, source: int, name: int, key: Key, device: int) -> jax.Array:
+        """Starts the transfer of a row, or of its gradient, from device `source` of another process."""
+        like = jax.ShapeDtypeStruct((self._rows.units[key[0]].size * self._rows.outer,), self._dtype)
+        return self._links.fetch(self._devices[source].process_index, name, [like], self._devices[device])[0]
+
+    def _name(self, kind: int, client: int, count: int, owner: int) -> int:
+        """Unique in the offering process. Raises ValueError where the 63 bits of a key are not enough."""
+        name = 0
+        for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
+            if part >> bits:
+                raise ValueError(
+                    f"{len(self._devices)} devices, minibatch {self._number}, transfer {count} of a device: keys hold "
+                    "1,024 devices, 16 million minibatches, 262,144 transfers of a device in each"
+                )
+            name = name << bits | part
+        return name
+
+    @property
+    def _taken(self) -> str:
+        return f"taken/{self._number}/"
+
+    def _topic(self, client: int, owner: int) -> str:
+        """The topic under which an owner says that it has taken a gradient of device `client`."""
+        return f"{self._taken}{client}/{owner}"

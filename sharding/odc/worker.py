@@ -3,8 +3,6 @@
 Programs are dispatched without waiting for them; what bounds how far dispatch runs ahead is the window.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,7 +16,7 @@ from ..strategy import Tally
 from .pushed_gradients import Key
 from .stage_programs import StagedMicrobatch
 from .stages import Step
-from .window import Itinerary, Row, Window
+from .traffic import Itinerary, Row, Window
 
 
 @dataclasses.dataclass(frozen=True)

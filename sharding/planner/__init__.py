@@ -6,18 +6,16 @@
 All planners of sequences are called alike and are in `PLANNERS` by name. `plan.ShardPlan` is what they return.
 """
 
-from .baselines import bucketing, greedy, ulysses
+from collections.abc import Callable
+
+from .baselines import bucketing, flexrl, greedy, ulysses
 from .flex import flex_ulysses
-from .flexrl import flexrl
 from .limits import Limits, balance_bound
+from .plan import ShardPlan
 from .vision_units import VisionPlan, spread_vision
 
-PLANNERS = {
-    "flex_ulysses": flex_ulysses,
-    "flexrl": flexrl,
-    "ulysses": ulysses,
-    "bucketing": bucketing,
-    "greedy": greedy,
+PLANNERS: dict[str, Callable[..., ShardPlan]] = {
+    planner.__name__: planner for planner in (flex_ulysses, flexrl, ulysses, bucketing, greedy)
 }
 
 __all__ = [

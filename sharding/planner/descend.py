@@ -6,14 +6,12 @@ always possible, so a plan always exists. Few sequences are dealt by enumeration
 differencing (Karmarkar-Karp, in two resources at once) down to a dozen entities and enumeration of those.
 """
 
-from __future__ import annotations
-
+import functools
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
-
-from .enumeration import signs, ternary
 
 EXACT = 7  # so many sequences are dealt left/right/both by enumeration: 3**7 cases
 ENTITIES = 11  # and so many differences left/right: 2**10
@@ -21,105 +19,108 @@ TRIES = 8  # sets of staying sequences that are tried before ever more of the la
 HARD = 100.0  # what exceeding memory counts, against compute
 EPS = 1e-9
 
+Pair = tuple[float, float]  # of compute and memory, in units of what one device may take
+Ways = tuple[list[int], list[int], list[int]]  # the sequences that stay on a whole group, and those of each half
+
+
+@functools.cache
+def signs(count: int) -> np.ndarray:
+    """`[2**(count - 1), count]` of +1 and -1: all ways to put `count` things on two sides, the first one always +1."""
+    codes = np.arange(2 ** max(count - 1, 0))[:, None] >> np.arange(count)[None, ::-1]
+    return 1.0 - 2.0 * (codes & 1)
+
+
+@functools.cache
+def ternary(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """`[codes, count]` each: 1.0 where the thing is left, right, in both; and the code itself (0, 1, 2). The two sides
+    are alike, so the first thing is never right."""
+    code = np.array(list(itertools.product((0, 1, 2), repeat=count)), np.int8).reshape(-1, count)
+    code = code[code[:, 0] != 1] if count else code
+    return (code == 0) * 1.0, (code == 1) * 1.0, (code == 2) * 1.0, code
+
 
 class Descent:
     """Places sequences on the groups beneath one block of devices.
 
-    `work` and `tokens` are in units of what one device may take; `weights[log2(p)]` is the traffic of a token at degree
-    `p`. The answer is in `degrees` and `firsts`, shared by all blocks.
+    `amounts`, `[2, sequences]`, are work and tokens in units of what one device may take; `weights[log2(p)]` is the
+    traffic of a token at degree `p`. The answer is in `degrees` and `firsts`, shared by all blocks.
     """
 
-    def __init__(self, work: list[float], tokens: list[float], weights: Sequence[float]) -> None:
-        self.work, self.tokens, self.weights = work, tokens, weights
-        self.size = [max(pair) for pair in zip(work, tokens, strict=True)]
-        self.degrees, self.firsts = [1] * len(work), [0] * len(work)
+    def __init__(self, amounts: np.ndarray, weights: Sequence[float]) -> None:
+        self.work, self.tokens = amounts.tolist()
+        self.weights, self.size = weights, amounts.max(0).tolist()
+        self.degrees, self.firsts = [1] * len(self.work), [0] * len(self.work)
 
-    def place(self, members: list[int], first: int, size: int, compute: float, memory: float) -> None:
+    def place(self, members: list[int], first: int, size: int, have: Pair) -> None:
         """Places `members` on the `size` devices from `first`, each of which has so much compute and memory left."""
-        if not members:
-            return
         if size == 1:
             return self._stay(members, first, 1)
-        rest, compute, memory = self._forced(members, first, size, compute, memory)
+        rest = list(members)
+        while stay := [i for i in rest if not self._fit([i], size // 2, have)]:  # no half can take them
+            self._stay(stay, first, size)
+            rest = [i for i in rest if self._fit([i], size // 2, have)]
+            have = self._less(stay, size, have)
         if not rest:
             return
         rest.sort(key=lambda i: (-self.size[i], i))
-        stay, left, right = (self._enumerate if len(rest) <= EXACT else self._difference)(rest, size, compute, memory)
+        stay, left, right = (self._enumerate if len(rest) <= EXACT else self._difference)(rest, size, have)
         self._stay(stay, first, size)
-        compute, memory = self._less(stay, size, compute, memory)
-        self.place(left, first, size // 2, compute, memory)
-        self.place(right, first + size // 2, size // 2, compute, memory)
+        have = self._less(stay, size, have)
+        self.place(left, first, size // 2, have)
+        self.place(right, first + size // 2, size // 2, have)
 
     def _stay(self, members: Sequence[int], first: int, size: int) -> None:
         for i in members:
             self.degrees[i], self.firsts[i] = size, first
 
-    def _less(self, stay: Sequence[int], size: int, compute: float, memory: float) -> tuple[float, float]:
-        return compute - sum(self.work[i] for i in stay) / size, memory - sum(self.tokens[i] for i in stay) / size
+    def _total(self, members: Sequence[int]) -> Pair:
+        return sum((self.work[i] for i in members), 0.0), sum((self.tokens[i] for i in members), 0.0)
 
-    def _fits(self, members: Sequence[int], half: int, compute: float, memory: float) -> bool:
-        work, tokens, compute, memory = self.work, self.tokens, half * compute + EPS, half * memory + EPS
+    def _less(self, stay: Sequence[int], size: int, have: Pair) -> Pair:
+        work, tokens = self._total(stay)
+        return have[0] - work / size, have[1] - tokens / size
+
+    def _fit(self, members: Sequence[int], half: int, have: Pair) -> bool:
+        work, tokens = self.work, self.tokens
+        compute, memory = half * have[0] + EPS, half * have[1] + EPS
         return all(work[i] <= compute and tokens[i] <= memory for i in members)
 
-    def _forced(
-        self, members: list[int], first: int, size: int, compute: float, memory: float
-    ) -> tuple[list[int], float, float]:
-        """Without those that no half can take, and what is left then."""
-        rest = list(members)
-        while True:
-            stay = [i for i in rest if not self._fits((i,), size // 2, compute, memory)]
-            if not stay:
-                return rest, compute, memory
-            self._stay(stay, first, size)
-            compute, memory = self._less(stay, size, compute, memory)
-            held = set(stay)
-            rest = [i for i in rest if i not in held]
-
-    def _price(self, i: int, size: int, compute: float, memory: float) -> float:
+    def _price(self, i: int, size: int, have: Pair) -> float:
         """Traffic that staying here adds to what the sequence needs anyway."""
         degree = 1
-        while degree < size and (self.work[i] > degree * compute or self.tokens[i] > degree * memory):
+        while degree < size and (self.work[i] > degree * have[0] or self.tokens[i] > degree * have[1]):
             degree *= 2
         return self.tokens[i] * (self.weights[size.bit_length() - 1] - self.weights[degree.bit_length() - 1])
 
-    def _cases(
-        self, items: list[int], size: int, compute: float, memory: float, dust: tuple[float, float]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _cases(self, items: list[int], size: int, have: Pair, dust: Pair) -> tuple[np.ndarray, np.ndarray]:
         """`[codes]`: cost of each left/right/both of `items` (inf where it does not fit), and the codes. Smaller ones
         of `dust` (compute, memory) in all are taken for a fluid that evens out what it can."""
-        table = ternary(len(items))
+        is_left, is_right, stays, code = ternary(len(items))
         amounts = np.array([[self.work[i], self.tokens[i]] for i in items])
-        price = np.array([self._price(i, size, compute, memory) for i in items])
-        have = np.array([[compute], [memory]])
+        price = np.array([self._price(i, size, have) for i in items])
+        room = np.array([have]).T
         total = amounts.sum(0)[:, None]
         spread = np.array([dust]).T
-        left, right = amounts.T @ table.left.T, amounts.T @ table.right.T
-        fullest = np.maximum(left, right) + (total - left - right) / 2 - have * (size // 2)
-        uneven = (np.abs(left - right) - spread) / np.maximum(have * size - total - spread, 1e-3)
-        price_all = table.stay @ price + 1e-3 * np.maximum(np.maximum(uneven[0], uneven[1]), 0.0)
-        return np.where(np.maximum(fullest[0], fullest[1]) <= EPS, price_all, np.inf), table.code
+        left, right = amounts.T @ is_left.T, amounts.T @ is_right.T
+        fullest = np.maximum(left, right) + (total - left - right) / 2 - room * (size // 2)
+        uneven = (np.abs(left - right) - spread) / np.maximum(room * size - total - spread, 1e-3)
+        price_all = stays @ price + 1e-3 * np.maximum(np.maximum(uneven[0], uneven[1]), 0.0)
+        return np.where(np.maximum(fullest[0], fullest[1]) <= EPS, price_all, np.inf), code
 
-    def _enumerate(
-        self, rest: list[int], size: int, compute: float, memory: float
-    ) -> tuple[list[int], list[int], list[int]]:
-        cost, codes = self._cases(rest, size, compute, memory, (0.0, 0.0))
+    def _enumerate(self, rest: list[int], size: int, have: Pair) -> Ways:
+        cost, codes = self._cases(rest, size, have, (0.0, 0.0))
         best = int(cost.argmin())
         if cost[best] == np.inf:  # only rounding could make it so: all of them stay
             return rest, [], []
-        ways: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for i, way in zip(rest, codes[best].tolist(), strict=True):
-            ways[way].append(i)
-        return ways[2], ways[0], ways[1]
+        left, right, stay = ([i for i, way in zip(rest, codes[best], strict=True) if way == side] for side in range(3))
+        return stay, left, right
 
-    def _difference(
-        self, rest: list[int], size: int, compute: float, memory: float
-    ) -> tuple[list[int], list[int], list[int]]:
-        uneven, left, right = self._halves(rest, size, compute, memory)
+    def _difference(self, rest: list[int], size: int, have: Pair) -> Ways:
+        uneven, left, right = self._halves(rest, size, have)
         if uneven <= 1:
             return [], left, right
         top = rest[:EXACT]
-        dust = (sum(self.work[i] for i in rest[EXACT:]), sum(self.tokens[i] for i in rest[EXACT:]))
-        cost, codes = self._cases(top, size, compute, memory, dust)
+        cost, codes = self._cases(top, size, have, self._total(rest[EXACT:]))
         order = np.argsort(cost, kind="stable")[:64]
         sets = [
             [i for i, way in zip(top, codes[k].tolist(), strict=True) if way == 2] for k in order[cost[order] < np.inf]
@@ -131,20 +132,18 @@ class Descent:
                 continue
             tried.append(stay)
             others = [i for i in rest if i not in stay]
-            less = self._less(stay, size, compute, memory)
-            if self._fits(others, size // 2, *less):
-                uneven, left, right = self._halves(others, size, *less)
+            less = self._less(stay, size, have)
+            if self._fit(others, size // 2, less):
+                uneven, left, right = self._halves(others, size, less)
                 if uneven <= 1:
                     return stay, left, right
         return rest, [], []
 
-    def _halves(
-        self, members: list[int], size: int, compute: float, memory: float
-    ) -> tuple[float, list[int], list[int]]:
+    def _halves(self, members: list[int], size: int, have: Pair) -> tuple[float, list[int], list[int]]:
         """The most even two halves found, and how uneven: above 1, a half exceeds what it has."""
-        spare_work = size * compute - sum(self.work[i] for i in members)
-        spare_tokens = size * memory - sum(self.tokens[i] for i in members)
-        return halves(members, self.work, self.tokens, max(spare_work, EPS), max(spare_tokens, EPS))
+        work, tokens = self._total(members)
+        spare = max(size * have[0] - work, EPS), max(size * have[1] - tokens, EPS)
+        return halves(members, self.work, self.tokens, *spare)
 
 
 def halves(

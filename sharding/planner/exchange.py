@@ -1,39 +1,50 @@
 """Local search: two groups at a time give their sequences out anew, exactly, so that less is sharded."""
 
-from __future__ import annotations
-
+import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .enumeration import subsets
-
 FREE = 6  # so many sequences of two groups are placed anew together: 4**6 cases
 EPS = 1e-9
+
+
+@functools.cache
+def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(starts, codes, left, right, both): each of `count` things elsewhere (0), left (1), right (2) or in both halves
+    (3) of a group.
+
+    Ordered by the set of those that are here: the codes of set `m` (bit `i`: thing `i` is here) are
+    `[starts[m], starts[m + 1])`. `left` and `right` hold the share of a thing that each half computes, `both` is 1.0
+    where a thing stays in both.
+    """
+    code = np.array(list(itertools.product(range(4), repeat=count)), np.int8).reshape(-1, count)
+    here = ((code > 0) << np.arange(count)).sum(1)
+    order = np.argsort(here, kind="stable")
+    code, here = code[order], here[order]
+    both = (code == 3) * 1.0
+    starts = np.searchsorted(here, np.arange(2**count + 1))
+    return starts, code, (code == 1) + both / 2, (code == 2) + both / 2, both
 
 
 class Exchange:
     """Improves `degrees` and `firsts` in place; no device exceeds its load of 1, or what it has if that is more.
 
-    `work` and `tokens` are in units of what one device may take, `weights[log2(p)]` is the traffic of a token at `p`.
+    `amounts`, `[2, sequences]`, are work and tokens in units of what one device may take, `weights[log2(p)]` is the
+    traffic of a token at `p`.
     """
 
     def __init__(
-        self,
-        work: Sequence[float],
-        tokens: Sequence[float],
-        weights: Sequence[float],
-        degrees: list[int],
-        firsts: list[int],
-        num_devices: int,
+        self, amounts: np.ndarray, weights: Sequence[float], degrees: list[int], firsts: list[int], num_devices: int
     ) -> None:
-        self.amounts = np.array([work, tokens]).T.reshape(-1, 2)
-        self.size = self.amounts.max(1, initial=0.0).tolist()
+        self.amounts = amounts.T
+        self.size = self.amounts.max(1).tolist()
         self.weights, self.degrees, self.firsts, self.num_devices = weights, degrees, firsts, num_devices
         self.loads = np.zeros((num_devices, 2))
         self.members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for i in range(len(work)):
+        for i in range(len(degrees)):
             self._put(i, degrees[i], firsts[i])
 
     def run(self, max_degree: int, trials: int) -> None:
@@ -86,21 +97,19 @@ class Exchange:
             for placed in before:
                 self._put(*placed)
             return None
-        table = subsets(len(free))
+        bounds, codes, in_left, in_right, in_both = subsets(len(free))
         amounts = self.amounts[free]
         shares = (amounts / half).T
-        left, right = (
-            shares @ table.left.T,
-            shares @ table.right.T,
-        )  # each resource a row: columns would cost twice as much
+        # Each resource is a row: columns would cost twice as much.
+        left, right = shares @ in_left.T, shares @ in_right.T
         saved = self.weights[size.bit_length() - 1] - self.weights[half.bit_length() - 1]
-        price = table.both @ (amounts[:, 1] * saved)
+        price = in_both @ (amounts[:, 1] * saved)
         costs = []
         for k in (0, 2):
             fits = (left[0] <= room[k][0]) & (left[1] <= room[k][1])
             fits &= (right[0] <= room[k + 1][0]) & (right[1] <= room[k + 1][1])
             costs.append(np.where(fits, price, np.inf))
-        least = [np.minimum.reduceat(cost, table.starts[:-1]) for cost in costs]
+        least = [np.minimum.reduceat(cost, bounds[:-1]) for cost in costs]
         total = least[0] + least[1][::-1]
         here = int(total.argmin())
         was = sum(float(self.amounts[i, 1]) * saved for i, degree, _ in before if degree == size)
@@ -109,8 +118,8 @@ class Exchange:
                 self._put(*placed)
             return False
         for first, cost, which in zip(firsts, costs, (here, len(total) - 1 - here), strict=True):
-            begin, end = table.starts[which], table.starts[which + 1]
-            code = table.code[begin + int(cost[begin:end].argmin())].tolist()
+            begin, end = bounds[which], bounds[which + 1]
+            code = codes[begin + int(cost[begin:end].argmin())].tolist()
             for i, way in zip(free, code, strict=True):
                 if way:
                     self._put(i, size if way == 3 else half, first + (half if way == 2 else 0))

@@ -7,19 +7,16 @@ If a placement without any sharding reaches the first, it is the plan. Else sequ
 that plan is not good, a search (`search`) follows, and the best of all is the plan.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .baselines import longest_first
-from .blocks import blocks
 from .descend import Descent
 from .exchange import Exchange
-from .limits import Limits, PlanCost, Problem, pose
-from .placement import Placement, dealt, largest, score, weights
+from .limits import Limits, Placement, PlanCost, Problem, pose
+from .partition import longest_first
+from .placement import blocks, dealt, largest, score, weights
 from .plan import PlanError, ShardPlan
 from .search import redealt, search, top_degree
 
@@ -67,8 +64,8 @@ def _plan(problem: Problem, *, quick: bool = False) -> ShardPlan:
         if problem.max_degree == 1 or not problem.limits.tokens_per_device:
             raise
     # Memory is short: the most even there is, whole blocks.
-    tokens = (problem.lengths_I * (problem.num_devices / float(problem.lengths_I.sum()) / problem.max_degree)).tolist()
-    block_I = blocks(tokens, tokens, problem.num_devices // problem.max_degree)
+    tokens = problem.lengths_I * (problem.num_devices / float(problem.lengths_I.sum()) / problem.max_degree)
+    block_I = blocks(np.array([tokens, tokens]), problem.num_devices // problem.max_degree, np.array([0.01, 0.03]))
     return problem.plan([problem.max_degree] * len(block_I), [block * problem.max_degree for block in block_I])
 
 
@@ -141,18 +138,20 @@ def _descent(problem: Problem, degree: int, block_I: list[int]) -> Placement:
     fullest = np.array([np.bincount(block_I, row, count).max() for row in amounts]) / degree
     limits = np.array([problem.compute_limit or 1.0, problem.memory_limit])
     limits = np.maximum(limits, fullest * (1 + problem.limits.tolerance / 2, 1))
-    work, tokens = (amounts / limits[:, None]).tolist()
-    descent = Descent(work, tokens, weights(problem))
+    descent = Descent(amounts / limits[:, None], weights(problem))
     for block in range(count):
-        descent.place(np.flatnonzero(np.equal(block_I, block)).tolist(), block * degree, degree, 1.0, 1.0)
-    _exchange(problem, descent.degrees, descent.firsts)
-    return descent.degrees, descent.firsts
-
-
-def _exchange(problem: Problem, degrees: list[int], firsts: list[int]) -> None:
-    """Improves a placement in place. No load comes to exceed its limit, or the largest load so far if that is more."""
-    loads = largest(problem, (degrees, firsts))
-    work = (problem.work_I / max(problem.compute_limit, loads[0], 1e-300)).tolist()
-    tokens = (problem.lengths_I / max(problem.memory_limit, loads[1])).tolist()
+        descent.place(np.flatnonzero(np.equal(block_I, block)).tolist(), block * degree, degree, (1.0, 1.0))
+    # No load comes to exceed its limit, or the largest load so far if that is more.
+    degrees, firsts = descent.degrees, descent.firsts
+    compute, memory = largest(problem, (degrees, firsts))
+    work, tokens = max(problem.compute_limit, compute, 1e-300), max(problem.memory_limit, memory)
     trials = max(TRIALS * (1 + (problem.num_devices < MANY)), problem.num_devices // 2)
-    Exchange(work, tokens, weights(problem), degrees, firsts, problem.num_devices).run(problem.max_degree, trials)
+    exchange = Exchange(
+        np.array([problem.work_I / work, problem.lengths_I / tokens]),
+        weights(problem),
+        degrees,
+        firsts,
+        problem.num_devices,
+    )
+    exchange.run(problem.max_degree, trials)
+    return degrees, firsts

@@ -1,16 +1,16 @@
 """Limits are what a shard plan keeps to; a Problem is one microbatch to place, in numbers. Whatever no planner can
 place raises here, by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from .plan import PlanError, Round, ShardPlan, rounds
+
+Placement = tuple[list[int], list[int]]  # degree and first device of every sequence
 
 
 @runtime_checkable
@@ -33,10 +33,9 @@ class PlanCost(Protocol):
 class Limits:
     """The settings of every planner. Sizes are tokens.
 
-    `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow.
+    `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. No group
+    leaves its aligned block of the largest power of two that divides the devices (12: blocks of 4, odd counts: of 1).
     `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound.
-    `replica`: consecutive devices that no group may leave; 0 for all of them. Where its size is no power of two, groups
-    stay within aligned blocks of its largest power-of-two divisor (12 devices: blocks of 4, odd counts: no sharding).
     `alpha`: most tokens of a device over the mean (FlexRL's alpha). Exceeded, by as little as is found, only where one
     sequence or one block of `max_degree` devices holds more than that at the highest degree.
     `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
@@ -55,10 +54,9 @@ class Limits:
     rounds_per_degree: int = 1
     tau: int = 8
     gamma: float = 16.0
-    replica: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_degree", "num_heads", "tokens_per_device", "short", "cap", "replica"):
+        for name in ("max_degree", "num_heads", "tokens_per_device", "short", "cap"):
             if getattr(self, name) < 0:
                 raise PlanError(f"limits.{name} is {getattr(self, name)}; use 0 for no bound")
         if self.max_degree & (self.max_degree - 1):
@@ -73,15 +71,12 @@ class Limits:
         """The largest degree on so many devices. Raises PlanError for a `max_degree` that these or heads forbid."""
         if num_devices < 1:
             raise PlanError(f"num_devices is {num_devices}; a plan needs at least one device")
-        replica = self.replica or num_devices
-        if num_devices % replica:
-            raise PlanError(f"limits.replica: {num_devices} devices are no multiple of replicas of {replica}")
-        aligned = replica & -replica
+        aligned = num_devices & -num_devices
         heads = 1 << (self.num_heads.bit_length() - 1) if self.num_heads else aligned
         if self.max_degree > aligned:
             raise PlanError(
                 f"limits.max_degree {self.max_degree} is above {aligned}, the largest power of two that divides the "
-                f"{replica} devices of a replica, which no group may leave; use at most {aligned}, or 0"
+                f"{num_devices} devices; use at most {aligned}, or 0"
             )
         if self.max_degree > heads:
             raise PlanError(
@@ -136,6 +131,26 @@ class Problem:
         return (degree - 1) / degree * (self.limits.gamma if degree > self.limits.tau else 1.0)
 
 
+def planner(place: Callable[..., Placement]) -> Callable[..., ShardPlan]:
+    """Makes a planner out of `place(problem, **options)`. The planner takes and raises what `pose` does, and takes the
+    options by name."""
+
+    def plan(
+        lengths: Sequence[int] | np.ndarray,
+        num_devices: int,
+        limits: Limits | None = None,
+        *,
+        work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
+        cost: SequenceCost | PlanCost | None = None,
+        **options: int,
+    ) -> ShardPlan:
+        problem = pose(lengths, num_devices, limits or Limits(), work, cost)
+        return problem.plan(*place(problem, **options))
+
+    plan.__name__, plan.__doc__ = place.__name__, place.__doc__
+    return plan
+
+
 def pose(
     lengths: Sequence[int] | np.ndarray,
     num_devices: int,
@@ -172,9 +187,9 @@ def pose(
     least_memory = least_load(lengths_I.astype(float), num_devices, degree)
     memory = max(limits.alpha * float(lengths_I.sum()) / num_devices, least_memory)
     room = limits.tokens_per_device
-    if room:
-        longest = int(lengths_I.argmax()) if len(lengths_I) else -1
-        if longest >= 0 and -(-int(lengths_I[longest]) // degree) > room:
+    if room and len(lengths_I):
+        longest = int(lengths_I.argmax())
+        if -(-int(lengths_I[longest]) // degree) > room:
             raise PlanError(
                 f"sequence {longest} has {lengths_I[longest]} tokens, but {degree} devices hold {degree * room}: raise "
                 f"limits.tokens_per_device ({room}) or limits.max_degree ({degree}), or shorten it"
@@ -184,9 +199,8 @@ def pose(
                 f"{int(lengths_I.sum())} tokens do not fit {num_devices} devices of limits.tokens_per_device {room} at "
                 f"limits.max_degree {degree}: one device would hold at least {math.ceil(least_memory)}"
             )
-        memory = max(
-            least_memory, min(memory, float(room - degree.bit_length()))
-        )  # every round may add a token of padding
+        # Every round may add a token of padding.
+        memory = max(least_memory, min(memory, float(room - degree.bit_length())))
     return Problem(
         lengths_I=lengths_I,
         work_I=work_I,

@@ -9,22 +9,20 @@ section 5.1 and appendix C, pure functions that are called alike and stand in `S
 is sharded: a sequence is computed by one device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .baselines import longest_first
-from .limits import Limits, SequenceCost, pose
-from .partition import karmarkar_karp, swapped
+from .limits import Limits, Problem, SequenceCost, pose
+from .partition import karmarkar_karp, longest_first, swapped
 from .plan import PlanError
 
 Lengths = Sequence[int] | np.ndarray
 Cost = SequenceCost | Callable[[int], float] | None
 Work = Sequence[float] | Sequence[int] | np.ndarray
 Microbatches = tuple[tuple[int, ...], ...]  # the sequences of each microbatch of one device, in order of execution
+Minibatch = list[list[list[int]]]  # the same of each device, while they are made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,152 +93,137 @@ def bubble_rate(schedule: MicrobatchSchedule, cost: Cost = None, barrier: str = 
     if not given. Communication is not counted.
     """
     if cost is not None:
-        work = _work(schedule.lengths, schedule.num_devices, Limits(), None, cost)[1]
-        schedule = dataclasses.replace(schedule, work=tuple(work.tolist()))
+        work_I = _pose(schedule.lengths, schedule.num_devices, Limits(), None, cost).work_I
+        schedule = dataclasses.replace(schedule, work=tuple(work_I.tolist()))
     total = schedule.num_devices * makespan(schedule, barrier)
     return max(1.0 - float(schedule.loads().sum()) / total, 0.0) if total else 0.0
 
 
-def local_sort(
-    lengths: Lengths,
-    num_devices: int,
-    limits: Limits | None = None,
-    *,
-    work: Work | None = None,
-    cost: Cost = None,
-) -> MicrobatchSchedule:
-    """Each device its share in the order given, one after the other to the next device; longest first, nothing packed.
+def _scheduler(deal: Callable[..., list[Minibatch]]) -> Callable[..., MicrobatchSchedule]:
+    """Makes a scheduler out of `deal(problem, **options)`, which returns minibatches; all but the last one have as many
+    microbatches on all devices.
 
     `limits.tokens_per_device` is the most tokens of a microbatch, 0 for no bound; nothing else in `limits` that is
     about sharding counts. `work` is the compute of each sequence; without it, `cost`: a function of the length, or a
     cost model with `attention_seconds` and `linear_seconds`; without both, `24576 * length + length**2`, which is
-    verl's. Raises PlanError, with sequence and field, for whatever no schedule can hold. (Section 5.1.)
+    verl's. Raises PlanError, with sequence and field, for whatever no schedule can hold.
     """
-    lengths_I, work_I, room = _problem(lengths, num_devices, limits, work, cost)
-    shares = [list(range(device, len(lengths_I), num_devices)) for device in range(num_devices)]
+
+    def schedule(
+        lengths: Lengths,
+        num_devices: int,
+        limits: Limits | None = None,
+        *,
+        work: Work | None = None,
+        cost: Cost = None,
+        **options: int,
+    ) -> MicrobatchSchedule:
+        problem = _pose(lengths, num_devices, limits or Limits(), work, cost)
+        lengths_I, room = problem.lengths_I, problem.limits.tokens_per_device
+        if room and lengths_I.max(initial=0) > room:
+            worst = int(lengths_I.argmax())
+            raise PlanError(
+                f"sequence {worst} has {lengths_I[worst]} tokens, but a microbatch holds limits.tokens_per_device "
+                f"{room}: raise it, shorten the sequence, or use a strategy that spreads sequences over devices"
+            )
+        minibatches = deal(problem, **options)
+        starts = np.cumsum([0] + [len(minibatch[0]) for minibatch in minibatches[:-1]])
+        devices = zip(*minibatches, strict=True)
+        rows = [[tuple(members) for microbatches in device for members in microbatches] for device in devices]
+        return MicrobatchSchedule(
+            lengths=tuple(lengths_I.tolist()),
+            work=tuple(problem.work_I.tolist()),
+            microbatches=tuple(map(tuple, rows)),
+            budget=room,
+            starts=tuple(starts.tolist()),
+        )
+
+    schedule.__name__, schedule.__doc__ = deal.__name__, deal.__doc__
+    return schedule
+
+
+def _pose(lengths: Lengths, num_devices: int, limits: Limits, work: Work | None, cost: Cost) -> Problem:
+    """The problem of dealing sequences that nothing shards, each checked as by the planners."""
+    free = dataclasses.replace(limits, max_degree=1, tokens_per_device=0)
+    lengths_I = pose(lengths, num_devices, free).lengths_I
+    if work is None and cost is None:
+        work = 24576.0 * lengths_I + lengths_I.astype(float) ** 2
+    elif work is None and callable(cost):
+        work = np.array([cost(n) for n in lengths_I.tolist()], float)
+    problem = pose(lengths_I, num_devices, free, work, None if callable(cost) else cost)
+    return dataclasses.replace(problem, limits=limits)  # of which the tokens of a device bound a microbatch alone
+
+
+@_scheduler
+def local_sort(problem: Problem) -> list[Minibatch]:
+    """Each device its share in the order given, one after the other to the next device; longest first, nothing packed.
+    (Section 5.1.)"""
+    lengths_I, count = problem.lengths_I, problem.num_devices
+    shares = [range(device, len(lengths_I), count) for device in range(count)]
     alone = [[[i] for i in sorted(share, key=lambda i: (-lengths_I[i], i))] for share in shares]
-    return _schedule(lengths_I, work_I, room, [_even(alone)])
+    most = max(map(len, alone))
+    return [[microbatches + [[]] * (most - len(microbatches)) for microbatches in alone]]
 
 
-def lb_micro(
-    lengths: Lengths,
-    num_devices: int,
-    limits: Limits | None = None,
-    *,
-    work: Work | None = None,
-    cost: Cost = None,
-) -> MicrobatchSchedule:
+@_scheduler
+def lb_micro(problem: Problem) -> list[Minibatch]:
     """Equal numbers of sequences and of microbatches on all devices, for a barrier at each (appendix C.1).
 
     Karmarkar-Karp with exchanges deals the sequences to devices, as many to each up to one. Karmarkar-Karp deals those
     of each device to its microbatches, of which there are ever more until every one of every device fits. The `m`-th
     heaviest microbatches run together, which is the best order. The appendix does not tell of exchanges, but without
-    them devices are far less even than Tables 4 and 6 say (`docs/log.md`). Arguments and errors as for `local_sort`.
+    them devices are far less even than Tables 4 and 6 say (`docs/log.md`).
     """
-    lengths_I, work_I, room = _problem(lengths, num_devices, limits, work, cost)
-    shares = _shares(_as_many_each(work_I, num_devices), num_devices)
-    return _schedule(lengths_I, work_I, room, [_together(shares, lengths_I, work_I, room)])
+    return [_together(problem, _shares(_as_many_each(problem), problem.num_devices))]
 
 
-def lb_mini(
-    lengths: Lengths,
-    num_devices: int,
-    limits: Limits | None = None,
-    *,
-    work: Work | None = None,
-    cost: Cost = None,
-) -> MicrobatchSchedule:
+@_scheduler
+def lb_mini(problem: Problem) -> list[Minibatch]:
     """Devices even over the whole minibatch, however many sequences and microbatches each has (section 4, C.1).
 
     The best of Karmarkar-Karp, of longest first and of the shares of `lb_micro`, each improved by exchanges. So its
     makespan with one barrier at the end never exceeds that of `lb_micro`, be its barriers one or many. Then each device
     packs alone, in as many microbatches as it takes until every one fits: even in tokens, since work need not be.
-    Only for ODC: numbers of microbatches differ, and a device may have none. Arguments and errors as for `local_sort`.
+    Only for ODC: numbers of microbatches differ, and a device may have none.
     """
-    lengths_I, work_I, room = _problem(lengths, num_devices, limits, work, cost)
-    starts = (
-        karmarkar_karp(work_I, num_devices),
-        longest_first(work_I, num_devices),
-        _as_many_each(work_I, num_devices),
-    )
+    work_I, num_devices = problem.work_I, problem.num_devices
+    starts = karmarkar_karp(work_I, num_devices), longest_first(work_I, num_devices), _as_many_each(problem)
     dealt = [swapped(work_I, bins, num_devices) for bins in starts]
     bins = min(dealt, key=lambda bins: np.bincount(bins, work_I, num_devices).max(initial=0.0))
     devices = []
     for share in _shares(bins, num_devices):
-        count = _fewest(share, lengths_I, room)
-        while (microbatches := _packed(share, lengths_I, room, count, by=(lengths_I, work_I))) is None:
+        count = _fewest(problem, share)
+        while (microbatches := _packed(problem, share, count, by=(problem.lengths_I, work_I))) is None:
             count += 1
-        devices.append(_heaviest_first(microbatches, work_I))
-    return _schedule(lengths_I, work_I, room, [devices])
+        devices.append(microbatches)
+    return [devices]
 
 
-def verl_native(
-    lengths: Lengths,
-    num_devices: int,
-    limits: Limits | None = None,
-    *,
-    work: Work | None = None,
-    cost: Cost = None,
-    minibatch: int = 0,
-    seed: int = 0,
-) -> MicrobatchSchedule:
+@_scheduler
+def verl_native(problem: Problem, minibatch: int = 0, seed: int = 0) -> list[Minibatch]:
     """What verl does: devices are balanced over the global batch, before that is cut into minibatches (appendix C.2).
 
     Each device shuffles its equal share, by `seed`, and cuts it into minibatches of `minibatch` sequences a device (0:
     one minibatch), so each of them is uneven; each is packed as by `lb_micro`. The optimized form (C.3) is `lb_micro`
-    for each minibatch. Unlike verl's published code, this one never exceeds the budget. Arguments and errors as for
-    `local_sort`.
+    for each minibatch. Unlike verl's published code, this one never exceeds the budget.
     """
     if minibatch < 0:
         raise PlanError(f"minibatch is {minibatch} sequences a device; use 0 for all")
-    lengths_I, work_I, room = _problem(lengths, num_devices, limits, work, cost)
-    shares = _shares(karmarkar_karp(work_I, num_devices, equal_size=True), num_devices)
+    shares = _shares(karmarkar_karp(problem.work_I, problem.num_devices, equal_size=True), problem.num_devices)
     size = minibatch or max(1, *map(len, shares), 1)
     if minibatch:
         shares = [np.random.default_rng((seed, d)).permutation(np.array(s, int)).tolist() for d, s in enumerate(shares)]
     cuts = range(0, max(1, *map(len, shares)), size)
-    parts = [[sorted(share[at : at + size]) for share in shares] for at in cuts]
-    return _schedule(lengths_I, work_I, room, [_together(part, lengths_I, work_I, room) for part in parts])
+    return [_together(problem, [sorted(share[at : at + size]) for share in shares]) for at in cuts]
 
 
-SCHEDULERS: dict[str, Callable[..., MicrobatchSchedule]] = {
-    "local_sort": local_sort,
-    "lb_micro": lb_micro,
-    "lb_mini": lb_mini,
-    "verl_native": verl_native,
-}
+SCHEDULERS = {scheduler.__name__: scheduler for scheduler in (local_sort, lb_micro, lb_mini, verl_native)}
 
 
-def _work(
-    lengths: Lengths, num_devices: int, limits: Limits, work: Work | None, cost: Cost
-) -> tuple[np.ndarray, np.ndarray]:
-    """`[sequences]` int64 lengths and float64 work, checked as by the planners, for no sharding and no bound."""
-    free = dataclasses.replace(limits, max_degree=1, tokens_per_device=0)
-    checked = pose(lengths, num_devices, free).lengths_I
-    if work is None and cost is None:
-        work = 24576.0 * checked + checked.astype(float) ** 2
-    elif work is None and callable(cost):
-        work = np.array([cost(n) for n in checked.tolist()], float)
-    return checked, pose(checked, num_devices, free, work, None if callable(cost) else cost).work_I
-
-
-def _problem(
-    lengths: Lengths, num_devices: int, limits: Limits | None, work: Work | None, cost: Cost
-) -> tuple[np.ndarray, np.ndarray, int]:
-    limits = limits or Limits()
-    lengths_I, work_I = _work(lengths, num_devices, limits, work, cost)
-    room = limits.tokens_per_device
-    if room and lengths_I.max(initial=0) > room:
-        worst = int(lengths_I.argmax())
-        raise PlanError(
-            f"sequence {worst} has {lengths_I[worst]} tokens, but a microbatch holds limits.tokens_per_device {room}: "
-            "raise it, shorten the sequence, or use a strategy that spreads sequences over devices"
-        )
-    return lengths_I, work_I, room
-
-
-def _as_many_each(work_I: np.ndarray, count: int) -> list[int]:
-    return swapped(work_I, karmarkar_karp(work_I, count, equal_size=True), count, equal_size=True)
+def _as_many_each(problem: Problem) -> list[int]:
+    """The device of each sequence: even in work, and in numbers of sequences up to one."""
+    bins = karmarkar_karp(problem.work_I, problem.num_devices, equal_size=True)
+    return swapped(problem.work_I, bins, problem.num_devices, equal_size=True)
 
 
 def _shares(bins: Sequence[int], count: int) -> list[list[int]]:
@@ -250,58 +233,34 @@ def _shares(bins: Sequence[int], count: int) -> list[list[int]]:
     return shares
 
 
-def _fewest(share: Sequence[int], lengths_I: np.ndarray, room: int) -> int:
+def _fewest(problem: Problem, share: list[int]) -> int:
     """The number of microbatches below which no packing fits."""
-    tokens = int(lengths_I[list(share)].sum()) if share else 0
-    return -(-tokens // room) if room else min(len(share), 1)
+    room = problem.limits.tokens_per_device
+    return -(-int(problem.lengths_I[share].sum()) // room) if room and share else min(len(share), 1)
 
 
-def _packed(
-    share: list[int], lengths_I: np.ndarray, room: int, count: int, by: Sequence[np.ndarray]
-) -> list[list[int]] | None:
-    """`count` microbatches that fit, made even in one of the amounts `by`, the first that does; None if none does.
-    One always does for as many microbatches as sequences, which then stand alone."""
+def _packed(problem: Problem, share: list[int], count: int, by: Sequence[np.ndarray]) -> list[list[int]] | None:
+    """`count` microbatches that fit, made even in one of the amounts `by`, the first that does, heaviest first; None if
+    none does. One always does for as many microbatches as sequences, which then stand alone."""
+
+    def order(members: list[int]) -> tuple[float, list[int]]:
+        return -float(problem.work_I[members].sum()) if members else 0.0, members
+
+    room = problem.limits.tokens_per_device
     for amounts in by:
         bins = _shares(karmarkar_karp(amounts[share], count), count) if share else [[]] * count
         microbatches = [[share[k] for k in bin] for bin in bins]
-        if not room or all(lengths_I[members].sum() <= room for members in microbatches if members):
-            return microbatches
+        if not room or all(problem.lengths_I[members].sum() <= room for members in microbatches if members):
+            return sorted(microbatches, key=order)
     return None
 
 
-def _together(
-    shares: Sequence[list[int]], lengths_I: np.ndarray, work_I: np.ndarray, room: int
-) -> list[list[list[int]]]:
+def _together(problem: Problem, shares: Sequence[list[int]]) -> Minibatch:
     """The smallest equal number of microbatches in which Karmarkar-Karp by work makes those of all devices fit."""
-    count = max(_fewest(share, lengths_I, room) for share in shares)
+    count = max(_fewest(problem, share) for share in shares)
     while True:
-        packed = [_packed(share, lengths_I, room, count, by=(work_I,)) for share in shares]
+        packed = [_packed(problem, share, count, by=(problem.work_I,)) for share in shares]
         fit = [microbatches for microbatches in packed if microbatches is not None]
         if len(fit) == len(packed):
-            return [_heaviest_first(microbatches, work_I) for microbatches in fit]
+            return fit
         count += 1
-
-
-def _heaviest_first(microbatches: list[list[int]], work_I: np.ndarray) -> list[list[int]]:
-    return sorted(microbatches, key=lambda members: (-float(work_I[members].sum()) if members else 0.0, members))
-
-
-def _even(devices: Sequence[list[list[int]]]) -> list[list[list[int]]]:
-    """Adds empty microbatches at the end, so that all devices have as many."""
-    most = max(map(len, devices))
-    return [microbatches + [[]] * (most - len(microbatches)) for microbatches in devices]
-
-
-def _schedule(
-    lengths_I: np.ndarray, work_I: np.ndarray, room: int, minibatches: Sequence[Sequence[list[list[int]]]]
-) -> MicrobatchSchedule:
-    """Joins minibatches, all of which but the last have as many microbatches on all devices."""
-    starts = np.cumsum([0] + [len(part[0]) for part in minibatches[:-1]])
-    rows = [[tuple(members) for part in device for members in part] for device in zip(*minibatches, strict=True)]
-    return MicrobatchSchedule(
-        lengths=tuple(lengths_I.tolist()),
-        work=tuple(work_I.tolist()),
-        microbatches=tuple(map(tuple, rows)),
-        budget=room,
-        starts=tuple(starts.tolist()),
-    )

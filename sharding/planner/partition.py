@@ -3,8 +3,6 @@
 numpy only. A partition is the bin of each item, `[items]` int in `[0, bins)`. All of it is deterministic.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 
@@ -49,6 +47,17 @@ def karmarkar_karp(
     for bin, (_, items) in enumerate(heap[0][2] if heap else []):
         for i in items:
             bins[i] = bin
+    return bins
+
+
+def longest_first(work_I: np.ndarray, count: int) -> list[int]:
+    """The bin of each item, of `count`: the largest first, each to the bin with the least so far."""
+    heap = [(0.0, bin) for bin in range(count)]
+    bins = [0] * len(work_I)
+    for i in np.argsort(-work_I, kind="stable").tolist():
+        load, bin = heap[0]
+        bins[i] = bin
+        heapq.heapreplace(heap, (load + float(work_I[i]), bin))
     return bins
 
 

@@ -1,16 +1,16 @@
 """A placement is a plan in the making. Here are its score, its largest loads, and the blocks that it begins with."""
 
-from __future__ import annotations
-
 import numpy as np
 
-from .blocks import blocks
-from .limits import Problem
+from .descend import HARD, halves
+from .limits import Placement, Problem
+from .plan import over_devices
 
 SPARE = 0.03  # of the memory limit, for the devices within a block to even out
 MEMORY = 100.0  # what exceeding the memory limit counts, against compute
+GOOD = 0.25  # pressure below which nothing is dealt anew
+NEIGHBOURS = 6  # emptiest blocks that the fullest one deals anew with
 
-Placement = tuple[list[int], list[int]]  # degree and first device of every sequence
 Score = tuple[float, float]  # what exceeds the limits of memory and compute (relative to them), then traffic
 
 
@@ -19,8 +19,58 @@ def dealt(problem: Problem, degree: int) -> list[int]:
     amounts = np.array([problem.work_I, problem.lengths_I])
     target = np.array([problem.least_compute or 1.0, max(problem.least_memory, (1 - SPARE) * problem.memory_limit)])
     spare = np.maximum([problem.compute_limit or 1.0, problem.memory_limit] / target - 1, 0.002) / [2, 1]
-    work, tokens = (amounts / (target * degree)[:, None]).tolist()
-    return blocks(work, tokens, problem.num_devices // degree, spare=(float(spare[0]), float(spare[1])))
+    return blocks(amounts / (target * degree)[:, None], problem.num_devices // degree, spare)
+
+
+def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
+    """The block of each sequence, of `count` that none may span, as even as can be in compute and memory at once.
+
+    `amounts`, `[2, sequences]`, are work and tokens in units of what one block should take, of which `room`, `[2]`, is
+    spare. Longest first to the least loaded; then the block with the most pressure (how far it exceeds 1, over what is
+    spare) and one of the others deal out anew what they have, as long as that helps.
+    """
+    if count == 1:
+        return [0] * amounts.shape[1]
+    loads = np.zeros((count, 2))
+    members: list[list[int]] = [[] for _ in range(count)]
+    work, tokens = amounts.tolist()
+    amounts_I2 = amounts.T
+
+    def pressure_of(loads: np.ndarray) -> np.ndarray:
+        over = (loads - 1) / room
+        return over.max(1) + HARD * np.maximum(over[:, 1] - 1, 0.0)
+
+    for i in np.argsort(-amounts.max(0), kind="stable").tolist():
+        # The larger of both after it counts, then the sum.
+        after = loads + amounts_I2[i]
+        over = HARD * np.maximum(after[:, 1] - (1 + room[1]), 0.0)
+        best = int((after.max(1) + 0.1 * loads.sum(1) + over).argmin())
+        members[best].append(i)
+        loads[best] += amounts_I2[i]
+    for _ in range(3 * count):
+        pressure = pressure_of(loads)
+        fullest = int(pressure.argmax())
+        if pressure[fullest] <= GOOD:
+            break
+        resource = int(((loads[fullest] - 1) / room).argmax())
+        for partner in np.argsort(loads[:, resource], kind="stable")[:NEIGHBOURS].tolist():
+            if partner == fullest:
+                continue
+            left = 2 * (1 + room) - loads[fullest] - loads[partner]
+            both = sorted(members[fullest] + members[partner])
+            _, *sides = halves(both, work, tokens, *np.maximum(left, room / 4).tolist())
+            new = np.array([amounts_I2[side].sum(0) for side in sides])
+            if pressure_of(new).max() < max(pressure[fullest], pressure[partner]) - 1e-6:
+                for block, load, side in zip((fullest, partner), new, sides, strict=True):
+                    members[block], loads[block] = side, load
+                break
+        else:
+            break
+    answer = [0] * amounts.shape[1]
+    for block, inside in enumerate(members):
+        for i in inside:
+            answer[i] = block
+    return answer
 
 
 def shares(problem: Problem) -> np.ndarray:
@@ -35,13 +85,10 @@ def weights(problem: Problem) -> list[float]:
 
 def largest(problem: Problem, placement: Placement) -> tuple[float, float]:
     """The largest compute and the most tokens of a device."""
-    degrees, firsts = np.array(placement[0]), np.array(placement[1])
-    edges = np.zeros((2, problem.num_devices + 1))
-    for row, amounts in enumerate((problem.work_I / degrees, problem.lengths_I / degrees)):
-        np.add.at(edges[row], firsts, amounts)
-        np.add.at(edges[row], firsts + degrees, -amounts)
-    compute, memory = np.cumsum(edges, 1).max(1).tolist()
-    return compute, memory
+    degrees, firsts = map(np.array, placement)
+    amounts = problem.work_I / degrees, problem.lengths_I / degrees
+    compute, memory = (over_devices(share, degrees, firsts, problem.num_devices).max() for share in amounts)
+    return float(compute), float(memory)
 
 
 def score(problem: Problem, placement: Placement) -> Score:

@@ -10,14 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-else:  # shapes and types are checked while tests run, without matplotlib
-    Figure = Any
 
 
 class PlanError(ValueError):
@@ -53,7 +47,39 @@ class ShardPlan:
     rounds: tuple[Round, ...]
 
     def __post_init__(self) -> None:
-        check(self)
+        """Raises PlanError if the plan is not executable: groups that are not aligned, degrees that increase, sequences
+        that are missing from the rounds, there twice, or in a round of another group."""
+        count = len(self.lengths)
+        if not len(self.work) == len(self.degrees) == len(self.firsts) == count:
+            raise PlanError("lengths, work, degrees and firsts must be of equal length")
+        if self.num_devices < 1:
+            raise PlanError(f"a plan needs at least one device, not {self.num_devices}")
+        for index, (degree, first) in enumerate(zip(self.degrees, self.firsts, strict=True)):
+            if degree < 1 or degree & (degree - 1) or first % degree or not 0 <= first <= self.num_devices - degree:
+                raise PlanError(
+                    f"sequence {index}: devices [{first}, {first + degree}) are no aligned power-of-two group of "
+                    f"{self.num_devices} devices"
+                )
+        degrees = [round.degree for round in self.rounds]
+        if degrees != sorted(degrees, reverse=True):
+            raise PlanError(f"rounds must stand in decreasing degree, got {degrees}")
+        seen: list[int] = []
+        for round in self.rounds:
+            if round.degree < 1 or round.degree & (round.degree - 1) or self.num_devices % round.degree:
+                raise PlanError(
+                    f"{self.num_devices} devices have no round of degree {round.degree}: a power of two divides them"
+                )
+            if len(round.groups) != self.num_devices // round.degree:
+                raise PlanError(f"a round of degree {round.degree} needs {self.num_devices // round.degree} groups")
+            for group, members in enumerate(round.groups):
+                for index in members:
+                    if not 0 <= index < count:
+                        raise PlanError(f"a round names sequence {index}, but there are {count}")
+                    if self.degrees[index] != round.degree or self.firsts[index] != group * round.degree:
+                        raise PlanError(f"sequence {index} stands in a round of another group than its own")
+                    seen.append(index)
+        if sorted(seen) != list(range(count)):
+            raise PlanError("each sequence must stand in exactly one round")
 
     def compute(self) -> np.ndarray:
         """`[devices]`: C_d, the sum of `work / p` over the sequences of each device."""
@@ -92,11 +118,7 @@ class ShardPlan:
 
     def over_devices(self, share: np.ndarray) -> np.ndarray:
         """`[devices]`: the sum of `share`, an amount for each sequence on each of its devices."""
-        firsts, degrees = np.array(self.firsts, int), np.array(self.degrees, int)
-        edges = np.zeros(self.num_devices + 1)
-        np.add.at(edges, firsts, share)
-        np.add.at(edges, firsts + degrees, -share)
-        return np.maximum(np.cumsum(edges)[:-1], 0.0)
+        return over_devices(share, np.array(self.degrees, int), np.array(self.firsts, int), self.num_devices)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -113,45 +135,17 @@ class ShardPlan:
             raise PlanError(f"this is not a serialised shard plan: {type(error).__name__} {error}") from error
 
 
+def over_devices(share: np.ndarray, degrees: np.ndarray, firsts: np.ndarray, num_devices: int) -> np.ndarray:
+    """`[devices]`: the sum of `share`, an amount for each sequence on each of its devices."""
+    edges = np.zeros(num_devices + 1)
+    np.add.at(edges, firsts, share)
+    np.add.at(edges, firsts + degrees, -share)
+    return np.maximum(np.cumsum(edges)[:-1], 0.0)
+
+
 def _peak(per_device: np.ndarray) -> float:
     mean = float(per_device.mean())
     return float(per_device.max()) / mean if mean else 1.0
-
-
-def check(plan: ShardPlan) -> None:
-    """Raises PlanError if the plan is not executable: groups that are not aligned, degrees that increase, sequences
-    that are missing from the rounds, there twice, or in a round of another group."""
-    count = len(plan.lengths)
-    if not len(plan.work) == len(plan.degrees) == len(plan.firsts) == count:
-        raise PlanError("lengths, work, degrees and firsts must be of equal length")
-    if plan.num_devices < 1:
-        raise PlanError(f"a plan needs at least one device, not {plan.num_devices}")
-    for index, (degree, first) in enumerate(zip(plan.degrees, plan.firsts, strict=True)):
-        if degree < 1 or degree & (degree - 1) or first % degree or not 0 <= first <= plan.num_devices - degree:
-            raise PlanError(
-                f"sequence {index}: devices [{first}, {first + degree}) are no aligned power-of-two group of "
-                f"{plan.num_devices} devices"
-            )
-    degrees = [round.degree for round in plan.rounds]
-    if degrees != sorted(degrees, reverse=True):
-        raise PlanError(f"rounds must stand in decreasing degree, got {degrees}")
-    seen: list[int] = []
-    for round in plan.rounds:
-        if round.degree < 1 or round.degree & (round.degree - 1) or plan.num_devices % round.degree:
-            raise PlanError(
-                f"{plan.num_devices} devices have no round of degree {round.degree}: a power of two divides them"
-            )
-        if len(round.groups) != plan.num_devices // round.degree:
-            raise PlanError(f"a round of degree {round.degree} needs {plan.num_devices // round.degree} groups")
-        for group, members in enumerate(round.groups):
-            for index in members:
-                if not 0 <= index < count:
-                    raise PlanError(f"a round names sequence {index}, but there are {count}")
-                if plan.degrees[index] != round.degree or plan.firsts[index] != group * round.degree:
-                    raise PlanError(f"sequence {index} stands in a round of another group than its own")
-                seen.append(index)
-    if sorted(seen) != list(range(count)):
-        raise PlanError("each sequence must stand in exactly one round")
 
 
 def rounds(

@@ -1,16 +1,16 @@
-"""A search beyond the quick descent: beams over whole placements, repair of the best of them, then regrouping."""
+"""A search beyond the quick descent: beams over whole placements, repair of the best of them, then regrouping.
 
-from __future__ import annotations
+Repair takes some sequences of two or three blocks of devices out of a placement and places them anew, if that helps.
+Where loads are tight, a cheaper placement may need all blocks to change at once; with at most four blocks, regrouping
+prices every subset of the longest sequences instead.
+"""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from .beam import beam
-from .limits import Problem
-from .placement import Placement, Score, dealt, score, shares, weights
-from .regroup import regrouped
-from .repair import repair
+from .limits import Placement, Problem
+from .placement import Score, dealt, score, shares, weights
 
 # What unevenness counts in a beam, and how much of the limits it aims at, as a little is exceeded at the end. No
 # pair is best everywhere.
@@ -21,6 +21,20 @@ RUNGS = ((1024, 32), (10240, 64))  # ways times devices of all beams, then round
 ALLOWED = (1.0, 1.005, 1.01, 1.02, 1.03, 1.04, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)  # times the limit of compute
 DEALS = 24  # rounds of repair for each of them
 EPS = 1e-9
+
+HARD = 1e4  # what exceeding a limit counts in a beam, against traffic in units of what one device holds
+DUST = 0.04  # of a device's limit: smaller sequences only follow the best way, which they hardly change
+
+EVENS = (0.001, 0.1, 0.4, 1.0) * 2  # what unevenness counts in each of the tries of a round of repair, side by side
+TOUCHED = 3  # blocks of devices whose sequences a try may move; two, if they are larger than `LARGE`
+LARGE = 8
+FREED = 12  # sequences that a try places anew
+FEW = 16  # ways that the beams of repair and regrouping keep
+
+LONGEST = 16  # most sequences that are regrouped exactly: 2**16 subsets; shorter ones only follow the beam
+DIVISIONS = (2, 4)  # numbers of blocks that are regrouped
+SUBSETS = 1000  # that are priced; fewer sequences are regrouped exactly where more subsets fit a block
+EVEN = 0.1
 
 
 def search(
@@ -79,6 +93,96 @@ def beams(problem: Problem, cells: int) -> list[Placement]:
     return placements
 
 
+def beam(
+    work_KI: np.ndarray,
+    tokens_KI: np.ndarray,
+    even_K: np.ndarray,
+    held_KRD: np.ndarray,
+    weights: Sequence[float],
+    width: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Degree and first device, within its block, of every sequence: `[blocks, sequences]` int each.
+
+    Beam search: the largest sequence first, each on any group of devices, in the best few ways so far. Blocks of
+    devices that share nothing are searched in lockstep, so one numpy call serves all of them.
+
+    `work_KI` and `tokens_KI`, `[blocks, sequences]`, are in units of what one device may take, zero where a block has
+    fewer sequences. `held_KRD`, `[blocks, 2, devices]`, is the work and the tokens that devices have already.
+    `weights[log2(p)]` is the traffic of a token at degree `p`, `even_K` what unevenness counts against it, and `width`
+    ways are kept. Where the limits cannot be kept to, they are exceeded by as little as is found.
+    """
+    (blocks, count), size = work_KI.shape, held_KRD.shape[-1]
+    amounts_KRI = np.stack([work_KI, tokens_KI], 1)
+    order_KI = np.argsort(-amounts_KRI.max(1), axis=1, kind="stable")
+    amounts_KRI = np.take_along_axis(amounts_KRI, order_KI[:, None], 2)
+    groups = [(2**k, first) for k in range(len(weights)) for first in range(0, size, 2**k)]
+    degree_G, first_G = np.array(groups).T
+    share_GD = device_shares(degree_G, first_G, size)
+    weight_G = np.repeat(weights, size >> np.arange(len(weights)))
+
+    block_K = np.arange(blocks)[:, None]
+    loads_KBRD = held_KRD[:, None]
+    # Of each way: its traffic, what it exceeds the limits by, and the sum of its squared loads.
+    traffic_KB, square_KB = np.zeros((2, blocks, 1))
+    over_KB = np.maximum(loads_KBRD.max((2, 3)) - 1 - 1e-9, 0)
+    parents, choices = [], []
+    for i in range(count):
+        amount_KR = amounts_KRI[:, :, i]
+        most, total = _groups(loads_KBRD, len(weights))
+        added_KRG = amount_KR[:, :, None] / degree_G
+        over_KBG = np.maximum((most + added_KRG[:, None]).max(2) - 1 - 1e-9, over_KB[:, :, None])
+        square_KBG = square_KB[:, :, None] + (added_KRG[:, None] * (2 * total + amount_KR[:, None, :, None])).sum(2)
+        traffic_KBG = traffic_KB[:, :, None] + (amount_KR[:, 1, None] * weight_G)[:, None]
+        score_KC = (traffic_KBG + HARD * over_KBG + even_K[:, None, None] * square_KBG).reshape(blocks, -1)
+        keep = width if amount_KR.max() > DUST else 1
+        chosen_KB = _best(score_KC, keep)
+        parent_KB, choice_KB = np.divmod(chosen_KB, len(groups))
+        loads_KBRD = loads_KBRD[block_K, parent_KB] + amount_KR[:, None, :, None] * share_GD[choice_KB][:, :, None]
+        traffic_KB, over_KB, square_KB = (
+            np.take_along_axis(values.reshape(blocks, -1), chosen_KB, 1)
+            for values in (traffic_KBG, over_KBG, square_KBG)
+        )
+        parents.append(parent_KB)
+        choices.append(choice_KB)
+    group_KI = np.zeros((blocks, count), int)
+    way_K = np.zeros(blocks, int)  # ways are sorted, the best one first
+    for i in reversed(range(count)):
+        group_KI[:, i] = choices[i][block_K[:, 0], way_K]
+        way_K = parents[i][block_K[:, 0], way_K]
+    place_KI = np.zeros_like(group_KI)
+    np.put_along_axis(place_KI, order_KI, group_KI, 1)
+    return degree_G[place_KI], first_G[place_KI]
+
+
+def device_shares(degree_I: np.ndarray, first_I: np.ndarray, num_devices: int) -> np.ndarray:
+    """`[groups, devices]`: the share of each of these groups that each device computes."""
+    device_D, last_I = np.arange(num_devices), first_I + degree_I
+    return ((first_I[:, None] <= device_D) & (device_D < last_I[:, None])) / degree_I[:, None]
+
+
+def _groups(loads_KBRD: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
+    """`[blocks, ways, 2, groups]`: the largest load of a device of each group, and the sum over its devices."""
+    most, total = [loads_KBRD], [loads_KBRD]
+    for _ in range(levels - 1):
+        most.append(np.maximum(most[-1][..., ::2], most[-1][..., 1::2]))
+        total.append(total[-1][..., ::2] + total[-1][..., 1::2])
+    return np.concatenate(most, -1), np.concatenate(total, -1)
+
+
+def _best(score_KC: np.ndarray, keep: int) -> np.ndarray:
+    """The candidates with the lowest scores, `[blocks, at most keep]`, lowest first. Of equal scores, those of devices
+    in another order, one is enough."""
+    if keep == 1:
+        return score_KC.argmin(1)[:, None]
+    order_KC = np.argsort(score_KC, axis=1, kind="stable")
+    sorted_KC = np.take_along_axis(score_KC, order_KC, 1)
+    new_KC = np.ones(sorted_KC.shape, bool)
+    new_KC[:, 1:] = np.diff(sorted_KC, axis=1) > 1e-10
+    keep = min(keep, int(new_KC.sum(1).max()))
+    # Those that are new come first, in order; where one block has fewer than another, repetitions fill up.
+    return np.take_along_axis(order_KC, np.argsort(~new_KC, axis=1, kind="stable")[:, :keep], 1)
+
+
 def top_degree(problem: Problem) -> int:
     """The highest degree worth looking at first: that of a host, or what the longest sequence needs."""
     need = float(shares(problem).max())
@@ -105,3 +209,134 @@ def redealt(problem: Problem, degree: int) -> list[int]:
         if not excess(placement)[0]:
             break
     return placement[1]
+
+
+def repair(
+    amounts: np.ndarray,
+    weights: Sequence[float],
+    placement: Placement,
+    num_devices: int,
+    score_of: Callable[[Placement], Score],
+    good: Callable[[Placement], bool],
+    rounds: int,
+) -> Placement:
+    """A placement that is no worse by `score_of`, after so many rounds or as soon as it is `good`.
+
+    `amounts`, `[2, sequences]`: work and tokens in units of what one device may take. `weights[log2(p)]` is the traffic
+    of a token at degree `p`; the last one is that of a whole block. Sequences that cause traffic, and those on devices
+    that exceed a limit, are the likelier to be moved. The same arguments give the same placement.
+    """
+    rng = np.random.default_rng(0)
+    degrees, firsts = (np.array(row) for row in placement)
+    best = score_of(placement)
+    block = 2 ** (len(weights) - 1)
+    for _ in range(rounds):
+        if good((degrees.tolist(), firsts.tolist())):
+            break
+        share_ID = device_shares(degrees, firsts, num_devices)
+        loads = amounts @ share_ID
+        traffic = amounts[1] * np.array(weights)[np.log2(np.minimum(degrees, block)).astype(int)]
+        chance_I = (traffic + 0.1 * amounts.max(0) + 0.02) * (degrees <= block)
+        chance_I *= 1 + 3 * ((share_ID > 0) & (loads.max(0) > 1 + 1e-9)).any(1)
+        home_I = firsts // block
+        chance_B = np.bincount(home_I, chance_I, num_devices // block) + 1e-9
+        count = min(TOUCHED if block <= LARGE else 2, len(chance_B))
+        tries, spans = [], []
+        for _ in EVENS:
+            span = rng.choice(len(chance_B), count, replace=False, p=chance_B / chance_B.sum())
+            here = chance_I * np.isin(home_I, span)
+            freed = min(FREED, int(np.count_nonzero(here)))
+            moved = rng.choice(len(here), freed, replace=False, p=here / here.sum()) if freed else np.zeros(0, int)
+            tries.append(moved)
+            spans.append(np.sort(span))
+        devices = [(block * span[:, None] + np.arange(block)).ravel() for span in spans]
+        held = np.array(
+            [(loads - amounts[:, freed] @ share_ID[freed])[:, at] for freed, at in zip(tries, devices, strict=True)]
+        ).clip(0)
+        padded = np.zeros((2, len(tries), max(map(len, tries))))
+        for k, freed in enumerate(tries):
+            padded[:, k, : len(freed)] = amounts[:, freed]
+        found = beam(padded[0], padded[1], np.array(EVENS), held, weights, FEW)
+        before = degrees, firsts
+        for k, (freed, at) in enumerate(zip(tries, devices, strict=True)):
+            changed = before[0].copy(), before[1].copy()
+            changed[0][freed], changed[1][freed] = found[0][k, : len(freed)], at[found[1][k, : len(freed)]]
+            after = score_of((changed[0].tolist(), changed[1].tolist()))
+            if after < best:
+                best, (degrees, firsts) = after, changed
+    return degrees.tolist(), firsts.tolist()
+
+
+def regrouped(problem: Problem, size: int) -> Placement | None:
+    """The placement whose longest sequences send the least in blocks of `size` devices.
+
+    None where there are not 2 or 4 blocks, or no division of the longest sequences among them fits.
+    """
+    count = problem.num_devices // size
+    if count not in DIVISIONS:
+        return None
+    amounts = shares(problem)
+    order = np.argsort(-amounts.max(0), kind="stable")
+    most = min(LONGEST, len(order)) + 1
+    while True:
+        most -= 1
+        longest, others = order[:most], order[most:]
+        sums = np.zeros((2, 1))
+        for i in longest:  # bit k of a subset's number stands for longest[k]
+            sums = np.concatenate([sums, sums + amounts[:, [i]]], 1)
+        # A subset fits a block if the other blocks can hold the rest.
+        least = amounts.sum(1) - (count - 1) * size - amounts[:, others].sum(1)
+        subsets = np.flatnonzero(((sums <= size + EPS) & (sums >= least[:, None] - EPS)).all(0))
+        if len(subsets) <= SUBSETS:
+            break
+    if not len(subsets):
+        return None
+    everything = (1 << most) - 1
+    weights_K = weights(problem)[: size.bit_length()]
+    chosen_KI = (subsets[:, None] >> np.arange(len(longest))) & 1 == 1
+    priced = amounts[:, None, longest] * chosen_KI
+    held = np.zeros((len(subsets), 2, size))
+    degree_KI, first_KI = beam(priced[0], priced[1], np.full(len(subsets), EVEN), held, weights_K, FEW)
+    for k in range(len(longest)):
+        share_KD = device_shares(degree_KI[:, k], first_KI[:, k], size)
+        held += priced[:, :, k].T[:, :, None] * share_KD[:, None]
+    traffic_K = (priced[1] * np.array(weights_K)[np.log2(degree_KI).astype(int)]).sum(1)
+    cost = np.full(everything + 1, np.inf)
+    cost[subsets] = traffic_K + HARD * np.maximum(held.max((1, 2)) - 1 - EPS, 0)
+    division = _cheapest(cost, everything, count)
+    if division is None:
+        return None
+    degrees, firsts = np.ones(len(order), int), np.zeros(len(order), int)
+    loads = np.zeros((2, problem.num_devices))
+    for block, subset in enumerate(division):
+        k = int(np.searchsorted(subsets, subset))
+        members = chosen_KI[k]
+        degrees[longest[members]] = degree_KI[k, members]
+        firsts[longest[members]] = first_KI[k, members] + block * size
+        loads[:, block * size : (block + 1) * size] = held[k]
+    if len(others):
+        rest = amounts[:, None, others]
+        found = beam(rest[0], rest[1], np.array([EVEN]), loads[None], weights_K, FEW)
+        degrees[others], firsts[others] = found[0][0], found[1][0]
+    return degrees.tolist(), firsts.tolist()
+
+
+def _cheapest(cost: np.ndarray, everything: int, count: int) -> list[int] | None:
+    """The `count` disjoint subsets (2 or 4) that hold everything at the least sum of `cost`, indexed by subset."""
+    number = np.arange(everything + 1)
+    halves, partner = cost, number
+    if count == 4:
+        halves, partner = np.full(len(cost), np.inf), np.zeros_like(number)
+        subsets = np.flatnonzero(cost < np.inf)
+        for subset in subsets:
+            other = subsets[(subsets & subset == 0) & (subsets > subset)]
+            total = cost[subset] + cost[other]
+            union = other | subset
+            better = total < halves[union]
+            halves[union[better]], partner[union[better]] = total[better], subset
+    both = halves + halves[everything - number]
+    best = int(both.argmin())
+    if both[best] == np.inf:
+        return None
+    sides = [best, everything - best]
+    return sides if count == 2 else [part for side in sides for part in (int(partner[side]), side - int(partner[side]))]

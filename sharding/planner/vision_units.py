@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
-import json
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,9 +28,7 @@ class VisionPlan:
 
     def loads(self) -> np.ndarray:
         """`[devices]` int64: patches of each device."""
-        loads = np.zeros(self.num_devices, np.int64)
-        np.add.at(loads, np.array(self.devices, int), np.array(self.units, np.int64))
-        return loads
+        return np.bincount(np.array(self.devices, int), self.units, self.num_devices).astype(np.int64)
 
     @property
     def balance(self) -> float:
@@ -45,19 +42,6 @@ class VisionPlan:
         device, first = np.array(self.devices, int), np.array(self.home_firsts, int)
         home = (first <= device) & (device < first + np.array(self.home_degrees, int))
         return int(np.array(self.units, np.int64)[home].sum())
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> VisionPlan:
-        """Raises PlanError, naming what is missing, for anything that `to_json` did not write."""
-        try:
-            raw = json.loads(text)
-            rows = {name: tuple(raw[name]) for name in ("units", "devices", "home_firsts", "home_degrees")}
-            return VisionPlan(num_devices=raw["num_devices"], **rows)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise PlanError(f"this is not a serialised vision plan: {type(error).__name__} {error}") from error
 
 
 def spread_vision(
@@ -91,16 +75,12 @@ def spread_vision(
             f"needs patches, and a home within one replica of {replica} of the {num_devices} devices"
         )
     devices = np.zeros(len(sizes), np.int64)
-    if len(sizes):
-        change = np.flatnonzero(np.any([np.diff(row) != 0 for row in rows], axis=0)) + 1
-        starts = np.concatenate([[0], change, [len(sizes)]])
-        runs = [
-            _Run(int(a), int(b - a), int(sizes[a]), int(firsts[a]), int(degrees[a]))
-            for a, b in itertools.pairwise(starts)
-        ]
-        runs.sort(key=lambda run: (-run.size, run.start))
-        for base in range(0, num_devices, replica):
-            _replica([run for run in runs if run.first // replica == base // replica], base, replica, devices)
+    runs: list[_Run] = []
+    for unit, members in itertools.groupby(zip(*(row.tolist() for row in rows), strict=True)):
+        runs.append(_Run(runs[-1].start + runs[-1].count if runs else 0, len(list(members)), *unit))
+    runs.sort(key=lambda run: (-run.size, run.start))
+    for base in range(0, num_devices, replica):
+        _replica([run for run in runs if run.first // replica == base // replica], base, replica, devices)
     return VisionPlan(
         num_devices, tuple(sizes.tolist()), tuple(devices.tolist()), tuple(firsts.tolist()), tuple(degrees.tolist())
     )
@@ -146,7 +126,7 @@ def _spread(runs: Sequence[_Run], base: int, replica: int, target: float) -> tup
             loads += counts * run.size
         rest = run.count - int(counts.sum())
         if rest:
-            more = _level(loads, run.size, rest, None)
+            more = _level(loads, run.size, rest, np.full(replica, rest))
             loads += more * run.size
             counts += more
         home += int(counts[here].sum()) * run.size
@@ -154,28 +134,19 @@ def _spread(runs: Sequence[_Run], base: int, replica: int, target: float) -> tup
     return loads, home, placed
 
 
-def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray | None) -> np.ndarray:
+def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.ndarray:
     """How many of `count` equal units each device gets if each goes to the one with the least load (and `room`)."""
-
-    def below(level: int) -> np.ndarray:
-        fits = np.maximum((level - loads + EPS) // size, 0).astype(np.int64)
-        return fits if room is None else np.minimum(fits, room)
-
-    # The level to which all are filled: between two of them one unit a device more fits, so `size` is fine enough.
-    low, high = 0, math.ceil((loads.max() + count * size) / size) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if below(middle * size).sum() <= count else (low, middle)
-    counts = below(low * size)
-    while (left := count - int(counts.sum())) > 0:
-        after = loads + counts * size
-        if room is not None:
-            after = np.where(counts < room, after, np.inf)
-        chosen = np.argsort(after, kind="stable")[: min(left, int(np.isfinite(after).sum()))]
-        # Only as many as are at most one unit above the least: the rest of the loop sees to the others.
-        chosen = chosen[after[chosen] < after[chosen[0]] + size]
-        counts[chosen] += 1
-    return counts
+    heap = [(load, device) for device, load in enumerate(loads.tolist()) if room[device] > 0]
+    heapq.heapify(heap)
+    left, counts = room.tolist(), [0] * len(loads)
+    for _ in range(count):
+        load, device = heap[0]
+        counts[device] += 1
+        if counts[device] < left[device]:
+            heapq.heapreplace(heap, (load + size, device))
+        else:
+            heapq.heappop(heap)
+    return np.array(counts, np.int64)
 
 
 def surely_hold(patches: int, frame: int, devices: int, cap: int) -> bool:

@@ -70,7 +70,7 @@ class Layout:
     def needs(self) -> Sizes:
         """The least size of each buffer: `columns` of a row, and a budget for each round, `round/<degree>/<k>`."""
         sizes = {"columns": int(self.counts.sum(axis=1).max(initial=1))}
-        return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self._names())}
+        return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self.names())}
 
     def imports(self, predecessors: np.ndarray) -> Imports:
         """The hidden states that have to cross devices, if token `predecessors[i]` predicts token `i`."""
@@ -86,9 +86,10 @@ class Layout:
         """The layout in buffers of these sizes, each at least what `needs` says; further rounds stay empty."""
         return SizedLayout(self, sizes)
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """The name of each round's buffer, in the order of execution."""
         degrees = [round.degree for round in self.plan.rounds]
-        return [_round_name(degree, degrees[:j].count(degree)) for j, degree in enumerate(degrees)]
+        return [f"round/{degree}/{degrees[:j].count(degree)}" for j, degree in enumerate(degrees)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +116,10 @@ class SizedLayout:
         self.columns = sizes["columns"]
         self._exports = sizes.get("exports", 0)
         self.cells = layout.device * self.columns + layout.column
-        planned = {name: j for j, name in enumerate(layout._names())}
+        planned = {name: j for j, name in enumerate(layout.names())}
         names = sorted((name for name in sizes if name.startswith("round/")), key=_round_order)
         self.rounds = tuple((-_round_order(name)[0], min(sizes[name], self.columns)) for name in names)
-        self.starts = np.zeros((self.plan.num_devices, len(names)), np.int32)
-        self.counts = np.zeros((self.plan.num_devices, len(names)), np.int32)
+        self.starts, self.counts = np.zeros((2, self.plan.num_devices, len(names)), np.int32)
         for j, name in enumerate(names):
             if name in planned:
                 self.starts[:, j] = layout.starts[:, planned[name]]
@@ -153,10 +153,6 @@ class SizedLayout:
         }
 
 
-def _round_name(degree: int, k: int) -> str:
-    return f"round/{degree}/{k}"
-
-
 def _round_order(name: str) -> tuple[int, int]:
     _, degree, k = name.split("/")
     return -int(degree), int(k)
@@ -178,11 +174,9 @@ def lay(plan: ShardPlan, cap: int = 0) -> Layout:
     """Gives every token of `plan` its place. Raises PlanError if a device has more than `cap` tokens (0: no bound)."""
     num_devices, degrees = plan.num_devices, [round.degree for round in plan.rounds]
     first_token = np.cumsum([0, *plan.lengths])
-    starts = np.zeros((num_devices, len(degrees)), np.int64)
-    counts = np.zeros((num_devices, len(degrees)), np.int64)
+    starts, counts = np.zeros((2, num_devices, len(degrees)), np.int64)
+    device, column = np.zeros((2, first_token[-1]), np.int64)
     used = np.zeros(num_devices, np.int64)
-    device = np.zeros(first_token[-1], np.int64)
-    column = np.zeros(first_token[-1], np.int64)
     for j, round in enumerate(plan.rounds):
         starts[:, j] = used
         for group, members in enumerate(round.groups):

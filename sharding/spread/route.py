@@ -6,8 +6,6 @@ that axis the features whose destination lies on the other side. The host plans 
 on all devices, and a device without features takes part.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..mesh import binary_axes
+from ..mesh import binary_axes, replica_size
 from .shapes import Sizes
 
 
@@ -33,7 +31,7 @@ class Route:
 
     def needs(self) -> Sizes:
         """The number of features that cross each axis, as `send/<axis>`."""
-        return {_name(axis): rows.shape[1] for axis, rows in zip(self.axes, self.sends, strict=True)}
+        return {f"send/{axis}": rows.shape[1] for axis, rows in zip(self.axes, self.sends, strict=True)}
 
     def __call__(self, features_MD: Float[Array, "M D"]) -> Float[Array, "R D"]:
         """The device's own features and, behind them, all that came by. Runs inside a `shard_map`."""
@@ -60,7 +58,7 @@ def route(
     its replica: groups of sequences never do.
     """
     axes = binary_axes(num_devices)
-    block = 1 << len(axes)
+    block = replica_size(num_devices)
     if np.any(source // block != target // block):
         raise ValueError(f"features can't leave their replica of {block} devices")
     at, place, length = source.astype(np.int64), row.astype(np.int64), rows
@@ -72,7 +70,7 @@ def route(
         keys, which = np.unique(at[moving] * length + place[moving], return_inverse=True)
         device = keys // length
         slot = np.arange(len(keys)) - np.searchsorted(device, device)
-        count = int(slot.max(initial=-1)) + 1 if counts is None else counts.get(_name(axis), 0)
+        count = int(slot.max(initial=-1)) + 1 if counts is None else counts.get(f"send/{axis}", 0)
         if not count:
             continue
         send = np.zeros((num_devices, count), np.int32)
@@ -83,7 +81,3 @@ def route(
         sends.append(send)
         crossed.append(axis)
     return Route(tuple(sends), tuple(crossed)), place
-
-
-def _name(axis: str) -> str:
-    return f"send/{axis}"

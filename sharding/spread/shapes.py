@@ -5,8 +5,6 @@ cluster. Lengths differ in every batch; rounding each size to a coarse grid woul
 still multiply the combinations of a dozen sizes. So sizes are chosen together, and remembered.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 
@@ -46,7 +44,7 @@ class ShapeBook:
         entries = self.entries.setdefault(devices, [])
         usable = [sizes for sizes in entries if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
         full = len(entries) >= self.most
-        if fitting := [sizes for sizes in usable if _covers(sizes, needs)]:
+        if fitting := [sizes for sizes in usable if all(n <= sizes.get(name, 0) for name, n in needs.items())]:
             best = min(fitting, key=cost)
             if full or cost(best) <= (1 + self.slack) * cost(tight):
                 return best
@@ -71,7 +69,3 @@ def round_up(need: int, cap: int = 0) -> int:
     step = max(1 << max(need.bit_length() - 4, 0), 8)
     size = -(-need // step) * step
     return min(size, cap) if cap and need <= cap else size
-
-
-def _covers(sizes: Mapping[str, int], needs: Mapping[str, int]) -> bool:
-    return all(need <= sizes.get(name, 0) for name, need in needs.items())

@@ -24,19 +24,60 @@ exchange only for one of the same group or of one within it. XLA:GPU keeps that 
 state it, and runs another one, the same on all devices.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..kernels import tiles
+from ..planner.plan import PlanError
 from .buffers import Spread
-from .heads import Deal, deal_heads
+
+
+class Deal(NamedTuple):
+    """`kv` KV heads after filling up, each of them `copies` times, with `queries` query heads for each copy; all of it
+    cut into `degree` consecutive equal parts."""
+
+    degree: int
+    kv: int
+    copies: int
+    queries: int
+
+    @property
+    def local_kv(self) -> int:
+        return self.kv * self.copies // self.degree
+
+    @property
+    def local_queries(self) -> int:
+        return self.local_kv * self.queries
+
+
+@functools.lru_cache
+def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
+    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic).
+
+    KV heads that `degree` divides are neither filled up nor copied. `local_queries * degree / num_heads` is what zeros
+    multiply the attention's compute by: 8 / 7 for 28/4 heads at 8. Raises PlanError for a degree above the number of
+    query heads, and ValueError for heads that are no multiple of the KV heads.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
+    if degree > num_heads:
+        raise PlanError(
+            f"a sequence can't be sharded over {degree} devices by {num_heads} attention heads; lower the degree cap"
+        )
+    ratio = num_heads // num_kv_heads
+    deals = []
+    for copies in range(1, min(degree, ratio) + 1):
+        step = degree // math.gcd(degree, copies)  # KV heads must be a multiple of this
+        deals.append(Deal(degree, -(-num_kv_heads // step) * step, copies, -(-ratio // copies)))
+    return min(deals, key=lambda deal: (deal.local_queries, deal.local_kv, deal.copies))
+
 
 Attention = Callable[[Array, Array, Array], Array]
 
@@ -196,7 +237,7 @@ def _execute(
     The barriers make the order a fact of the program and not a scheduler's choice: no round's exchange starts before
     the one ahead of it has arrived, and none is computed before all ahead of it are. What is left to the scheduler is
     to start an exchange as soon as it may, that is, together with the computation of the round before it; on GPUs it
-    does so under `gpu_flags.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
+    does so under `mesh.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
     """
     back, kept = list(outgoing), list[PyTree](outgoing)
     alone = [j for j, view in enumerate(views) if view.degree == 1]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from length_cases import LIMIT, answers, problems, questions, rank_correlation, source_means, synthetic, taught
 
 from fluxjax.base.types import Prompt
-from fluxjax.coordinator.lengths.predictor import LengthPredictor
-from fluxjax.coordinator.lengths.survival import censored, given_survival
+from fluxjax.coordinator.lengths.predictor import LengthPredictor, censored, given_survival
 from fluxjax.tasks import embedded
 from fluxjax.tasks.strings import StringsRecipe
 

@@ -15,8 +15,7 @@ from policy_cases import PolicyWorld, prompt
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
 from fluxjax.config import SpeculativeSyncConfig
 from fluxjax.coordinator import Coordinator, PromptStage, SpeculativeSync, Synchronous, TailBatching
-from fluxjax.coordinator.lengths.predictor import LengthPredictor
-from fluxjax.coordinator.lengths.survival import ends_by, given_survival
+from fluxjax.coordinator.lengths.predictor import LengthPredictor, ends_by, given_survival
 from fluxjax.coordinator.messages import Accumulate, Event, Instruction, Request, Tick, Train
 from fluxjax.coordinator.pace import Pace, trained_tokens
 from fluxjax.coordinator.policies.speculative_sync import probability

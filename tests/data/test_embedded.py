@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fluxjax.base.errors import DataError
 from fluxjax.config import ConfigError, DataConfig, SourceConfig
-from fluxjax.data import DataError, open_held_out, open_sources, open_warm_start
+from fluxjax.data.sources import open_held_out, open_sources, open_warm_start
 from fluxjax.tasks import building, embedded
 from fluxjax.tasks.digits import DigitsRecipe, draw_length
 from fluxjax.tasks.embedded import digest, ensure
@@ -300,7 +301,7 @@ def test_a_write_that_fails_is_a_clear_error_and_leaves_nothing(tmp_path):
     script = """
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        from fluxjax.data import DataError
+        from fluxjax.base.errors import DataError
         from fluxjax.tasks.embedded import ensure
         from fluxjax.tasks.pans import PansRecipe
         try:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fluxjax.base.errors import DataError, RecordError
 from fluxjax.base.types import Prompt
-from fluxjax.data import DataError, RecordError
 from fluxjax.data.loader import PromptLoader, SkippedPrompt
 
 
@@ -33,11 +33,11 @@ class Numbers:
 
 
 class Drawing:
-    """Draws from a loader, as `Preparer` does: in order, up to the end of the data, from wherever a state says."""
+    """Draws from a loader, as `Preparer` does: in order, from wherever a state says."""
 
-    def __init__(self, sizes, weights=None, seed=0, epochs=None):
+    def __init__(self, sizes, weights=None, seed=0):
         sources = {name: Numbers(name, size) for name, size in sizes.items()}
-        self.loader = PromptLoader(sources, weights or dict.fromkeys(sizes, 1.0), seed, epochs)
+        self.loader = PromptLoader(sources, weights or dict.fromkeys(sizes, 1.0), seed)
         self.next_index = 0
 
     def next(self):
@@ -45,14 +45,10 @@ class Drawing:
         assert isinstance(drawn, Prompt)
         return drawn
 
-    @property
-    def exhausted(self):
-        return self.loader.is_end(self.next())
-
     def draw(self, count):
         prompts = []
-        while len(prompts) < count and not self.loader.is_end(prompt := self.next()):
-            prompts.append(prompt)
+        for _ in range(count):
+            prompts.append(self.next())
             self.next_index += 1
         return prompts
 
@@ -146,22 +142,6 @@ def test_the_order_of_sources_in_the_configuration_does_not_matter():
     assert keys(loader({"a": 5, "b": 7}, {"a": 1.0, "b": 2.0}).draw(30)) == keys(
         loader({"b": 7, "a": 5}, {"b": 2.0, "a": 1.0}).draw(30)
     )
-
-
-def test_epochs_end_it():
-    one = loader({"a": 5}, epochs=2)
-    assert len(one.draw(7)) == 7 and not one.exhausted
-    assert len(one.draw(7)) == 3 and one.exhausted
-    assert one.draw(1) == []
-    again = loader({"a": 5}, epochs=2)
-    again.load_state_dict(one.state_dict())
-    assert again.exhausted and again.draw(1) == []
-
-
-def test_a_mixture_ends_with_the_first_source_that_is_through():
-    drawn = loader({"a": 4, "b": 100}, {"a": 1.0, "b": 2.0}, epochs=2).draw(1000)
-    assert sorted(p.id for p in drawn if p.source == "a") == sorted([*"0123"] * 2)
-    assert 14 <= sum(p.source == "b" for p in drawn) <= 17
 
 
 def test_other_weights_go_on_with_each_source_where_it_was():

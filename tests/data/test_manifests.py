@@ -5,8 +5,10 @@ import pathlib
 
 import pytest
 
+from fluxjax.base.errors import DataError
 from fluxjax.base.types import MediaKind
-from fluxjax.data import DataError, Fields, all_texts, common_words, open_source
+from fluxjax.data.fields import Fields
+from fluxjax.data.sources import all_texts, common_words, open_source
 
 GOOD = {"id": "a", "prompt": "<image>How many?", "answer": "3", "images": ["pictures/a.png"]}
 

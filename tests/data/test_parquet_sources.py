@@ -8,8 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from fluxjax.base.errors import DataError, RecordError
 from fluxjax.base.types import MediaKind
-from fluxjax.data import DataError, Fields, RecordError, open_source, parquet
+from fluxjax.data import parquet
+from fluxjax.data.fields import Fields
+from fluxjax.data.sources import open_source
 
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -45,7 +48,6 @@ def test_rows_with_embedded_images(tmp_path):
     assert list(source.texts())[:2] == ["<image>Find x0.", "0"]
     with pytest.raises(IndexError):
         source[10]
-    source.close()
 
 
 def test_shards_follow_each_other(tmp_path):

@@ -12,19 +12,20 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from fluxjax.base.errors import DataError
 from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.config import Config
-from fluxjax.data import DataError, all_texts, common_words, open_source
 from fluxjax.data.loader import PromptLoader, SkippedPrompt
 from fluxjax.data.prepare import Preparer, PromptLimits, prepare_prompt
+from fluxjax.data.sources import all_texts, common_words, open_source
 from fluxjax.runtime.ports import PromptSource
 from fluxjax.tasks.digits import DigitsRecipe
 from fluxjax.tasks.embedded import ensure
 from fluxjax.tasks.pans import PansRecipe
 from fluxjax.tasks.strings import StringsRecipe
+from models.config import PatchLayout
 from models.inputs import ModelInput
 from models.processing import Processor, tiny
-from models.processing.settings import PatchLayout
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def folders(tmp_path_factory):
     }
 
 
-def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, epochs=None, ahead=8, workers=0):
+def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, ahead=8, workers=0):
     """A preparer with its processor, over manifests."""
     sources = {name: open_source(path, name) for name, path in path_by_name.items()}
     processor = processor or tiny.build(
@@ -48,7 +49,7 @@ def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, 
     config = Config()
     config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 16, tokens + 16
     config.packing.patches_per_device, config.data.workers = patches, workers
-    loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), 0, epochs)
+    loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), 0)
     return Preparer(processor, loader, config, ahead=ahead)
 
 
@@ -144,13 +145,6 @@ def test_it_reads_ahead_while_the_caller_is_busy_and_no_further(folders):
     counted.wait_for(6 + 5)
     time.sleep(0.1)
     assert counted.count == 6 + 5
-    preparer.close()
-
-
-def test_the_end_of_the_data(folders):
-    preparer = build({"digits": folders["digits"] / "train.jsonl"}, epochs=1)
-    results = draw_all(preparer, [15, 15, 15])
-    assert [len(prepared) for prepared, _ in results] == [15, 5, 0]
     preparer.close()
 
 

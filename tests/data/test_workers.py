@@ -16,16 +16,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fluxjax.base.errors import DataError
 from fluxjax.config import Config
-from fluxjax.data import DataError, all_texts, open_source
 from fluxjax.data.loader import PromptLoader
 from fluxjax.data.prepare import Preparer
+from fluxjax.data.sources import all_texts, open_source
 from fluxjax.tasks.digits import DigitsRecipe
 from fluxjax.tasks.embedded import ensure
 from fluxjax.tasks.pans import PansRecipe
 from fluxjax.tasks.strings import StringsRecipe
+from models.config import PatchLayout
 from models.processing import tiny
-from models.processing.settings import PatchLayout
 
 pytestmark = pytest.mark.slow  # a process takes seconds to start
 

@@ -13,9 +13,8 @@ from models.config import NameLayout, Qwen2Config, Qwen25VLConfig
 from models.decoder import parameter_count
 from models.forward import hidden_states, logprobs
 from models.hf import tensor_names
-from models.hf_config import read_qwen2_5_vl, write_config
+from models.hf_config import read_config, read_qwen2_5_vl, write_config
 from models.inputs import PackedTokens, VisionInput
-from models.registry import read_config
 from sharding.walk import Walk
 
 # The settings of the published files, in their (flat) form, and the number of weights of the published checkpoints

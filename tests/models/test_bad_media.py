@@ -10,8 +10,7 @@ import pytest
 from media_files import decoded, moving_frames, write_video
 from PIL import Image
 
-from models.processing import tiny
-from models.processing.bad_media import MediaError
+from models.processing import MediaError, tiny
 from models.processing.images import load_image
 from models.processing.settings import FrameSettings, PatchLayout, PixelSettings
 from models.processing.videos import load_video

@@ -18,11 +18,11 @@ from PIL import Image
 from plain_decode import generate
 
 import models
+from models.config import PatchLayout
 from models.forward import logprobs
 from models.generate import main
 from models.inputs import PackedTokens
 from models.processing import Processor, tiny
-from models.processing.settings import PatchLayout
 from rollout.generate_command import arrange
 from sharding.walk import Walk
 

@@ -18,8 +18,7 @@ from media_files import decoded, moving_frames, write_video
 from PIL import Image
 
 from fluxjax.config import Config, DataConfig
-from models.processing import tiny
-from models.processing.bad_media import MediaError
+from models.processing import MediaError, tiny
 from models.processing.images import load_image
 from models.processing.resize import resize_frame
 from models.processing.settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
@@ -191,7 +190,7 @@ def peak_of(tmp_path, statement, data=b""):
     program = f"""
         import pathlib, resource, sys
         import numpy as np
-        from models.processing.bad_media import MediaError
+        from models.processing import MediaError
         from models.processing.images import load_image
         from models.processing.resize import resize_frame
         from models.processing.settings import VIDEO_PIXELS, FrameSettings, PatchLayout

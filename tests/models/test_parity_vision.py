@@ -12,7 +12,7 @@ import pytest
 from hf_reference import TOLERANCE, Pair, build_vl, layer_of, torch, worst
 
 from models.processing.vision_input import pack_patches, pad
-from sharding.kernels.segments import segment_attention
+from sharding.kernels.attention import segment_attention
 from sharding.walk import Walk
 
 # Frames larger than a window, cut windows at the edges, several frame pairs, several media.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.processing.settings import PatchLayout
+from models.config import PatchLayout
 from models.processing.vision_input import concatenate, pack_patches, pad
 from models.qwen2_5_vl.positions import rope_index
 

@@ -11,8 +11,8 @@ from PIL import Image
 
 from models.inputs import ModelInput
 from models.processing import MediaError, Processor, PromptError, tiny
-from models.processing.patches import normalise, patchify
 from models.processing.settings import FrameSettings, PatchLayout, PixelSettings
+from models.processing.vision_input import normalise, patchify
 
 LAYOUT = PatchLayout(patch_size=4, window_size=16, tokens_per_second=2)
 TEXTS = ["Which way does it go? {}<|>.,:;'", "abcdefghijklmnopqrstuvwxyz \n0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZ"]

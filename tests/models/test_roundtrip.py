@@ -13,8 +13,7 @@ from safetensors import safe_open
 import models
 from models import hf
 from models.config import NameLayout, Qwen25VLConfig
-from models.hf_config import write_config
-from models.registry import read_config
+from models.hf_config import read_config, write_config
 
 
 def tensors(folder: pathlib.Path) -> dict[str, tuple[str, bytes]]:

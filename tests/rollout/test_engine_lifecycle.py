@@ -40,6 +40,7 @@ from rollout_cases import (
 
 import models
 import rollout.device
+from rollout import engine_weights
 from rollout.engine import EngineError, FinishReason
 
 PROMPT = text_prompt(7)
@@ -315,6 +316,41 @@ def test_18_shapes_are_few_and_independent_of_history():
     assert set(used.compiled_shapes) - warm_up <= set(fresh.compiled_shapes)
     programs = [program for program, _ in fresh.compiled_shapes]
     assert sorted(programs) == ["decode", "prefill", "start"]
+
+
+def test_13_new_weights_take_the_place_of_the_old(monkeypatch, held_by) -> None:
+    """One weight at a time is on the device twice; an abstract model's engine has none until they come."""
+    asyncio.run(asyncio.wait_for(new_for_old(monkeypatch, held_by), HANG))
+
+
+async def new_for_old(monkeypatch, held_by) -> None:
+    model, (elsewhere, here) = build(TEXT), jax.devices()[:2]
+    params = jax.device_put(params_of(model), elsewhere)
+    serving = engine(models.abstract(model.config), devices=[here])
+    assert held_by(here) == 0
+    with pytest.raises(EngineError, match="the engine has no weights: call update_weights first"):
+        serving.generate(request("early", PROMPT))
+    await serving.update_weights(1, params)
+    served, copied, peaks = held_by(here), engine_weights._copied, []
+    total, largest = (f(x.nbytes for x in jax.tree.leaves(params)) for f in (sum, max))
+    assert served == total
+
+    def watched(*args):
+        copy = copied(*args)
+        peaks.append(held_by(here))
+        return copy
+
+    monkeypatch.setattr(engine_weights, "_copied", watched)
+    await serving.update_weights(2, jax.tree.map(lambda x: x * 2, params))
+    assert held_by(here) == served
+    assert total < max(peaks) <= total + largest
+    again = engine(models.abstract(model.config), devices=[elsewhere])
+    await again.copy_weights(serving)
+    assert again.stats().version == 2
+    first, second = [await serve(one, [request("q", PROMPT, max_new_tokens=5)]) for one in (serving, again)]
+    assert first == second
+    for one in (serving, again):
+        await one.close()
 
 
 def test_13_engines_take_the_same_weights_at_once(monkeypatch) -> None:

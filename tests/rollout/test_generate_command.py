@@ -14,10 +14,10 @@ from plain_decode import generate
 from rollout_cases import TEXT, VL, build
 
 import models
+from models.config import PatchLayout
 from models.generate import main
 from models.processing import Processor, tiny
-from models.processing.settings import PatchLayout
-from rollout.generation_defaults import how_to_sample
+from rollout.generate_command import how_to_sample, not_applied
 
 TEXTS = ["abcdefghijklmnopqrstuvwxyz ?!.,:\n"]
 TEMPLATE = (
@@ -148,13 +148,14 @@ def test_generation_config_fields(text, tmp_path):
         return how_to_sample(tmp_path)
 
     read = said(do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
-    assert (read.temperature, read.top_p, read.top_k, read.ignored) == (0.6, 0.9, 20, "")
+    assert (read.temperature, read.top_p, read.top_k, not_applied(tmp_path)) == (0.6, 0.9, 20, "")
     assert said(do_sample=True).temperature == 1.0 and said(do_sample=True).top_k == 0
     greedy = said(temperature=0.6, top_p=0.9, top_k=20)  # without do_sample, as in transformers
     assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 0)
     given = how_to_sample(tmp_path, 0.3, None, 7)
     assert (given.temperature, given.top_p, given.top_k) == (0.3, 0.9, 7)
-    assert "repetition_penalty=1.05" in said(repetition_penalty=1.05, num_beams=1).ignored
+    said(repetition_penalty=1.05, num_beams=1)
+    assert "repetition_penalty=1.05" in not_applied(tmp_path)
     for field, value in (("temperature", "hot"), ("top_p", 1.5), ("top_k", -1), ("temperature", True)):
         with pytest.raises(ValueError, match=rf"generation_config.json: {field}"):
             said(do_sample=True, **{field: value})

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import LONGEST, media_prompt, text_prompt
 
-from rollout.buckets import doubling, geometric
-from rollout.prefill import Place, Prefix, plan
+from rollout.programs import doubling, geometric
+from rollout.turns import Place, Prefix, plan
 
 IMAGES = (("image", (1, 4, 4)), ("image", (1, 4, 8)), ("video", (2, 4, 4)))
 

@@ -29,11 +29,11 @@ from rollout_cases import (
 )
 
 from rollout.engine import EngineError
-from rollout.requests import LEAST_TEMPERATURE, MOST_SAMPLES, Served, checked
+from rollout.requests import LEAST_TEMPERATURE, MOST_SAMPLES, EngineLimits, checked
 
 NAN, INF = math.nan, math.inf
 PICTURE = media_prompt(2, ("image", (1, 4, 8)), 3, seed=3)
-SERVED = {"text": Served(LONGEST, VOCAB), "vision": Served(LONGEST, VOCAB, VL.vision)}
+SERVED = {"text": EngineLimits(1, LONGEST, VOCAB), "vision": EngineLimits(1, LONGEST, VOCAB, VL.vision)}
 
 
 def altered(value, path, new):

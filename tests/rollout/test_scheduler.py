@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from rollout_cases import VOCAB, text_prompt
 
 from rollout.engine import FinishReason, GenerateRequest, SamplingParams
+from rollout.requests import EngineLimits
 from rollout.scheduler import Scheduler
 
 STOP = 0
@@ -29,7 +30,7 @@ class Device:
     """Plays the engine's turns; knows for each slot which tokens its cache would hold."""
 
     def __init__(self, slots, steps):
-        self.scheduler, self.steps, self.version = Scheduler(slots, 64, VOCAB), steps, 0
+        self.scheduler, self.steps, self.version = Scheduler(EngineLimits(slots, 64, VOCAB)), steps, 0
         self.cache = {}
         self.answers = {}
         self.poisoned, self.lost = set(), set()
@@ -152,7 +153,7 @@ def test_every_sample_ends_once_with_its_own_tokens(script, slots, steps):
 
 
 def test_first_come_first_served_in_the_lowest_slots():
-    scheduler = Scheduler(3, 64, VOCAB)
+    scheduler = Scheduler(EngineLimits(3, 64, VOCAB))
     for rid in ("a", "b", "c"):
         scheduler.submit(GenerateRequest(rid, text_prompt(3), SamplingParams(max_new_tokens=4), n=2))
     scheduler.admit()

@@ -32,7 +32,7 @@ from rollout_cases import (
 import models
 from models.config import Qwen2Config
 from rollout.engine import EngineError
-from rollout.tensor_parallel import EngineLayout
+from rollout.engine_weights import EngineLayout
 
 DEVICES = jax.devices("cpu")
 MEDIA = (IMAGE, VIDEO)
@@ -72,16 +72,18 @@ def test_19_and_20_several_devices_generate_what_one_does(alone, degree):
     assert serving.devices == tuple(DEVICES[3 : 3 + degree])
     assert_same(run(serving, *requests(vision=True)), alone)
 
-    layer = serving._device.params["layers"][-1]
+    params = serving._device.params
+    assert params is not None
+    layer = params["layers"][-1]
     attention = layer["attention"]
     assert_part(attention["q"], degree)
     assert_part(attention["o"], degree)
     assert_part(attention["k"], 2)  # there are two KV heads
     assert_part(layer["mlp"]["down"], degree)
-    assert_part(serving._device.params["embedding"]["table"], degree)
-    assert_part(serving._device.params["norm"]["scale"], 1)
+    assert_part(params["embedding"]["table"], degree)
+    assert_part(params["norm"]["scale"], 1)
     assert_part(serving._device.cache.k_LBSKH, 2)
-    assert_part(serving._device.params["visual"]["blocks"]["qkv"], 2)  # and two heads in the vision tower
+    assert_part(params["visual"]["blocks"]["qkv"], 2)  # and two heads in the vision tower
 
 
 def assert_part(array, parts):

@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 from models.config import TextConfig
 from models.decoder import DecoderLayer
 from sharding.fsdp import Fsdp
-from sharding.gpu_flags import compiler_options
-from sharding.mesh import binary_axes, make_mesh
+from sharding.mesh import binary_axes, compiler_options, make_mesh
 from sharding.spread.buffers import Spread
 from sharding.spread.ulysses import spread_attention
 from sharding.strategy import Tally

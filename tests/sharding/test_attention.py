@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.kernels import Mask, attention
+from sharding.kernels.attention import Mask, attention
 
 B, T, N, K, H = 2, 11, 6, 2, 8
 SEGMENTS = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 0, 0], [3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3]])

@@ -60,7 +60,7 @@ def test_quick_calibration_gives_a_model_to_plan_with(tmp_path):
     assert cost.model == QWEN2_5_VL_7B
     assert cost.node == 4 and cost.across is None
     assert "4 x cpu" in cost.source and "forced devices of one process" in cost.source
-    assert set(cost.goodness()) == {"attention", "within_node"}
+    assert set(cost.fits) == {"attention", "within_node"}
     assert 0 < cost.attention_seconds(1000) < cost.attention_seconds(4000)
     assert 0 < cost.all_to_all_seconds(1000, 2) < cost.all_to_all_seconds(4000, 2)
     made = rounds(4, (4000, 500), (4, 1), (0, 2))

@@ -46,7 +46,7 @@ def test_attention_reproduces_table_3_within_two_percent():
     model = H800.of(tables.TABLE3_MODEL)
     for (count, length), ms in tables.TABLE3_MS.items():
         assert model.launch_seconds([length] * count) == pytest.approx(ms / 1e3, rel=0.02)
-    assert H800.goodness()["attention"]["r2"] > 0.999
+    assert H800.fits["attention"]["r2"] > 0.999
 
 
 @pytest.mark.parametrize(("cluster", "worst", "r2"), [("h800", 0.28, 0.95), ("h200", 0.19, 0.97)])
@@ -54,7 +54,7 @@ def test_all_to_all_reproduces_tables_4_and_5(cluster, worst, r2):
     model = CLUSTERS[cluster].of(tables.TABLE5_MODEL)
     runs = tables.TABLE5_MS[cluster]
     errors = [model.all_to_all_seconds(tokens, degree) * 1e3 / ms - 1 for (degree, tokens), ms in runs.items()]
-    figures = model.goodness()["all_to_all"]
+    figures = model.fits["all_to_all"]
     assert np.abs(errors).max() <= worst
     assert figures["worst_relative_error"] == pytest.approx(np.abs(errors).max(), abs=1e-4)
     assert figures["r2"] >= r2 and figures["measurements"] == len(runs) == 18
@@ -144,18 +144,12 @@ def test_devices_share_the_attention_up_to_the_padding_of_heads():
         H800.attention_seconds(30000, 32)
 
 
-def test_other_models_and_hardware_scale_flops_and_bytes():
+def test_other_models_scale_flops_and_bytes():
     double = dataclasses.replace(QWEN2_5_VL_7B, layers=2 * QWEN2_5_VL_7B.layers, vocabulary=0, head_size=256)
     half = dataclasses.replace(QWEN2_5_VL_7B, vocabulary=0)
     one, two = H200.of(half), H200.of(double)
     assert two.attention_seconds(5000) == pytest.approx(4 * one.attention_seconds(5000))
     assert two.all_to_all_seconds(5000, 4) > 4 * one.all_to_all_seconds(5000, 4)  # more bytes, more congestion
-    fast = H800.on(compute=2.0, bandwidth=4.0)
-    assert fast.attention_seconds(5000) == pytest.approx(H800.attention_seconds(5000) / 2)
-    assert fast.linear_seconds(5000) == pytest.approx(H800.linear_seconds(5000) / 2)
-    start = H800.within.alpha * QWEN2_5_VL_7B.layers
-    assert fast.all_to_all_seconds(5000, 8) - start == pytest.approx((H800.all_to_all_seconds(5000, 8) - start) / 4)
-    assert "2 times" in fast.source
 
 
 def test_linear_work_is_two_flops_a_weight():

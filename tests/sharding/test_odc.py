@@ -19,7 +19,7 @@ from sharding.odc import Odc, OdcError
 from sharding.odc.flat import Rows
 from sharding.odc.stages import StageError, cut
 from sharding.odc.trace import MarkingWalk
-from sharding.odc.window import Itinerary, Window
+from sharding.odc.traffic import Itinerary, Window
 from sharding.odc.worker import Worker
 from sharding.strategy import Tally
 from sharding.walk import Walk
@@ -168,7 +168,7 @@ def test_no_whole_weight_is_kept_for_the_backward_pass(remat):
     """Of what a forward pass hands to the backward pass, nothing is as large as the smallest matrix."""
     odc, _ = make(2, remat=remat)
     rows, batch = odc._rows, batches()[3]
-    one = odc._programs.training(batch)
+    one = odc._programs.of(odc._strategy.loss, batch)
     sizes = {u: unit.size for u, unit in enumerate(rows.units)}
     values = dict(zip(one.program.inputs, jax.tree.leaves(batch), strict=True))
     shapes = {piece.shape for unit in rows.units for piece in unit.pieces if len(piece.shape) > 1}

@@ -186,8 +186,6 @@ def test_tokens_per_device_hold_with_the_padding_of_chunks(lengths: list[int], n
         ([10], 8, {"max_degree": 16}, "max_degree 16 is above 8"),
         ([10], 12, {"max_degree": 8}, "use at most 4"),
         ([10], 8, {"max_degree": 8, "num_heads": 6}, "6 query heads"),
-        ([10], 8, {"max_degree": 8, "replica": 4}, "4 devices of a replica"),
-        ([10], 8, {"replica": 3}, "no multiple of replicas of 3"),
         ([10], 0, {}, "at least one device"),
     ],
 )
@@ -219,10 +217,8 @@ def test_work_is_checked() -> None:
         flex_ulysses([1, 2], 2, work=[1.0])
 
 
-def test_groups_stay_in_their_replica_and_in_aligned_blocks() -> None:
+def test_groups_stay_in_aligned_blocks() -> None:
     plan = flex_ulysses([9000, 50, 60, 70], 12)  # 12 devices: blocks of 4
-    assert plan.degrees[0] == 4
-    plan = flex_ulysses([9000, 50, 60, 70], 8, Limits(replica=4))
     assert plan.degrees[0] == 4
     assert flex_ulysses([9000, 50, 60], 3).degrees == (1, 1, 1)
 

@@ -11,7 +11,7 @@ from sharding.cost import CostModel
 from sharding.planner import Limits, flex_ulysses, flexrl
 from sharding.planner.limits import pose
 from sharding.planner.placement import score
-from sharding.planner.regroup import regrouped
+from sharding.planner.search import regrouped
 
 SYNTHETIC = plan_cases.synthetic_pools()
 NEAR = 1 + Limits.tolerance  # the planner's promise is within its tolerance of the smallest possible

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.kernels.attention import attention
-from sharding.kernels.segments import segment_attention
+from sharding.kernels.attention import attention, segment_attention
 
 P, N, H = 64, 2, 4
 TOLERANCE = 1e-5  # float32

@@ -16,8 +16,7 @@ from sharding.kernels.attention import Mask, attention
 from sharding.mesh import binary_axes, make_mesh
 from sharding.planner.plan import PlanError, Round, ShardPlan
 from sharding.spread.buffers import Spread, lay
-from sharding.spread.heads import deal_heads, heads_at
-from sharding.spread.ulysses import spread_attention, views_of
+from sharding.spread.ulysses import deal_heads, spread_attention, views_of
 
 DEVICES, COLUMNS, TOKENS, H = 8, 96, 96, 4  # TOKENS: of all sequences together, at most
 BUDGETS = ((8, 12), (4, 24), (4, 24), (2, 48), (2, 48), (1, 96), (1, 96))
@@ -291,7 +290,8 @@ def test_empty_halves_of_rounds_cost_no_tiles():
     ],
 )
 def test_what_a_degree_costs(heads, degree, local):
-    assert heads_at(heads[0], heads[1], degree) == local
+    deal = deal_heads(heads[0], heads[1], degree)
+    assert (deal.local_queries, deal.local_kv) == local
 
 
 @given(ratio=st.integers(1, 9), kv=st.integers(1, 12), twos=st.integers(0, 5))
@@ -299,7 +299,7 @@ def test_every_head_is_dealt_once(ratio, kv, twos):
     degree = 1 << twos
     if degree > ratio * kv:
         with pytest.raises(PlanError, match="lower the degree cap"):
-            heads_at(ratio * kv, kv, degree)
+            deal_heads(ratio * kv, kv, degree)
         return
     deal = deal_heads(ratio * kv, kv, degree)
     assert deal.local_kv * degree == deal.kv * deal.copies and deal.kv >= kv
@@ -317,6 +317,6 @@ def test_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match="decreasing degree"):
         spread_attention(rising, rows[:1], rows[:1])
     with pytest.raises(PlanError, match="8 devices by 4 attention heads"):
-        heads_at(4, 1, 8)
+        deal_heads(4, 1, 8)
     with pytest.raises(ValueError, match="can't be shared"):
-        heads_at(7, 2, 2)
+        deal_heads(7, 2, 2)

@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 
+from fluxjax.config import cli
 from fluxjax.simulation.clock import Clock
-from fluxjax.simulation.hardware import Setup
+from fluxjax.simulation.continuous_batch import Progress
+from fluxjax.simulation.hardware import TASKS, Hardware
+from fluxjax.simulation.options import SimulateConfig, SimulationConfig
 from fluxjax.simulation.scoring import Servers
 from fluxjax.simulation.simulated_engine import SimulatedFleet
 from fluxjax.simulation.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a step by hand is made of."""
+
+    hardware: Hardware
+    gpus: int
+    degree: int
+    max_new_tokens: int
+    median: float
+    responses: int  # a prompt
+    workers: dict[str, int]  # rewards that are computed at the same time
+
+
+def setup_of(variant: str) -> Setup:
+    """That of a variant of `configs/simulation.py`."""
+    config = cli.load([f"--config=configs/simulation.py:{variant}"], SimulateConfig)
+    sim, rollout = config.simulation, config.rollout
+    workers = {"math": sim.rules, "code": sim.sandboxes, "judge": sim.judges}
+    hardware = sim.hardware()
+    return Setup(hardware, sim.gpus, sim.degree, rollout.max_new_tokens, sim.median, rollout.group_size, workers)
 
 
 @dataclasses.dataclass
@@ -29,8 +54,8 @@ class Step:
 
 
 def workload(setup: Setup, seed: int, *tasks: str) -> Workload:
-    mix = dict.fromkeys(tasks, 1.0) if tasks else None
-    return Workload(seed, max_new_tokens=setup.max_new_tokens, median=setup.median, mix=mix)
+    settings = SimulationConfig(median=setup.median, tasks=tasks or TASKS)
+    return Workload(seed, settings, setup.max_new_tokens)
 
 
 @dataclasses.dataclass
@@ -52,18 +77,19 @@ def roll_out(
     ended: dict[int, list[int]] = {draw: [] for draw in draws}
     complete: dict[int, list[int]] = {}
 
-    def on_finish(engine: int, rid: str, sample: int, tokens: int, segments: tuple) -> None:
-        draw = int(rid.split(".")[0])
-        ended[draw].append(sample)
+    def on_finish(progress: Progress) -> None:
+        draw = int(progress.rid.split(".")[0])
+        ended[draw].append(progress.sample)
         if len(ended[draw]) == need:
             complete[draw] = ended[draw][:]
-            fleet.engines[engine].abort(rid)
+            for engine in fleet.engines:
+                engine.abort(progress.rid)
         if len(complete) == keep:
             for one in fleet.engines:
                 one.crash()
 
     degree = degree or setup.degree
-    fleet = SimulatedFleet(clock, hardware, setup.gpus, degree, on_finish, gpus_per_host=hardware.gpus_per_host)
+    fleet = SimulatedFleet(clock, hardware, setup.gpus, degree, on_finish)
     for place, draw in enumerate(draws):
         engine, prompt = fleet.engines[place % len(fleet.engines)], work.prompt_tokens(draw)
         for sample, length in enumerate(work.samples(draw, attempt, count).lengths):

@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from fluxjax.simulation.hardware import QWEN2_5_7B, Hardware
+from sharding.cost.tables import ModelSizes
 
-class Cost:
+BEFORE = -1  # the version of what had begun before a sample was submitted
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost(Hardware):
     """Numbers of few binary digits: sums of times are exact, in whatever order they are added up."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    model: ModelSizes = QWEN2_5_7B
+    limit: int = 0  # tokens that the cache holds
 
     def step_seconds(self, batch: int, degree: int) -> float:
         return (16 + batch) / (1024 * degree)
@@ -41,14 +47,14 @@ class One:
 
 class NaiveEngine:
     def __init__(self, limit: int, max_running: int) -> None:
-        self.cost, self.limit, self.max_running = Cost(limit), limit, max_running
-        self.now, self.version, self.slowdown = 0.0, 0, 1.0
+        self.cost, self.limit, self.max_running = Cost(limit=limit), limit, max_running
+        self.now, self.version, self.newest, self.slowdown = 0.0, 0, 0, 1.0
         self.running: list[One] = []
         self.waiting: list[One] = []
         self.updates: list[tuple] = []
         self.phase, self.until, self.paused = "idle", 0.0, False
         self.finished: list[tuple] = []
-        self.answers: list[list[tuple]] = []
+        self.answers: list[list] = []
         self.preemptions = self.decoded = self.prefilled = self.highest = 0
         self.busy = 0.0
         self.submitted: dict[tuple[str, int], One] = {}
@@ -133,10 +139,9 @@ class NaiveEngine:
         getattr(self, f"_{name}")(*arguments)
 
     def _submit(self, rid: str, sample: int, prompt: int, total: int, begun: int) -> None:
-        if self.phase != "down":
-            one = One(rid, sample, prompt, total, begun)
-            self.submitted[rid, sample] = one
-            self.waiting.append(one)
+        one = One(rid, sample, prompt, total, begun, [BEFORE] * begun)
+        self.submitted[rid, sample] = one
+        self.waiting.append(one)
 
     def _abort(self, name: str) -> None:
         rid, _, sample = name.partition("/")
@@ -146,13 +151,8 @@ class NaiveEngine:
             del self.submitted[one.rid, one.sample]
             (self.running if one in self.running else self.waiting).remove(one)
 
-    def _progress(self, name: str) -> None:
-        rid, _, sample = name.partition("/")
-        found = [one for one in self.submitted.values() if one.rid == rid and sample in ("", str(one.sample))]
-        self.answers.append([one.result() for one in found])
-
     def _pause(self) -> None:
-        self.paused = self.phase != "down"
+        self.paused = True
 
     def _resume(self) -> None:
         self.paused = False
@@ -161,15 +161,16 @@ class NaiveEngine:
         self.slowdown = factor
 
     def _update(self, seconds: float, version: int, recompute: bool) -> None:
+        self.newest = version
         if self.phase != "down":
             self.updates.append((seconds, version, recompute))
 
     def _crash(self) -> None:
-        self.answers.append(sorted(one.result() for one in self.submitted.values()))
+        self.answers.append(sorted({one.rid for one in self.submitted.values()}))
         self.submitted.clear()
         self.running, self.waiting, self.updates = [], [], []
-        self.phase, self.paused, self.slowdown = "down", False, 1.0
+        self.phase, self.slowdown = "down", 1.0
 
-    def _recover(self, version: int) -> None:
+    def _recover(self) -> None:
         if self.phase == "down":
-            self.phase, self.version = "idle", version
+            self.phase, self.version = "idle", self.newest

@@ -11,9 +11,9 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from by_hand import Rollout, Step, finish, roll_out, synchronous_step, workload
+from by_hand import Rollout, Step, finish, roll_out, setup_of, synchronous_step, workload
 
-from fluxjax.simulation.hardware import QWEN3_8B, SETUPS, Hardware, parameters
+from fluxjax.simulation.hardware import HARDWARE, QWEN3_8B, Hardware, parameters
 from fluxjax.simulation.workload import Workload
 
 SEEDS = 16
@@ -37,13 +37,13 @@ def mean(steps: list[Step], name: str) -> float:
 @pytest.fixture(scope="module")
 def rollouts_14b() -> list[Rollout]:
     """Lengths depend on the seed, not on the task."""
-    setup = SETUPS["14b"]
+    setup = setup_of("14b")
     return [roll_out(setup, workload(setup, seed, "math"), PROMPTS) for seed in range(SEEDS)]
 
 
 @pytest.mark.parametrize("task", TABLE_1)
 def test_shares_of_a_step_are_those_of_table_1(task, rollouts_14b):
-    setup = SETUPS["14b"]
+    setup = setup_of("14b")
     steps = [finish(setup, workload(setup, seed, task), one) for seed, one in enumerate(rollouts_14b)]
     whole = sum(mean(steps, name) for name in ("rollout", "reward", "training"))
     shares = [mean(steps, name) / whole for name in ("rollout", "reward", "training")]
@@ -52,7 +52,7 @@ def test_shares_of_a_step_are_those_of_table_1(task, rollouts_14b):
 
 def test_a_long_round_takes_as_long_as_in_table_3():
     """7B/8k, math, without scaling: 124.2 s, averaged over long rounds; rewards are computed behind rollouts."""
-    setup = SETUPS["7b"]
+    setup = setup_of("7b")
     steps = []
     for seed in range(4):
         work = workload(setup, seed, "math")
@@ -62,14 +62,14 @@ def test_a_long_round_takes_as_long_as_in_table_3():
 
 def test_an_ordinary_step_of_7b_takes_about_as_long():
     """What Table 2 implies: rewards cost a sandbox's time-out, and hiding them makes 2.01 of 1.30 times."""
-    setup = SETUPS["7b"]
+    setup = setup_of("7b")
     steps = [synchronous_step(setup, workload(setup, seed), PROMPTS) for seed in range(4)]
     assert sum(mean(steps, name) for name in ("rollout", "reward", "training")) == pytest.approx(124.2, rel=0.1)
 
 
 def test_short_rounds_are_short(rollouts_14b):
     """Speculation makes the longest response of a round about nine times shorter (section 3: up to 8.9)."""
-    setup = SETUPS["14b"]
+    setup = setup_of("14b")
     works = [workload(setup, seed, "math") for seed in range(4)]
     plain = [finish(setup, work, one) for work, one in zip(works, rollouts_14b, strict=False)]
     short = [synchronous_step(setup, work, list(range(160)), keep=128, count=10) for work in works]
@@ -81,7 +81,7 @@ def test_parallelism_relieves_the_cache():
     """Figure 6: Qwen3-8B/32k on eight GPUs, short rounds; with two GPUs an engine, 21.1 % fewer preemptions and
     25 % less time. How long its answers are is not said; the median is chosen for that."""
     hardware = Hardware(QWEN3_8B)
-    setup = dataclasses.replace(SETUPS["7b"], hardware=hardware, gpus=8, max_new_tokens=32768, median=3400.0)
+    setup = dataclasses.replace(setup_of("7b"), hardware=hardware, gpus=8, max_new_tokens=32768, median=3400.0)
     steps = {
         degree: [
             synchronous_step(setup, workload(setup, seed, "math"), list(range(160)), keep=128, count=10, degree=degree)
@@ -94,16 +94,16 @@ def test_parallelism_relieves_the_cache():
 
 
 def test_sizes_of_the_models():
-    sizes = {key: parameters(setup.hardware.model) / 1e9 for key, setup in SETUPS.items()}
+    sizes = {key: parameters(hardware.model) / 1e9 for key, hardware in HARDWARE.items()}
     assert sizes == pytest.approx({"7b": 7.6, "14b": 14.8, "32b": 32.8}, abs=0.05)
-    assert SETUPS["14b"].hardware.kv_bytes == 196_608
-    assert SETUPS["32b"].hardware.kv_limit(2) > 32768 + 2000
+    assert HARDWARE["14b"].kv_bytes == 196_608
+    assert HARDWARE["32b"].kv_limit(2) > 32768 + 2000
     with pytest.raises(ValueError, match="does not fit"):
-        SETUPS["32b"].hardware.kv_limit(1)
+        HARDWARE["32b"].kv_limit(1)
 
 
 def test_decoding_scales_as_it_should():
-    hardware = SETUPS["7b"].hardware
+    hardware = HARDWARE["7b"]
     assert hardware.step_seconds(1, 2) < hardware.step_seconds(1, 1) < hardware.step_seconds(1024, 1)
     assert hardware.kv_seconds(4) == hardware.kv_seconds(1) / 4 == hardware.kv_seconds(8)
     assert hardware.kv_limit(2) > 2 * hardware.kv_limit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,16 +11,21 @@ import pytest
 from fluxjax.simulation.clock import Clock
 from fluxjax.simulation.draws import exponential, key, uniform
 from fluxjax.simulation.faults import FaultPlan, FaultRates
-from fluxjax.simulation.hardware import SETUPS
+from fluxjax.simulation.hardware import HARDWARE
+from fluxjax.simulation.options import SimulationConfig
 from fluxjax.simulation.scoring import Servers
 from fluxjax.simulation.simulated_engine import SimulatedFleet
 from fluxjax.simulation.workload import Workload, response
 
 
+def workload(seed: int, most: int = 16_384, **settings: Any) -> Workload:
+    return Workload(seed, SimulationConfig(**settings), most)
+
+
 @pytest.fixture(scope="module")
 def step_lengths():
     """[step, prompt, sample], uncapped."""
-    work = Workload(1, size=10_240, max_new_tokens=10**6)
+    work = workload(1, 10**6)
     return np.array([work.samples(draw, 0, 8).lengths for draw in range(10_240)]).reshape(80, 128, 8)
 
 
@@ -33,17 +39,17 @@ def test_lengths_have_the_published_quantiles(step_lengths):
 
 
 def test_lengths_are_capped_and_names_decide():
-    work, again, other = Workload(3), Workload(3), Workload(4)
+    work, again, other = workload(3), workload(3), workload(4)
     eight, ten = work.samples(7, 0, 8), again.samples(7, 0, 10)
     assert eight.lengths == ten.lengths[:8] and eight.correct == ten.correct[:8] and eight.sandbox == ten.sandbox[:8]
     assert work.samples(7, 1, 8).lengths != eight.lengths != other.samples(7, 0, 8).lengths
-    short = Workload(3, max_new_tokens=2048)
+    short = workload(3, 2048)
     lengths = [length for draw in range(2000) for length in short.samples(draw, 0, 8).lengths]
     assert max(lengths) == 2048 and min(lengths) >= 1
 
 
 def test_every_epoch_has_every_prompt_once():
-    work = Workload(0, size=50)
+    work = workload(0, prompts=50)
     prompts = [work.prompt(draw) for draw in range(100)]
     ids = [prompt.id for prompt in prompts]
     assert sorted(ids[:50]) == sorted(ids[50:]) and len(set(ids)) == 50 and ids[:50] != ids[50:]
@@ -53,7 +59,7 @@ def test_every_epoch_has_every_prompt_once():
 
 
 def test_a_prompt_tells_something_about_its_lengths():
-    work = Workload(2, size=4000)
+    work = workload(2, prompts=4000)
     text = np.array([len(work.prompt(draw).text) for draw in range(2000)])
     lengths = np.array([np.log(work.samples(draw, 0, 8).lengths).mean() for draw in range(2000)])
     ranks = [values.argsort().argsort() for values in (text, lengths)]
@@ -66,7 +72,7 @@ def test_a_prompt_tells_something_about_its_lengths():
 
 
 def test_rewards_hang_and_groups_lack_variance():
-    work = Workload(5, mix={"code": 1.0})
+    work = workload(5, tasks=("code",))
     groups = [work.samples(draw, 0, 8) for draw in range(2000)]
     sandbox = np.array([group.sandbox for group in groups])
     assert (sandbox >= 30).mean() == pytest.approx(0.05, abs=0.005)
@@ -81,10 +87,7 @@ def test_rewards_hang_and_groups_lack_variance():
     right = next(group for group in groups if any(group.correct))
     sample = right.correct.index(True)
     assert right.reward(sample).value == 1.0 and right.reward(sample, limit=1e-3).reason == "timed out"
-    assert Workload(5, mix={"math": 1.0}).samples(0, 0, 8).sandbox == [0.0] * 8
-    for wrong in ({}, {"chess": 1.0}, {"math": 0.0}):
-        with pytest.raises(ValueError):
-            Workload(mix=wrong)
+    assert workload(5, tasks=("math",)).samples(0, 0, 8).sandbox == [0.0] * 8
 
 
 def test_responses_carry_their_versions():
@@ -96,7 +99,7 @@ def test_responses_carry_their_versions():
 
 
 def test_no_faults_by_default():
-    plan = FaultPlan()
+    plan = FaultPlan(FaultRates(), 0)
     assert list(plan.crashes(0)) == list(plan.slow_spells(0)) == []
     assert plan.replies(1, 0, 2) == (0.0,)
     assert plan.sync_delay(1, 0) == 0.0 and not plan.reward_hangs(1, 0, 2)
@@ -127,7 +130,7 @@ def test_faults_come_at_their_rates_and_by_seed():
     assert np.mean([plan.reward_hangs(d, 0, 0) for d in range(5000)]) == pytest.approx(0.1, rel=0.2)
     for wrong in ({"lost": 0.6, "late": 0.5}, {"crash_every": -1.0}, {"slow_factor": 0.0}):
         with pytest.raises(ValueError):
-            FaultPlan(FaultRates(**wrong))
+            FaultRates(**wrong).validate()
 
 
 def test_draws_are_uniform_and_names_matter():
@@ -142,31 +145,31 @@ def test_servers_queue():
     servers = Servers(2)
     assert [servers.submit(0.0, 3.0), servers.submit(1.0, 1.0), servers.submit(1.0, 1.0)] == [3.0, 2.0, 3.0]
     assert servers.submit(10.0, 1.0) == 11.0
-    assert servers.busy_seconds == 6.0
-    with pytest.raises(ValueError):
-        Servers(0)
 
 
-def test_engines_are_cut_anew_and_their_work_goes_on():
+def test_engines_are_cut_anew_and_their_work_counts():
     clock, finished = Clock(), []
-    fleet = SimulatedFleet(clock, SETUPS["7b"].hardware, 16, 1, lambda *what: finished.append(what))
+    fleet = SimulatedFleet(clock, HARDWARE["7b"], 16, 1, finished.append)
     assert len(fleet.engines) == 16
-    for index, engine in enumerate(fleet.engines):
-        engine.submit(f"r{index}", 0, 100, 500)
-    clock.run(until=2.0)
-    unfinished = fleet.set_parallelism(4, seconds=1.0)
-    assert len(fleet.engines) == 4 and len(unfinished) == 16
-    assert all(0 < progress.tokens < 500 for progress in unfinished)
-    for index, progress in enumerate(unfinished):
-        fleet.engines[index % 4].submit(progress.rid, progress.sample, 100, 500, progress.tokens)
+
+    def generate(tokens: int) -> None:
+        for index in range(16):
+            fleet.engines[index % len(fleet.engines)].submit(f"r{tokens}.{index}", 0, 100, tokens)
+        clock.run()
+
+    generate(500)
+    worked, part = fleet.utilisation()
+    assert 0 < part < worked == 1
+    fleet.engines[3].update(0.0, 2, False)
     clock.run()
-    assert len(finished) == 16
-    assert all(
-        sum(count for _, count in segments) + next(p.tokens for p in unfinished if p.rid == rid) == tokens == 500
-        for _, rid, _, tokens, segments in finished
-    )
-    busy, part = fleet.utilisation()
-    assert 0 < part < busy < 1 and fleet.preemptions == 0
+    fleet.set_parallelism(4)
+    assert [engine.version for engine in fleet.engines] == [0] * 4, "the oldest weights that any had"
+    generate(300)
+    assert sorted(progress.tokens for progress in finished) == [300] * 16 + [500] * 16
+    assert all(progress.segments == ((0, progress.tokens),) for progress in finished if progress.tokens == 300)
+    worked, part = fleet.utilisation()
+    assert 0 < part < worked == pytest.approx(1.0), "of all engines since the beginning"
+    assert fleet.preemptions == 0
     for degree in (0, 3, 16):
         with pytest.raises(ValueError):
             fleet.set_parallelism(degree)

@@ -13,14 +13,12 @@ Nothing is trained on that is more than `max_staleness` versions old: training w
 older by missing the step, and a prompt that became older all the same is generated anew.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
 from ...config import AdaptiveAsyncConfig, ComposerConfig
-from ...config.pid import Pid
+from ...config.schedules import Pid
 from ..ledger import PromptStage
 from ..machine import Coordinator
 from ..messages import DrawPrompts, Evaluate, Instruction, PublishWeights, SaveCheckpoint, Train

@@ -6,8 +6,6 @@ the importance correction of the algorithm accounts for that. Prompts that are p
 first. A round waits for prompts that would become older than `max_staleness` versions by missing it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

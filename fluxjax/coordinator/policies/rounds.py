@@ -4,8 +4,6 @@ A round begins when nothing is generated, and ends with an optimizer step and th
 Evaluations and checkpoints come between rounds. Gradients of some groups may be computed while a round goes on.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ exactly as on-policy as without, and a wrong prediction costs nothing but a late
 and trainer share their devices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ is computed again. The devices of the lent engines then compute the gradients of
 time; the update waits for the end of the round, so that nothing is ever trained on older weights than without this.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ ends, train on all P groups in draw order, publish the new weights. Evaluations 
 when nothing is in flight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..ledger import PromptStage

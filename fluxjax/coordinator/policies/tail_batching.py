@@ -9,8 +9,6 @@ With dynamic sampling (Flexes, section 7) a round goes on until enough groups ha
 are skipped, never deferred, and new prompts are launched in their place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

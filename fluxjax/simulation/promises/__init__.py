@@ -1,7 +1,5 @@
 """What each policy promises, checked on the trace of a run: `base.Promises` says how."""
 
-from __future__ import annotations
-
 from ...config import Config, Policy
 from ...coordinator.machine import Settings
 from .adaptive_async_promises import AdaptiveAsyncPromises

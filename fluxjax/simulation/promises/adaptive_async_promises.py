@@ -1,19 +1,16 @@
 """What adaptive async promises (Flux, component 1): how far generation runs ahead, and when it waits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
 from ...config import Config
-from ...config.pid import Pid
+from ...config.schedules import Pid
 from ...coordinator.ledger import PromptStage
 from ...coordinator.machine import Settings
 from ...coordinator.messages import (
     DrawPrompts,
     Evaluate,
     Event,
-    Generate,
     Instruction,
     Park,
     PublishWeights,
@@ -24,8 +21,6 @@ from ...coordinator.messages import (
 from ...coordinator.selection import compose
 from .base import Promises
 from .books import UNDER_WAY, Seen
-
-_WAITING = (PromptStage.DEFERRED, PromptStage.WAITING)
 
 
 class AdaptiveAsyncPromises(Promises):
@@ -38,10 +33,13 @@ class AdaptiveAsyncPromises(Promises):
         self.staleness, self.barriers, self.barrier, self.since = 0.0, 0, False, 0
 
     @property
-    def capacity(self) -> int:
-        """Prompts that may be under way or wait to be trained on."""
+    def wanted(self) -> int:
         ahead = 1 + self.pid.value * self.options.max_staleness
         return math.floor(min(ahead, self.settings.steps - self.books.step) * self.needed)
+
+    @property
+    def oldest(self) -> int:
+        return self.books.version - self.options.max_staleness + 1
 
     def heard(self, event: Event) -> None:
         if not isinstance(event, Trained):
@@ -69,13 +67,10 @@ class AdaptiveAsyncPromises(Promises):
 
     def said(self, instruction: Instruction) -> None:
         match instruction:
-            case DrawPrompts(count):
-                self._draws(count)
-            case Generate(requests):
-                for request in requests:
-                    seen = self.books.prompts[request.prompt.draw]
-                    self.goes_on(seen, request, self.books.version - self.options.max_staleness + 1)
-                self._launches(instruction)
+            case DrawPrompts() if self.barrier:  # it lasts until nothing runs
+                over = not (self.books.awaiting or self.books.count(*UNDER_WAY))
+                self.expect(over, "something new begins although a barrier was declared")
+                self.barrier, self.since = False, 0
             case Park():
                 self._parks(instruction)
             case Train():
@@ -84,27 +79,9 @@ class AdaptiveAsyncPromises(Promises):
                 self._publishes(instruction)
         super().said(instruction)
 
-    def _draws(self, count: int) -> None:
-        """As many as there is room for, not one less; during a barrier none, and it lasts until nothing runs."""
-        books = self.books
-        if self.barrier:
-            over = not (books.awaiting or books.count(*UNDER_WAY))
-            self.expect(over, "something new begins although a barrier was declared")
-            self.barrier, self.since = False, 0
-        room = self.capacity - len(books.prompts)
-        self.expect(count == room, f"{count} prompts are drawn, there is room for {room}")
-
-    def _launches(self, order: Generate) -> None:
-        size = self.settings.group_size
-        waiting = [seen.draw for stage in _WAITING for seen in self.books.at(stage)]
-        draws = [request.prompt.draw for request in order.requests]
-        again = [seen.draw for seen in self.books.at(PromptStage.LOST)]
-        self.expect(draws == waiting or draws == again[:1], f"draws {draws} are generated, {waiting} wait")
-        for request in order.requests:
-            self.expect((request.n, request.need) == (size, size), f"{request.rid} launches {request.n}")
-
     def _parks(self, order: Park) -> None:
-        if not self.parks_to_end(order):
+        """What still runs when the run ends keeps what it has; what became too old begins anew."""
+        if not (order.keep and (self.ending or self.books.stop)):
             seen = self.books.prompts[order.prompt.draw]
             late = not order.keep and seen.stage is PromptStage.SCORED and self._age(seen) > self.options.max_staleness
             self.expect(late, f"draw {seen.draw} ({seen.stage.value}) is parked")
@@ -130,20 +107,24 @@ class AdaptiveAsyncPromises(Promises):
         )
         draws = [group.prompt.draw for group in wanted]
         self.expect(list(order.groups) == list(wanted), f"draws {draws} should be trained on")
-        late = [seen.draw for seen in books.at(*UNDER_WAY) if self._would_be_late(seen)]
+        late = self._late()
         self.expect(not late, f"draws {late} become too old by missing this step")
 
-    def _would_be_late(self, seen: Seen) -> bool:
-        return self.books.version - seen.born >= self.options.max_staleness
+    def _late(self) -> Sequence[int]:
+        """Draws under way that become too old by missing the next step."""
+        return [seen.draw for seen in self.books.at(*UNDER_WAY) if seen.born < self.oldest]
 
     def _publishes(self, order: PublishWeights) -> None:
+        """All engines get new weights at once, or those that nothing runs on."""
+        wanted = () if self.options.interrupt else self._old()
+        self.expect(set(order.engines) == set(wanted), f"engines {order.engines} get the new weights, not {wanted}")
+
+    def _old(self) -> Sequence[int]:
+        """Engines that should serve the newest weights and don't; while responses run they need not, unless those are
+        interrupted."""
         books = self.books
-        self.expect(order.version == books.version, f"version {order.version} is published")
-        if not self.options.interrupt:
-            old = {e for e, version in enumerate(books.served) if version != books.version and not books.busy(e)}
-            self.expect(set(order.engines) == old, f"engines {order.engines} get the new weights, {old} are idle")
-        else:
-            self.expect(not order.engines, f"only engines {order.engines} get the new weights")
+        old = [engine for engine, version in enumerate(books.served) if version != books.version]
+        return [e for e in old if self.options.interrupt or e not in books.running.values()]
 
     # --- waiting --------------------------------------------------------------------------------
 
@@ -151,38 +132,23 @@ class AdaptiveAsyncPromises(Promises):
         super().waits()
         books = self.books
         if PublishWeights not in books.awaiting:
-            self._serves_the_newest()
-        last = bool(self.ending or books.stop)
-        if last or (books.awaiting and not self.pid.value):
+            old = self._old()
+            self.expect(not old, f"engines {old} serve {books.served}, the trainer has {books.version}")
+        if self.ending or books.stop or (books.awaiting and not self.pid.value):
             return
         self.expect(not self._could_train(), "nothing is trained although a step's groups are scored")
         if DrawPrompts in books.awaiting or not self.usable():
             return
-        waiting = books.count(*_WAITING)
+        waiting = len(self.waiting)
         self.expect(not waiting, f"{waiting} prompts wait for nothing")
         if not (self.barrier or books.exhausted):
-            live, most = len(books.prompts), self.capacity
+            live, most = self.live, self.wanted
             self.expect(live >= most, f"generation is {live} prompts ahead, it may be {most}")
 
-    def _serves_the_newest(self) -> None:
-        books = self.books
-        old = [e for e, version in enumerate(books.served) if version != books.version]
-        if not self.options.interrupt:
-            old = [engine for engine in old if not books.busy(engine)]
-        self.expect(not old, f"engines {old} serve {books.served}, the trainer has {books.version}")
-
     def _could_train(self) -> bool:
-        books, settings = self.books, self.settings
+        books = self.books
         scored = books.count(PromptStage.SCORED)
-        if books.awaiting.keys() & {Train, Evaluate, SaveCheckpoint}:
+        if books.awaiting.keys() & {Train, Evaluate, SaveCheckpoint} or not scored or self.left_out:
             return False
-        if not scored or (scored < self.needed and not (books.exhausted and scored == len(books.prompts))):
-            return False
-        step = books.step
-        every = settings.evaluate_every
-        if (step == 0 or (every and step % every == 0)) and step not in {evaluated for evaluated, _ in self.evaluated}:
-            return False
-        every = settings.checkpoint_every
-        if every and step and step % every == 0 and step not in self.saved:
-            return False
-        return not any(self._would_be_late(seen) for seen in books.at(*UNDER_WAY))
+        enough = scored >= self.needed or (books.exhausted and scored == len(books.prompts))
+        return enough and not self._late()

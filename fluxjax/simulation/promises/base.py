@@ -1,7 +1,5 @@
 """What every policy promises, whatever else it does: see `Promises`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ...config import Config
@@ -10,14 +8,14 @@ from ...coordinator.ledger import PromptStage
 from ...coordinator.machine import Settings
 from ...coordinator.messages import (
     Abort,
+    DrawPrompts,
     Evaluate,
     Event,
     Finish,
     Generate,
     Instruction,
-    Park,
+    PublishWeights,
     Request,
-    RewardReady,
     SaveCheckpoint,
     Score,
     Skip,
@@ -35,6 +33,9 @@ class Promises:
     A promise is checked at one of two moments. `said`: an instruction is said (`books` are as they were before it).
     `waits`: the coordinator has said all that it has to say and waits. Then something must be under way that will end,
     and nothing that was promised to be done at once may be left.
+
+    What a policy promises in figures are properties here, which subclasses override: `wanted`, `live`, `launched` and
+    `oldest`.
     """
 
     def __init__(self, config: Config, settings: Settings) -> None:
@@ -50,6 +51,27 @@ class Promises:
     def needed(self) -> int:
         """Prompts of a step."""
         return self.settings.prompts_per_step
+
+    @property
+    def wanted(self) -> int:
+        """Prompts that are to be under way, or wait to be trained on."""
+        return self.needed
+
+    @property
+    def live(self) -> int:
+        """Prompts that are."""
+        return len(self.books.prompts)
+
+    @property
+    def launched(self) -> int:
+        """Responses that a group is begun with."""
+        return self.settings.group_size
+
+    @property
+    def oldest(self) -> int:
+        """What waits and was begun under weights of at least this version goes on where it was; what is older begins
+        anew."""
+        return self.books.version
 
     @property
     def ending(self) -> bool:
@@ -79,28 +101,27 @@ class Promises:
             return
         if self.books.version >= 0 and not self.books.finished:
             self.waits()
-        before = self._scored(what)
-        self.books.hear(what)
+        scored = self.books.hear(what)
         self.heard(what)
-        if before is not None and before.stage is PromptStage.SCORED:
-            for schedule in self.schedules.values():
-                schedule.observe_group(before.group())
-        if isinstance(what, Trained):
-            for schedule in self.schedules.values():
+        for schedule in self.schedules.values():
+            if scored is not None:
+                schedule.observe_group(scored.group())
+            if isinstance(what, Trained):
                 schedule.observe(what.metrics)
-
-    def _scored(self, event: Event) -> Seen | None:
-        """The prompt whose group may be scored by this event."""
-        seen = self.books.prompts.get(int(event.rid.partition(".")[0])) if isinstance(event, RewardReady) else None
-        return seen if seen is not None and seen.stage is PromptStage.COMPLETE else None
 
     def heard(self, event: Event) -> None:
         """For subclasses: `books` know the event."""
 
     def said(self, instruction: Instruction) -> None:
+        books = self.books
         match instruction:
+            case DrawPrompts(count):
+                room = self.wanted - self.live
+                self.expect(count == room, f"{count} prompts are drawn, {room} are missing")
+            case PublishWeights(version):
+                self.expect(version == books.version, f"version {version} is published")
             case Score(response):
-                self.expect(response.rid in self.books.unscored, f"{response.rid} is scored out of turn")
+                self.expect(response.rid in books.unscored, f"{response.rid} is scored out of turn")
             case Abort(rid):
                 self._aborts(rid)
             case Generate(requests):
@@ -111,10 +132,10 @@ class Promises:
                 self._trains(instruction)
             case Evaluate(step, full):
                 self.evaluated.append((step, full))
-                self.expect(step == self.books.step, f"evaluation {step}")
+                self.expect(step == books.step, f"evaluation {step}")
             case SaveCheckpoint(step):
                 self.saved.append(step)
-                self.expect(step == self.books.step, f"checkpoint {step}")
+                self.expect(step == books.step, f"checkpoint {step}")
             case Finish():
                 self._finishes(instruction)
 
@@ -132,11 +153,9 @@ class Promises:
 
     def _aborts(self, rid: str) -> None:
         """Only what nobody needs: responses beyond those of a complete group, and what is left of a lost request."""
-        seen = self.books.prompts.get(int(rid.partition(".")[0]))
-        lost = (
-            seen is not None and seen.stage is PromptStage.LOST and seen.request is not None and seen.request.rid == rid
-        )
-        self.expect(lost or rid in self.books.surplus, f"{rid} is aborted although it is needed")
+        seen = self.books.of(rid)
+        lost = seen is not None and seen.stage is PromptStage.LOST and seen.request and seen.request.rid == rid
+        self.expect(bool(lost) or rid in self.books.surplus, f"{rid} is aborted although it is needed")
 
     def _skips(self, order: Skip) -> None:
         """Nothing is given up but what failed too often, and with dynamic sampling what has equal rewards."""
@@ -160,53 +179,77 @@ class Promises:
         if self.dynamic:
             equal = [draw for draw in draws if not books.prompts[draw].varied()]
             self.expect(not equal, f"draws {equal} are trained on although nothing can be learnt from them")
-        every = self.settings.evaluate_every
-        due = books.step == 0 or (every and books.step % every == 0)
-        self.expect(not due or books.step in {step for step, _ in self.evaluated}, "an evaluation was left out")
-        every = self.settings.checkpoint_every
-        due = every and books.step and books.step % every == 0
-        self.expect(not due or books.step in self.saved, "a checkpoint was left out")
+        self.expect(not self.left_out, f"{self.left_out} was left out")
+
+    @property
+    def left_out(self) -> str:
+        """What must come before the next step and was not asked for yet, if anything."""
+        step, settings = self.books.step, self.settings
+
+        def due(every: int) -> bool:
+            return bool(every) and step % every == 0
+
+        if (step == 0 or due(settings.evaluate_every)) and step not in {evaluated for evaluated, _ in self.evaluated}:
+            return "an evaluation"
+        return "a checkpoint" if step and due(settings.checkpoint_every) and step not in self.saved else ""
 
     def _generates(self, requests: Sequence[Request]) -> None:
-        running = list(self.books.running.values())
+        """A lost prompt comes before all others, alone."""
+        books = self.books
+        lost = [seen.draw for seen in books.at(PromptStage.LOST)]
+        if lost:
+            draws = [request.prompt.draw for request in requests]
+            self.expect(draws == lost[:1], f"draws {draws} are generated, {lost} were lost")
+        else:
+            self.launches(requests)
+        awake = set(range(len(books.served))) - books.lent
+        usable = awake if lost else awake & set(self.usable())
+        running = list(books.running.values())
         for request in requests:
-            seen, engine = self.books.prompts[request.prompt.draw], request.engine
-            attempt = -1 if seen.request is None else seen.request.attempt
-            self.expect(request.attempt == attempt + 1, f"{request.rid} follows attempt {attempt}")
-            self.expect(engine not in self.books.lent, f"{request.rid} goes to engine {engine}, which is lent")
-            awake = set(range(len(self.books.served))) - self.books.lent
-            usable = awake if seen.stage is PromptStage.LOST else awake & set(self.usable())
-            if seen.stage is PromptStage.LOST:
-                self._again(seen, request, awake)
+            seen, engine = books.prompts[request.prompt.draw], request.engine
+            self.expect(engine in usable, f"{request.rid} goes to engine {engine}, which is not to be used now")
+            if seen.request is not None and seen.stage is PromptStage.LOST:
+                self.expect(seen.failures < self.settings.max_attempts, f"draw {seen.draw} is not given up")
+                elsewhere = awake - {seen.request.engine}
+                self.expect(not elsewhere or engine in elsewhere, f"{request.rid} goes where it was lost")
             elif engine in running:
                 idle = usable - set(running)
                 self.expect(not idle, f"{request.rid} goes to engine {engine}, but {sorted(idle)} have nothing to do")
-            self.expect(engine in usable, f"{request.rid} goes to engine {engine}, which is not to be used now")
             self._begins(seen, request)
             running += [engine] * request.n
+
+    def launches(self, requests: Sequence[Request]) -> None:
+        """What waits is generated, in this order: deferred prompts, then new ones."""
+        draws = [request.prompt.draw for request in requests]
+        waiting = [seen.draw for seen in self.waiting]
+        self.expect(draws == waiting, f"draws {draws} are generated, {waiting} wait")
+
+    @property
+    def waiting(self) -> Sequence[Seen]:
+        return [*self.books.at(PromptStage.DEFERRED), *self.books.at(PromptStage.WAITING)]
 
     def usable(self) -> Sequence[int]:
         """Engines that may get new requests."""
         return range(len(self.books.served))
 
-    def _again(self, seen: Seen, request: Request, awake: set[int]) -> None:
-        assert seen.request is not None
-        before, options = seen.request, self.settings
-        self.expect(seen.failures < options.max_attempts, f"draw {seen.draw} is not given up")
-        self.expect((request.n, request.need) == (before.n, before.need), f"{request.rid} is another group")
-        elsewhere = awake - {before.engine}
-        self.expect(not elsewhere or request.engine != before.engine, f"{request.rid} goes where it was lost")
-
     def _begins(self, seen: Seen, request: Request) -> None:
-        """One temperature for all tokens of a group: that of the step in which it was begun."""
+        """A group is generated again, or goes on, as it was; else it is what the policy launches. All its tokens have
+        one temperature: that of the step in which it was begun."""
+        before, attempt, size = seen.request, -1, (self.launched, self.settings.group_size)
+        if before is not None:
+            attempt = before.attempt
+            size = (before.n, before.need) if request.begun or seen.stage is PromptStage.LOST else size
+        n, need, temperature = request.n, request.need, request.temperature
+        self.expect(request.attempt == attempt + 1, f"{request.rid} follows attempt {attempt}")
+        self.expect((n, need) == size, f"{request.rid} launches {n} responses for {need}, not {size[0]} for {size[1]}")
+        goes_on = bool(seen.kept()) and seen.born >= self.oldest
+        self.expect(bool(request.begun) == goes_on, f"{request.rid} {'begins anew' if goes_on else 'goes on'}")
+        schedule = self.schedules.get("temperature")
+        right = None if schedule is None else schedule.value(self._progress, seen.prompt)
         if request.begun:
             self.expect(request.begun == seen.kept(), f"{request.rid} goes on with something else than it had")
-            first = next(response for response in request.begun if response is not None)
-            self.expect(request.temperature == first.temperature, f"{request.rid} goes on at another temperature")
-            return
-        schedule = self.schedules.get("temperature")
-        wanted = None if schedule is None else schedule.value(self._progress, seen.prompt)
-        self.expect(request.temperature == wanted, f"{request.rid} has temperature {request.temperature}, not {wanted}")
+            right = next(response for response in request.begun if response is not None).temperature
+        self.expect(temperature == right, f"{request.rid} has temperature {temperature}, not {right}")
 
     def _finishes(self, order: Finish) -> None:
         """A run ends when its steps are done, or its data is, or when it was told to; all in the right places were
@@ -227,15 +270,3 @@ class Promises:
     def _cadence(self, every: int) -> list[int]:
         last = self.books.step
         return sorted({last, *(range(every, last + 1, every) if every else ())})
-
-    # --- for subclasses -------------------------------------------------------------------------
-
-    def parks_to_end(self, order: Park) -> bool:
-        """What still runs when the run ends keeps what it has."""
-        return order.keep and bool(self.ending or self.books.stop)
-
-    def goes_on(self, seen: Seen, request: Request, oldest: int) -> None:
-        """What was begun under weights of at least version `oldest` goes on where it was; what is older begins anew."""
-        if seen.stage is not PromptStage.LOST:
-            wanted = bool(seen.kept()) and seen.born >= oldest
-            self.expect(bool(request.begun) == wanted, f"{request.rid} {'begins anew' if wanted else 'goes on'}")

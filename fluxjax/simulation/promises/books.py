@@ -4,10 +4,7 @@ These books are kept apart from the coordinator's `Ledger` on purpose: what a po
 a fault in the ledger must not hide itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterable
 from typing import Final
 
 from ...base.types import Group, Prompt, Response, Reward, Sample
@@ -71,18 +68,21 @@ class Books:
     def count(self, *stages: PromptStage) -> int:
         return sum(seen.stage in stages for seen in self.prompts.values())
 
-    def busy(self, engine: int) -> bool:
-        return engine in self.running.values()
+    def of(self, rid: str) -> Seen | None:
+        """The prompt of a request or a response."""
+        return self.prompts.get(int(rid.partition(".")[0]))
 
     # --- events ---------------------------------------------------------------------------------
 
     _hear: Final = Handlers(messages.Event)
     _say: Final = Handlers(messages.Instruction)
 
-    def hear(self, event: messages.Event) -> None:
-        self._hear[type(event)](self, event)
+    def hear(self, event: messages.Event) -> Seen | None:
+        """Returns the prompt whose group is scored by this event, if one is."""
+        scored = self._hear[type(event)](self, event)
         if type(event) in messages.ANSWERS:
             self.awaiting.pop(messages.ANSWERS[type(event)], None)
+        return scored
 
     @_hear.of(messages.Accumulated, messages.CheckpointSaved, messages.Evaluated, messages.Lent, messages.Tick)
     def _only_answered(self, event: messages.Event) -> None:
@@ -99,16 +99,11 @@ class Books:
         self.exhausted = len(event.prompts) + len(event.skipped) < order.count
         self.prompts |= {prompt.draw: Seen(prompt) for prompt in event.prompts}
 
-    @_hear.of(messages.ResponseFinished)
-    def _finished(self, event: messages.ResponseFinished) -> None:
-        self.running.pop(event.response.rid, None)
-        self._finish(event.response)
-
     @_hear.of(messages.EngineFailed)
     def _failed(self, event: messages.EngineFailed) -> None:
         for request in event.request_ids:
             self._end(request)
-            seen = self.prompts.get(int(request.partition(".")[0]))
+            seen = self.of(request)
             if seen and seen.request and seen.request.rid == request and seen.stage in UNDER_WAY[:2]:
                 self._lose(seen)
 
@@ -133,8 +128,10 @@ class Books:
     def _stop(self, event: messages.StopRequested) -> None:
         self.stop = self.stop or event.reason or "stopped"
 
-    def _finish(self, response: Response) -> None:
-        seen = self.prompts.get(response.draw)
+    @_hear.of(messages.ResponseFinished)
+    def _finished(self, event: messages.ResponseFinished) -> None:
+        response, seen = event.response, self.prompts.get(event.response.draw)
+        self.running.pop(response.rid, None)
         if seen is None or seen.request is None or response.rid.partition("/")[0] != seen.request.rid:
             return
         if response.sample in seen.ended or seen.stage not in (PromptStage.RUNNING, PromptStage.STOPPING):
@@ -160,16 +157,17 @@ class Books:
             seen.stage = PromptStage.DEFERRED
 
     @_hear.of(messages.RewardReady)
-    def _reward(self, event: messages.RewardReady) -> None:
-        rid, reward = event.rid, event.reward
-        seen = self.prompts.get(int(rid.partition(".")[0]))
+    def _reward(self, event: messages.RewardReady) -> Seen | None:
+        rid, seen = event.rid, self.of(event.rid)
         sample = int(rid.partition("/")[2])
         if seen is None or sample not in seen.ended or seen.ended[sample].rid != rid or sample in seen.rewards:
-            return
+            return None
         self.scoring.discard(rid)
-        seen.rewards[sample] = reward
-        if seen.stage is PromptStage.COMPLETE and len(seen.rewards) == len(seen.ended):
-            seen.stage = PromptStage.SCORED
+        seen.rewards[sample] = event.reward
+        if seen.stage is not PromptStage.COMPLETE or len(seen.rewards) != len(seen.ended):
+            return None
+        seen.stage = PromptStage.SCORED
+        return seen
 
     # --- instructions ---------------------------------------------------------------------------
 
@@ -189,9 +187,18 @@ class Books:
         """Everything else changes with the answer."""
 
     @_say.of(messages.Generate)
-    def _generates(self, order: messages.Generate) -> None:
+    def _generate(self, order: messages.Generate) -> None:
         for request in order.requests:
-            self._generate(self.prompts[request.prompt.draw], request)
+            seen = self.prompts[request.prompt.draw]
+            if not request.begun:
+                self._forget(seen)
+                seen.born = self.served[request.engine]
+            seen.partial = {}
+            seen.request, seen.stage = request, PromptStage.RUNNING
+            for sample in range(request.n):
+                before = request.begun[sample] if request.begun else None
+                if before is None or before.finish == ABORTED:
+                    self.running[f"{request.rid}/{sample}"] = request.engine
 
     @_say.of(messages.Park)
     def _park(self, order: messages.Park) -> None:
@@ -229,31 +236,19 @@ class Books:
     def _end_of_run(self, order: messages.Finish) -> None:
         self.finished = True
 
-    def _generate(self, seen: Seen, request: messages.Request) -> None:
-        if not request.begun:
-            self._forget(seen)
-            seen.born = self.served[request.engine]
-        seen.partial = {}
-        seen.request, seen.stage = request, PromptStage.RUNNING
-        for sample in range(request.n):
-            before = request.begun[sample] if request.begun else None
-            if before is None or before.finish == ABORTED:
-                self.running[f"{request.rid}/{sample}"] = request.engine
-
     def _lose(self, seen: Seen) -> None:
         self._forget(seen)
         seen.failures += 1
         seen.stage = PromptStage.LOST
 
     def _forget(self, seen: Seen) -> None:
-        rids: Iterable[str] = [response.rid for response in seen.ended.values()]
-        self.unscored -= set(rids)
-        self.scoring -= set(rids)
+        rids = {response.rid for response in seen.ended.values()}
+        self.unscored -= rids
+        self.scoring -= rids
         if seen.request is not None:
             self.surplus -= {f"{seen.request.rid}/{i}" for i in range(seen.request.n)}
         seen.ended, seen.partial, seen.rewards = {}, {}, {}
 
     def _end(self, request: str) -> None:
-        """All that runs of a request."""
-        for rid in [rid for rid in self.running if rid.partition("/")[0] == request]:
-            del self.running[rid]
+        """Nothing of a request runs any more."""
+        self.running = {rid: engine for rid, engine in self.running.items() if rid.partition("/")[0] != request}

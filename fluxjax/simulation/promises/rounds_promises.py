@@ -1,11 +1,9 @@
 """What the policies that train in rounds promise: synchronous training, tail batching and APRIL."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
-from ...config import Config
+from ...config import Config, StreamTrainerConfig
 from ...coordinator.factory import make_parallelism
 from ...coordinator.ledger import PromptStage
 from ...coordinator.machine import Settings
@@ -28,7 +26,7 @@ from ...coordinator.policies.rounds import NO_VARIANCE
 from .base import Promises
 from .books import UNDER_WAY, Seen
 
-_OVER = (PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING)
+_SCORED = (PromptStage.SCORED, PromptStage.TRAINING)
 
 
 class RoundPromises(Promises):
@@ -45,16 +43,13 @@ class RoundPromises(Promises):
         self.lends = 0  # in this round
         self.dropped = 0  # groups of equal rewards, since the last step
 
-    def begins(self) -> None:
-        """For subclasses: the round opens with the books as they are."""
-
-    def in_round(self, instruction: DrawPrompts | Generate) -> None:
-        """For subclasses: what is drawn or generated in a round, lost prompts aside."""
+    def goes_on(self) -> None:
+        """The coordinator waits in a round: subclasses say what must be under way then."""
 
     @property
     def given_up(self) -> bool:
         """A stop ends the round as it is where groups were dropped: others for them may be long in coming."""
-        short = self.books.count(PromptStage.SCORED, PromptStage.TRAINING) < self.needed
+        short = self.books.count(*_SCORED) < self.needed
         return bool(self.books.stop and self.dropped and short)
 
     def heard(self, event: Event) -> None:
@@ -65,25 +60,21 @@ class RoundPromises(Promises):
 
     def said(self, instruction: Instruction) -> None:
         books = self.books
-        if isinstance(instruction, DrawPrompts) or (
-            isinstance(instruction, Generate) and not self._again_only(instruction)
-        ):
+        fresh = isinstance(instruction, Generate) and not books.count(PromptStage.LOST)
+        if fresh or isinstance(instruction, DrawPrompts):
             if not self.open:
-                self._opens()
+                self.opens()
             self.expect(not self.given_up, "something begins although the run was stopped")
-            self.expect(
-                not books.awaiting.keys() - {Accumulate, Lend}, "something begins while another job is under way"
-            )
-            self.in_round(instruction)
+            others = books.awaiting.keys() - {Accumulate, Lend}
+            self.expect(not others, "something begins while another job is under way")
         super().said(instruction)
         match instruction:
             case Train():
                 self.open = False
                 left = [seen.draw for seen in books.at(PromptStage.RUNNING)]
                 self.expect(not left, f"draws {left} still run when the round is over")
-            case PublishWeights(version, engines):
+            case PublishWeights(_, engines):
                 self.open = False  # without a `Train` before it: nothing was left to train on
-                self.expect(version == books.version, f"version {version} is published")
                 self.expect(not engines or set(engines) == books.lent, f"only engines {engines} get the new weights")
             case Skip(_, reason):
                 self.dropped += reason == NO_VARIANCE
@@ -94,29 +85,25 @@ class RoundPromises(Promises):
             case Accumulate():
                 self._accumulates(instruction)
 
-    def _again_only(self, order: Generate) -> bool:
-        return all(self.books.prompts[request.prompt.draw].stage is PromptStage.LOST for request in order.requests)
-
-    def _opens(self) -> None:
+    def opens(self) -> None:
+        books = self.books
         self.open, self.looked, self.lends = True, 0.0, 0
-        stale = min(self.books.served) != self.books.version or min(self.books.served) != max(self.books.served)
-        self.expect(not stale, f"a round begins with versions {self.books.served}, not {self.books.version}")
-        self.expect(not self.books.lent, f"a round begins while engines {self.books.lent} are lent")
+        stale = {*books.served} != {books.version}
+        self.expect(not stale, f"a round begins with versions {books.served}, not {books.version}")
+        self.expect(not books.lent, f"a round begins while engines {books.lent} are lent")
         wanted = self.degree if self.planner is None else self.planner.degree
-        in_the_way = self.books.count(PromptStage.RUNNING)  # lost between two rounds, and generated again at once
-        right = self.degree == wanted or bool(in_the_way)
-        self.expect(right, f"a round begins with engines of {self.degree} devices, not {wanted}")
+        # A prompt that was lost between two rounds is generated again at once, and is in the way.
+        right = self.degree == wanted or books.count(PromptStage.RUNNING)
+        self.expect(bool(right), f"a round begins with engines of {self.degree} devices, not {wanted}")
         self.expect(not self.ending, "a round begins although the run is over")
-        self.begins()
 
     def waits(self) -> None:
         super().waits()
         books = self.books
         if books.awaiting.keys() - {Accumulate, Lend}:
             return
-        self.expect(
-            min(books.served) == books.version, f"engines serve {books.served}, the trainer has {books.version}"
-        )
+        newest = min(books.served) == books.version
+        self.expect(newest, f"engines serve {books.served}, the trainer has {books.version}")
         if self.given_up:
             running = 0 if books.awaiting or books.count(PromptStage.STOPPING) else books.count(PromptStage.RUNNING)
             self.expect(not running, f"{running} prompts still run although the run was stopped")
@@ -124,15 +111,19 @@ class RoundPromises(Promises):
         if not self.open and books.count(PromptStage.STOPPING):
             return  # what the last round left behind is waited for
         if not self.open and books.count(PromptStage.RUNNING, PromptStage.COMPLETE):  # a round that needs nothing new
-            self._opens()
+            self.opens()
         self.expect(self.open, "nothing is begun")
-        if not self.open or books.awaiting:
+        if not self.open:
             return
-        if self.stream is not None and len(books.served) > 1:
-            self._may_lend()
-        if books.lent and self.stream is not None:
-            ready, chunk = len(self.ready()), self.stream.chunk or math.ceil(self.needed / 8)
-            self.expect(ready < chunk, f"{ready} groups are ready, {len(books.lent)} engines lent for them do nothing")
+        self.goes_on()
+        if self.stream is None or books.awaiting:
+            return
+        if len(books.served) > 1:
+            self._may_lend(self.stream)
+        if books.lent:
+            ready = len(self.ready())
+            idle = f"{ready} groups are ready, {len(books.lent)} engines lent for them do nothing"
+            self.expect(ready < self.chunk, idle)
 
     # --- training before a round is over ----------------------------------------------------------
 
@@ -141,23 +132,26 @@ class RoundPromises(Promises):
         return self.books.at(PromptStage.SCORED)[: max(self.needed - self.books.count(PromptStage.TRAINING), 0)]
 
     @property
+    def chunk(self) -> int:
+        """Groups that lent engines are given at once."""
+        return self.config.stream_trainer.chunk or math.ceil(self.needed / 8)
+
+    @property
     def progress(self) -> float:
         """The share of the round's responses that have ended."""
-        over = sum(seen.request.n for seen in self.books.at(*_OVER) if seen.request)
+        over = sum(seen.request.n for seen in self.books.at(PromptStage.COMPLETE, *_SCORED) if seen.request)
         running = self.books.at(PromptStage.RUNNING, PromptStage.STOPPING)
         launched = over + sum(seen.request.n for seen in running if seen.request)
         return (over + sum(len(seen.ended) for seen in running)) / max(launched, 1)
 
-    def _may_lend(self) -> None:
+    def _may_lend(self, stream: StreamTrainerConfig) -> None:
         """Where no cache can be too small, engines are lent at the first milestone."""
-        assert self.stream is not None
         progress = self.progress
-        due = self.stream.first <= progress <= self.stream.last and progress - self.looked >= self.stream.every
+        due = stream.first <= progress <= stream.last and progress - self.looked >= stream.every
         if due and not self.books.lent:
             self.looked = progress
-            self.expect(
-                bool(self.settings.kv_tokens), f"no engines are lent when {progress:.0%} of the responses have ended"
-            )
+            known = bool(self.settings.kv_tokens)
+            self.expect(known, f"no engines are lent when {progress:.0%} of the responses have ended")
 
     def _lends(self, order: Lend) -> None:
         assert self.stream is not None
@@ -172,13 +166,11 @@ class RoundPromises(Promises):
         self.expect(order.step == books.step + 1 and self.open, f"gradients of step {order.step} are computed")
         ready = [seen.draw for seen in self.ready()]
         draws = [group.prompt.draw for group in order.groups]
+        wanted = ready[: self.chunk] if order.engines else ready
+        self.expect(draws == wanted, f"gradients of draws {draws}, ready are {ready}")
         if order.engines:
             self.expect(set(order.engines) == books.lent, f"gradients on engines {order.engines}, lent: {books.lent}")
-            assert self.stream is not None
-            chunk = self.stream.chunk or math.ceil(self.needed / 8)
-            self.expect(draws == ready[:chunk], f"gradients of draws {draws}, ready are {ready}")
         else:
-            self.expect(draws == ready, f"gradients of draws {draws}, ready are {ready}")
             self.expect(self.config.speculative_sync.enabled, "gradients are computed early")
             self.expect(books.step > 0, "training begins early before anything was measured")
 
@@ -186,32 +178,19 @@ class RoundPromises(Promises):
 class SynchronousPromises(RoundPromises):
     """All prompts of a step are generated together, with as many responses as a group has, and all are trained on."""
 
-    def in_round(self, instruction: DrawPrompts | Generate) -> None:
+    def launches(self, requests: Sequence[Request]) -> None:
+        super().launches(requests)
         books = self.books
-        if isinstance(instruction, DrawPrompts):
-            missing = self.needed - len(books.prompts)
-            self.expect(instruction.count == missing, f"{instruction.count} prompts are drawn, {missing} are missing")
-            return
-        waiting = [seen.draw for seen in (*books.at(PromptStage.DEFERRED), *books.at(PromptStage.WAITING))]
-        draws = [request.prompt.draw for request in instruction.requests]
-        self.expect(draws == waiting, f"draws {draws} are generated, {waiting} wait")
         self.expect(len(books.prompts) == self.needed or books.exhausted, f"{len(books.prompts)} prompts in a round")
-        for request in instruction.requests:
-            self._whole(request)
-
-    def _whole(self, request: Request) -> None:
-        size = self.settings.group_size
-        self.expect((request.n, request.need) == (size, size), f"{request.rid} launches {request.n} for {request.need}")
-        self.goes_on(self.books.prompts[request.prompt.draw], request, self.books.version)
 
     def said(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Park):
-            allowed = instruction.keep and (self.stream is not None or self.given_up)
-            self.expect(allowed, f"draw {instruction.prompt.draw} is parked")
-        if isinstance(instruction, Train):
-            left = len(self.books.prompts) - len(instruction.groups) - self.books.count(PromptStage.TRAINING)
-            self.expect(not left, f"{left} prompts of the round are left out")
         super().said(instruction)
+        match instruction:
+            case Park(prompt, _, keep):
+                self.expect(keep and (self.stream is not None or self.given_up), f"draw {prompt.draw} is parked")
+            case Train(_, groups):
+                left = len(self.books.prompts) - len(groups) - self.books.count(PromptStage.TRAINING)
+                self.expect(not left, f"{left} prompts of the round are left out")
 
 
 class TailBatchingPromises(RoundPromises):
@@ -229,72 +208,71 @@ class TailBatchingPromises(RoundPromises):
 
     @property
     def wanted(self) -> int:
-        """Prompts under way in this round."""
         return self.needed if self.long else math.ceil(self.eta("prompts") * self.needed)
+
+    @property
+    def live(self) -> int:
+        return self.books.count(*UNDER_WAY, *_SCORED)
+
+    @property
+    def launched(self) -> int:
+        return math.ceil((1.0 if self.long else self.eta("responses")) * self.settings.group_size)
+
+    @property
+    def oldest(self) -> int:
+        """Only what ran on engines that were lent goes on."""
+        return self.books.version if self.books.lent else self.books.version + 1
 
     def eta(self, name: str) -> float:
         return self.scheduled(f"tail_{name}", getattr(self.config.tail_batching, name))
 
-    def begins(self) -> None:
+    def opens(self) -> None:
         """A long round comes as soon as a step's worth of deferred prompts waits, and when the data ends."""
+        super().opens()
         deferred = self.books.count(PromptStage.DEFERRED)
         self.kinds.append("long" if deferred >= self.needed or self.books.exhausted else "short")
         self.first = []
 
-    def _under_way(self) -> int:
-        return self.books.count(*UNDER_WAY, PromptStage.SCORED, PromptStage.TRAINING)
-
     def _won(self) -> int:
         """Groups that count as complete."""
-        return self.books.count(PromptStage.SCORED, PromptStage.TRAINING) + (
-            0 if self.dynamic else self.books.count(PromptStage.COMPLETE)
-        )
+        return self.books.count(*_SCORED, *(() if self.dynamic else (PromptStage.COMPLETE,)))
 
-    def in_round(self, instruction: DrawPrompts | Generate) -> None:
-        books, missing = self.books, self.wanted - self._under_way()
-        if isinstance(instruction, DrawPrompts):
-            self.expect(instruction.count == missing, f"{instruction.count} prompts are drawn, {missing} are missing")
-            left = books.count(PromptStage.DEFERRED) if self.long else 0
-            self.expect(not left, f"new prompts in a long round, while {left} wait for it")
+    def launches(self, requests: Sequence[Request]) -> None:
+        """New prompts as they come; deferred ones, oldest first, in a long round or when there are no new ones."""
+        books, draws = self.books, [request.prompt.draw for request in requests]
+        if any(request.begun for request in requests) or draws == [seen.draw for seen in books.at(PromptStage.WAITING)]:
             return
-        draws = [request.prompt.draw for request in instruction.requests]
-        deferred, fresh = books.at(PromptStage.DEFERRED), books.at(PromptStage.WAITING)
-        for request in instruction.requests:
-            if not request.begun:
-                n = math.ceil((1.0 if self.long else self.eta("responses")) * self.settings.group_size)
-                self.expect(request.n == n, f"{request.rid} launches {request.n} responses, not {n}")
-                self.expect(request.need == self.settings.group_size, f"{request.rid} needs {request.need} responses")
-            self.goes_on(books.prompts[request.prompt.draw], request, books.version if books.lent else 1 << 62)
-        if any(request.begun for request in instruction.requests):
-            return  # what ran on engines that were lent
-        if draws != [seen.draw for seen in fresh]:
-            allowed = (self.long or books.exhausted) and draws == [seen.draw for seen in deferred][:missing]
-            self.expect(allowed, f"draws {draws} are launched, {missing} are missing")
+        missing = self.wanted - self.live
+        deferred = [seen.draw for seen in books.at(PromptStage.DEFERRED)][:missing]
+        allowed = (self.long or books.exhausted) and draws == deferred
+        self.expect(allowed, f"draws {draws} are launched, {missing} are missing")
 
     def heard(self, event: Event) -> None:
         super().heard(event)
-        stages = (PromptStage.SCORED,) if self.dynamic else (PromptStage.COMPLETE, PromptStage.SCORED)
+        stages = (PromptStage.SCORED, *(() if self.dynamic else (PromptStage.COMPLETE,)))
         for seen in self.books.at(*stages):
             if seen.draw not in self.first and (not self.dynamic or seen.varied()):
                 self.first.append(seen.draw)
 
     def said(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Park):
-            self._parks(instruction)
-        if isinstance(instruction, Train):
-            self._wins(instruction)
         super().said(instruction)
+        match instruction:
+            case DrawPrompts():
+                left = self.books.count(PromptStage.DEFERRED) if self.long else 0
+                self.expect(not left, f"new prompts in a long round, while {left} wait for it")
+            case Park(keep=False):
+                self._puts_off(self.books.prompts[instruction.prompt.draw])
+            case Train():
+                self._wins(instruction)
 
-    def _parks(self, order: Park) -> None:
-        seen = self.books.prompts[order.prompt.draw]
-        if not order.keep:
-            self.expect(self._won() >= self.needed, f"draw {seen.draw} is put off before the round is won")
-            if seen.stage is PromptStage.RUNNING:
-                self.expect(not self.long, f"draw {seen.draw} is cut off in a long round")
-            if seen.stage is PromptStage.SCORED:
-                lower = [other for other in self.books.at(PromptStage.SCORED) if other.draw < seen.draw]
-                winners = len(lower) + self.books.count(PromptStage.TRAINING)
-                self.expect(winners >= self.needed, f"draw {seen.draw} is put off for one that was drawn after it")
+    def _puts_off(self, seen: Seen) -> None:
+        self.expect(self._won() >= self.needed, f"draw {seen.draw} is put off before the round is won")
+        if seen.stage is PromptStage.RUNNING:
+            self.expect(not self.long, f"draw {seen.draw} is cut off in a long round")
+        if seen.stage is PromptStage.SCORED:
+            lower = [other for other in self.books.at(PromptStage.SCORED) if other.draw < seen.draw]
+            winners = len(lower) + self.books.count(PromptStage.TRAINING)
+            self.expect(winners >= self.needed, f"draw {seen.draw} is put off for one that was drawn after it")
 
     def _wins(self, order: Train) -> None:
         """The first groups to be complete win; all other prompts are kept for a long round. Where something else had to
@@ -306,21 +284,18 @@ class TailBatchingPromises(RoundPromises):
         first = self.first if self.dynamic or self.lends else self.first[: self.needed]
         self.expect(draws <= set(first), f"draws {sorted(draws)} win, complete were first {first}")
 
-    def waits(self) -> None:
-        super().waits()
+    def goes_on(self) -> None:
         books = self.books
-        if not self.open or self.given_up or books.awaiting:
+        if books.awaiting:
             return
         if self._won() < self.needed:
             wait = books.exhausted and not books.count(PromptStage.DEFERRED)
-            under_way = self._under_way()
-            self.expect(wait or under_way >= self.wanted, f"{under_way} prompts are under way, not {self.wanted}")
+            self.expect(wait or self.live >= self.wanted, f"{self.live} prompts are under way, not {self.wanted}")
             return
         running = books.count(PromptStage.RUNNING)
         self.expect(not running, f"{running} prompts are waited for although the round is won")
-        pending = (
-            books.count(PromptStage.STOPPING) or books.count(PromptStage.SCORED, PromptStage.TRAINING) < self.needed
-        )
+        scored = books.count(*_SCORED)
+        pending = books.count(PromptStage.STOPPING) or scored < self.needed
         self.expect(bool(pending), "nothing is trained although the round is won")
 
 
@@ -333,60 +308,50 @@ class AprilPromises(RoundPromises):
         return self.books.version - self.config.april.max_staleness
 
     @property
-    def target(self) -> int:
-        """Prompts under way."""
+    def wanted(self) -> int:
         return math.ceil(self.config.april.oversample * self.needed)
 
-    def in_round(self, instruction: DrawPrompts | Generate) -> None:
-        books, size = self.books, self.settings.group_size
-        if isinstance(instruction, DrawPrompts):
-            missing = self.target - len(books.prompts)
-            self.expect(instruction.count == missing, f"{instruction.count} prompts are drawn, {missing} are missing")
-            scored = books.count(PromptStage.SCORED, PromptStage.TRAINING)
-            self.expect(scored < self.needed, "prompts are drawn although the step has all its groups")
-            return
-        waiting = {seen.draw for seen in books.at(PromptStage.DEFERRED, PromptStage.WAITING)}
-        draws = {request.prompt.draw for request in instruction.requests}
+    def launches(self, requests: Sequence[Request]) -> None:
+        """Everything that waits, in the order of predicted lengths."""
+        draws, waiting = {request.prompt.draw for request in requests}, {seen.draw for seen in self.waiting}
         self.expect(draws == waiting, f"draws {sorted(draws)} are generated, {sorted(waiting)} wait")
-        for request in instruction.requests:
-            self.expect((request.n, request.need) == (size, size), f"{request.rid} launches {request.n}")
-            self.goes_on(books.prompts[request.prompt.draw], request, self.oldest)
 
     def said(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Park) and not instruction.keep:
-            seen = self.books.prompts[instruction.prompt.draw]
-            late = seen.stage is PromptStage.SCORED and seen.born < self.oldest
-            self.expect(late, f"draw {seen.draw} ({seen.stage.value}, born under {seen.born}) is begun anew")
-        if isinstance(instruction, Train):
-            self._oldest_first(instruction)
         super().said(instruction)
+        match instruction:
+            case DrawPrompts():
+                scored = self.books.count(*_SCORED)
+                self.expect(scored < self.needed, "prompts are drawn although the step has all its groups")
+            case Park(prompt, keep=False):
+                seen = self.books.prompts[prompt.draw]
+                late = seen.stage is PromptStage.SCORED and seen.born < self.oldest
+                self.expect(late, f"draw {seen.draw} ({seen.stage.value}, born under {seen.born}) is begun anew")
+            case Train():
+                self._oldest_first(instruction)
 
     def _oldest_first(self, order: Train) -> None:
-        candidates = sorted(self.books.at(PromptStage.SCORED, PromptStage.TRAINING), key=_born_first)
+        candidates = sorted(self.books.at(*_SCORED), key=_born_first)
         wanted = {seen.draw for seen in candidates[: self.needed]}
-        draws = {group.prompt.draw for group in order.groups}
-        draws |= {seen.draw for seen in self.books.at(PromptStage.TRAINING)}
+        draws = {group.prompt.draw for group in order.groups} | {s.draw for s in self.books.at(PromptStage.TRAINING)}
         self.expect(draws == wanted, f"draws {sorted(draws)} are trained on, the oldest are {sorted(wanted)}")
-        late = [
-            seen.draw for seen in self.books.at(PromptStage.STOPPING, PromptStage.COMPLETE) if seen.born <= self.oldest
-        ]
+        missed = self.books.at(PromptStage.STOPPING, PromptStage.COMPLETE)
+        late = [seen.draw for seen in missed if seen.born <= self.oldest]
         self.expect(not late, f"draws {late} become too old by missing this step")
 
     def ready(self) -> Sequence[Seen]:
         first = sorted(self.books.prompts.values(), key=_born_first)[: self.needed]
         return [seen for seen in first if seen.stage is PromptStage.SCORED]
 
-    def waits(self) -> None:
-        super().waits()
+    def goes_on(self) -> None:
         books = self.books
-        if not self.open or self.given_up or books.awaiting.keys() - {Accumulate}:
+        if Lend in books.awaiting:
             return
-        idle = books.count(PromptStage.DEFERRED, PromptStage.WAITING)
+        idle = len(self.waiting)
         self.expect(not idle, f"{idle} prompts wait for nothing")
-        scored = books.count(PromptStage.SCORED, PromptStage.TRAINING)
+        scored = books.count(*_SCORED)
         enough = scored if self.dynamic else scored + books.count(PromptStage.COMPLETE)
         if scored < self.needed and not books.exhausted:
-            self.expect(len(books.prompts) >= self.target, f"{len(books.prompts)} prompts under way, not {self.target}")
+            self.expect(self.live >= self.wanted, f"{self.live} prompts under way, not {self.wanted}")
         if books.awaiting:
             return
         running = books.at(PromptStage.RUNNING, PromptStage.STOPPING)

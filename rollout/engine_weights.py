@@ -1,14 +1,20 @@
-"""The weights of an embedded engine: each layer's are arrays of their own, not slices of a stack.
+"""The weights of an embedded engine: each layer's are arrays of their own, laid on the devices that compute together.
 
 A decode step reads every weight once. Out of a stack, a layer's weights are copied first: sliced, written and read
 again, which is three times the memory traffic, and memory traffic is what decoding takes its time for.
+
+With several devices, attention is cut by heads, an MLP by its inner width, so that a layer needs one sum after each of
+the two; embedding and head are cut by the vocabulary. The compiler divides the programs accordingly (GSPMD); they say
+nothing about devices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -16,17 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 import models
+from models.config import TextConfig
 from models.decoder import Decoder, DecoderLayer
+from sharding.mesh import Device, make_mesh
 from sharding.strategy import Params
-from sharding.weights import by_path
+from sharding.weights import WeightSpec, by_path, map_weights
 
 from .engine import EngineError
 
+CUT = frozenset("NKFV")  # heads, KV heads, inner width of an MLP, vocabulary; no weight has two of them
 LayerParams: TypeAlias = dict[str, Any]  # as of `models.split`, but `layers` is a list of the weights of one layer each
 
 # Engines copy the same weights at once, each in its thread. JAX lists the shards of an array when first asked, and two
@@ -34,12 +44,12 @@ LayerParams: TypeAlias = dict[str, Any]  # as of `models.split`, but `layers` is
 _placing = threading.Lock()
 
 
-def check_finite(params: Mapping[str, Any], stacked: Params) -> None:
-    """Raises EngineError, which names the tensor, where one of `params` has NaN or infinity. They are brought to the
-    shardings `stacked` for that, one after the other."""
+def check_finite(params: Mapping[str, Any], dtype: DTypeLike | None, stacked: Params) -> None:
+    """Raises EngineError, which names the tensor, where one of `params`, cast to `dtype` (None: as it is), has NaN or
+    infinity. They are brought to the shardings `stacked` for that, one after the other."""
     places = by_path(stacked)
     for path, weight in by_path(params).items():
-        if not _is_finite(_placed(weight, places[path])):
+        if not _is_finite(_placed(weight, places[path]), dtype or weight.dtype):
             name = "".join(f"[{key!r}]" for key in path)
             raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
 
@@ -93,9 +103,9 @@ def _copied(x: jax.Array, dtype: DTypeLike, layers: int | None) -> PyTree:
     return tuple(jnp.array(x[i], dtype=dtype, copy=True) for i in range(layers))
 
 
-@jax.jit
-def _is_finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(x).all()
+@functools.partial(jax.jit, static_argnums=1)
+def _is_finite(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return jnp.isfinite(x.astype(dtype)).all()
 
 
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:
@@ -104,8 +114,53 @@ def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tup
     return parts[0], [part.layers for part in parts]
 
 
-def abstract_by_layer(model: Decoder) -> Decoder:
-    """The abstract model of one layer that is no stack: its shapes are those of `model_by_layers`."""
-    graphdef, params = models.split(model)
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params["layers"])
-    return nnx.merge(graphdef, {**params, "layers": first})
+@dataclasses.dataclass(frozen=True)
+class EngineLayout:
+    """The devices that one engine computes on, and the way its arrays lie there.
+
+    A dimension that the devices do not divide is cut over as many as do, a power of two, and lies on each of the rest
+    again (all of it, where that is one): 2 KV heads on 4 devices are on 2 devices each, beside the query heads that
+    read them.
+    """
+
+    devices: tuple[Device, ...]
+
+    def __post_init__(self) -> None:
+        count = len(self.devices)
+        if not count or count & (count - 1) or len(set(self.devices)) < count:
+            raise EngineError(f"an engine computes on 1, 2, 4, ... different devices, not on {list(self.devices)}")
+
+    @staticmethod
+    def of(devices: Sequence[Device] | None) -> EngineLayout:
+        """`devices` as given; the first of this process for None. Raises EngineError unless they are a power of two,
+        all different."""
+        return EngineLayout(tuple(jax.local_devices()[:1] if devices is None else devices))
+
+    def weights(self, model: nnx.Module, *, stacked: bool = True) -> Params:
+        """Shardings in the structure of the model's parameters; the model may be abstract.
+
+        Without `stacked`, the model is a stack of layers, and the shardings are those of the weights of one layer.
+        """
+
+        def sharding(_: tuple, variable: nnx.Variable) -> Sharding:
+            spec: WeightSpec = variable.get_metadata("spec")
+            for dim, (axis, size) in enumerate(zip(spec.axes, spec.shape, strict=True)):
+                if axis in CUT:
+                    return self._sharding(dim + (len(variable.shape) - len(spec.shape) if stacked else 0), size)
+            return self._sharding(0, 1)
+
+        return map_weights(sharding, model)
+
+    def rows(self, text: TextConfig) -> Sharding:
+        """The sharding of keys and values `[L, B, T, K, H]`, those of the cache and of a prefill."""
+        return self._sharding(3, text.num_kv_heads)
+
+    def _sharding(self, dim: int, size: int) -> Sharding:
+        if len(self.devices) == 1:
+            return SingleDeviceSharding(self.devices[0])
+        mesh = make_mesh(devices=self.devices)
+        # Outer axes first: device `i` then has KV head `i * K // devices`, the one that its query heads read.
+        axes = mesh.axis_names[1:]
+        while size % math.prod(mesh.shape[axis] for axis in axes):
+            axes = axes[:-1]
+        return NamedSharding(mesh, P(*[None] * dim, axes) if axes else P())

@@ -1,0 +1,187 @@
+"""Runs the Triton kernels of attention where there is no GPU, or on one; prints one JSON line.
+
+python flash_program.py interpret           in Triton's interpreter (TRITON_INTERPRET=1), against the portable kernel
+python flash_program.py assemble 90         compiles them for a compute capability, and assembles what comes out
+python flash_program.py dispatch            which programs of `sharding.kernels` call them, in JAX for a mesh of GPUs
+python flash_program.py device              on this machine's GPU, against the portable kernel
+
+A process of its own: tests on CPU devices must not see the CUDA plugin, and Triton reads the environment at import.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from sharding.kernels import Mask, attention, flash, tiles
+from sharding.kernels.segments import segment_attention
+
+# name: (dtype, query heads, KV heads, head size, causal, lengths of each row's segments); a list is one with branches
+CASES = {
+    "branches": ("float32", 4, 2, 64, True, [[[9, 13, 20], 3, [17, 1, 5]], [0, [40, 30]]]),
+    "branches bf16": ("bfloat16", 3, 1, 128, True, [[5, [20, 17, 9], 25]]),
+    "empty row": ("float32", 2, 1, 128, True, [[0], [0, 33, 0, 1]]),
+    "windows": ("float32", 2, 2, 80, False, [[16, 16, 12, 16, 4, 5]]),
+    "frames bf16": ("bfloat16", 2, 2, 80, False, [[50, 27]]),
+    "one token": ("bfloat16", 2, 1, 64, True, [[1]]),
+}
+
+
+def row(lengths, tokens):
+    """(segments, branches) `[tokens]`; a 0 among the lengths is some padding."""
+    segments, branches = np.zeros(0, int), np.zeros(0, int)
+    for number, length in enumerate(lengths, 1):
+        parts = length if isinstance(length, list) else [length or 4]
+        segments = np.append(segments, np.full(sum(parts), number if length else 0))
+        branches = np.append(branches, np.repeat(np.arange(len(parts)), parts))
+    return [np.pad(x, (0, tokens - len(x))).astype(np.int32) for x in (segments, branches)]
+
+
+def case(dtype, N, K, H, causal, rows, tokens=None):
+    """(q, k, v, dout, segments, branches) of a case."""
+    rng = np.random.default_rng(0)
+    sizes = [sum(sum(x) if isinstance(x, list) else x or 4 for x in lengths) for lengths in rows]
+    T = tokens or max(sizes)
+    segments, branches = (jnp.asarray(x) for x in np.stack([row(lengths, T) for lengths in rows], axis=1))
+    arrays = (jnp.asarray(rng.normal(size=(len(rows), T, heads, H)), dtype) for heads in (N, K, K, N))
+    return *arrays, segments, branches, causal
+
+
+def errors(dtype, N, K, H, causal, rows):
+    """The largest error of the output and of each gradient, over the largest value of the portable one in float32."""
+    *qkvd, segments, branches, causal = case(dtype, N, K, H, causal, rows)
+
+    def portable(q, k, v):
+        return attention(q, k, v, Mask(segments, branches, causal).dense())  # booleans are always portable
+
+    def ours(q, k, v):
+        return flash.flash_attention(q, k, v, segments, branches, causal)
+
+    def value_and_grads(f, qkvd):
+        *qkv, dout = qkvd
+        out, pull = jax.vjp(f, *qkv)
+        return out, *pull(dout)
+
+    with jax.default_device(jax.devices("cpu")[0]):  # where products of float32 are exact
+        wide = [np.asarray(x, np.float32) for x in qkvd]
+        want = jax.jit(lambda *x: value_and_grads(portable, x))(*map(jnp.asarray, wide))
+    got = jax.jit(lambda *x: value_and_grads(ours, x))(*qkvd)
+    assert all(x.dtype == dtype for x in got)
+    got = [np.asarray(x, np.float32) for x in got]
+    return [
+        float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-3)) for a, b in zip(got, map(np.asarray, want), strict=True)
+    ]
+
+
+def interpret():
+    import triton_interpreter
+
+    triton_interpreter.install()
+    small = {"key_gradients": flash.Launch(16, 32, 4, 1)}
+    flash.launch_of = lambda kernel, *_: small.get(kernel, flash.Launch(32, 16, 4, 1))
+    return {name: errors(*what) for name, what in CASES.items()}
+
+
+def device():
+    return {name: errors(*what) for name, what in CASES.items()} | {"device": jax.devices()[0].device_kind}
+
+
+def assemble(capability):
+    """Of each kernel: registers, bytes of spills and of shared memory, and the tensor core instructions of its PTX."""
+    import triton  # pyright: ignore[reportMissingImports]
+
+    flash.AHEAD_OF_TIME = capability
+    dump = pathlib.Path(tempfile.mkdtemp())
+    os.environ["JAX_TRITON_DUMP_DIR"] = str(dump)  # read when jax_triton is imported, which is with the first kernel
+    found = {}
+    shapes = [("bfloat16", 64), ("bfloat16", 80), ("bfloat16", 128), ("float32", 80)]
+    for dtype, H in shapes if capability == 90 else shapes[2:]:
+        *qkvd, segments, branches, _ = case(dtype, 4, 2, H, True, [[[40, 20], 30]], 256)
+
+        def step(q, k, v, dout, segments=segments, branches=branches):
+            out, pull = jax.vjp(lambda q, k, v: flash.flash_attention(q, k, v, segments, branches, True), q, k, v)
+            return out, *pull(dout)
+
+        before = set(dump.glob("*/*.ptx"))
+        jax.jit(step).trace(*qkvd).lower(lowering_platforms=("cuda",))
+        for ptx in set(dump.glob("*/*.ptx")) - before:
+            found[f"{ptx.stem} {dtype} {H}"] = assembled(ptx, capability, pathlib.Path(str(triton.__file__)).parent)
+    shutil.rmtree(dump)
+    return found
+
+
+def assembled(ptx, capability, triton):
+    name = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    assembler = triton / "backends/nvidia/bin" / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+    command = [assembler, "-v", f"--gpu-name={name}", ptx, "-o", ptx.with_suffix(".cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ptx.with_suffix(".cubin").stat().st_size > 0
+    code = ptx.read_text()
+    return {
+        "registers": int(re.findall(r"Used (\d+) registers", done.stderr)[0]),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr))),
+        "shared": int(re.findall(r"shared_mem_bytes: (\d+)", ptx.with_suffix(".compile_info").read_text())[0]),
+        "serialized": "serialized" in done.stderr,
+        **{way: len(re.findall(rf"\b{way}\.", code)) for way in ("wgmma", "mma", "tcgen05")},
+    }
+
+
+def dispatch():
+    """The kernels that programs for a GPU call, forward and backward, in a `shard_map` that checks what varies."""
+    abstract = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((2,), ("d",), abstract_device=abstract)
+    q, k, v, dout, segments, branches, _ = case("bfloat16", 4, 2, 64, True, [[[40, 20], 30]] * 2, 128)
+
+    def masked(q, k, v, segments, branches):
+        return attention(q, k, v, Mask(segments, branches))
+
+    def tiled(q, k, v, segments, branches):
+        return tiles.tile_attention(q[0], k[0], v[0], tiles.tile_list(segments[0], branches[0]))[None]
+
+    def windows(q, k, v, segments, branches):
+        return segment_attention(q[0], k[0], v[0], segments[0], 16)[None]
+
+    def dense(q, k, v, segments, branches):
+        return attention(q, k, v, Mask(segments, branches).dense())
+
+    def odd(q, k, v, segments, branches):
+        return masked(q[..., :63], k[..., :63], v[..., :63], segments, branches)
+
+    def calls(f, mesh):
+        local = jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=True)
+
+        def step(q, k, v, dout):
+            def loss(q, k, v):
+                out = jax.checkpoint(local)(q, k, v, segments, branches)
+                return jnp.sum((out * dout[..., : out.shape[-1]]).astype(jnp.float32))
+
+            return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+        text = jax.jit(step).trace(q, k, v, dout).lower(lowering_platforms=("cuda",)).as_text()
+        return len(re.findall(r"@triton_kernel_call", text))
+
+    found = {f.__name__: calls(f, mesh) for f in (masked, tiled, windows, dense, odd)}
+    cpus = AbstractMesh((2,), ("d",), abstract_device=jax.sharding.AbstractDevice("cpu", None, "cpu"))
+    return found | {"on cpus": calls(masked, cpus)}
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):
+        name, *rest = sys.argv[1:]
+        result = {"interpret": interpret, "assemble": assemble, "dispatch": dispatch, "device": device}[name](
+            *map(int, rest)
+        )
+    print(json.dumps(result))
