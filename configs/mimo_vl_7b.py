@@ -5,7 +5,8 @@
     python -m fluxjax.preflight --config=configs/mimo_vl_7b.py --topology 1x8xh100
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m fluxjax.train --config=configs/mimo_vl_7b.py
 
-Expected memory: PEAK.
+Expected memory, by the pre-flight: 67 of 75 GiB that JAX may use of a device (accumulate), 5 GiB of
+host memory while weights are loaded (docs/preflight.md).
 
 Never measured: no step of it has run on a GPU, and no MiMo checkpoint was loaded (its architecture is that of
 Qwen2.5-VL, and its sizes are those of the technical report). MiMo thinks at length: with 4,096 new tokens some answers

@@ -5,7 +5,8 @@
     python -m fluxjax.preflight --config=configs/qwen2_5_7b.py --topology 1x8xh100
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m fluxjax.train --config=configs/qwen2_5_7b.py
 
-Expected memory: PEAK.
+Expected memory, by the pre-flight: 65 of 75 GiB that JAX may use of a device (accumulate), 4 GiB of
+host memory while weights are loaded (docs/preflight.md).
 
 Never measured: no step of it has run on a GPU. `number` compares the last number of an answer, so that answers that
 are formulas count as wrong.

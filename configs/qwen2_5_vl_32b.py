@@ -4,7 +4,8 @@
     hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     python -m fluxjax.preflight --config=configs/qwen2_5_vl_32b.py --topology 4x8xh100
 
-Expected memory: PEAK.
+Expected memory, by the pre-flight: 63 of 75 GiB that JAX may use of a device (accumulate), 6 GiB of
+host memory while weights are loaded (docs/preflight.md).
 
 It can't be trained yet: `python -m fluxjax.train` runs on the devices of one process, and these are four hosts. The
 pre-flight says that weights, moments and activations would fit. Never measured: anything else.

@@ -21,7 +21,7 @@ from sharding.spread.route import Route
 if TYPE_CHECKING:
     AnyArray: TypeAlias = Any  # numpy on the host, JAX's behind `jit`: who reads a field knows which
 else:
-    AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct | jax.stages.ArgInfo  # the last where one is lowered
+    AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct | jax.stages.ArgInfo  # the last of a lowered program
 
 
 @typing.no_type_check  # as a pytree it holds shardings, dimensions, ... in turn; tests check those that hold arrays

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 import models
-from models.config import Qwen25VLConfig
 from models.decoder import Decoder
 from models.inputs import ModelInput
 from sharding.strategy import Params
@@ -42,17 +42,17 @@ class EngineArrays:
         abstract = models.abstract(model.config)
         handed_in = with_shardings(models.split(abstract)[1], layout.weights(abstract))
 
-        def served(x: Any, sharding: Any, first: int = 0) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape[first:], compute_dtype or x.dtype, sharding=sharding)
+        def served(x: Any, sharding: Sharding, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, compute_dtype or x.dtype, sharding=sharding)
 
-        params = jax.tree.map(served, handed_in, layout.weights(abstract))
+        params: LayerParams = jax.tree.map(lambda x: served(x, x.sharding, x.shape), handed_in)
         one = layout.weights(abstract.layers, stacked=False)
-        layer = jax.tree.map(lambda x, sharding: served(x, sharding, 1), handed_in["layers"], one)
+        layer = jax.tree.map(lambda x, sharding: served(x, sharding, x.shape[1:]), handed_in["layers"], one)
         params["layers"] = [layer] * text.num_layers
-        dtype, rows = jax.tree.leaves(params)[0].dtype, layout.rows(text)
         shape = (text.num_layers, slots, max_sequence_tokens, text.num_kv_heads, text.head_dim)
-        cached = jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-        return EngineArrays(params, KVCache(cached, cached), handed_in)
+        dtype = jax.tree.leaves(layer)[0].dtype
+        rows = jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows(text))
+        return EngineArrays(params, KVCache(rows, rows), handed_in)
 
 
 def lowered_programs(
@@ -70,11 +70,11 @@ def lowered_programs(
     `begun` are the lengths of a prompt's responses that are prefilled with it, where requests go on after their cache
     was dropped. `merge_unit` patches are a feature.
     """
-    config, (_, slots, tokens, *_) = model.config, arrays.cache.k_LBSKH.shape
-    vision = config.vision if isinstance(config, Qwen25VLConfig) else None
-    limits = EngineLimits(slots, tokens, config.text.vocab_size, vision)
-    rows = EngineLayout.of(devices).rows(config.text) if len(devices) > 1 else None
-    engine = programs(models.split(model)[0], Walk(), limits.steps_per_sync, rows)
+    _, slots, tokens, *_ = arrays.cache.k_LBSKH.shape
+    limits = EngineLimits(slots, tokens, model.config.text.vocab_size)
+    graphdef, _ = models.split(model)
+    rows = EngineLayout.of(devices).rows(model.config.text) if len(devices) > 1 else None
+    engine = programs(graphdef, Walk(), limits.steps_per_sync, rows)
     batches = plan(
         [Prefix(prompt, tuple(np.zeros(n, np.int32) for n in begun or [0]))] * max(PREFILL_TOKENS // len(prompt), 1),
         row_tokens=tokens,

@@ -132,11 +132,10 @@ def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) ->
     """
     stack: jax.Array | None = None
     for number, value in zip(range(depth), layers, strict=False):  # there may be more
-        layer = place(value, _of_a_layer(sharding))
         if stack is None:
             stack = jnp.zeros((depth, *value.shape), value.dtype, device=sharding)
-        # A wait at each layer: values that are on their way would pile up on the host.
-        stack = jax.block_until_ready(_with_layer(stack, layer, number))
+        # A wait at each layer: values that are on their way would pile up on the host. No name holds on to one.
+        stack = jax.block_until_ready(_with_layer(stack, place(value, _of_a_layer(sharding)), number))
     assert stack is not None, "a stack has layers"
     return stack
 

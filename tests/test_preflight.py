@@ -102,6 +102,7 @@ def test_the_schedule_of_a_compiled_program_is_read():
 
 ACCOUNT = Account(
     masters=4 * GIB,
+    gradients=4 * GIB,
     moments=8 * GIB,
     reference=0.0,
     batch=GIB,

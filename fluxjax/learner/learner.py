@@ -121,10 +121,9 @@ class Learner:
         """The programs of a step whose microbatches are shaped like `batch` (which may be abstract), by name, not
         compiled yet: `accumulate`, `update`, `logprobs`."""
         programs = self.gradients.lowered(self.params, batch)
-        _, tally = programs["accumulate"].out_info
+        grads, tally = programs["accumulate"].out_info
+        grads = with_shardings(grads, self.gradients.strategy.shardings)
         tally = on_every_device(tally, self.mesh)
-        dtype = self.config.optim.gradients_dtype.value
-        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), self.params)
         return programs | {"update": self._apply.lower(self.params, self.opt_state, grads, tally)}
 
     def step(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:

@@ -14,6 +14,7 @@ class Account:
     """Bytes on the fullest device. `temporaries` and `results` are those of each program, by name."""
 
     masters: float
+    gradients: float  # of a step, summed over its microbatches
     moments: float
     reference: float  # frozen weights of the KL term, 0 without
     batch: float
@@ -38,10 +39,10 @@ class Account:
             kinds = resident | {name.replace("_", " "): size for name, size in more.items()}
             return {kind: size for kind, size in (kinds | {"temporaries": temporaries}).items() if size}
 
-        # The next microbatch is placed while one is computed; gradients are laid out as the weights.
+        # The next microbatch is placed while one is computed.
         return {
-            "accumulate": during("accumulate", gradients=self.masters, batches=2 * self.batch),
-            "update": during("update", gradients=self.masters),
+            "accumulate": during("accumulate", gradients=self.gradients, batches=2 * self.batch),
+            "update": during("update", gradients=self.gradients),
             "logprobs": during("logprobs", batches=2 * self.batch),
             "prefill": during("prefill"),
             "decode": during("decode"),
@@ -69,9 +70,8 @@ class Account:
 
     def with_devices(self, factor: float) -> Account:
         """On `factor` times as many devices: what FSDP cuts becomes smaller."""
-        return dataclasses.replace(
-            self, masters=self.masters / factor, moments=self.moments / factor, reference=self.reference / factor
-        ).with_temporaries("update", self.temporaries["update"] / factor)
+        cut = {name: getattr(self, name) / factor for name in ("masters", "gradients", "moments", "reference")}
+        return dataclasses.replace(self, **cut).with_temporaries("update", self.temporaries["update"] / factor)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import models
 from models.config import AnyConfig
@@ -141,6 +142,7 @@ def _account(run: RunShapes, programs: Mapping[str, Compiled]) -> Account:
     engines = -(-config.policy.engines * config.parallelism.degree // len(run.devices))
     return Account(
         masters=masters,
+        gradients=masters * jnp.dtype(config.optim.gradients_dtype.value).itemsize / 4,
         moments=bytes_on_device(learner.opt_state),
         reference=masters if config.algorithm.kl_coefficient else 0.0,
         batch=bytes_on_device(run.batch),

@@ -86,8 +86,9 @@ def find_plugin(folder: str = "") -> None:
     """
     jaxlib = importlib.metadata.version("jaxlib")
     folder = folder or os.environ.get(FOLDER, "")
-    if not folder and (ROOT / ".aot" / jaxlib).is_dir():
-        folder = str(ROOT / ".aot" / jaxlib)
+    made = ROOT / ".aot" / f"{jaxlib}-triton"
+    if not folder and made.is_dir():
+        folder = str(made)
     where = folder or "this environment"
     if folder and not pathlib.Path(folder).is_dir():
         raise ConfigError(f"{folder}: no such folder; {_how(jaxlib)}")
@@ -105,6 +106,7 @@ def find_plugin(folder: str = "") -> None:
 
 
 def _how(version: str) -> str:
-    folder, packages = f".aot/{version}", f"jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
+    folder = f".aot/{version}-triton"
+    packages = f"jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version} 'jax-triton<0.4' 'triton<3.8'"
     install = f"pip install --no-deps --target {folder} {packages}"
     return f"no GPU is needed: {install}; then --aot-folder {folder}, or FLUXJAX_AOT={folder}"

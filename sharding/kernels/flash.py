@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..target import platform
+
 MOST_HEAD_SIZE = 128
 AHEAD_OF_TIME = 90  # the compute capability that is compiled for where there is no GPU: Hopper
 
@@ -33,7 +35,7 @@ def chosen(*arrays: Array) -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
-    if (device.platform if device else jax.default_backend()) not in ("gpu", "cuda") or not _importable():
+    if (device.platform if device else platform()) not in ("gpu", "cuda") or not _importable():
         return False
     head = arrays[0].shape[-1]
     dtypes = {array.dtype.name for array in arrays}

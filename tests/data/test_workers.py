@@ -143,7 +143,8 @@ if __name__ == "__main__":
     draw(preparer, 4)
     try:
         print(*[process.pid for process in multiprocessing.active_children()], flush=True)
-        time.sleep(600)  # the interrupt may come while the line above still ends
+        for _ in range(6000):  # an interrupt between a look for one and a long sleep would be slept over
+            time.sleep(0.1)
     except KeyboardInterrupt:
         draw(preparer, 40)
         print("still drawing", flush=True)
