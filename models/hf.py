@@ -1,7 +1,7 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
 Weights are read tensor by tensor, each of which goes to its devices before the next is begun: beside the finished
-parameters, the host holds one tensor. Writing goes shard by shard.
+parameters, the host holds two tensors at most. Writing goes shard by shard.
 """
 
 import contextlib
@@ -169,8 +169,8 @@ def load(
 
     `dtype` casts every weight (float32 masters of a bfloat16 checkpoint); None keeps the dtypes of the checkpoint.
     `shardings(model)` gets the abstract model and returns, in the structure of its parameters, where each weight goes
-    (default: this process's first device). Weights go there directly: beside them the host holds the largest tensor of
-    the files, and a device its share of it.
+    (default: this process's first device). Weights go there directly: beside them the host holds two tensors of the
+    files at most, and a device its share of one.
 
     Raises CheckpointError naming file and tensor for anything missing, unexpected or mis-shaped, and ModelConfigError
     for architectures and settings that are not supported.

@@ -121,8 +121,15 @@ def map_weights(function: Callable[[tuple, nnx.Variable], object], model: nnx.Mo
 def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
     """A weight from the host on its devices, each of which gets its share only. Every process has the whole value."""
     if sharding.is_fully_addressable:
-        return jax.device_put(value, sharding, may_alias=False)
+        array = jax.block_until_ready(jax.device_put(value, sharding, may_alias=False))
+        _dispatch(np.float32(0))  # at a call, the runtime lets go of host values whose transfer is done, as a rule
+        return array
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+@jax.jit
+def _dispatch(nothing: jax.Array) -> jax.Array:
+    return nothing
 
 
 def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:

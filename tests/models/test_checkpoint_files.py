@@ -257,22 +257,22 @@ print(tracemalloc.get_traced_memory()[1])
 """
 
 
-def test_the_host_holds_one_tensor(tmp_path) -> None:
-    """numpy's allocations are traced; device arrays are not, so what is left is what the host holds beside them.
+def test_the_host_holds_two_tensors_at_most(tmp_path) -> None:
+    """The one that is read, and perhaps one before it whose transfer is done, but which JAX has not let go of. numpy's
+    allocations are traced; device arrays are not, so what is left is what the host holds beside them.
 
     Measured in a fresh process: what earlier tests left behind, threads among it, allocates as well."""
     model = models.create(
-        qwen2_config(num_layers=24, vocab_size=8192, hidden_size=96, head_dim=16, intermediate_size=512)
+        qwen2_config(num_layers=48, vocab_size=8192, hidden_size=96, head_dim=16, intermediate_size=512)
     )
     models.save(model, tmp_path)
     stacks = [leaf.nbytes for leaf in jax.tree.leaves(models.split(model)[1])]
     with safe_open(tmp_path / hf.SINGLE, "numpy") as file:
         largest = max(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 (not a dict)
-    assert max(stacks) > 1.4 * largest, "else the test does not see a stack on the host"
-    assert sum(stacks) > 3 * largest
+    assert max(stacks) > 2.9 * largest, "else the test does not see a stack on the host"
     command = [sys.executable, "-c", PEAK_OF_LOADING, str(tmp_path)]
     loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
-    assert int(loaded.stdout) < 1.25 * largest
+    assert int(loaded.stdout) < 2.4 * largest
 
 
 @pytest.mark.parametrize("how", ["loaded", "drawn"])
