@@ -119,7 +119,8 @@ def ours(case: Case, dtype: str) -> tuple[dict[str, Callable[[], object]], str]:
     import jax
     import jax.numpy as jnp
 
-    from sharding.kernels import Mask, attention, flash
+    from sharding.kernels import flash
+    from sharding.kernels.attention import Mask, attention
 
     keys = jax.random.split(jax.random.key(0), 4)
     tokens = case.sequences * case.length
