@@ -11,6 +11,7 @@ the cache.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import TypeVar
@@ -23,6 +24,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from models.decoder import Decoder, DecoderLayer
 from models.inputs import AnyArray, PackedTokens
 from sharding.kernels.attention import Mask, attention
+from sharding.target import compiling_for
 from sharding.walk import Walk
 
 from .engine_weights import LayerParams, model_by_layers
@@ -167,7 +169,9 @@ class EnginePrograms:
         def step(layer: DecoderLayer, x: Array, _: None) -> tuple[Array, Rows]:
             return layer(x, rotary, lambda q, k, v: (attention(q, k, v, allowed), (k, v)))
 
-        x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
+        # Over several devices the compiler divides the program, which it can't with the GPU kernel of the vision tower.
+        with contextlib.nullcontext() if self.rows is None else compiling_for("cpu"):
+            x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
         x, by_layer = self.walk.each(layers, x, step, [None] * len(layers))
         k_LBTKH, v_LBTKH = (jnp.stack(x) for x in zip(*by_layer, strict=True))
         return self._placed((k_LBTKH, v_LBTKH)), model.final_norm(self.walk, x)

@@ -10,7 +10,7 @@ from models.hf_config import read_config
 
 from ..config import Config, ConfigError
 
-SHIPPED = pathlib.Path(__file__).resolve().parents[2] / "configs" / "models"
+SHIPPED = pathlib.Path(__file__).resolve().parent / "models"
 
 
 def model_sizes(config: Config, file: str = "") -> AnyConfig:
@@ -33,7 +33,7 @@ def model_sizes(config: Config, file: str = "") -> AnyConfig:
             f"{found}: no such file"
             if file
             else f"model.path: {path} has no config.json, and the sizes of "
-            f"{shipped.stem} are not among those in configs/models ({known}); give --model-config FILE (a config.json)"
+            f"{shipped.stem} are not among those that are known ({known}); give --model-config FILE (a config.json)"
         )
     try:
         return read_config(json.loads(found.read_text()))

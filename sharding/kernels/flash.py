@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..target import platform
 
 MOST_HEAD_SIZE = 128
+LEAST_CAPABILITY = 80  # Ampere: the first with bfloat16 and TF32 products
 AHEAD_OF_TIME = 90  # the compute capability that is compiled for where there is no GPU: Hopper
 
 _log = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ _log = logging.getLogger(__name__)
 def chosen(*arrays: Array) -> bool:
     """Says, while a program is traced, whether attention over these queries, keys and values is this file's business.
 
-    It is where the devices of the mesh (without one: the default devices) are NVIDIA GPUs, jax-triton can be imported,
-    and all arrays are bfloat16 or all float32, with heads of at most 128 numbers, a multiple of 8.
+    It is where the devices of the mesh (without one: the default devices) are NVIDIA GPUs since Ampere, jax-triton can
+    be imported, and all arrays are bfloat16 or all float32, with heads of at most 128 numbers, a multiple of 8.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
@@ -45,9 +46,13 @@ def chosen(*arrays: Array) -> bool:
 @functools.cache
 def _importable() -> bool:
     try:
-        importlib.import_module("jax_triton")
-    except ImportError as error:
+        for module in ("jax_triton", "triton"):
+            importlib.import_module(module)
+    except Exception as error:  # versions that do not fit each other fail in many ways
         _log.warning("attention runs without its Triton kernel, slowly: %s (pip install 'fluxjax[cuda]')", error)
+        return False
+    if _capability() < LEAST_CAPABILITY:
+        _log.warning("attention runs without its Triton kernel, slowly: it needs an NVIDIA GPU since Ampere")
         return False
     return True
 
@@ -135,7 +140,8 @@ def backward(
     causal: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
     """Gradients of q, k and v, summed in float32 and handed back in the dtypes of q, k and v."""
-    slope = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), dout.astype(jnp.float32))
+    # No product of matrices: on a GPU that might be one in TF32.
+    slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays, like = (q, k, v), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     (dq,) = _call("query_gradients", arrays, (dout, lse, slope), segments, branches, causal, like[:1])
     dk, dv = _call("key_gradients", arrays, (dout, lse, slope), segments, branches, causal, like[1:])
@@ -213,10 +219,13 @@ def launch(
 
 
 def _capability() -> int:
-    """The compute capability of this process's GPUs, 90 for 9.0."""
+    """The compute capability of this process's GPUs, 90 for 9.0; 0 for those of other makers."""
     if jax.default_backend() != "gpu":
         return AHEAD_OF_TIME
-    major, minor = jax.local_devices()[0].compute_capability.split(".")
+    device = jax.local_devices()[0]
+    if "cuda" not in device.client.platform_version.lower():
+        return 0
+    major, minor = device.compute_capability.split(".")
     return 10 * int(major) + int(minor)
 
 
