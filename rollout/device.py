@@ -115,8 +115,11 @@ class DeviceState:
 
     def _replace(self, params: Mapping[str, Any]) -> None:
         check_finite(params, self._dtype, self._stacked)
-        old, self.params = self.params, None
-        self.params = split_layers(params, self._dtype, self._stacked, self._by_layers, old)
+        try:
+            self.params = split_layers(params, self._dtype, self._stacked, self._by_layers, self.params)
+        except BaseException:  # no room: some of the old weights are gone
+            self.params = None
+            raise
 
     def start(self, plan: StartPlan) -> NewTokens:
         """Prefills prompts into slots and draws the first token of each sample."""

@@ -116,16 +116,22 @@ class JaxEngine:
         """Copies `params` (the caller may donate its buffers afterwards); serves them from the next token on.
 
         Raises EngineError, which names the tensor, where names, shapes or dtypes differ and where a value is not
-        finite; the old weights then stay.
+        finite; the old weights then stay. Where an update fails on its way (no memory), the engine is left without
+        weights, and its requests are lost.
         """
         async with self._between_turns():
-            await self._in_thread(self._device.update, params)
+            try:
+                await self._in_thread(self._device.update, params)
+            except Exception as error:
+                if self._device.params is None:
+                    self._lose(self._scheduler.clear(), f"the engine's weights were lost: {_described(error)}", error)
+                raise
             self._version = version
             self._scheduler.invalidate()
 
     async def copy_weights(self, other: JaxEngine) -> None:
         """Serves, as the same version, the weights that `other` serves, which has the same model."""
-        async with self._between_turns():
+        async with self._between_turns(), other._between_turns():
             await self._in_thread(self._device.take, other._device)
             self._version = other._version
             self._scheduler.invalidate()

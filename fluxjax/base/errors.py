@@ -16,3 +16,6 @@ class RecordError(ValueError):
         super().__init__(f"{id}: {reason}")
         self.id = id
         self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.id, self.reason)

@@ -118,7 +118,8 @@ def _open(config: DataConfig, name: str, path: str, *manifests: str) -> Source:
         from ..tasks.embedded import ensure
 
         folder = ensure(name, config.root)
-        path = next(str(folder / manifest) for manifest in manifests if (folder / manifest).exists())
+        found = (folder / manifest for manifest in manifests if (folder / manifest).exists())
+        path = str(next(found, folder / manifests[-1]))  # one that is missing is told by whoever opens it
     source = config.sources[name]
     fields = Fields(source.prompt_field, source.answer_field, source.images_field, source.videos_field, source.id_field)
     return open_source(path, name, fields)

@@ -41,8 +41,7 @@ class Checkpoints:
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
         )
-        arrays = ocp.PyTreeCheckpointHandler(save_device_host_concurrent_gb=_spare_gb())
-        handlers = {"arrays": arrays, "state": ocp.JsonCheckpointHandler()}
+        handlers = {"arrays": ocp.StandardCheckpointHandler(), "state": ocp.JsonCheckpointHandler()}
         try:
             return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         except OSError as error:
@@ -53,8 +52,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, arrays: PyTree, state: dict[str, Any]) -> bool:
-        """Starts writing; returns once the arrays are copied, so that the trainer may donate them. Where the host has
-        no room for a copy of all, it returns when the last of them are copied.
+        """Starts writing; returns once the arrays are copied, so that the trainer may donate them.
 
         A checkpoint that cannot be written (a full disk) is logged and counted in `failed` and the run goes on:
         earlier checkpoints are untouched, the next one tries again. Returns whether all went well so far. A step that
@@ -63,7 +61,7 @@ class Checkpoints:
         ok = self.wait()
         if step in self._manager.all_steps():
             return ok
-        args = ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays), state=ocp.args.JsonSave(state))
+        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
         needed = sum(array.nbytes for array in jax.tree.leaves(arrays))
         try:
             if shutil.disk_usage(self.folder).free < needed + _MARGIN:  # Orbax itself would fail slowly and loudly
@@ -99,8 +97,7 @@ class Checkpoints:
         step = self.latest() if step is None else step
         if step is None:
             raise ResumeError(f"there is no checkpoint in {self.folder}")
-        wanted = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract))
-        args = ocp.args.Composite(arrays=wanted, state=ocp.args.JsonRestore())
+        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract), state=ocp.args.JsonRestore())
         try:
             self._check_fits(step, abstract)  # before any array is read: Orbax's failed reads end noisily, one by one
             restored = self._manager.restore(step, args=args)
@@ -149,12 +146,6 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
         for path, leaf in leaves
         if hasattr(leaf, "shape")
     }
-
-
-def _spare_gb() -> int:
-    """Gigabytes of host memory for copies of arrays that wait for the disk: half of what is free, at least one."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(int(free / 2e9), 1)
 
 
 _MARGIN = 2**20  # bytes beside the arrays: metadata, many small files

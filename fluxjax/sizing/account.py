@@ -46,7 +46,7 @@ class Account:
             "logprobs": during("logprobs", batches=2 * self.batch),
             "prefill": during("prefill"),
             "decode": during("decode"),
-            # An engine replaces its weights one by one (`rollout.layer_weights.split_layers`).
+            # An engine replaces its weights one by one (`rollout.engine_weights.split_layers`).
             "publish": {kind: size for kind, size in resident.items() if size} | {"temporaries": self.largest_weight},
         }
 

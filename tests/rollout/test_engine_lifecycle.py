@@ -353,6 +353,46 @@ async def new_for_old(monkeypatch, held_by) -> None:
         await one.close()
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_13_requests_wait_while_weights_are_replaced(room, monkeypatch) -> None:
+    """They are served by the new ones; where these find no room, they are lost, and the engine says what it lacks."""
+    asyncio.run(asyncio.wait_for(request_in_between(room, monkeypatch), HANG))
+
+
+async def request_in_between(room: bool, monkeypatch) -> None:
+    serving, begun, go_on, split = (
+        engine(build(TEXT)),
+        threading.Event(),
+        threading.Event(),
+        rollout.device.split_layers,
+    )
+
+    def slowly(*args):
+        begun.set()
+        assert go_on.wait(HANG)
+        if not room:
+            raise MemoryError("no room")
+        return split(*args)
+
+    monkeypatch.setattr(rollout.device, "split_layers", slowly)
+    update = asyncio.ensure_future(serving.update_weights(1, params_of(build(TEXT))))
+    await asyncio.to_thread(begun.wait, HANG)
+    stream = serving.generate(request("q", PROMPT, max_new_tokens=3))
+    go_on.set()
+    if room:
+        await update
+        (answer,) = await collect(stream, 1)
+        assert set(answer.versions) == {1}
+    else:
+        with pytest.raises(MemoryError):
+            await update
+        with pytest.raises(EngineError, match="the engine's weights were lost: MemoryError: no room"):
+            await collect(stream, 1)
+        with pytest.raises(EngineError, match="the engine has no weights"):
+            serving.generate(request("r", PROMPT))
+    await serving.close()
+
+
 def test_13_engines_take_the_same_weights_at_once(monkeypatch) -> None:
     """Weights that are spread over devices reach two engines at the same time, as when a step is published."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))
