@@ -159,6 +159,6 @@ def _with_layer(stack: jax.Array, layer: jax.Array, number: jax.Array | int) -> 
 
 def on_first_device(model: nnx.Module) -> dict[str, Any]:
     """A sharding for each weight that puts it on JAX's default device, this process's first one if none is set."""
-    default = jax.config.jax_default_device  # a device, or the name of a platform
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  (a device or a platform's name)
     device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default or None)[0]
     return map_weights(lambda *_: SingleDeviceSharding(device), model)

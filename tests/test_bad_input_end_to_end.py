@@ -301,7 +301,10 @@ def test_disk_full_while_checkpointing(commands, data, disk, finished, tmp_path)
 def test_disk_full_of_other_things(commands, data, disk, tmp_path):
     """Not even a line of metrics can be written: one clear line, no hang; with room again, the run goes on."""
     run_dir = disk(tmp_path / "small", "4m") / "run"
-    settings = flags(**data, **SHORT | {"steps": 2000, "report__dump_samples_every": 1, "checkpoint__every": 0})
+    settings = flags(
+        **data,
+        **SHORT | {"steps": 2000, "report__dump_samples_every": 1, "checkpoint__every": 0, "warm_start__steps": 1},
+    )
     process = commands.start(run_dir, TEXT, settings)
     with ended(process):
         while not logged(run_dir, "rl", 2)():

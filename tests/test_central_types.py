@@ -37,7 +37,8 @@ def wrong_fields(value: Any) -> list[str]:
 
 def _annotation(kind: type, name: str) -> Any:
     # `typing.get_type_hints` says nothing of a class that `no_type_check` keeps from being checked at every creation.
-    return eval(kind.__annotations__[name], vars(sys.modules[kind.__module__]))
+    annotation = kind.__annotations__[name]
+    return eval(annotation, vars(sys.modules[kind.__module__])) if isinstance(annotation, str) else annotation
 
 
 def batches(strategy: Strategy) -> list[TrainBatch]:

@@ -152,7 +152,7 @@ class CostModel:
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:
         """Seconds of one device's share of the attention of a sequence of `length` tokens that `degree` devices
         compute, in a launch of its own; `[...]` for an array of lengths. Heads are dealt as in
-        `sharding.spread.ulysses`, zeros included. Raises PlanError for a degree above the number of heads."""
+        `sharding.spread.heads`, zeros included. Raises PlanError for a degree above the number of heads."""
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)
 

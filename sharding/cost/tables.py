@@ -6,7 +6,7 @@ part of Table 5.
 
 import dataclasses
 
-from ..spread.ulysses import deal_heads
+from ..spread.heads import deal_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ModelSizes:
 
     def heads_of(self, degree: int) -> tuple[int, int]:
         """Returns (query heads, KV heads) that travel to all devices of a group and are computed there: see
-        `sharding.spread.ulysses`. Raises PlanError for a degree above the number of query heads."""
+        `sharding.spread.heads`. Raises PlanError for a degree above the number of query heads."""
         if not self.share_kv:
             return self.heads, self.kv_heads
         deal = deal_heads(self.heads, self.kv_heads, degree)

@@ -134,7 +134,8 @@ def test_a_file_that_cannot_be_read_is_named(paths, tmp_path):
 
 
 RUN = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
 sys.path.insert(0, {tests!r})
 if __name__ == "__main__":
     import pathlib, multiprocessing
