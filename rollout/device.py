@@ -149,7 +149,6 @@ class DeviceState:
     def _ready_cache(self) -> KVCache:
         if self.cache is None:
             text, dtype = self._text, next(iter(self._served.values())).dtype
-            slots, tokens = self.limits.slots, self.limits.max_sequence_tokens
-            shape = (text.num_layers, slots, tokens, text.num_kv_heads, text.head_dim)
+            shape = KVCache.shape(text, self.limits.slots, self.limits.max_sequence_tokens)
             self.cache = KVCache(*(jnp.zeros(shape, dtype, device=self._rows) for _ in ("keys", "values")))
         return self.cache

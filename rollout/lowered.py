@@ -49,7 +49,7 @@ class EngineArrays:
         one = layout.weights(abstract.layers, stacked=False)
         layer = jax.tree.map(lambda x, sharding: served(x, sharding, x.shape[1:]), handed_in["layers"], one)
         params["layers"] = [layer] * text.num_layers
-        shape = (text.num_layers, slots, max_sequence_tokens, text.num_kv_heads, text.head_dim)
+        shape = KVCache.shape(text, slots, max_sequence_tokens)
         dtype = jax.tree.leaves(layer)[0].dtype
         rows = jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows(text))
         return EngineArrays(params, KVCache(rows, rows), handed_in)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
+from models.config import TextConfig
 from models.decoder import Decoder, DecoderLayer
 from models.inputs import AnyArray, PackedTokens
 from sharding.kernels.attention import Mask, attention
@@ -61,6 +62,11 @@ class KVCache:
 
     k_LBSKH: PyTree  # arrays; JAX also builds this class of one sharding for each
     v_LBSKH: PyTree
+
+    @staticmethod
+    def shape(text: TextConfig, slots: int, tokens: int) -> tuple[int, ...]:
+        """`[L, B, S, K, H]` of the keys, and of the values, for so many slots of so many tokens."""
+        return text.num_layers, slots, tokens, text.num_kv_heads, text.head_dim
 
     def view(self, slots_B: Int[Array, " B"], length: int) -> list[LayerRows]:
         """The first `length` entries of some slots, layer by layer. An out-of-range slot (padding) reads another slot's

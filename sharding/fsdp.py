@@ -65,9 +65,9 @@ class Fsdp:
         weights_as_they_are = not self._axes and self.compute_dtype == jnp.float32
         self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat, unroll=unroll)
 
-    def shard(self, params: Params, *, may_alias: bool | None = None) -> Params:
-        """The parameters as they lie on the mesh; `may_alias=False` copies what lies there already."""
-        return _put(params, self.shardings, may_alias)
+    def shard(self, params: Params) -> Params:
+        """The parameters as they lie on the mesh, without a copy where they lie there already."""
+        return _put(params, self.shardings)
 
     def place(self, batch: Batch) -> Batch:
         """Host arrays of a batch (or its inputs) as they lie on the mesh.
@@ -137,18 +137,18 @@ class Fsdp:
                 )
 
 
-def _put(tree: Batch, shardings: PyTree, may_alias: bool | None = None) -> Batch:
+def _put(tree: Batch, shardings: PyTree) -> Batch:
     """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices.
 
     Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
     if isinstance(next(iter(jax.tree.leaves(tree)), None), jax.ShapeDtypeStruct):
         return with_shardings(tree, shardings)
     if jax.process_count() == 1:
-        return jax.device_put(tree, shardings, may_alias=may_alias)
+        return jax.device_put(tree, shardings)
 
     def put(array: Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            return jax.device_put(array, sharding, may_alias=may_alias)  # it is on the mesh already
+            return jax.device_put(array, sharding)  # it is on the mesh already
         whole = np.asarray(array)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
