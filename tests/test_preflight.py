@@ -1,7 +1,6 @@
 """The pre-flight: what it reads in a schedule, what it adds up, and that its programs are those of a run."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_ahead import cuda_environment
 from packing_cases import MODEL, make_config, make_groups
 
 import models
@@ -297,18 +297,11 @@ SIZES = {  # of a text model
 }
 
 
-def _plugin_environment() -> dict[str, str]:
-    code = "from fluxjax.sizing.topology import find_plugin; find_plugin()"
-    if subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60).returncode:
-        pytest.skip("needs the CUDA plugin: run `bash scripts/test.sh aot`, or set FLUXJAX_AOT to a folder with it")
-    of_tests = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_PLATFORMS")
-    return {name: value for name, value in os.environ.items() if name not in of_tests} | {"PYTHONPATH": str(ROOT)}
-
-
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_run_is_checked_and_one_that_does_not_fit_is_told_how(tmp_path):
-    environment = _plugin_environment()
+    environment = cuda_environment("jax-cuda12-pjrt") | {"PYTHONPATH": str(ROOT)}  # the command finds them itself
+    del environment["JAX_PLATFORMS"]
     sizes, picture = tmp_path / "config.json", tmp_path / "memory.png"
     sizes.write_text(json.dumps(SIZES))
     command = [

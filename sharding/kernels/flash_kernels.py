@@ -58,6 +58,28 @@ def _reached(query, key, q_segment, k_segment, q_branch, k_branch, CAUSAL: tl.co
 
 
 @triton.jit
+def _scores(
+    q, k, segments, branches, tile, query, q_segment, q_branch, T, row, kv_head, offsets,
+    K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of keys: their indices, the offsets of its numbers, the keys, and the scores of the queries."""
+    start = tile * KEYS
+    key = start + tl.arange(0, KEYS)
+    place = _start(row, T, start, kv_head, K, H) + offsets
+    keys = _load(k + place, key, T, H, WIDTH, MASK)
+    scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    if MASK:
+        k_segment, k_branch = tl.load(segments + key), tl.load(branches + key)
+        allowed = _reached(
+            query[:, None], key[None, :], q_segment[:, None], k_segment[None, :],
+            q_branch[:, None], k_branch[None, :], CAUSAL,
+        )  # fmt: skip
+        scores = tl.where(allowed, scores, MASKED)
+    return key, place, keys, scores
+
+
+@triton.jit
 def _attend(
     sums, total, peak, q, k, v, segments, branches, visits, first, last, query, q_segment, q_branch,
     T, row, kv_head, offsets, scale2: tl.constexpr,
@@ -66,22 +88,14 @@ def _attend(
 ):  # fmt: skip
     """The running softmax after the listed tiles of keys `[first, last)`."""
     for visit in range(first, last):
-        start = tl.load(visits + visit) * KEYS
-        key = start + tl.arange(0, KEYS)
-        place = _start(row, T, start, kv_head, K, H)
-        keys = _load(k + place + offsets, key, T, H, WIDTH, MASK)
-        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-        if MASK:
-            k_segment, k_branch = tl.load(segments + key), tl.load(branches + key)
-            allowed = _reached(
-                query[:, None], key[None, :], q_segment[:, None], k_segment[None, :],
-                q_branch[:, None], k_branch[None, :], CAUSAL,
-            )  # fmt: skip
-            scores = tl.where(allowed, scores, MASKED)
+        key, place, _, scores = _scores(
+            q, k, segments, branches, tl.load(visits + visit), query, q_segment, q_branch,
+            T, row, kv_head, offsets, K, H, WIDTH, KEYS, CAUSAL, MASK, PRECISION,
+        )  # fmt: skip
         new = tl.maximum(peak, tl.max(scores, 1) * scale2)
         weights = tl.exp2(scores * scale2 - new[:, None])
         fade = tl.exp2(peak - new)
-        values = _load(v + place + offsets, key, T, H, WIDTH, MASK)
+        values = _load(v + place, key, T, H, WIDTH, MASK)
         sums = sums * fade[:, None]
         sums = tl.dot(weights.to(values.dtype), values, sums, input_precision=PRECISION)
         total = total * fade + tl.sum(weights, 1)
@@ -137,19 +151,11 @@ def _query_gradients(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for visit in range(first, last):
-        start = tl.load(visits + visit) * KEYS
-        key = start + tl.arange(0, KEYS)
-        place = _start(row, T, start, kv_head, K, H)
-        keys = _load(k + place + offsets, key, T, H, WIDTH, MASK)
-        values = _load(v + place + offsets, key, T, H, WIDTH, MASK)
-        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-        if MASK:
-            k_segment, k_branch = tl.load(segments + key), tl.load(branches + key)
-            allowed = _reached(
-                query[:, None], key[None, :], q_segment[:, None], k_segment[None, :],
-                q_branch[:, None], k_branch[None, :], CAUSAL,
-            )  # fmt: skip
-            scores = tl.where(allowed, scores, MASKED)
+        key, place, keys, scores = _scores(
+            q, k, segments, branches, tl.load(visits + visit), query, q_segment, q_branch,
+            T, row, kv_head, offsets, K, H, WIDTH, KEYS, CAUSAL, MASK, PRECISION,
+        )  # fmt: skip
+        values = _load(v + place, key, T, H, WIDTH, MASK)
         weights = tl.exp2(scores * scale2 - normaliser[:, None])
         dweights = tl.dot(dout, tl.trans(values), input_precision=PRECISION)
         dscores = weights * (dweights - slope[:, None])

@@ -4,9 +4,7 @@ Triton and the CUDA plugin of the installed JAX are needed for all but the lists
 that `FLUXJAX_AOT` names: `bash scripts/test.sh aot` makes one. `pytest -m gpu` runs the kernel where there is a GPU.
 """
 
-import importlib.util
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -16,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_ahead import cuda_environment
 from hypothesis import given, settings
 from test_tiles import S, streams
 
@@ -28,12 +27,7 @@ SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a p
 
 
 def run(*words, **environment):
-    folder = os.environ.get("FLUXJAX_AOT", "")
-    found = importlib.util.find_spec("jax_triton") or (folder and (pathlib.Path(folder) / "jax_triton").is_dir())
-    if not found:
-        pytest.skip("needs Triton and the CUDA plugin: run `bash scripts/test.sh aot`, or name a folder in FLUXJAX_AOT")
-    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment = {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder, **environment}
+    environment = cuda_environment("jax-triton", "triton") | environment
     done = subprocess.run(
         [sys.executable, PROGRAM, *words], env=environment, capture_output=True, text=True, timeout=300
     )

@@ -5,15 +5,14 @@ No GPU is needed, but the CUDA plugin of the installed JAX, in this environment 
 """
 
 import collections
-import importlib.metadata
 import itertools
-import os
 import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+from cuda_ahead import cuda_environment
 
 HERE = pathlib.Path(__file__).resolve().parent
 TARGET = HERE.parents[1] / "fluxjax" / "sizing" / "targets" / "h100.txtpb"
@@ -58,21 +57,12 @@ def exposed(at: dict[str, int]) -> list[str]:
     return wrong + [f"return {j}" for j, after in following if not at[f"attend {after}"] < at[f"done return {j}"]]
 
 
-def plugin_environment() -> dict[str, str]:
-    folder = os.environ.get("FLUXJAX_AOT", "")
-    if not folder and not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
-        pytest.skip("needs the CUDA plugin: run `bash scripts/test.sh aot`, or set FLUXJAX_AOT to a folder with it")
-    of_tests = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # of tests on CPU devices
-    clean = {name: value for name, value in os.environ.items() if name not in of_tests}
-    return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("residuals", ["keep", "remat"])
 def test_every_transfer_runs_behind_attention_forward_and_backward(residuals, tmp_path):
     hlo = tmp_path / "step.hlo"
     command = [sys.executable, HERE / "overlap_program.py", TARGET, hlo, residuals]
-    done = subprocess.run(command, env=plugin_environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=cuda_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     attentions = passes(hlo.read_text())
     phases = collections.Counter(phase for phase, _ in attentions)

@@ -1,0 +1,24 @@
+"""The environment of a process that compiles for GPUs without one; the test is skipped where the packages are absent.
+
+They are no part of the test environment: JAX would look for GPUs at every start. `bash scripts/test.sh aot` puts them
+into a folder and names it in FLUXJAX_AOT, and CI runs the tests so: there, nothing is skipped.
+"""
+
+import importlib.metadata
+import os
+import sys
+
+import pytest
+
+OF_TESTS = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # set for tests on CPU devices
+
+
+def cuda_environment(*packages: str) -> dict[str, str]:
+    """Environment variables with which JAX finds its CUDA plugin, and these packages, and runs on the CPU."""
+    folder = os.environ.get("FLUXJAX_AOT", "")
+    path = [folder] if folder else sys.path
+    for name in ("jax-cuda12-plugin", *packages):
+        if not any(importlib.metadata.distributions(name=name, path=path)):
+            pytest.skip(f"needs {name}: run `bash scripts/test.sh aot`, or name a folder with it in FLUXJAX_AOT")
+    clean = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
+    return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
