@@ -6,8 +6,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import pathlib
+import random
 import resource
 import signal
 import socket
@@ -52,6 +54,17 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 def cores() -> int:
     """The CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def response_lengths(natural: bool, prompts: int, group_size: int, most: int, seed: int) -> list[list[int]]:
+    """Tokens of each response of a step, group by group: all `most`, or drawn from a lognormal around a third of it
+    and cut off there (mean about 0.4 of it, one in 16 cut off), which is about as uneven as groups of answers are."""
+    draw = random.Random(seed)
+
+    def length() -> int:
+        return min(max(round(draw.lognormvariate(math.log(most / 3), 0.7)), 1), most) if natural else most
+
+    return [[length() for _ in range(group_size)] for _ in range(prompts)]
 
 
 class Stopwatch:

@@ -33,7 +33,7 @@ from common import ROOT, Pair, WorkerError, spread
 
 from sharding.planner import Limits, bucketing, flex_ulysses, ulysses
 from sharding.planner.plan import ShardPlan
-from sharding.spread.buffers import lay, size_weight
+from sharding.spread.buffers import lay, size_cost
 from sharding.spread.shapes import ShapeBook
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
@@ -153,7 +153,7 @@ def count(mixes: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
             layout = lay(flex_ulysses(lengths.tolist(), 8, limits))
             before = np.maximum(np.arange(lengths.sum()) - 1, np.repeat(np.cumsum(lengths) - lengths, lengths))
             needs = layout.needs() | layout.imports(before).needs()
-            layouts.append(layout.sized(book.fit(needs, {}, size_weight)))
+            layouts.append(layout.sized(book.fit(needs, {}, size_cost)))
         shapes = {(one.columns, one.rounds) for one in layouts}
         padding = [one.padding() for one in layouts]
         result[name] = {

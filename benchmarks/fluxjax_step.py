@@ -1,8 +1,7 @@
 """One RL step of fluxjax, stage by stage, in a process of its own: run by `benchmarks/train_step.py`.
 
 The parts are those that `FluxTrainer` puts together, with the same settings. Every step has the same prompts (so the
-compiled shapes stay the same) and new responses, all of them `rollout.max_new_tokens` long: the end id is never
-sampled.
+compiled shapes stay the same) and new responses, each as long as the parent says: the end id is never sampled.
 
     prepare   media decoded, text tokenised; in training this overlaps with the step before
     rollout   from the first request queued to the last token received
@@ -19,18 +18,21 @@ import json
 import math
 import pathlib
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from common import Channel, Stopwatch, peak_rss_mib
 from compile_clock import CompileClock
 
 import models
 from fluxjax.algorithms import ALGORITHMS
+from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import Group, MediaKind, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Config
@@ -41,25 +43,44 @@ from fluxjax.data.sources import Source, open_sources
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.run.build import build_model
+from fluxjax.sizing.programs import cache_tokens
 from models.config import Qwen25VLConfig
 from models.decoder import parameter_count
 from rollout.engine import GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine
+from rollout.requests import EngineLimits
+from rollout.scheduler import SlotTable
+
+MATMUL = 2048  # rows and columns of the matrices whose product tells what this machine can do
+
+
+class ForcedSlots(SlotTable):
+    """The slots of an engine whose responses each end where they are told to. `lengths[i][j]` are the tokens of sample
+    `j` of the request whose id ends in `-i`."""
+
+    def __init__(self, limits: EngineLimits, lengths: Sequence[Sequence[int]]) -> None:
+        super().__init__(limits.slots, limits.max_sequence_tokens, limits.pages)
+        self._lengths = lengths
+
+    def assign(self, slot: int, request: GenerateRequest, sample: int, prefix: tuple[int, ...]) -> None:
+        super().assign(slot, request, sample, prefix)
+        self.limit_N[slot] = self._lengths[int(request.rid.rpartition("-")[2])][sample]
 
 
 class Steps:
     """The engine and the learner of a run, with one step's prompts. `stage` is `rollout`, `train` or `step`: what
-    the other two need is not even built, so that the peak memory of the process belongs to the stage."""
+    the other two need is not even built, so that the peak memory of the process belongs to the stage. `lengths` are the
+    tokens of each prompt's responses."""
 
-    def __init__(self, config: Config, stage: str, *, videos: bool) -> None:
-        self.config, self.stage, self.watch = config, stage, Stopwatch()
+    def __init__(self, config: Config, stage: str, lengths: Sequence[Sequence[int]], *, videos: bool) -> None:
+        self.config, self.stage, self.watch, self.lengths = config, stage, Stopwatch(), lengths
         sources = open_sources(config.data)
         self.model, self.processor = build_model(config, sources)
         self.vision = self.model.config.vision if isinstance(self.model.config, Qwen25VLConfig) else None
         if not videos:
             sources = {name: source for name, source in sources.items() if not _has_videos(source)}
             if not sources:
-                raise SystemExit("TRL's GRPOTrainer takes no videos, and every source of this configuration has some")
+                raise SystemExit("the peer takes no videos, and every source of this configuration has some")
         weights = {name: config.data.sources[name].weight for name in sources}
         loader = PromptLoader(sources, weights, config.seed)
         self.prompts = [loader.order[draw] for draw in range(config.rollout.prompts_per_step)]
@@ -80,8 +101,10 @@ class Steps:
                 self.model,
                 slots=rollout.slots,
                 max_sequence_tokens=rollout.max_sequence_tokens,
+                kv_tokens=cache_tokens(config),  # decided here and now
                 compute_dtype=config.model.compute_dtype.value,
             )
+            self.engine._scheduler.table = ForcedSlots(self.engine._scheduler.limits, lengths)
         if stage != "rollout":
             token_loss = ALGORITHMS[config.algorithm.name].token_loss
             learner = Learner(config, self.model, token_loss, never_sampled=self.sampling.forbidden_ids)
@@ -155,18 +178,17 @@ class Steps:
     def _made_up(self) -> list[Group]:
         """Random responses, where there is no engine to sample them."""
         rng = np.random.default_rng(self.step_number)
-        size, count = self.model.config.text.vocab_size, self.sampling.max_new_tokens
-        allowed = np.setdiff1d(np.arange(size), self.sampling.forbidden_ids)
-        logprobs, versions = [-math.log(len(allowed))] * count, [self.learner.version] * count
+        allowed = np.setdiff1d(np.arange(self.model.config.text.vocab_size), self.sampling.forbidden_ids)
+        logprob, version = -math.log(len(allowed)), self.learner.version
         return [
             _group(
                 prompt,
                 [
-                    _response(prompt, sample, rng.choice(allowed, count).tolist(), logprobs, versions)
-                    for sample in range(self.config.rollout.group_size)
+                    _response(prompt, sample, rng.choice(allowed, count).tolist(), [logprob] * count, [version] * count)
+                    for sample, count in enumerate(lengths)
                 ],
             )
-            for prompt in self.prompts
+            for prompt, lengths in zip(self.prompts, self.lengths, strict=True)
         ]
 
     def _batch(self, groups: Sequence[Group]) -> dict[str, Any]:
@@ -189,6 +211,7 @@ class Steps:
         return {
             "model": f"{type(self.model).__name__}, {self.config.model.compute_dtype.value}",
             "parameters": parameter_count(self.model),
+            "multiplied_parameters": self._multiplied(),
             "device": f"{device.platform} ({device.device_kind})",
             "devices": jax.device_count(),
             "setup_rss_mib": peak_rss_mib(),
@@ -202,9 +225,16 @@ class Steps:
                 "videos": sum(item.kind is MediaKind.VIDEO for p in self.prompts for item in p.media),
                 "images": sum(item.kind is MediaKind.IMAGE for p in self.prompts for item in p.media),
                 "response_tokens": self.sampling.max_new_tokens,
+                "all_response_tokens": sum(map(sum, self.lengths)),
             },
             "forbidden_ids": self.sampling.forbidden_ids,
         }
+
+    def _multiplied(self) -> int | None:
+        """The weights by which each token is multiplied once; None with a vision tower, whose tokens are others."""
+        text = self.model.config.text
+        looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
+        return None if self.vision is not None else parameter_count(self.model) - looked_up
 
     def export(self, folder: pathlib.Path) -> None:
         """Model, processor and prompts, for another implementation to work on."""
@@ -238,16 +268,32 @@ def _has_videos(source: Source) -> bool:
 
 
 def main(settings: Mapping[str, Any]) -> None:
+    keep_freed_memory()  # as in `fluxjax.train`
     channel, clock = Channel(), CompileClock()
-    steps = Steps(load(settings["arguments"]), settings["stage"], videos=settings["videos"])
+    steps = Steps(load(settings["arguments"]), settings["stage"], settings["lengths"], videos=settings["videos"])
     if settings["exchange"]:
         steps.export(pathlib.Path(settings["exchange"]))
     channel.say(**steps.about())
     with asyncio.Runner() as runner:
-        for _ in channel.requests():
-            channel.say(**runner.run(steps.run()), compile_seconds=clock.seconds)
+        for request in channel.requests():
+            if request["do"] == "matmul":
+                channel.say(flops_per_second=_matmul_rate())
+            else:
+                channel.say(**runner.run(steps.run()), compile_seconds=clock.seconds)
     steps.preparer.close()
     channel.say(peak_rss_mib=peak_rss_mib(), peak_device_mib=_peak_device_mib())
+
+
+def _matmul_rate(repeats: int = 5) -> float:
+    """The most floating-point operations a second that a product of two large float32 matrices reached here."""
+    x = jnp.ones((MATMUL, MATMUL), jnp.float32)
+    multiply = jax.jit(jnp.matmul)
+    seconds = []
+    for _ in range(1 + repeats):
+        began = time.perf_counter()
+        multiply(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * MATMUL**3 / min(seconds[1:])
 
 
 def _peak_device_mib() -> float | None:

@@ -25,13 +25,12 @@ from ulysses_worker import batch_of, loss, row_dims, text_model
 
 import models
 from fluxjax.algorithms import sft
-from fluxjax.base.allocator import keep_freed_memory
+from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.batch.composer import Composer, sft_groups
 from fluxjax.config import Config, Remat, Strategy
 from fluxjax.learner.learner import Learner
-from models.decoder import parameter_count
-from models.forward import logprobs
+from models.decoder import logprobs, parameter_count
 from models.inputs import ModelInput
 from sharding.fsdp import Fsdp
 from sharding.links import Links, initialize
@@ -123,7 +122,8 @@ def main(settings: dict) -> None:
     initialize(f"127.0.0.1:{settings['port']}", settings["processes"], settings["process"])
     mesh = make_mesh()
     model = text_model(settings["model"])
-    fsdp = Fsdp(mesh, model, forward=logprobs, loss=loss, row_dims=row_dims, remat=settings["remat"])
+    remat = "layer" if settings["remat"] else "none"
+    fsdp = Fsdp(mesh, model, forward=logprobs, loss=loss, row_dims=row_dims, remat=remat)
     links = Links()
     odc = Odc(fsdp, links=links, live_layers=settings["live_layers"], deterministic=settings["deterministic"])
     _, params = models.split(model)

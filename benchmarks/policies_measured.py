@@ -26,7 +26,7 @@ from common import cores
 from compile_clock import CompileClock
 from rich.console import Console
 
-from fluxjax.base.compile_cache import use_compile_cache
+from fluxjax.base.process import use_compile_cache
 from fluxjax.base.types import Group
 from fluxjax.config import Config, Importance, LossAggregation, Schedule, SourceConfig
 from fluxjax.config import Policy as Name

@@ -21,16 +21,14 @@ from common import Channel, peak_rss_mib
 
 import models
 from models.config import Qwen2Config, TextConfig
-from models.decoder import Decoder, parameter_count
-from models.forward import logprobs
+from models.decoder import Decoder, logprobs, parameter_count
 from models.inputs import PackedTokens
 from sharding.fsdp import Fsdp
 from sharding.mesh import make_mesh
 from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import lay
 from sharding.spread.shapes import round_up
-from sharding.strategy import Tally
-from sharding.walk import Walk
+from sharding.walk import Tally, Walk
 
 
 def text_model(sizes: dict[str, int]) -> Decoder:

@@ -34,7 +34,7 @@ class Hopeful(Synchronous):
         return super().decide(coordinator)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON."""
+        """The part of it that a checkpoint keeps, as JSON."""
         return {"skipped": list(self.skipped.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

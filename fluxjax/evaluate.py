@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
             config.evaluation.samples = args.samples
         config.validate()
         config.sharding.devices = 0  # all of this machine's
-        from .base.compile_cache import use_compile_cache
+        from .base.process import use_compile_cache
         from .run.trainer import USER_ERRORS, FluxTrainer
 
         errors = USER_ERRORS

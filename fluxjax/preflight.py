@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import sys
 
@@ -54,9 +53,9 @@ def main(argv: list[str]) -> int:
 
 
 def _preflight(config: Config, options: argparse.Namespace) -> int:
-    from .sizing.topology import Topology, find_plugin
+    from .sizing.topology import MEMORY_FRACTION, Topology, find_plugin, memory_fraction
 
-    topology, fraction = Topology.parse(options.topology), _fraction()
+    topology, fraction = Topology.parse(options.topology), memory_fraction(FRACTION)
     if options.layers < 0:
         raise ConfigError(f"--layers {options.layers}: must not be negative")
     if config.run_dir:
@@ -67,13 +66,13 @@ def _preflight(config: Config, options: argparse.Namespace) -> int:
     if options.out and not picture.absolute().parent.is_dir():
         raise ConfigError(f"--out {picture}: there is no folder {picture.parent}")
     find_plugin(options.aot_folder)
-    from .sizing.check import check  # JAX loads here, and finds the plugin
+    from .sizing.check import DeviceRoom, check  # JAX loads here, and finds the plugin
     from .sizing.model_sizes import model_sizes
     from .sizing.show import draw, show
 
     model = model_sizes(config, options.model_config)
-    usable = fraction * topology.memory
-    verdict = check(config, model, topology.devices(), topology.memory, usable, _progress, options.layers)
+    room = DeviceRoom(topology.memory, fraction * topology.memory, f"{MEMORY_FRACTION}={fraction:.2f}")
+    verdict = check(config, model, topology.devices(), room, _progress, layers=options.layers)
     title = f"{config.name} on {topology}"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw(verdict, title, picture)
@@ -85,14 +84,6 @@ def _preflight(config: Config, options: argparse.Namespace) -> int:
         show(verdict, title, Console(width=None if sys.stdout.isatty() else 120))
         print(f"drawn in {picture}")
     return 0 if verdict.fits else 1
-
-
-def _fraction() -> float:
-    given = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-    try:
-        return float(given or FRACTION)
-    except ValueError:
-        raise ConfigError(f"XLA_PYTHON_CLIENT_MEM_FRACTION is {given!r}, which is no number") from None
 
 
 def _progress(text: str) -> None:

@@ -31,8 +31,8 @@ def main(argv: list[str]) -> int:
     from rollout.jax_engine import JaxEngine
     from rollout.throughput import Profile, measure, sizes
 
-    from .base.compile_cache import use_compile_cache
     from .base.errors import DataError
+    from .base.process import use_compile_cache
     from .data.sources import open_sources
     from .run.build import build_model
 

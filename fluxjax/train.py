@@ -17,7 +17,7 @@ from .config.cli import parse
 
 def main(argv: list[str]) -> int:
     config = parse(argv, __doc__ or "")
-    from .base.allocator import keep_freed_memory
+    from .base.process import keep_freed_memory
 
     keep_freed_memory()
     from .run.trainer import main as train  # JAX loads here, after the command line is known to be good

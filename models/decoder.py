@@ -1,7 +1,8 @@
 """The decoder of Qwen2 and Qwen2.5 as a stack of layers: embed -> layer[i] ... -> norm -> head.
 
 Attention is handed in. Callers differ in how they walk the stack (`sharding.walk`) and in how tokens see each other
-(`attend`): training masks packed rows, decoding writes a cache and reads it. The layer knows neither.
+(`attend`): training masks packed rows, decoding writes a cache and reads it. The layer knows neither. Below it is the
+forward pass over packed rows: hidden states, log-probabilities of the packed tokens, whole logits.
 """
 
 from collections.abc import Callable
@@ -13,13 +14,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from sharding.strategy import Params
-from sharding.walk import Walk
+from sharding.kernels.packed import packed_attention
+from sharding.spread.ulysses import spread_attention
+from sharding.vocab import token_logprobs
+from sharding.walk import Params, Walk
 from sharding.weights import WeightSpec, weight
 
 from .config import AnyConfig, TextConfig
-from .inputs import VisionInput
-from .layers import Embedding, GatedMLP, Normal, RMSNorm, add_bias, rotary_frequencies, rotate, zeros
+from .inputs import PackedTokens, VisionInput
+from .layers import Embedding, GatedMLP, Normal, RMSNorm, add_bias, project, rotary_frequencies, rotate, zeros
 
 Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, H], float32
 Aux = TypeVar("Aux")  # what attention hands back beside its output: keys and values for a cache, or None
@@ -43,11 +46,11 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend[Aux]
     ) -> tuple[Float[Array, "B T D"], Aux]:
-        q = add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias[...])
-        k = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias[...])
-        v = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias[...])
+        q = add_bias(project(x, self.q[...]), self.q_bias[...])
+        k = add_bias(project(x, self.k[...]), self.k_bias[...])
+        v = add_bias(project(x, self.v[...]), self.v_bias[...])
         out, aux = attend(rotate(q, rotary), rotate(k, rotary), v)
-        return jnp.einsum("BTNH,NHD->BTD", out, self.o[...]), aux
+        return project(out, self.o[...], 2), aux
 
 
 class DecoderLayer(nnx.Module):
@@ -143,3 +146,60 @@ def is_abstract(model: Decoder) -> bool:
 def parameter_count(model: nnx.Module) -> int:
     """The number of weights of a model, which may be abstract."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T D"]:
+    """The normed hidden states of every token, under the attention rules of `PackedTokens`."""
+    inputs = jax.tree.map(jnp.asarray, inputs)
+    x = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
+    rotary = model.rotary(inputs.positions_3BT)
+    if inputs.spread is not None:  # over the groups of devices that share sequences
+        attend = spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
+    else:
+        attend = packed_attention(inputs.segments_BT, inputs.branches_BT)
+
+    def step(layer: DecoderLayer, x: Array, _: None) -> tuple[Array, None]:
+        return layer(x, rotary, lambda q, k, v: (attend(q, k, v), None))
+
+    x, _ = walk.scan(model.layers, x, step)
+    return model.final_norm(walk, x)
+
+
+def logits(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T V"]:
+    """The next-token logits of every token, float32. They are whole in memory: for tests and small models."""
+    hidden = hidden_states(model, inputs, walk)
+    return jnp.einsum("BTD,VD->BTV", hidden, model.head_weight(walk), preferred_element_type=jnp.float32)
+
+
+def logprobs(
+    model: Decoder,
+    inputs: PackedTokens,
+    walk: Walk,
+    *,
+    temperature: float = 1.0,
+    vocab_chunk: int = 0,
+    never_sampled: tuple[int, ...] = (),
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), in nats.
+
+    Both are float32, under `softmax(logits / temperature)`, with the token's own temperature where `inputs` has them.
+    Where a token has no predecessor (the first of a segment, padding) the values are finite and meaningless.
+    `vocab_chunk` bounds the tokens whose logits exist at once; 0 chooses. The softmax leaves `never_sampled` ids out,
+    as the engine does.
+    """
+    hidden = hidden_states(model, inputs, walk)
+    predecessor = jnp.asarray(inputs.predecessor_BT)
+    if inputs.spread is not None:
+        hidden = inputs.spread.with_exports(hidden)
+    before = jnp.take_along_axis(hidden, jnp.maximum(predecessor, 0)[..., None], axis=1)
+    head = model.head_weight(walk)
+    allowed = np.ones(head.shape[0], bool)
+    allowed[list(never_sampled)] = False
+    return token_logprobs(
+        before,
+        head,
+        jnp.asarray(inputs.tokens_BT),
+        chunk=vocab_chunk,
+        temperature=temperature if inputs.temperatures_BT is None else jnp.asarray(inputs.temperatures_BT),
+        allowed_V=jnp.asarray(allowed),
+    )

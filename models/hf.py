@@ -1,7 +1,7 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
 Weights are read tensor by tensor, each of which goes to its devices before the next is begun: beside the finished
-parameters, the host holds two tensors at most. Writing goes shard by shard.
+parameters, the host holds two tensors at most. They are written tensor by tensor, too.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,9 +20,8 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Sharding
 from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from sharding.strategy import Params
+from sharding.walk import Params
 from sharding.weights import by_path, on_first_device, place, place_stack
 
 from . import registry
@@ -32,11 +31,11 @@ from .folder import CheckpointError, read_json, why_missing, write_json
 from .hf_config import read_config, write_config
 from .qwen2_5_vl import params as qwen2_5_vl
 from .tensor_names import TensorName, decoder_names
+from .weight_file import DTYPES, StoredTensor, write_weights
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # as `transformers` splits by default
 HEAD = "lm_head.weight"
-DTYPES = ("BF16", "F16", "F32")  # as safetensors names them
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
 
 
@@ -86,9 +85,9 @@ class _Files:
         """Refuses quantised tensors by name, before any is read."""
         for name, file in self.where.items():
             dtype = self.open[file].get_slice(name).get_dtype()
-            if dtype not in DTYPES and not name.endswith(IGNORED_SUFFIXES):
+            if dtype not in DTYPES.values() and not name.endswith(IGNORED_SUFFIXES):
                 raise CheckpointError(
-                    f"{self.path(name)}: tensor {name} is {dtype}; supported are {', '.join(DTYPES)}: take a "
+                    f"{self.path(name)}: tensor {name} is {dtype}; supported are {', '.join(DTYPES.values())}: take a "
                     "checkpoint that was not quantised"
                 )
 
@@ -198,12 +197,27 @@ def load(
 
 
 def disk_tensors(config: AnyConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, tensor as on disk) of every weight, for export and for weight sync."""
+    """Yields (name, tensor as on disk) of every weight, for export and for weight sync, in the order of `stored`."""
     values = by_path(params)
-    for entry in tensor_names(config):
+    for entry in _in_order(config, values):
         value = values[entry.path]
         for layer, name in enumerate(entry.full_names):
             yield name, entry.to_disk(np.asarray(value[layer] if entry.stacked else value))
+
+
+def stored(config: AnyConfig, params: Params, dtype: DTypeLike | None = None) -> list[StoredTensor]:
+    """Every weight as on disk, without its values; with `dtype` cast to that."""
+    values = by_path(params)
+    return [
+        StoredTensor(name, entry.disk_shape, np.dtype(dtype or values[entry.path].dtype))
+        for entry in _in_order(config, values)
+        for name in entry.full_names
+    ]
+
+
+def _in_order(config: AnyConfig, values: Mapping[tuple[str, ...], Any]) -> list[TensorName]:
+    """Wide dtypes first: each tensor of a file then begins at a multiple of its own width."""
+    return sorted(tensor_names(config), key=lambda entry: -values[entry.path].dtype.itemsize)
 
 
 def save(
@@ -211,30 +225,20 @@ def save(
 ) -> None:
     """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read; bit for bit what was loaded.
 
-    `dtype` casts every weight; None writes them as they are. Files are replaced one by one, `config.json` last; older
-    weight files are removed.
+    `dtype` casts every weight; None writes them as they are. Beside the model, the host holds one tensor. Files are
+    replaced one by one, `config.json` last; older weight files are removed.
     """
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     params = nnx.to_pure_dict(nnx.state(model))
-    shards: list[list[str]] = []
-    held: dict[str, np.ndarray] = {}
-    total, size = 0, 0
-
-    def flush() -> None:
-        nonlocal held, size
-        shards.append(list(held))
-        # `transformers` wants to be told which framework's layout it is
-        save_file(held, folder / f"new-{len(shards):05d}.part", metadata={"format": "pt"})
-        held, size = {}, 0
-
-    for name, value in disk_tensors(model.config, params):
-        value = value.astype(dtype) if dtype is not None else value
-        if held and size + value.nbytes > shard_bytes:
-            flush()
-        held[name] = value
-        size, total = size + value.nbytes, total + value.nbytes
-    flush()
+    shards: list[list[StoredTensor]] = [[]]
+    for tensor in stored(model.config, params, dtype):
+        if shards[-1] and sum(entry.nbytes for entry in shards[-1]) + tensor.nbytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    values = (value.astype(dtype or value.dtype, copy=False) for _, value in disk_tensors(model.config, params))
+    for number, shard in enumerate(shards, start=1):
+        write_weights(folder / f"new-{number:05d}.part", shard, values)
 
     for old in (*folder.glob("model*.safetensors"), *folder.glob(INDEX)):
         old.unlink()
@@ -244,10 +248,11 @@ def save(
     for number, file in enumerate(files, start=1):
         os.replace(folder / f"new-{number:05d}.part", folder / file)
     if len(shards) > 1:
-        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        where = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
+        total = sum(tensor.nbytes for shard in shards for tensor in shard)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
-    stored = jnp.dtype(dtype if dtype is not None else params["embedding"]["table"].dtype).name
-    write_json(folder / "config.json", _with_dtype(write_config(model.config), stored))
+    kept = jnp.dtype(dtype if dtype is not None else params["embedding"]["table"].dtype).name
+    write_json(folder / "config.json", _with_dtype(write_config(model.config), kept))
 
 
 def _with_dtype(config: JsonObject, stored: str) -> JsonObject:

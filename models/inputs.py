@@ -8,6 +8,7 @@ Axis letters are those of the legend in `docs/structure.md`: `B` rows, `T` token
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -75,6 +76,20 @@ class ModelInput:
 
     def __len__(self) -> int:
         return len(self.token_ids_T)
+
+    @functools.cached_property
+    def frame_edges(self) -> list[int]:
+        """The first patch of each frame pair, and the number of patches; empty without media."""
+        if self.vision is None:
+            return []
+        inner = np.flatnonzero(np.diff(self.vision.frame_segments_P)) + 1
+        return [0, *inner.tolist(), self.vision.num_patches]
+
+    @functools.cached_property
+    def shown(self) -> tuple[np.ndarray, np.ndarray]:
+        """(the tokens that show a feature, the row of this feature)."""
+        tokens = np.flatnonzero(self.feature_index_T >= 0)
+        return tokens, self.feature_index_T[tokens]
 
 
 @typing.no_type_check  # see `VisionInput`

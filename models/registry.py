@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sharding.strategy import Params
+from sharding.walk import Params
 from sharding.weights import WeightSpec, by_path, map_weights, on_first_device, place, place_stack
 
 from .config import AnyConfig, Qwen25VLConfig

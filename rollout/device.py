@@ -114,7 +114,7 @@ class DeviceState:
         self._replace(params)
 
     def _replace(self, params: Mapping[str, Any]) -> None:
-        check_finite(params, self._dtype, self._stacked)
+        check_finite(params, self._dtype)
         try:
             self.params = split_layers(params, self._dtype, self._stacked, self._by_layers, self.params)
         except BaseException:  # no room: some of the old weights are gone
@@ -122,33 +122,64 @@ class DeviceState:
             raise
 
     def start(self, plan: StartPlan) -> NewTokens:
-        """Prefills prompts into slots and draws the first token of each sample."""
+        """Prefills prompts into pages and draws the first token of each sample that is complete."""
+        none = np.zeros(0, np.int32)
+        parts = [(none, none, np.zeros(0, np.float32))]
         drawn = []
-        for batch, slots_B, starts in plan:
-            outputs = batch.outputs = batch.outputs or self._prefill(batch)
-            self.shapes.add(("start", (*batch.inputs.tokens_BT.shape, *starts.source_BT.shape, *_ids(starts.sampling))))
-            self.cache, *new = self.programs.start(self.params, self._ready_cache(), *outputs, starts)
-            drawn.append((slots_B, new))
-        parts = [(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new))) for slots_B, new in drawn]
+        for step in plan:
+            rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch)
+            sizes = (*step.batch.inputs.tokens_BT.shape, len(step.writes.page_W))
+            if step.starts is None:
+                self.shapes.add(("fill", sizes))
+                self.cache = self.programs.fill(self._ready_cache(), rows, step.writes)
+            else:
+                self.shapes.add(("start", (*sizes, len(step.starts.row_B), *_ids(step.starts.sampling))))
+                self.cache, *new = self.programs.start(
+                    self.params, self._ready_cache(), rows, hidden_BTD, step.writes, step.starts
+                )
+                drawn.append((step.slots_B, new))
+        parts += [(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new))) for slots_B, new in drawn]
         slots_B, tokens_B, logprobs_B = map(np.concatenate, zip(*parts, strict=True))
         return NewTokens(slots_B, tokens_B[:, None], logprobs_B[:, None], np.ones_like(slots_B))
 
     def _prefill(self, batch: PrefillBatch) -> tuple[Rows, jax.Array]:
-        vision = batch.inputs.vision
-        patches = (vision.num_patches, vision.frame_bound) if vision is not None else ()
-        self.shapes.add(("prefill", (*batch.inputs.tokens_BT.shape, *patches)))
-        return self.programs.prefill(self.params, batch.inputs)
+        vision, context = batch.inputs.vision, batch.context
+        sizes = (vision.num_patches, vision.frame_bound) if vision is not None else ()
+        if context is None:
+            self.shapes.add(("prefill", (*batch.inputs.tokens_BT.shape, *sizes)))
+            return self.programs.prefill(self.params, batch.inputs)
+        self.shapes.add(("continue", (*batch.inputs.tokens_BT.shape, context.pages_BC.shape[1], *sizes)))
+        return self.programs.prefill(self.params, batch.inputs, self._ready_cache(), context)
 
     def decode(self, plan: RoundPlan) -> NewTokens:
         """Up to `steps_per_sync` tokens for each running sample."""
-        slots_B, batch, view_length = plan
-        self.shapes.add(("decode", (len(batch.slots_B), view_length, *_ids(batch.sampling))))
-        self.cache, *new = self.programs.decode(self.params, self._ready_cache(), batch, view_length)
+        slots_B, batch = plan
+        self.shapes.add(("decode", (*batch.pages_BC.shape, *_ids(batch.sampling))))
+        self.cache, *new = self.programs.decode(self.params, self._ready_cache(), batch)
         return NewTokens(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new)))
+
+    def room(self, share: float, unknown: int) -> int:
+        """The tokens that the cache may hold in this share of the memory that is free now, on the fullest device; in
+        `unknown` bytes where devices don't tell."""
+        room: list[int] = []
+        for device in self.layout.devices:
+            memory = device.memory_stats() or {}
+            known = "bytes_limit" in memory
+            room.append(int(share * (memory["bytes_limit"] - memory["bytes_in_use"])) if known else unknown)
+        shape = KVCache.shape(self._text, 1)
+        parts = shape[2] // self._rows.shard_shape(shape)[2]  # KV heads are divided between devices
+        return KVCache.tokens_in(self._text, self._cache_dtype, parts * min(room))
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves(self.cache))
+
+    @property
+    def _cache_dtype(self) -> jnp.dtype:
+        return next(iter(self._served.values())).dtype
 
     def _ready_cache(self) -> KVCache:
         if self.cache is None:
-            text, dtype = self._text, next(iter(self._served.values())).dtype
-            shape = KVCache.shape(text, self.limits.slots, self.limits.max_sequence_tokens)
+            shape, dtype = KVCache.shape(self._text, self.limits.pages), self._cache_dtype
             self.cache = KVCache(*(jnp.zeros(shape, dtype, device=self._rows) for _ in ("keys", "values")))
         return self.cache

@@ -31,7 +31,7 @@ import models
 from models.config import TextConfig
 from models.decoder import Decoder, DecoderLayer
 from sharding.mesh import Device, make_mesh
-from sharding.strategy import Params
+from sharding.walk import Params
 from sharding.weights import WeightSpec, by_path, map_weights
 
 from .engine import EngineError
@@ -44,12 +44,30 @@ LayerParams: TypeAlias = dict[str, Any]  # as of `models.split`, but `layers` is
 _placing = threading.Lock()
 
 
-def check_finite(params: Mapping[str, Any], dtype: DTypeLike | None, stacked: Params) -> None:
+def check_finite(params: Mapping[str, Any], dtype: DTypeLike | None) -> None:
     """Raises EngineError, which names the tensor, where one of `params`, cast to `dtype` (None: as it is), has NaN or
-    infinity. They are brought to the shardings `stacked` for that, one after the other."""
-    places = by_path(stacked)
-    for path, weight in by_path(params).items():
-        if not _is_finite(_placed(weight, places[path]), dtype or weight.dtype):
+    infinity. Nothing is moved: each device looks at what lies there, and numpy at what lies on the host."""
+    weights = by_path(params)
+    found = dict.fromkeys(weights, True)
+    on_devices: dict[Device, list[tuple[tuple, jax.Array]]] = {}
+    for path, weight in weights.items():
+        if not isinstance(weight, jax.Array):
+            with np.errstate(over="ignore"):  # what is beyond the range of `dtype` becomes infinite
+                found[path] = bool(np.isfinite(np.asarray(weight, dtype)).all())
+            continue
+        with _placing:
+            pieces = {str(shard.index): shard for shard in weight.addressable_shards}  # a copy of a piece is as it is
+        for shard in pieces.values():
+            on_devices.setdefault(shard.device, []).append((path, shard.data))
+    # One program a device, and all devices look before any answer is waited for.
+    answers = [
+        ([path for path, _ in held], _are_finite([data for _, data in held], dtype)) for held in on_devices.values()
+    ]
+    for paths, finite in answers:
+        for path, holds in zip(paths, np.asarray(finite), strict=True):
+            found[path] &= bool(holds)
+    for path, holds in found.items():
+        if not holds:
             name = "".join(f"[{key!r}]" for key in path)
             raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
 
@@ -68,23 +86,31 @@ def split_layers(
     others: dict[tuple, jax.Array] = {}
     for path, weight in by_path(params).items():
         # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
-        placed = _placed(weight, places[path])
+        placed = _placed(weight, dtype, places[path])
         if old is not None:
             _forget(old, path)
         if path[0] == "layers":
-            copies = _copied(placed, dtype or placed.dtype, len(layers))
+            copies = _copied(placed, len(layers))
             for layer, copy in zip(layers, jax.device_put(copies, targets[path]), strict=True):
                 layer[path[1:]] = copy
         else:
-            others[path] = jax.device_put(_copied(placed, dtype or placed.dtype, None), targets[path])
+            others[path] = jax.device_put(_copied(placed, None), targets[path])
         del placed
         jax.block_until_ready((layers, others))
     return {**unflatten_dict(others), "layers": [unflatten_dict(layer) for layer in layers]}
 
 
-def _placed(weight: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
+def _placed(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
+    """The weight in `dtype`, cast where it comes from, so that what moves is as small as what is served."""
     with _placing:
+        if dtype is not None and weight.dtype != dtype:
+            weight = _cast(weight, dtype) if isinstance(weight, jax.Array) else weight.astype(dtype)
         return jax.device_put(weight, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return x.astype(dtype)
 
 
 def _forget(params: LayerParams, path: tuple) -> None:
@@ -95,17 +121,17 @@ def _forget(params: LayerParams, path: tuple) -> None:
         del tree[path[-1]]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _copied(x: jax.Array, dtype: DTypeLike, layers: int | None) -> PyTree:
+@functools.partial(jax.jit, static_argnums=1)
+def _copied(x: jax.Array, layers: int | None) -> PyTree:
     """A copy, or a tuple of one copy a layer where there are `layers`."""
     if layers is None:
-        return jnp.array(x, dtype=dtype, copy=True)
-    return tuple(jnp.array(x[i], dtype=dtype, copy=True) for i in range(layers))
+        return jnp.array(x, copy=True)
+    return tuple(jnp.array(x[i], copy=True) for i in range(layers))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _is_finite(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return jnp.isfinite(x.astype(dtype)).all()
+def _are_finite(arrays: Sequence[jax.Array], dtype: DTypeLike | None) -> jax.Array:
+    return jnp.stack([jnp.isfinite(x.astype(dtype or x.dtype)).all() for x in arrays])
 
 
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:
@@ -152,8 +178,8 @@ class EngineLayout:
         return map_weights(sharding, model)
 
     def rows(self, text: TextConfig) -> Sharding:
-        """The sharding of keys and values `[L, B, T, K, H]`, those of the cache and of a prefill."""
-        return self._sharding(3, text.num_kv_heads)
+        """The sharding of keys and values, `[L, C, K, S, H]` in the cache and `[L, B, K, T, H]` of a prefill."""
+        return self._sharding(2, text.num_kv_heads)
 
     def _sharding(self, dim: int, size: int) -> Sharding:
         if len(self.devices) == 1:

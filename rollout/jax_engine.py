@@ -1,6 +1,6 @@
 """The embedded engine: continuous batching in this process, on one or more devices, behind `rollout.engine.Engine`.
 
-The engine works in turns, each one call into a worker thread: a *start* prefills waiting prompts into free slots
+The engine works in turns, each one call into a worker thread: a *start* prefills waiting prompts into free pages
 and draws their first tokens, a *round* gives every running sample up to `steps_per_sync` tokens. Between turns it
 delivers chunks and applies aborts and new weights. A weight update discards the cached keys and values: running
 samples are prefilled again, so that the log-probs of their later tokens are those of the new weights alone.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import itertools
 import traceback
@@ -30,20 +31,30 @@ from . import turns
 from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
+from .pages import PAGE_TOKENS, pages_for
 from .programs import doubling
-from .requests import EngineLimits
+from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Job, Scheduler
-from .stream import Mailbox, TokenStream
 
+UNKNOWN_MEMORY = 4 << 30  # bytes of a cache, at most, where devices don't tell how much memory is free
 LEAST_CACHE = 256  # tokens of `generate_once`; doubled, so that prompts of similar length share their compiled programs
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 
+@dataclasses.dataclass(frozen=True)
+class CacheUsage:
+    bytes: int  # of keys and values, over all devices of the engine; 0 while there is no cache
+    pages: int
+    peak_pages: int  # that samples had at once, at most
+
+
 class JaxEngine:
     """The embedded engine; see `rollout.engine.Engine`. All methods belong to one event loop (or to one after another).
 
-    `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response.
+    `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their keys and values
+    share a cache of `kv_tokens` tokens. 0: as many as all slots may need, but no more than `kv_fraction` of the device
+    memory that is free before the first request, or `UNKNOWN_MEMORY` bytes where devices don't tell (CPUs).
     `steps_per_sync` tokens a sample are decoded between two looks of the host: more is cheaper, fewer lets chunks,
     aborts and new weights through sooner; what is sampled does not depend on it.
     `compute_dtype` casts the weights as they come in (None: as they are).
@@ -58,6 +69,8 @@ class JaxEngine:
         slots: int = 256,
         max_sequence_tokens: int = 128,
         steps_per_sync: int = 4,
+        kv_tokens: int = 0,
+        kv_fraction: float = 0.5,
         compute_dtype: DTypeLike | None = None,
         devices: Sequence[Device] | None = None,
         walk: Walk = Walk(),  # noqa: B008 (frozen)
@@ -66,10 +79,17 @@ class JaxEngine:
         sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens, "steps_per_sync": steps_per_sync}
         if min(sizes.values()) < 1:
             raise EngineError(f"all of these must be positive: {sizes}")
+        if kv_tokens < 0 or not 0 < kv_fraction <= 1:
+            raise EngineError(f"kv_tokens={kv_tokens} must not be negative, kv_fraction={kv_fraction} be in (0, 1]")
         config = model.config
         vision = config.vision if isinstance(config, Qwen25VLConfig) else None
         small = jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL
-        self._limits = EngineLimits(slots, max_sequence_tokens, config.text.vocab_size, vision, steps_per_sync, small)
+        vocabulary = config.text.vocab_size
+        self._limits = EngineLimits(
+            slots, max_sequence_tokens, vocabulary, vision, steps_per_sync, small, kv_tokens=kv_tokens
+        )
+        self._kv_fraction, self._kv_given = kv_fraction, kv_tokens > 0
+        self._kv_known = self._kv_given  # else it is found out before the first request
         layout = EngineLayout.of(devices)
         self._device = DeviceState(model, walk, self._limits, layout, compute_dtype)
         self._scheduler = Scheduler(self._limits)
@@ -92,11 +112,23 @@ class JaxEngine:
         self._attach()
         if self._device.params is None:
             raise EngineError("the engine has no weights: call update_weights first")
+        if not self._kv_known and not self._scheduler.jobs:
+            self._size_cache()
         mailbox = Mailbox()
         job, deliveries = self._scheduler.submit(request, mailbox)
         self._deliver(deliveries)
         self._kick()
         return TokenStream(mailbox, functools.partial(self._abandon, job))
+
+    def _size_cache(self) -> None:
+        """Decides how much the cache holds: once, so that requests and pages keep their meaning. The longest sequence
+        fits, however little is free."""
+        full = dataclasses.replace(self._limits, kv_tokens=0).pages * PAGE_TOKENS
+        room = self._device.room(self._kv_fraction, UNKNOWN_MEMORY) // PAGE_TOKENS * PAGE_TOKENS
+        tokens = max(min(full, room), pages_for(self._limits.max_sequence_tokens) * PAGE_TOKENS)
+        self._limits = self._device.limits = dataclasses.replace(self._limits, kv_tokens=tokens)
+        self._scheduler.resize(self._limits)
+        self._kv_known = True
 
     async def abort(self, rid: str) -> None:
         """Returns when the slots are free. Tokens of the turn in flight are kept, before the `ABORT`."""
@@ -147,6 +179,7 @@ class JaxEngine:
                 )
             if layout != self._device.layout:
                 await self._in_thread(self._device.move, layout)
+                self._kv_known = self._kv_given
 
     async def pause(self) -> None:
         self._paused = True
@@ -190,13 +223,18 @@ class JaxEngine:
             slots=self._limits.slots,
             tokens_generated=self._scheduler.tokens_generated,
             tokens_prefilled=self._tokens_prefilled,
-            preemptions=0,  # a slot is as long as a sequence may get: nothing is ever displaced
+            preemptions=self._scheduler.preemptions,
         )
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """The devices that the engine computes on: whoever is lent the engine may use them."""
         return self._device.layout.devices
+
+    @property
+    def cache_usage(self) -> CacheUsage:
+        """The size of the cache, and how much of it was ever in use at once."""
+        return CacheUsage(self._device.cache_bytes, self._scheduler.pool.total, self._scheduler.pool.peak)
 
     @property
     def compiled_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -255,7 +293,7 @@ class JaxEngine:
 
     async def _one_turn(self) -> None:
         """Serves the running samples, and finds out whose fault it is if that fails."""
-        self._scheduler.admit()
+        self._scheduler.next_turn()
         try:
             new = await self._new_tokens()
         except Exception as error:
@@ -276,7 +314,7 @@ class JaxEngine:
         if not self._scheduler.to_start():
             return await self._in_thread(self._device.decode, turns.plan_round(self._scheduler, self._limits))
         plan = turns.plan_starts(self._scheduler, self._limits)
-        prefilled = sum(batch.tokens for batch, *_ in plan if batch.outputs is None)
+        prefilled = sum(step.batch.tokens for step in plan if step.batch.outputs is None)
         new = await self._in_thread(self._device.start, plan)
         self._tokens_prefilled += prefilled
         return new

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,42 +14,40 @@ from jax.typing import DTypeLike
 import models
 from models.decoder import Decoder
 from models.inputs import ModelInput
-from sharding.strategy import Params
-from sharding.walk import Walk
-from sharding.weights import with_shardings
+from sharding.walk import Params, Walk
 
 from .engine_weights import EngineLayout, LayerParams
+from .pages import PAGE_TOKENS, pages_for
 from .programs import KVCache, doubling, programs
 from .requests import EngineLimits
-from .scheduler import SlotTable
-from .turns import LEAST_VIEW, PREFILL_PATCHES, PREFILL_TOKENS, Prefix, plan
+from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, SlotTable
+from .turns import LEAST_VIEW, PREFILL_PATCHES, PrefillBatch, Prefix, chunk_tokens, part, plan
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineArrays:
-    """What an engine keeps on its devices, as shapes with shardings."""
+    """The arrays that an engine keeps on its devices, as shapes with shardings."""
 
     params: LayerParams
     cache: KVCache
-    handed_in: Params  # the weights as an update brings them, stacks of layers
+    handed_in: Params  # the weights as an update brings them: stacks of layers, in the dtype that is served
 
     @staticmethod
-    def of(
-        model: Decoder, slots: int, max_sequence_tokens: int, compute_dtype: DTypeLike | None, devices: Sequence[Any]
-    ) -> EngineArrays:
+    def of(model: Decoder, kv_tokens: int, compute_dtype: DTypeLike | None, devices: Sequence[Any]) -> EngineArrays:
         """Arguments are those of `JaxEngine`; the model may be abstract. Raises EngineError as the engine does."""
         layout, text = EngineLayout.of(devices), model.config.text
         abstract = models.abstract(model.config)
-        handed_in = with_shardings(models.split(abstract)[1], layout.weights(abstract))
 
-        def served(x: Any, sharding: Sharding, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, compute_dtype or x.dtype, sharding=sharding)
+        def served(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, compute_dtype or x.dtype, sharding=sharding)
 
-        params: LayerParams = jax.tree.map(lambda x: served(x, x.sharding, x.shape), handed_in)
-        one = layout.weights(abstract.layers, stacked=False)
-        layer = jax.tree.map(lambda x, sharding: served(x, sharding, x.shape[1:]), handed_in["layers"], one)
-        params["layers"] = [layer] * text.num_layers
-        shape = KVCache.shape(text, slots, max_sequence_tokens)
+        def of_a_layer(x: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+        handed_in: Params = jax.tree.map(served, models.split(abstract)[1], layout.weights(abstract))
+        layer = jax.tree.map(of_a_layer, handed_in["layers"], layout.weights(abstract.layers, stacked=False))
+        params: LayerParams = {**handed_in, "layers": [layer] * text.num_layers}
+        shape = KVCache.shape(text, pages_for(kv_tokens))
         dtype = jax.tree.leaves(layer)[0].dtype
         rows = jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows(text))
         return EngineArrays(params, KVCache(rows, rows), handed_in)
@@ -59,32 +57,64 @@ def lowered_programs(
     model: Decoder,
     arrays: EngineArrays,
     *,
+    slots: int,
+    max_sequence_tokens: int,
     devices: Sequence[Any],
     prompt: ModelInput,
     begun: Sequence[int] = (),
     merge_unit: int = 1,
 ) -> dict[str, jax.stages.Lowered]:
     """The programs that need most, by name, not compiled yet: `prefill` of as many prompts like the given one, which is
-    the longest, as a call takes; `decode` of all slots at their full length.
+    the longest, as a call takes, or of the last chunk of a sequence where that is more; `decode` of all slots at their
+    full length.
 
     `begun` are the lengths of a prompt's responses that are prefilled with it, where requests go on after their cache
     was dropped. `merge_unit` patches are a feature.
     """
-    _, slots, tokens, *_ = arrays.cache.k_LBSKH.shape
-    limits = EngineLimits(slots, tokens, model.config.text.vocab_size)
+    limits = EngineLimits(slots, max_sequence_tokens, model.config.text.vocab_size)
     graphdef, _ = models.split(model)
     rows = EngineLayout.of(devices).rows(model.config.text) if len(devices) > 1 else None
     engine = programs(graphdef, Walk(), limits.steps_per_sync, rows)
+    whole = chunk_tokens(prompt)
+    fitting = tuple(np.zeros(n, np.int32) for n in begun if len(prompt) + n <= whole) or (np.zeros(0, np.int32),)
+    if len(prompt) <= whole:
+        prefixes = [Prefix(prompt, fitting)] * max(PREFILL_TOKENS // len(prompt), 1)
+    else:
+        prefixes = [Prefix(part(prompt, fitting[0], 0, whole), fitting[:1])]
+    packed = list(_packed(prefixes, max_sequence_tokens, merge_unit))
+    longest = len(prompt) + max(begun, default=0)
+    if longest > whole:
+        context = range(pages_for(longest - CHUNK_TOKENS))
+        last = _text(CHUNK_TOKENS)
+        packed += _packed([Prefix(last, (np.zeros(0, np.int32),), tuple(context))], max_sequence_tokens, 1)
+    largest = max(packed, key=_scores)
+    with_context = () if largest.context is None else (arrays.cache, largest.context)
+    pages = doubling(pages_for(max_sequence_tokens), LEAST_VIEW // PAGE_TOKENS, pages_for(max_sequence_tokens))
+    table = SlotTable(slots, max_sequence_tokens, limits.pages)
+    batch = table.round(np.arange(slots), slots, limits.steps_per_sync, pages)
+    return {
+        "prefill": engine.prefill.lower(arrays.params, largest.inputs, *with_context),
+        "decode": engine.decode.lower(arrays.params, arrays.cache, batch),
+    }
+
+
+def _text(tokens: int) -> ModelInput:
+    ids = np.zeros(tokens, np.int32)
+    return ModelInput(ids, np.zeros((3, tokens), np.int32), ids - 1, tokens)
+
+
+def _packed(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int) -> Iterator[PrefillBatch]:
     batches = plan(
-        [Prefix(prompt, tuple(np.zeros(n, np.int32) for n in begun or [0]))] * max(PREFILL_TOKENS // len(prompt), 1),
-        row_tokens=tokens,
+        prefixes,
+        row_tokens=row_tokens,
         batch_tokens=PREFILL_TOKENS,
         batch_patches=PREFILL_PATCHES,
         merge_unit=merge_unit,
     )
-    _, largest = max(batches, key=lambda found: found[1].inputs.tokens_BT.size)
-    batch = SlotTable(slots, tokens).round(np.arange(slots), slots)
-    return {
-        "prefill": engine.prefill.lower(arrays.params, largest.inputs),
-        "decode": engine.decode.lower(arrays.params, arrays.cache, batch, doubling(tokens, LEAST_VIEW, tokens)),
-    }
+    return (batch for _, batch in batches)
+
+
+def _scores(batch: PrefillBatch) -> int:
+    """The scores that a head computes."""
+    B, T = batch.inputs.tokens_BT.shape
+    return B * T * (T + (0 if batch.context is None else batch.context.pages_BC.shape[1] * PAGE_TOKENS))

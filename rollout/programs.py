@@ -1,12 +1,13 @@
-"""The three compiled programs of the embedded engine: prefill prompts, start samples, decode a round.
+"""The compiled programs of the embedded engine: prefill prompts, fill pages, start samples, decode a round.
 
 They are pure functions of weights, cache and small host arrays. Nothing depends on values, only on bucketed
 shapes, so that the number of compilations stays small.
 
-In the cache, every running sample owns one row of fixed length, on the device. A round of decoding reads a *view*: the
-active slots, as long as the longest of them needs. New keys and values collect in a small buffer of the round and are
-written back once. So a nearly empty engine pays for what runs, not for all slots, and the loop over tokens never copies
-the cache.
+The cache is a pool of pages (`rollout.pages`), and a sample's entries are those of its pages in their order. A round of
+decoding reads a *view*: the pages of the active slots, as many as the longest of them needs, gathered once into rows.
+New keys and values collect in a small buffer of the round and are written back once. So a nearly empty engine pays for
+what runs, not for all slots, and the loop over tokens never copies the cache. A view that would take much memory is
+gathered layer by layer at each token instead, so that a large cache does not exist twice.
 """
 
 from __future__ import annotations
@@ -14,25 +15,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from models.config import TextConfig
 from models.decoder import Decoder, DecoderLayer
 from models.inputs import AnyArray, PackedTokens
 from sharding.kernels.attention import Mask, attention
-from sharding.target import compiling_for
+from sharding.target import Target, compiling_for
 from sharding.walk import Walk
 
 from .engine_weights import LayerParams, model_by_layers
+from .pages import PAGE_TOKENS
 from .sampling import SlotSampling, allowed_tokens, sample, sample_keys, stopped
 
+VIEW_BYTES = 1 << 30  # a round gathers a view of so many bytes at once; a larger one by layers, at each token
 T = TypeVar("T")
-Rows = tuple[Array, Array]  # keys and values [L, B, T, K, H] of a prefill
+Rows = tuple[Array, Array]  # keys and values [L, B, K, T, H] of a prefill
 LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
 
 
@@ -57,50 +62,79 @@ def geometric(size: int, least: int) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Keys (rotated) and values of `B` slots and up to `S` tokens each. Entries beyond a slot's length are stale."""
+class PageWrites:
+    """Pages to fill from prefilled rows: entry `s` of page `page_W[w]` becomes column `column_WS[w, s]` of row
+    `row_W[w]`. Out-of-range pages (padding) are not written."""
 
-    k_LBSKH: PyTree  # arrays; JAX also builds this class of one sharding for each
-    v_LBSKH: PyTree
+    page_W: Int[AnyArray, " W"]
+    row_W: Int[AnyArray, " W"]
+    column_WS: Int[AnyArray, "W S"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The cached entries that stand before the rows of a prefill: the first `length_B` of the pages `pages_BC`."""
+
+    pages_BC: Int[AnyArray, "B C"]
+    length_B: Int[AnyArray, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys (rotated) and values of `C` pages of `S` tokens each. Entries that no sample has are stale, and finite."""
+
+    k_LCKSH: PyTree  # arrays; JAX also builds this class of one sharding for each
+    v_LCKSH: PyTree
 
     @staticmethod
-    def shape(text: TextConfig, slots: int, tokens: int) -> tuple[int, ...]:
-        """`[L, B, S, K, H]` of the keys, and of the values, for so many slots of so many tokens."""
-        return text.num_layers, slots, tokens, text.num_kv_heads, text.head_dim
+    def shape(text: TextConfig, pages: int) -> tuple[int, ...]:
+        """`[L, C, K, S, H]` of the keys, and of the values, for so many pages. Heads stand before tokens, as a round
+        reads them: gathered pages need no transposition."""
+        return text.num_layers, pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
 
-    def view(self, slots_B: Int[Array, " B"], length: int) -> list[LayerRows]:
-        """The first `length` entries of some slots, layer by layer. An out-of-range slot (padding) reads another slot's
-        entries."""
+    @staticmethod
+    def tokens_in(text: TextConfig, dtype: DTypeLike, bytes: int) -> int:
+        """The tokens whose keys and values take so many bytes."""
+        return bytes // (2 * math.prod(KVCache.shape(text, 1)) // PAGE_TOKENS * jnp.dtype(dtype).itemsize)
 
-        def layer(x: Array) -> Array:
-            return jnp.swapaxes(jnp.take(x[:, :length], slots_B, axis=0, mode="clip"), 1, 2)
+    def view(self, pages_BC: Int[Array, "B C"], layer: int) -> LayerRows:
+        """The entries of some pages in one layer, `[B, K, T, H]`. An out-of-range page reads another one's entries."""
 
-        return [(layer(k), layer(v)) for k, v in zip(self.k_LBSKH, self.v_LBSKH, strict=True)]
+        def gather(x_LCKSH: Array) -> Array:
+            L, C, K, S, H = x_LCKSH.shape
+            rows = x_LCKSH.reshape(L * C, K * S * H)  # plain rows are what the CPU gathers fastest
+            found = jnp.take(rows, jnp.minimum(pages_BC, C - 1) + layer * C, axis=0, mode="clip")
+            B, V = pages_BC.shape
+            return jnp.swapaxes(found.reshape(B, V, K, S, H), 1, 2).reshape(B, K, V * S, H)
 
-    def append(self, layers: list[LayerRows], slots_B: Int[Array, " B"], start_B: Int[Array, " B"]) -> KVCache:
-        """Writes `layers` behind the first `start_B` entries of each slot; what does not fit is dropped, and so is
-        everything for an out-of-range slot."""
-        offsets_BT = start_B[:, None] + jnp.arange(layers[0][0].shape[2])[None, :]
+        return gather(self.k_LCKSH), gather(self.v_LCKSH)
+
+    def view_bytes(self, pages: int) -> int:
+        """The bytes of a view of so many pages, in all layers."""
+        return 2 * pages * self.k_LCKSH.dtype.itemsize * math.prod(self.k_LCKSH.shape) // self.k_LCKSH.shape[1]
+
+    def append(self, layers: list[LayerRows], entries_BR: Int[Array, "B R"]) -> KVCache:
+        """Writes `layers` to these entries, counted through all pages; what is out of range is dropped."""
+        pages_BR, places_BR = entries_BR // PAGE_TOKENS, entries_BR % PAGE_TOKENS
 
         def write(x: Array, new: tuple[Array, ...]) -> Array:
-            new_LBTKH = jnp.swapaxes(jnp.stack(new), 2, 3)
-            return x.at[:, slots_B[:, None], offsets_BT].set(new_LBTKH, mode="drop")
+            new_BRLKH = jnp.moveaxis(jnp.stack(new), (1, 3), (0, 1))
+            return x.at[:, pages_BR, :, places_BR].set(new_BRLKH, mode="drop")
 
         k, v = zip(*layers, strict=True)
-        return KVCache(write(self.k_LBSKH, k), write(self.v_LBSKH, v))
+        return KVCache(write(self.k_LCKSH, k), write(self.v_LCKSH, v))
 
-    def insert(
-        self, rows: Rows, row_B: Int[Array, " B"], source_BT: Int[Array, "B T"], slots_B: Int[Array, " B"]
-    ) -> KVCache:
-        """Fills slots from prefilled rows: entry `t` of slot `slots_B[b]` becomes entry `source_BT[b, t]` of row
-        `row_B[b]`. Several slots may read one row: that is how samples share the prefill of their prompt."""
-        length = min(source_BT.shape[1], self.k_LBSKH.shape[2])
-        source_BT = source_BT[:, :length]
+    def insert(self, rows: Rows, writes: PageWrites) -> KVCache:
+        """Fills pages from prefilled rows. Several pages may read one column: so samples share the prefill of their
+        prompt."""
 
         def write(x: Array, new: Array) -> Array:
-            return x.at[:, slots_B, :length].set(new[:, row_B[:, None], source_BT], mode="drop")
+            new_WSLKH = new[:, writes.row_W[:, None], :, writes.column_WS]
+            return x.at[:, writes.page_W].set(jnp.moveaxis(new_WSLKH, (0, 1), (1, 3)), mode="drop")
 
-        return KVCache(write(self.k_LBSKH, rows[0]), write(self.v_LBSKH, rows[1]))
+        return KVCache(write(self.k_LCKSH, rows[0]), write(self.v_LCKSH, rows[1]))
 
 
 def cached_attention(
@@ -129,9 +163,7 @@ def cached_attention(
 class Starts:
     """Samples to start from prefilled rows. `index_B` counts the tokens of the response so far (0 without prefix)."""
 
-    slots_B: Int[AnyArray, " B"]  # out of range: padding
     row_B: Int[AnyArray, " B"]
-    source_BT: Int[AnyArray, "B T"]  # the columns of the row in which the sample's entries stand
     last_B: Int[AnyArray, " B"]  # the column of its last token
     index_B: Int[AnyArray, " B"]
     sampling: SlotSampling
@@ -142,7 +174,8 @@ class Starts:
 class DecodeRound:
     """Samples to decode. Their last token is not in the cache yet: it is the first input."""
 
-    slots_B: Int[AnyArray, " B"]  # out of range: padding
+    pages_BC: Int[AnyArray, "B C"]  # of its entries, those that the longest sample has; out of range: none
+    entries_BR: Int[AnyArray, "B R"]  # that the round's tokens get, counted through all pages; out of range: none
     token_B: Int[AnyArray, " B"]  # last token of the sample
     position_B: Int[AnyArray, " B"]  # its rotary position
     length_B: Int[AnyArray, " B"]  # entries in the cache
@@ -163,24 +196,42 @@ class EnginePrograms:
     ) -> None:
         self.graphdef, self.walk, self.steps, self.rows = graphdef, walk, steps, rows
         self.prefill = jax.jit(self._prefill)
+        self.fill = jax.jit(self._fill, donate_argnums=0)
         self.start = jax.jit(self._start, donate_argnums=1)
-        self.decode = jax.jit(self._decode, donate_argnums=1, static_argnums=3)
+        self.decode = jax.jit(self._decode, donate_argnums=1)
 
-    def _prefill(self, params: LayerParams, inputs: PackedTokens) -> tuple[Rows, Array]:
-        """Keys, values `[L, B, T, K, H]` and final hidden states `[B, T, D]` of packed prompts."""
+    def _prefill(
+        self, params: LayerParams, inputs: PackedTokens, cache: KVCache | None = None, context: Context | None = None
+    ) -> tuple[Rows, Array]:
+        """Keys, values `[L, B, K, T, H]` and final hidden states `[B, T, D]` of packed prompts, or of what follows the
+        `context` that is in the cache; every token of a row sees all of the row's context."""
         model, layers = model_by_layers(self.graphdef, params)
         allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
+        if context is not None:
+            before_BS = jnp.arange(context.pages_BC.shape[1] * PAGE_TOKENS)[None, :] < context.length_B[:, None]
+            before_BTS = jnp.broadcast_to(before_BS[:, None], (*allowed.shape[:2], before_BS.shape[1]))
+            allowed = jnp.concatenate([before_BTS, allowed], axis=2)
         rotary = model.rotary(inputs.positions_3BT)
 
-        def step(layer: DecoderLayer, x: Array, _: None) -> tuple[Array, Rows]:
-            return layer(x, rotary, lambda q, k, v: (attention(q, k, v, allowed), (k, v)))
+        def step(layer: DecoderLayer, x: Array, number: int) -> tuple[Array, Rows]:
+            def attend(q: Array, k: Array, v: Array) -> tuple[Array, Rows]:
+                keys, values = k, v
+                if cache is not None and context is not None:
+                    before = cache.view(context.pages_BC, number)
+                    keys, values = (
+                        jnp.concatenate([jnp.swapaxes(old, 1, 2), new], axis=1)
+                        for old, new in zip(before, (k, v), strict=True)
+                    )
+                return attention(q, keys, values, allowed), (k, v)
+
+            return layer(x, rotary, attend)
 
         # Over several devices the compiler divides the program, which it can't with the GPU kernel of the vision tower.
-        with contextlib.nullcontext() if self.rows is None else compiling_for("cpu"):
+        with contextlib.nullcontext() if self.rows is None else compiling_for(Target("cpu")):
             x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
-        x, by_layer = self.walk.each(layers, x, step, [None] * len(layers))
-        k_LBTKH, v_LBTKH = (jnp.stack(x) for x in zip(*by_layer, strict=True))
-        return self._placed((k_LBTKH, v_LBTKH)), model.final_norm(self.walk, x)
+        x, by_layer = self.walk.each(layers, x, step, range(len(layers)))
+        k_LBKTH, v_LBKTH = (jnp.swapaxes(jnp.stack(x), 2, 3) for x in zip(*by_layer, strict=True))
+        return self._placed((k_LBKTH, v_LBKTH)), model.final_norm(self.walk, x)
 
     def _placed(self, rows: T) -> T:
         return rows if self.rows is None else jax.lax.with_sharding_constraint(rows, self.rows)
@@ -191,11 +242,21 @@ class EnginePrograms:
         logits_VB = jnp.einsum("VD,BD->VB", head, hidden_BD, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(logits_VB).T
 
+    def _fill(self, cache: KVCache, rows: Rows, writes: PageWrites) -> KVCache:
+        """Copies prefilled rows into pages."""
+        return self._placed(cache.insert(rows, writes))
+
     def _start(
-        self, params: LayerParams, cache: KVCache, rows: Rows, hidden_BTD: Float[Array, "R T D"], starts: Starts
+        self,
+        params: LayerParams,
+        cache: KVCache,
+        rows: Rows,
+        hidden_BTD: Float[Array, "R T D"],
+        writes: PageWrites,
+        starts: Starts,
     ) -> tuple[KVCache, Int[Array, " B"], Float[Array, " B"]]:
-        """Copies prefilled rows into the samples' slots and draws each one's first token."""
-        cache = self._placed(cache.insert(rows, starts.row_B, starts.source_BT, starts.slots_B))
+        """Copies prefilled rows into the samples' pages and draws each one's first token."""
+        cache = self._fill(cache, rows, writes)
         model, _ = model_by_layers(self.graphdef, params)
         logits_BV = self._logits(model, hidden_BTD[starts.row_B, starts.last_B])
         sampling = starts.sampling
@@ -204,7 +265,7 @@ class EnginePrograms:
         return cache, *sample(logits_BV, allowed_BV, sampling, keys_B, starts.index_B)
 
     def _decode(
-        self, params: LayerParams, cache: KVCache, batch: DecodeRound, view_length: int
+        self, params: LayerParams, cache: KVCache, batch: DecodeRound
     ) -> tuple[KVCache, Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
         """Up to `steps` tokens a sample: tokens and log-probs `[B, steps]`, and how many of them count.
 
@@ -212,20 +273,27 @@ class EnginePrograms:
         """
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
-        B, steps = batch.slots_B.shape[0], self.steps
-        cached = cache.view(batch.slots_B, view_length)
+        B, steps = batch.token_B.shape[0], self.steps
+        at_once = cache.view_bytes(batch.pages_BC.size) <= VIEW_BYTES
+        cached = [cache.view(batch.pages_BC, i) if at_once else None for i in range(text.num_layers)]
         sampling = batch.sampling
         keys_B = sample_keys(sampling.seed_B2, sampling.sample_B)
         allowed_BV = allowed_tokens(sampling.forbidden_ids_BI, text.vocab_size)
-        empty = jnp.zeros((B, text.num_kv_heads, steps, text.head_dim), cached[0][0].dtype)
+        empty = jnp.zeros((B, text.num_kv_heads, steps, text.head_dim), cache.k_LCKSH.dtype)
         fresh = [(empty, empty)] * text.num_layers
 
         def forward(token_B: Array, fresh: list[LayerRows], i: Array) -> tuple[Array, list[LayerRows]]:
             positions_3B1 = jnp.broadcast_to((batch.position_B + i)[None, :, None], (3, B, 1))
             rotary = model.rotary(positions_3B1)
+            pages_BC = batch.pages_BC
+            if not at_once:  # what depends on the step stays in the loop
+                pages_BC, _ = jax.lax.optimization_barrier((pages_BC, i))
 
-            def step(layer: DecoderLayer, x: Array, xs: tuple[LayerRows, LayerRows]) -> tuple[Array, LayerRows]:
-                old, new = xs
+            def step(
+                layer: DecoderLayer, x: Array, xs: tuple[int, LayerRows | None, LayerRows]
+            ) -> tuple[Array, LayerRows]:
+                number, old, new = xs
+                old = cache.view(pages_BC, number) if old is None else old
 
                 def attend(q: Array, k: Array, v: Array) -> tuple[Array, LayerRows]:
                     k_new, v_new = (
@@ -238,7 +306,7 @@ class EnginePrograms:
 
             no_features = jnp.full((B, 1), -1, jnp.int32)
             x = model.embed(self.walk, token_B[:, None], no_features, None)
-            x, fresh = self.walk.each(layers, x, step, zip(cached, fresh, strict=True))
+            x, fresh = self.walk.each(layers, x, step, zip(range(len(layers)), cached, fresh, strict=True))
             return model.final_norm(self.walk, x)[:, 0], fresh
 
         def running(state: tuple) -> Array:
@@ -265,7 +333,7 @@ class EnginePrograms:
             jnp.zeros((B,), jnp.int32),
         )
         _, _, _, fresh, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(running, decode_token, state)
-        cache = self._placed(cache.append(fresh, batch.slots_B, batch.length_B))
+        cache = self._placed(cache.append(fresh, batch.entries_BR))
         return cache, tokens_BR, logprobs_BR, count_B
 
 

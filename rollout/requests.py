@@ -1,12 +1,21 @@
-"""A request is checked whole before it is entered into the books, so that a refused one leaves no trace.
+"""The two ends of a request: checked before it is entered into the books, and the stream that its consumer reads.
 
-`checked` gives it back in plain types (Python's numbers, tuples, int32 and float32 arrays): what comes behind it needs
-no checks of its own, and a caller who changes a list afterwards changes nothing.
+A request is checked whole, so that a refused one leaves no trace. `checked` gives it back in plain types (Python's
+numbers, tuples, int32 and float32 arrays): what comes behind it needs no checks of its own, and a caller who changes a
+list afterwards changes nothing. A stream is an async iterator that ends its request when it is closed, cancelled or
+dropped.
 """
 
+from __future__ import annotations
+
+import asyncio
+import contextlib
 import dataclasses
 import math
 import reprlib
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import jax
@@ -16,7 +25,8 @@ import numpy as np
 from models.config import VisionConfig
 from models.inputs import ModelInput, VisionInput
 
-from .engine import EngineError, GenerateRequest, SamplingParams
+from .engine import EngineError, GenerateRequest, SamplingParams, TokenChunk
+from .pages import PAGE_TOKENS, pages_for
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
 MOST_SAMPLES = 65536  # that one request may ask for
@@ -34,6 +44,12 @@ class EngineLimits:
     vision: VisionConfig | None = None  # None for a text-only model
     steps_per_sync: int = 4  # tokens a sample in one round, at most
     small_model: bool = True  # rather fill up a batch than compile another shape
+    kv_tokens: int = 0  # that the cache holds; 0: all slots at full length
+
+    @property
+    def pages(self) -> int:
+        """Pages of the cache."""
+        return pages_for(self.kv_tokens) or self.slots * pages_for(self.max_sequence_tokens)
 
 
 def checked(request: Any, limits: EngineLimits) -> GenerateRequest:
@@ -57,6 +73,11 @@ def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
         raise ValueError(
             f"{len(prompt)} prompt tokens + max_new_tokens={sampling.max_new_tokens} = {total} exceed "
             f"rollout.max_sequence_tokens={limits.max_sequence_tokens}"
+        )
+    if pages_for(total) > limits.pages:
+        raise ValueError(
+            f"{len(prompt)} prompt tokens + max_new_tokens={sampling.max_new_tokens} take {pages_for(total)} pages of "
+            f"{PAGE_TOKENS} tokens; the cache has {limits.pages}: raise rollout.kv_tokens"
         )
     if not isinstance(request.prefix_ids, tuple | list):
         raise ValueError(f"prefix_ids must be a tuple of tuples, not {_shown(request.prefix_ids)}")
@@ -205,3 +226,77 @@ def _shown(value: Any) -> str:
         return " ".join(reprlib.repr(value).split())
     except Exception:
         return f"a {type(value).__name__}"
+
+
+class Mailbox:
+    """Chunks on their way to one consumer. The engine holds this, never the stream, so that a stream that nobody
+    reads any more is noticed."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._chunks: deque[TokenChunk] = deque()
+        self._closed = False
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    def put(self, chunk: TokenChunk) -> None:
+        if not self._closed:
+            self._chunks.append(chunk)
+            self._news.set()
+
+    def discard(self) -> None:
+        """The consumer went away: nothing is kept for it."""
+        self._chunks.clear()
+        self.close()
+
+    def close(self, error: Exception | None = None) -> None:
+        """No more chunks; the consumer gets what is there, then the error or the end."""
+        if not self._closed:
+            self._closed, self._error = True, error
+        if not self.loop.is_closed():
+            self._news.set()
+
+    async def get(self) -> TokenChunk | None:
+        """The next chunk; None at the end. Raises the error that the mailbox was closed with."""
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        return self._chunks.popleft()
+
+
+class TokenStream(AsyncIterator[TokenChunk]):
+    """The stream that `generate` returns. `abandon` is called once, on the event loop, when the consumer goes away."""
+
+    def __init__(self, mailbox: Mailbox, abandon: Callable[[], None]) -> None:
+        self._mailbox, self._abandon = mailbox, abandon
+        self._dropped = weakref.finalize(self, _from_any_thread, mailbox.loop, abandon)
+        self._dropped.atexit = False
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        try:
+            chunk = await self._mailbox.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    async def aclose(self) -> None:
+        """Aborts what is still running; the stream ends here, without what was not read yet."""
+        self._mailbox.discard()
+        if self._dropped.detach() is not None:
+            self._abandon()
+
+
+def _from_any_thread(loop: asyncio.AbstractEventLoop, abandon: Callable[[], None]) -> None:
+    """A stream may be collected in any thread, also when its loop has ended and there is nothing left to do."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(abandon)

@@ -1,8 +1,15 @@
-"""The engine's bookkeeping of requests, samples and slots: pure host code without device, clock or event loop.
+"""The engine's bookkeeping of requests, samples, slots and pages: pure host code without device, clock or event loop.
 
 Samples wait in the order of submission and take the lowest free slots in that order, so that equal submissions
-give equal batches. A slot whose sample has nothing in the cache (new, or the weights changed) is to be *started*
-from prefilled rows; all others are decoded.
+give equal batches. A slot is a place in the tables; what a sample has in the cache is in its pages, which it gets when
+they are free, in the order of submission, too. The full pages of a prompt are held by all samples of its request
+together. A sample that has pages and nothing in them (new, or the weights changed) is to be *started* from prefilled
+rows; all others are decoded.
+
+Pages are given for the tokens that are there, not for those that may come: responses end long before their limit more
+often than not. Where a round finds no free page, the youngest sample that has any loses its pages and is started again
+later, with the tokens that it has (it is *preempted*). The oldest one never loses any to others, and every request
+alone fits the pool, so somebody always gets on.
 
 A turn that failed is done again. If it served one request, that one is lost; if it served several, these are
 *suspects*: each has its turns to itself until it gets through a round, so that only those are lost that fail alone.
@@ -11,25 +18,29 @@ A turn that failed is done again. If it served one request, that one is lost; if
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import deque
 from typing import Any
 
 import numpy as np
 
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
+from .pages import PAGE_TOKENS, PagePool, pages_for
 from .programs import DecodeRound, doubling
 from .requests import EngineLimits, checked
 from .sampling import SlotSampling, seed_words
 
 LEAST_IDS = 8  # stop and forbidden ids a slot; doubled when a request brings more
+PREFILL_TOKENS = 4096  # of one turn, so that rounds come in between; a single prompt with media may have more
+CHUNK_TOKENS = 2048  # of one prompt, or of what a sample has, in one prefill; a multiple of a page
 
 
 class SlotTable:
-    """The state of `N` slots on the host; entries of free slots are stale."""
+    """The state of `N` slots on the host, in a cache of `pages` pages; entries of free slots are stale."""
 
-    def __init__(self, slots: int, max_sequence_tokens: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, max_sequence_tokens: int, pages: int) -> None:
+        self.no_page = pages  # out of range: nothing is written there
+        self.page_NC = np.full((slots, pages_for(max_sequence_tokens)), pages, np.int32)  # of each slot's entries
+        self.pages_N = np.zeros(slots, np.int32)  # how many it has
         self.prompt_N = np.zeros(slots, np.int32)  # tokens of the prompt
         self.next_position_N = np.zeros(slots, np.int32)  # rotary position of the response's first token
         self.produced_N = np.zeros(slots, np.int32)  # tokens of the response, prefix included
@@ -58,6 +69,18 @@ class SlotTable:
         self.stop_ids_NI = _with_ids(self.stop_ids_NI, slot, sampling.stop_ids)
         self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slot, sampling.forbidden_ids)
 
+    def place(self, slot: int, pages: list[int]) -> None:
+        """Notes the pages that the sample of a slot has now."""
+        self.page_NC[slot, : len(pages)] = pages
+        self.page_NC[slot, len(pages) :] = self.no_page
+        self.pages_N[slot] = len(pages)
+
+    def wanted_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
+        """The pages that some slots need for so many more tokens each, or for as many as they may get, of which the
+        last one is never in the cache."""
+        entries_B = np.minimum(self.produced_N[slots_B] + steps, self.limit_N[slots_B]) + self.prompt_N[slots_B] - 1
+        return -(-entries_B // PAGE_TOKENS)
+
     def extend(self, slots_B: np.ndarray, tokens_BR: np.ndarray, count_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Adds the first `count_B` (at least 1) tokens to each slot; returns who hit a stop id, and who the limit."""
         fresh_BR = np.arange(tokens_BR.shape[1]) < count_B[:, None]
@@ -82,17 +105,23 @@ class SlotTable:
             self.sample_N[slots_B],
         )
 
-    def round(self, slots_B: np.ndarray, size: int) -> DecodeRound:
-        """The input of the decode program, filled up to `size` rows with slots out of range and nothing to do."""
+    def round(self, slots_B: np.ndarray, size: int, steps: int, view_pages: int) -> DecodeRound:
+        """The input of the decode program for `steps` tokens, filled up to `size` rows with nothing to do. The first
+        `view_pages` pages of each slot are read."""
         padding = size - len(slots_B)
         produced_B = self.produced_N[slots_B]
         cached_B = self.prompt_N[slots_B] + produced_B - 1  # the last token is the round's first input
+        entry_BR = cached_B[:, None] + np.arange(steps)
+        page_BR = np.minimum(entry_BR // PAGE_TOKENS, self.page_NC.shape[1] - 1)
+        entries_BR = self.page_NC[slots_B[:, None], page_BR] * PAGE_TOKENS + entry_BR % PAGE_TOKENS
+        entries_BR[entry_BR >= self.page_NC.shape[1] * PAGE_TOKENS] = self.no_page * PAGE_TOKENS
 
         def fill(x_B: np.ndarray) -> np.ndarray:
             return np.pad(x_B, (0, padding))
 
         return DecodeRound(
-            slots_B=_filled(slots_B, size, self.slots),
+            pages_BC=np.pad(self.page_NC[slots_B, :view_pages], ((0, padding), (0, 0))),
+            entries_BR=np.pad(entries_BR, ((0, padding), (0, 0)), constant_values=self.no_page * PAGE_TOKENS),
             token_B=fill(self.response_NT[slots_B, produced_B - 1]),
             position_B=fill(self.next_position_N[slots_B] + produced_B - 1),
             length_B=fill(cached_B),
@@ -112,9 +141,10 @@ def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
 
 
 def _with_ids(ids_NI: np.ndarray, slot: int, ids: tuple[int, ...]) -> np.ndarray:
-    """Writes a slot's list of ids, in a wider table if need be."""
+    """Writes a slot's list of ids, into a wider table if need be; returns the table."""
     width = doubling(len(ids), ids_NI.shape[1])
-    ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)
+    if width > ids_NI.shape[1]:  # `np.pad` takes longer than all the rest of a start
+        ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)
     ids_NI[slot] = -1
     ids_NI[slot, : len(ids)] = ids
     return ids_NI
@@ -128,13 +158,31 @@ class RunningSample:
     job: Job
     index: int
     slot: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)  # of its entries, in their order
+    filled: int = 0  # of its own entries, those that chunks have written; whole pages
     place: Any = None
     aborted: bool = False
     ended: bool = False
 
     @property
     def waiting(self) -> bool:
-        return self.slot < 0 and not self.ended and not self.aborted
+        """It has no pages yet, or none any more."""
+        return not (self.pages or self.ended or self.aborted)
+
+    def forget_context(self) -> None:
+        """Drops what was prefilled behind pages of the prompt that are gone."""
+        if self.place is not None and self.place[1].skip:
+            self.place = None
+
+    @property
+    def age(self) -> tuple[bool, int, int]:
+        """The order in which samples get pages; the last one loses them first."""
+        return not self.job.suspect, self.job.number, self.index
+
+    @property
+    def written(self) -> int:
+        """Its first entries that are in the cache before it is started; whole pages."""
+        return max(self.filled, self.job.filled) if self.pages else 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -144,7 +192,10 @@ class Job:
     request: GenerateRequest
     sink: Any = None
     samples: list[RunningSample] = dataclasses.field(default_factory=list)
+    number: int = 0  # in the order of submission
     suspect: bool = False  # a turn that it shared with others failed
+    pages: list[int] = dataclasses.field(default_factory=list)  # the full ones of the prompt, while any sample has them
+    filled: int = 0  # of their entries, those that are written; whole pages
 
     @property
     def open(self) -> bool:
@@ -158,16 +209,24 @@ Delivery = tuple[Job, TokenChunk]
 
 
 class Scheduler:
-    """Requests, samples and slots. Methods that end or advance samples return the chunks to deliver."""
+    """Requests, samples, slots and pages. Methods that end or advance samples return the chunks to deliver."""
 
     def __init__(self, limits: EngineLimits) -> None:
-        self.limits = limits
-        self.table = SlotTable(limits.slots, limits.max_sequence_tokens)
+        self.resize(limits)
         self.jobs: dict[str, Job] = {}
         self.occupant: list[RunningSample | None] = [None] * limits.slots
         self.cached_N = np.zeros(limits.slots, bool)  # the slot's cache holds its sample
         self.waiting: deque[RunningSample] = deque()
-        self.tokens_generated = 0
+        self._pageless: set[RunningSample] = set()  # that hold a slot
+        self.tokens_generated = self.preemptions = self._submitted = 0
+        self._starting: dict[Job, list[RunningSample]] = {}  # in the turn that is prepared or in flight
+        self._more_to_start = False  # than fits one turn
+
+    def resize(self, limits: EngineLimits) -> None:
+        """Takes in how many pages there are, while there are no requests."""
+        self.limits = limits
+        self.pool = PagePool(limits.pages)
+        self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
 
     @property
     def running(self) -> int:
@@ -179,7 +238,8 @@ class Scheduler:
         request = checked(request, self.limits)
         if request.rid in self.jobs:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
-        job = self.jobs[request.rid] = Job(request, sink)
+        self._submitted += 1
+        job = self.jobs[request.rid] = Job(request, sink, number=self._submitted)
         job.samples = [RunningSample(job, index) for index in range(request.n)]
         done: list[Delivery] = []
         for sample in job.samples:
@@ -192,9 +252,21 @@ class Scheduler:
                 self.waiting.append(sample)
         return job, done
 
-    def admit(self) -> None:
-        """Gives free slots to waiting samples."""
-        free = [slot for slot, occupant in enumerate(self.occupant) if occupant is None]
+    def next_turn(self) -> None:
+        """Gives free slots and pages to those who wait, and decides what the next turn is: a start, or a round, for
+        which it makes room. Where there is more to start than fits one turn, rounds come in between."""
+        self._admit()
+        due, self._more_to_start = self._more_to_start, False
+        self._starting = {}
+        if due and len(self.to_decode()):
+            self._make_room()
+        if not (due and len(self.to_decode())):
+            self._starting = self._to_start()
+            if not self._starting:
+                self._make_room()
+
+    def _admit(self) -> None:
+        free = [slot for slot, occupant in enumerate(self.occupant) if occupant is None] if self.waiting else []
         for slot in free[: len(self.waiting)]:
             sample = self.waiting.popleft()
             sample.slot = slot
@@ -202,15 +274,95 @@ class Scheduler:
             self.cached_N[slot] = False
             job = sample.job
             self.table.assign(slot, job.request, sample.index, job.prefix(sample.index))
+            self.table.place(slot, [])
+            self._pageless.add(sample)
+        if not self._pageless:
+            return
+        held_B = np.flatnonzero(self.table.pages_N > 0)
+        # A page more for each that can use one: who gets pages now should not lose them at once.
+        spare = int((self.table.pages_N[held_B] < self.table.wanted_pages(held_B, PAGE_TOKENS)).sum())
+        samples = sorted(self._pageless, key=lambda sample: sample.age)
+        slots_B = np.array([sample.slot for sample in samples])
+        wanted_B = self.table.wanted_pages(slots_B, self.limits.steps_per_sync)
+        grows_B = self.table.wanted_pages(slots_B, PAGE_TOKENS) > wanted_B
+        for sample, wanted, grows in zip(samples, wanted_B.tolist(), grows_B.tolist(), strict=True):
+            if not self._give(sample, wanted, spare):
+                break
+            spare += grows
+
+    def _give(self, sample: RunningSample, wanted: int, spare: int) -> bool:
+        """Gives a sample its first pages, if so many and `spare` more are free. Returns whether it did."""
+        job, shared = sample.job, len(sample.job.request.prompt) // PAGE_TOKENS
+        if self.pool.free < wanted - len(job.pages) + spare:
+            return False
+        if job.pages:
+            self.pool.share(job.pages)
+        else:
+            job.pages = self.pool.take(shared)
+        sample.pages = job.pages + self.pool.take(wanted - shared)
+        self.table.place(sample.slot, sample.pages)
+        self._pageless.discard(sample)
+        return True
+
+    def _make_room(self) -> None:
+        """Gives each sample that is decoded the pages for the tokens of a round, the oldest first."""
+        slots_B, steps = self.to_decode(), self.limits.steps_per_sync
+        wanted_B = self.table.wanted_pages(slots_B, steps)
+        short_B = wanted_B > self.table.pages_N[slots_B]
+        growing = [(self.occupant[slot], int(n)) for slot, n in zip(slots_B[short_B], wanted_B[short_B], strict=True)]
+        for sample, wanted in sorted(((s, n) for s, n in growing if s is not None), key=lambda pair: pair[0].age):
+            while sample.pages and self.pool.free < wanted - len(sample.pages):
+                holders = (holder for holder in self.occupant if holder is not None and holder.pages)
+                self._preempt(max(holders, key=lambda holder: holder.age))
+            if sample.pages:
+                sample.pages += self.pool.take(wanted - len(sample.pages))
+                self.table.place(sample.slot, sample.pages)
+
+    def _preempt(self, sample: RunningSample) -> None:
+        self._release(sample)
+        self.preemptions += 1
+
+    def _release(self, sample: RunningSample) -> None:
+        """Takes a sample's pages away; those of its prompt are free when no other sample has them."""
+        job = sample.job
+        self.pool.release(sample.pages)
+        sample.pages, sample.filled, sample.place = [], 0, None
+        self.table.place(sample.slot, [])
+        self.cached_N[sample.slot] = False
+        self._pageless.add(sample)
+        if job.pages and not self.pool.holders_C[job.pages[0]]:
+            job.pages, job.filled = [], 0
+            for other in job.samples:
+                other.forget_context()
 
     def to_start(self) -> dict[Job, list[RunningSample]]:
-        """Samples that hold a slot and have nothing in its cache, by job, in the order of their slots."""
-        alone = self._alone()
+        """Samples that the next turn starts, by job: a round if there are none."""
+        return self._starting
+
+    def _to_start(self) -> dict[Job, list[RunningSample]]:
+        """Samples that hold pages and have nothing decoded in them, in the order of their slots, as many as fit one
+        turn."""
+        alone, spent = self._alone(), 0
         jobs: dict[Job, list[RunningSample]] = {}
-        for sample, cached in zip(self.occupant, self.cached_N, strict=True):
-            if sample is not None and not cached and alone in (None, sample.job):
-                jobs.setdefault(sample.job, []).append(sample)
+        for slot in np.flatnonzero((self.table.pages_N > 0) & ~self.cached_N):
+            sample = self.occupant[slot]
+            if sample is None or alone not in (None, sample.job):
+                continue
+            tokens = self._to_compute(sample, first=sample.job not in jobs)
+            if spent and spent + min(tokens, CHUNK_TOKENS) > PREFILL_TOKENS:
+                self._more_to_start = True
+                break
+            spent += min(tokens, CHUNK_TOKENS)
+            self._more_to_start |= tokens > CHUNK_TOKENS
+            jobs.setdefault(sample.job, []).append(sample)
         return jobs
+
+    def _to_compute(self, sample: RunningSample, first: bool) -> int:
+        """Tokens that must be computed to start a sample; without those of the prompt unless it is the `first`."""
+        if sample.place is not None:
+            return 0
+        prompt = len(sample.job.request.prompt)
+        return prompt + self.response_tokens(sample) - max(sample.written, 0 if first else prompt)
 
     def to_decode(self) -> np.ndarray:
         """Slots with a sample in the cache, ascending."""
@@ -220,12 +372,13 @@ class Scheduler:
         return slots_B.astype(np.int32)
 
     def _alone(self) -> Job | None:
-        """The first suspect that has a slot: the next turn serves nobody else."""
-        return next((sample.job for sample in self.occupant if sample is not None and sample.job.suspect), None)
+        """The first suspect that has pages: the next turn serves nobody else."""
+        suspects = (job for job in self.jobs.values() if job.suspect)
+        return next((job for job in suspects if any(sample.pages for sample in job.samples)), None)
 
     def at_turn(self) -> list[Job]:
         """The jobs that the next turn serves, or the one in flight: those to start if there are any."""
-        return list(self.to_start()) or self.holders(self.to_decode())
+        return list(self._starting) or self.holders(self.to_decode())
 
     def holders(self, slots_B: np.ndarray) -> list[Job]:
         """The jobs whose samples run in some slots."""
@@ -243,6 +396,10 @@ class Scheduler:
         for job in jobs:
             job.suspect = True
         return []
+
+    def response_tokens(self, sample: RunningSample) -> int:
+        """How many tokens a sample has so far, its prefix included."""
+        return len(sample.job.prefix(sample.index)) if sample.slot < 0 else int(self.table.produced_N[sample.slot])
 
     def response(self, sample: RunningSample) -> np.ndarray:
         """The tokens that a sample has so far, its prefix included."""
@@ -286,8 +443,9 @@ class Scheduler:
 
     def _free(self, sample: RunningSample) -> None:
         if sample.slot >= 0:
+            self._release(sample)
+            self._pageless.discard(sample)
             self.occupant[sample.slot] = None
-            self.cached_N[sample.slot] = False
             sample.slot = -1
         sample.ended, sample.place = True, None
 
@@ -312,8 +470,9 @@ class Scheduler:
 
     def invalidate(self) -> None:
         """Forgets the cache, as after a change of weights: running samples are to be started again."""
-        self.cached_N[:] = False
-        for sample in itertools.chain(self.waiting, filter(None, self.occupant)):
+        for sample in filter(None, self.occupant):
+            self._release(sample)
+        for sample in self.waiting:
             sample.place = None
 
     def clear(self) -> list[Job]:

@@ -1,12 +1,15 @@
 """Plans the two kinds of turn on the host, between turns (`rollout.device` carries them out).
 
-A *start* prefills prompts and draws the first token of the samples that were given a slot; a *round* gives each
+A *start* prefills prompts and draws the first token of the samples that were given pages; a *round* gives each
 running sample up to `steps_per_sync` tokens. Samples share the computation of their prompt whether they start, are
-continued, or must be recomputed because the weights changed.
+continued, or must be recomputed because the weights changed or the cache was full.
+
+A prompt, or what a sample has, is computed `CHUNK_TOKENS` at a time where it is longer: chunks go into pages, and what
+follows them sees these pages. So does a sample that starts later than others of its prompt. A prompt is never cut
+before its last image or video: what is before that is one chunk, because the vision tower computes all of it at once.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -16,9 +19,10 @@ from jax import Array
 from models.inputs import ModelInput, PackedTokens, VisionInput
 from models.processing.vision_input import concatenate, pad
 
-from .programs import DecodeRound, Rows, Starts, doubling, geometric
+from .pages import PAGE_TOKENS, pages_for
+from .programs import Context, DecodeRound, PageWrites, Rows, Starts, doubling, geometric
 from .requests import EngineLimits
-from .scheduler import RunningSample, Scheduler
+from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Scheduler
 
 SMALL_MODEL = 10**7  # weights: up to here a few rows cost as much as many, beyond it each row is computed at its price
 LEAST_ROWS = 32  # samples of a start or a round, for a small model
@@ -26,24 +30,28 @@ LEAST_VIEW = 32  # cache entries read by a round
 LEAST_TOKENS = 16  # a row of a prefill
 LEAST_AREA = 256  # rows x row length: for a small model less costs hardly less, and would be more shapes to compile
 LEAST_FEATURES = 16  # features of the vision tower
-PREFILL_TOKENS = PREFILL_PATCHES = 4096  # of one prefill, unless a single prompt has more
+PREFILL_PATCHES = 4096  # of one prefill, unless a single prompt has more
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """A prompt to prefill, and the tokens that each of its samples already has (may be none), in sample order."""
+    """A prompt to prefill, or the rest of one that begins in the pages `context`, and the tokens that each of its
+    samples already has (may be none), in sample order."""
 
     prompt: ModelInput
     responses: tuple[np.ndarray, ...]
+    context: tuple[int, ...] = ()
 
 
 class Place(NamedTuple):
-    """The place of a sample's cache entries: the row of the batch, and the tokens of its response in that row."""
+    """The place of a sample's cache entries: the row of the batch, and the tokens of its response in that row. The
+    first `skip` entries are in no row, but in the cache."""
 
     row: int
     prompt_tokens: int
     response_start: int
     response_tokens: int
+    skip: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,74 +62,195 @@ class PrefillBatch:
     inputs: PackedTokens
     places: list[list[Place]]
     tokens: int  # computed, padding not counted
+    context: Context | None = None
     outputs: tuple[Rows, Array] | None = None
 
 
-# The batches that samples start from, each with the samples' slots and what the program needs. A batch that has no
-# `outputs` yet is prefilled first; one that has was prefilled in an earlier turn.
-StartPlan: TypeAlias = list[tuple[PrefillBatch, np.ndarray, Starts]]
-RoundPlan: TypeAlias = tuple[np.ndarray, DecodeRound, int]  # slots, what the program needs, cache entries that it reads
+@dataclasses.dataclass(frozen=True)
+class StartStep:
+    """A prefill, unless the batch has its `outputs` from an earlier turn, whose rows go into pages. Then samples in the
+    slots `slots_B` are started from it; none where it is a chunk."""
+
+    batch: PrefillBatch
+    writes: PageWrites
+    slots_B: np.ndarray
+    starts: Starts | None = None
+
+
+StartPlan: TypeAlias = list[StartStep]  # in this order: a step may read pages that the one before it fills
+RoundPlan: TypeAlias = tuple[np.ndarray, DecodeRound]  # slots, and what the program needs
 
 
 def plan_starts(scheduler: Scheduler, limits: EngineLimits) -> StartPlan:
-    """Starts every sample with a slot and no cache, and packs the prompts whose rows are missing.
+    """Starts every sample that the turn is for, and packs the prompts whose rows are missing; or computes their next
+    chunk.
 
-    Samples that wait for a slot get their places, too, so that a prompt is computed once.
+    Samples that wait for pages get their places, too, so that a prompt is computed once.
     """
     jobs = scheduler.to_start()
-    wanted = [
-        [sample for sample in job.samples if sample in samples or sample.waiting]
-        for job, samples in jobs.items()
-        if samples[0].place is None
-    ]
-    prefixes = [Prefix(samples[0].job.request.prompt, tuple(map(scheduler.response, samples))) for samples in wanted]
-    for members, batch in plan(
-        prefixes,
-        row_tokens=limits.max_sequence_tokens,
-        batch_tokens=PREFILL_TOKENS,
-        batch_patches=PREFILL_PATCHES,
-        merge_unit=1 if limits.vision is None else limits.vision.merge_unit,
-        least_area=LEAST_AREA if limits.small_model else 1,
-    ):
-        for i, places in zip(members, batch.places, strict=True):
-            for sample, place in zip(wanted[i], places, strict=True):
-                sample.place = batch, place
+    steps: StartPlan = []
+    wanted: list[tuple[Prefix, list[RunningSample]]] = []
+    ready: list[RunningSample] = []
+    for job, samples in jobs.items():
+        ready += [sample for sample in samples if sample.place is not None]
+        missing = [sample for sample in samples if sample.place is None]
+        if missing:
+            chunks, prefixes = _cut(scheduler, limits, job, missing)
+            steps += chunks
+            wanted += prefixes
+    for behind in (False, True):  # rows with a context are another program
+        group = [(prefix, samples) for prefix, samples in wanted if bool(prefix.context) is behind]
+        for members, batch in plan(
+            [prefix for prefix, _ in group],
+            row_tokens=limits.max_sequence_tokens,
+            batch_tokens=PREFILL_TOKENS,
+            batch_patches=PREFILL_PATCHES,
+            merge_unit=_merge_unit(limits),
+            least_area=_least_area(limits),
+        ):
+            for i, places in zip(members, batch.places, strict=True):
+                for sample, place in zip(group[i][1], places, strict=True):
+                    sample.place = batch, place
+    started = {id(sample) for samples in jobs.values() for sample in samples}
+    ready += [sample for _, samples in wanted for sample in samples if id(sample) in started]
 
     by_batch: dict[PrefillBatch, list[RunningSample]] = {}
-    for sample in itertools.chain(*jobs.values()):
+    for sample in sorted(ready, key=lambda sample: sample.slot):
         by_batch.setdefault(sample.place[0], []).append(sample)
-    return [(batch, *_starts(scheduler, limits, batch, samples)) for batch, samples in by_batch.items()]
+    return steps + [_start(scheduler, limits, batch, samples) for batch, samples in by_batch.items()]
 
 
-def _starts(
-    scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samples: list[RunningSample]
-) -> tuple[np.ndarray, Starts]:
+def _merge_unit(limits: EngineLimits) -> int:
+    return 1 if limits.vision is None else limits.vision.merge_unit
+
+
+def _least_area(limits: EngineLimits) -> int:
+    return LEAST_AREA if limits.small_model else 1
+
+
+def _cut(
+    scheduler: Scheduler, limits: EngineLimits, job: Job, samples: list[RunningSample]
+) -> tuple[StartPlan, list[tuple[Prefix, list[RunningSample]]]]:
+    """The next chunks of a job's samples, and the prefixes of those that can start without one, with their samples."""
+    prompt, chunks = job.request.prompt, []
+    P, media = len(prompt), _media_end(prompt)
+    alone: list[tuple[Prefix, list[RunningSample]]] = []
+    together: list[RunningSample] = []
+    for sample in samples:
+        done, end = sample.written, P + scheduler.response_tokens(sample)
+        size = max(CHUNK_TOKENS, media - done)
+        if end - done > size:
+            next_part = part(prompt, scheduler.response(sample), done, done + size)
+            chunks.append(_chunk(scheduler, limits, sample, next_part))
+            if job.filled < len(job.pages) * PAGE_TOKENS:
+                break  # the others go on when the prompt is there
+        elif sample.filled > job.filled:
+            context = tuple(sample.pages[: done // PAGE_TOKENS])
+            last = part(prompt, scheduler.response(sample), done, end)
+            alone.append((Prefix(last, (np.zeros(0, np.int32),), context), [sample]))
+        else:
+            together.append(sample)
+    if not together:
+        return chunks, alone
+    # At least one token is computed: the next one is drawn from its hidden state.
+    skip = min(job.filled, (P - 1) // PAGE_TOKENS * PAGE_TOKENS)
+    most = skip + max(CHUNK_TOKENS, media - skip) - P
+    begun = sum(scheduler.response_tokens(sample) for sample in together)
+    for sample in job.samples:
+        tokens = scheduler.response_tokens(sample)
+        # Those without pages are computed with the others, to start later; but no more than a turn may have.
+        fits = tokens <= most and (not tokens or begun + tokens <= PREFILL_TOKENS)
+        if sample.waiting and sample.place is None and fits:
+            together.append(sample)
+            begun += tokens
+    together.sort(key=lambda sample: sample.index)
+    context = tuple(job.pages[: skip // PAGE_TOKENS])
+    rest = part(prompt, np.zeros(0, np.int32), skip, P)
+    return chunks, [*alone, (Prefix(rest, tuple(map(scheduler.response, together)), context), together)]
+
+
+def _media_end(prompt: ModelInput) -> int:
+    """The tokens up to the page in which the last image or video ends; 0 without media."""
+    media = np.flatnonzero(prompt.feature_index_T >= 0)
+    return pages_for(int(media[-1]) + 1) * PAGE_TOKENS if len(media) else 0
+
+
+def chunk_tokens(prompt: ModelInput) -> int:
+    """The most tokens that are computed at once from the beginning of a prompt."""
+    return max(CHUNK_TOKENS, _media_end(prompt))
+
+
+def part(prompt: ModelInput, response_T: np.ndarray, start: int, end: int) -> ModelInput:
+    """The tokens `start .. end` of a prompt and a response to it; all of the prompt's media if any of them is there."""
+    P = len(prompt)
+    if not start and end == P:
+        return prompt
+    token_ids_T = np.concatenate([prompt.token_ids_T[start:end], response_T[max(start - P, 0) : max(end - P, 0)]])
+    after_T = np.arange(max(start - P, 0), max(end - P, 0), dtype=np.int32) + prompt.next_position
+    positions_3T = np.concatenate([prompt.positions_3T[:, start:end], np.tile(after_T, (3, 1))], axis=1)
+    feature_index_T = np.pad(prompt.feature_index_T[start:end], (0, len(after_T)), constant_values=-1)
+    vision = prompt.vision if (feature_index_T >= 0).any() else None
+    following = prompt.next_position + max(end - P, 0)
+    return ModelInput(token_ids_T.astype(np.int32), positions_3T, feature_index_T, following, vision)
+
+
+def _chunk(scheduler: Scheduler, limits: EngineLimits, sample: RunningSample, part: ModelInput) -> StartStep:
+    done, job = sample.written, sample.job
+    context = tuple(sample.pages[: done // PAGE_TOKENS])
+    prefix = Prefix(part, (np.zeros(0, np.int32),), context)
+    batch = _pack([prefix], limits.max_sequence_tokens, _merge_unit(limits), 1)
+    writes = _writes(scheduler, limits, batch, [sample], [batch.places[0][0]])
+    sample.filled = done + len(part)
+    job.filled = min(sample.filled, len(job.pages) * PAGE_TOKENS)
+    return StartStep(batch, writes, np.zeros(0, np.int32))
+
+
+def _start(scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samples: list[RunningSample]) -> StartStep:
     size = doubling(len(samples), _least_rows(limits), limits.slots)
     slots_B = np.array([sample.slot for sample in samples], np.int32)
-    places = np.array([sample.place[1] for sample in samples], np.int32)
+    places: list[Place] = [sample.place[1] for sample in samples]
+    writes = _writes(scheduler, limits, batch, samples, places)
     for sample in samples:
         sample.place = None
-    row_B, prompt_B, start_B, response_B = np.pad(places, ((0, size - len(places)), (0, 0))).T
-    entries_B = prompt_B + response_B
-    row_tokens = batch.inputs.tokens_BT.shape[1]
-    entry_T = np.arange(min(geometric(int(entries_B.max()), LEAST_TOKENS), row_tokens), dtype=np.int32)
-    source_BT = np.where(entry_T < prompt_B[:, None], entry_T, entry_T + (start_B - prompt_B)[:, None])
-    starts = Starts(
-        slots_B=np.pad(slots_B, (0, size - len(slots_B)), constant_values=limits.slots),
-        row_B=row_B,
-        source_BT=np.minimum(source_BT, row_tokens - 1),
-        last_B=np.where(response_B > 0, start_B + response_B, prompt_B) - (entries_B > 0),
-        index_B=response_B,
-        sampling=scheduler.table.sampling(slots_B, size),
+    row_B, prompt_B, start_B, response_B, _ = np.pad(np.array(places, np.int32), ((0, size - len(places)), (0, 0))).T
+    last_B = np.where(response_B > 0, start_B + response_B, prompt_B) - (prompt_B + response_B > 0)
+    index_B = np.pad(scheduler.table.produced_N[slots_B], (0, size - len(samples)))
+    starts = Starts(row_B, last_B.astype(np.int32), index_B, scheduler.table.sampling(slots_B, size))
+    return StartStep(batch, writes, slots_B, starts)
+
+
+def _writes(
+    scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samples: list[RunningSample], places: list[Place]
+) -> PageWrites:
+    """The pages that some samples fill from their places: none that is written already, and each page of a prompt by
+    one sample only. Takes note of the prompts that are written with it."""
+    first_B, row_tokens = np.zeros(len(samples), np.int64), batch.inputs.tokens_BT.shape[1]
+    for i, sample in enumerate(samples):
+        first_B[i] = sample.written // PAGE_TOKENS
+        sample.job.filled = len(sample.job.pages) * PAGE_TOKENS
+    row_B, prompt_B, start_B, response_B, skip_B = np.array(places, np.int64).T
+    count_B = -(-(skip_B + prompt_B + response_B) // PAGE_TOKENS) - first_B
+    sample_W = np.repeat(np.arange(len(samples)), count_B)
+    page_W = first_B[sample_W] + np.arange(len(sample_W)) - (np.cumsum(count_B) - count_B)[sample_W]
+    entry_WS = page_W[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS) - skip_B[sample_W, None]
+    behind_WS = entry_WS >= prompt_B[sample_W, None]
+    column_WS = np.where(behind_WS, entry_WS + (start_B - prompt_B)[sample_W, None], entry_WS)
+    slot_W = np.array([sample.slot for sample in samples])[sample_W]
+    padding = doubling(len(page_W), _least_rows(limits)) - len(page_W)
+    no_page = scheduler.table.no_page
+    return PageWrites(
+        np.pad(scheduler.table.page_NC[slot_W, page_W], (0, padding), constant_values=no_page),
+        np.pad(row_B[sample_W], (0, padding)).astype(np.int32),
+        np.pad(np.clip(column_WS, 0, row_tokens - 1), ((0, padding), (0, 0))).astype(np.int32),
     )
-    return slots_B, starts
 
 
 def plan_round(scheduler: Scheduler, limits: EngineLimits) -> RoundPlan:
     slots_B = scheduler.to_decode()
-    batch = scheduler.table.round(slots_B, doubling(len(slots_B), _least_rows(limits), limits.slots))
-    view_length = doubling(int(batch.length_B.max()), LEAST_VIEW, limits.max_sequence_tokens)
-    return slots_B, batch, view_length
+    longest = int((scheduler.table.prompt_N + scheduler.table.produced_N)[slots_B].max()) - 1
+    view_pages = doubling(pages_for(longest), LEAST_VIEW // PAGE_TOKENS, pages_for(limits.max_sequence_tokens))
+    size = doubling(len(slots_B), _least_rows(limits), limits.slots)
+    return slots_B, scheduler.table.round(slots_B, size, limits.steps_per_sync, view_pages)
 
 
 def _least_rows(limits: EngineLimits) -> int:
@@ -130,12 +259,12 @@ def _least_rows(limits: EngineLimits) -> int:
 
 def _layout(prefix: Prefix, row_tokens: int) -> tuple[list[int], list[Place]]:
     """Lengths of the prefix's rows, and places counted from its first row. Samples fill a row up to `row_tokens`."""
-    start = len(prefix.prompt)
+    start, skip = len(prefix.prompt), len(prefix.context) * PAGE_TOKENS
     lengths, places = [start], []
     for response in prefix.responses:
         if lengths[-1] + len(response) > row_tokens and lengths[-1] > start:
             lengths.append(start)
-        places.append(Place(len(lengths) - 1, start, lengths[-1], len(response)))
+        places.append(Place(len(lengths) - 1, start, lengths[-1], len(response), skip))
         lengths[-1] += len(response)
     return lengths, places
 
@@ -211,4 +340,19 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
         joined = concatenate(visions)
         vision = pad(joined, merge_unit * geometric(joined.num_patches // merge_unit, LEAST_FEATURES))
     inputs = PackedTokens(tokens_BT, segments_BT, branches_BT, positions_3BT, predecessor_BT, feature_index_BT, vision)
-    return PrefillBatch(inputs, places, sum(lengths))
+    context = _context(prefixes, [len(row_lengths) for row_lengths, _ in layouts], B)
+    return PrefillBatch(inputs, places, sum(lengths), context)
+
+
+def _context(prefixes: Sequence[Prefix], rows: Sequence[int], B: int) -> Context | None:
+    """The context of each of `B` rows, of which the prefixes take so many each; None where no prefix has any."""
+    if not any(prefix.context for prefix in prefixes):
+        return None
+    most = doubling(max(len(prefix.context) for prefix in prefixes), LEAST_VIEW // PAGE_TOKENS)
+    pages_BC, length_B = np.zeros((B, most), np.int32), np.zeros(B, np.int32)
+    row = 0
+    for prefix, count in zip(prefixes, rows, strict=True):
+        pages_BC[row : row + count, : len(prefix.context)] = prefix.context
+        length_B[row : row + count] = len(prefix.context) * PAGE_TOKENS
+        row += count
+    return Context(pages_BC, length_B)

@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from .strategy import Forward, Loss, Params, Tally
-from .walk import Walk
+from .walk import Forward, Loss, Params, Tally, Walk
 from .weights import ShardingRules, WeightSpec, shardings, specs, with_shardings
 
 Batch = TypeVar("Batch")  # a pytree of arrays
@@ -48,7 +47,7 @@ class Fsdp:
         loss: Loss,
         row_dims: Callable[[PyTree], PyTree],
         compute_dtype: DTypeLike = jnp.float32,
-        remat: bool = False,
+        remat: str = "none",
         unroll: int = Walk.unroll,
     ) -> None:
         self.mesh = mesh

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
+GPU_PLATFORMS = ("gpu", "cuda")
 REPLICA = "replica"  # the outer axis: whatever does not factor into twos, or more if asked
 
 
@@ -81,5 +82,4 @@ GPU_OVERLAP: Mapping[str, int | bool] = {
 
 def compiler_options(mesh: Mesh) -> dict[str, int | bool]:
     """Options for `jax.jit(..., compiler_options=...)` of programs with `spread.ulysses` in them; empty but on GPUs."""
-    on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")
-    return dict(GPU_OVERLAP) if on_gpus else {}
+    return dict(GPU_OVERLAP) if mesh.devices.flat[0].platform in GPU_PLATFORMS else {}

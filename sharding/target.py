@@ -1,26 +1,54 @@
-"""The platform that programs are traced for, where that is not the one that runs them: compiling ahead for GPUs."""
+"""The target: the device that programs are traced for, where that is not the one that runs them."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
+import re
 from collections.abc import Iterator
 
 import jax
 
-_platform: contextvars.ContextVar[str] = contextvars.ContextVar("platform", default="")
+from .mesh import GPU_PLATFORMS, Device
 
 
-def platform() -> str:
-    """`cpu`, `gpu`, ...: JAX's default, but within `compiling_for`."""
-    return _platform.get() or jax.default_backend()
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A kind of device, as far as choices depend on it while programs are traced."""
+
+    platform: str  # cpu, gpu, ...
+    capability: int = 0  # the compute capability of NVIDIA GPUs, 90 for 9.0; 0 for all other devices
+
+    @staticmethod
+    def of(device: Device) -> Target:
+        """The target that this device is, which may be one that is only described."""
+        version = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))  # AMD's are gfx942, ...
+        return Target(device.platform, 10 * int(version[1]) + int(version[2]) if version else 0)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.platform in GPU_PLATFORMS
+
+
+_given: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+
+
+def target() -> Target:
+    """JAX's default device, but within `compiling_for`. A mesh on devices of another platform has no capability."""
+    found = _given.get() or Target.of(jax.local_devices()[0])
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    if device is None or Target(device.platform).is_gpu == found.is_gpu:
+        return found
+    return Target(device.platform)
 
 
 @contextlib.contextmanager
-def compiling_for(platform: str) -> Iterator[None]:
-    """What is traced within makes its choices for this platform."""
-    token = _platform.set(platform)
+def compiling_for(target: Target) -> Iterator[None]:
+    """Makes everything that is traced within choose for this target."""
+    token = _given.set(target)
     try:
         yield
     finally:
-        _platform.reset(token)
+        _given.reset(token)

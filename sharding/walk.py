@@ -1,17 +1,22 @@
-"""Walks a stack of layers as a strategy wants it: it decides where weights come from and what the backward pass keeps.
+"""The common part of all ways of spreading training over a mesh: the walk over a model's layers, and types.
 
-A model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights
-and `walk.scan(...)` over its stacked layers; FSDP gathers there, a single device does nothing.
+A strategy walks a stack of layers as it wants: it decides where weights come from and what the backward pass keeps. A
+model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
+`walk.scan(...)` over its stacked layers; FSDP gathers there, a single device does nothing.
 """
+
+from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.extend
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import PyTree
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, PyTree
 
 from .weights import WeightSpec
 
@@ -27,18 +32,35 @@ def _all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: ob
     return not primitive.name.startswith("all_gather")
 
 
+HOST_MEMORY = "pinned_host"  # as JAX names it; GPUs read and write it by themselves
+_LAYER_INPUT = "layer input"
+REMAT: dict[str, Callable[..., Any] | None] = {  # what the backward pass keeps of a layer beside its input
+    "none": _all_but_gathered,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with weights; attention runs again
+    "layer": None,  # nothing
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # nothing, and the input goes to the host
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_LAYER_INPUT],
+        offload_src="device",
+        offload_dst=HOST_MEMORY,
+    ),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """The single-device walk, and the base of all others.
 
     `gather(spec, local)` turns the local shard of an (unstacked) weight into the whole weight, in the compute
-    dtype. `remat` recomputes each layer in the backward pass; without it all is kept but gathered weights, which are
-    gathered again, or else the whole model would lie on every device between forward and backward.
+    dtype. `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` all is kept but
+    gathered weights, which are gathered again, or else the whole model would lie on every device between forward and
+    backward.
     """
 
     gather: Gather | None = None
-    remat: bool = False
-    unroll: int = 4  # without `remat`, stacks of at most so many layers are written out: tiny models on CPU gain 1/4
+    remat: str = "none"
+    # With remat `none`, stacks of at most so many layers are written out: nothing that is kept is copied into stacks.
+    unroll: int = 8
 
     def use(self, module: Module) -> Module:
         """The module with its whole weights; call it where they are needed, so that they live briefly."""
@@ -63,15 +85,15 @@ class Walk:
 
         def body(carry: Carry, inputs: tuple[nnx.State, X]) -> tuple[Carry, Y]:
             state, x = inputs
+            if self.remat == "offload":
+                carry = jax.tree.map(lambda array: checkpoint_name(array, _LAYER_INPUT), carry)
             return step(self.use(nnx.merge(graphdef, state)), carry, x)
 
         length = jax.tree.leaves(stacked)[0].shape[0]
-        written_out = length <= self.unroll and not self.remat
-        # What is computed again must not be merged with the first time; within a scan it can't be.
-        if self.remat:
-            body = jax.checkpoint(body, prevent_cse=False)
-        elif self.gather is not None:
-            body = jax.checkpoint(body, prevent_cse=written_out, policy=_all_but_gathered)
+        written_out = length <= self.unroll and self.remat == "none"
+        if self.remat != "none" or self.gather is not None:
+            # What is computed again must not be merged with the first time; within a scan it can't be.
+            body = jax.checkpoint(body, prevent_cse=written_out, policy=REMAT[self.remat])
         return jax.lax.scan(body, carry, (stacked, xs), unroll=written_out)
 
     def each(
@@ -91,3 +113,26 @@ class Walk:
             carry, y = step(self.use(layer), carry, x)
             ys.append(y)
         return carry, ys
+
+
+Params: TypeAlias = dict[str, Any]  # nested, one leaf a weight; stacked layers have a leading axis
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """The quantities that a microbatch contributes to a step, by name. Every entry is a float32 scalar."""
+
+    sums: dict[str, Any]  # added up over rows, devices and microbatches; leaves may be arrays or their shardings
+    maxima: dict[str, Any]  # the largest over the same
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            {name: value + other.sums[name] for name, value in self.sums.items()},
+            {name: jnp.maximum(value, other.maxima[name]) for name, value in self.maxima.items()},
+        )
+
+
+# Both run on one device's share of the rows, with the model's weights behind the walk.
+Forward: TypeAlias = Callable[[nnx.Module, PyTree, Walk], PyTree]  # (model, inputs, walk) -> arrays with rows first
+Loss: TypeAlias = Callable[[nnx.Module, PyTree, Walk], tuple[Array, Tally]]  # (model, batch, walk) -> sum over rows

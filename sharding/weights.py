@@ -107,8 +107,13 @@ def with_shardings(tree: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)
 
 
+def like(arrays: PyTree) -> PyTree:
+    """Abstract arrays with the shapes, types and shardings of these, which may be abstract, too."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+
+
 def by_path(params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """What lies in a nested parameter dict, by the keys that lead there."""
+    """Returns the leaves of a nested parameter dict by the keys that lead there."""
     return dict(flatten_dict(dict(params)))
 
 

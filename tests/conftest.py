@@ -41,7 +41,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from fluxjax.base.compile_cache import share_between_devices  # noqa: E402
+from fluxjax.base.process import share_between_devices  # noqa: E402
 
 hypothesis.settings.register_profile("fluxjax", deadline=None)  # no test depends on how fast the machine is
 hypothesis.settings.load_profile("fluxjax")

@@ -19,6 +19,8 @@ def cuda_environment(*packages: str) -> dict[str, str]:
     path = [folder] if folder else sys.path
     for name in ("jax-cuda12-plugin", *packages):
         if not any(importlib.metadata.distributions(name=name, path=path)):
+            if folder:  # somebody said that it is there
+                pytest.fail(f"FLUXJAX_AOT names {folder}, which has no {name}")
             pytest.skip(f"needs {name}: run `bash scripts/test.sh aot`, or name a folder with it in FLUXJAX_AOT")
     clean = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
     return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}

@@ -30,7 +30,6 @@ COMPOSER = "fluxjax/coordinator/selection.py"
 STREAM = "fluxjax/coordinator/policies/stream_trainer.py"
 SPECULATIVE = "fluxjax/coordinator/policies/speculative_sync.py"
 SYNCHRONOUS = "fluxjax/coordinator/policies/synchronous.py"
-PACE = "fluxjax/coordinator/pace.py"
 PLANNER = "fluxjax/coordinator/parallelism.py"
 SCHEDULES = "fluxjax/config/schedules.py"
 
@@ -346,11 +345,11 @@ MUTANTS = [
     Mutant("one response of a group is enough", SPECULATIVE, "[: entry.need - len(entry.responses)]", "[:1]"),
     Mutant(
         "pace of the first response for ever",
-        PACE,
+        FLEET,
         "if now > began and tokens > before:",
         "if now > began and tokens > before and not self.growth:",
     ),
-    Mutant("prompts are no work for the trainer", PACE, "sum(g.prompt.tokens + sum(", "sum(sum("),
+    Mutant("prompts are no work for the trainer", FLEET, "sum(g.prompt.tokens + sum(", "sum(sum("),
     Mutant("the planner never doubles", PLANNER, "wanted *= 2", "wanted *= 1"),
     Mutant("calm is never over", PLANNER, "self._calm = 0 if preemptions else", "self._calm = 0 if False else"),
     # --- schedules ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
-from fluxjax.base.compile_cache import share_between_devices  # noqa: E402
+from fluxjax.base.process import share_between_devices  # noqa: E402
 from sharding.links import Links, initialize, leave  # noqa: E402
 from sharding.odc import Odc  # noqa: E402
 from sharding.odc.worker import Worker  # noqa: E402
@@ -71,8 +71,9 @@ def training(links: Links) -> None:
     from fluxjax.batch.composer import Composer
     from fluxjax.config import Strategy
     from fluxjax.learner.learner import Learner
-    from fluxjax.run.checkpoint import Checkpoints, like
+    from fluxjax.run.checkpoint import Checkpoints
     from models.config import Qwen2Config
+    from sharding.weights import like
 
     config = make_config(tokens_per_row=64, rows=4)
     config.sharding.strategy, config.sharding.deterministic = Strategy.ODC, True

@@ -8,6 +8,8 @@ import socket
 import subprocess
 
 import jax
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from run_cases import (
@@ -26,7 +28,7 @@ from run_cases import (
 
 from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
-from fluxjax.run.trainer import main
+from fluxjax.run.trainer import FluxTrainer, main
 from sharding.odc.worker import Worker
 
 TEXT, VLM = "configs/text.py", "configs/vlm.py"
@@ -165,6 +167,17 @@ def test_no_usable_record(capsys, tmp_path):
     sources = {f"data__sources__{name}__path": file for name in ("digits", "pans")}
     line = tried(capsys, tmp_path / "run", VLM, sources)
     assert "no such file" in line
+
+
+@pytest.mark.slow
+def test_a_bad_row_of_held_out_parquet_is_skipped_and_counted(data, tmp_path):
+    questions = {"prompt": ["First of ab:", "First of cd:"], "answer": [None, "c"]}
+    pq.write_table(pa.table(questions), tmp_path / "eval.parquet")
+    changed = flags(**data | {"data__sources__reverse__eval_path": tmp_path / "eval.parquet"}, **SHORT)
+    with FluxTrainer(load([f"--config={TEXT}:debug", f"--config.run_dir={tmp_path / 'run'}", *changed])) as trainer:
+        (prepared,) = trainer.held_out.prompts["reverse"]
+    assert prepared.prompt.answer == "c"
+    assert trainer.summary.samples_skipped == {"held out: no answer": 1}
 
 
 def test_a_hub_id_as_the_model(capsys, data, tmp_path):

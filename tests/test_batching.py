@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from packing_cases import MODEL, compose, make_config, make_groups
 
 from fluxjax.batch.composer import sft_groups
-from fluxjax.batch.composition import unpack, with_reference
-from fluxjax.batch.pieces import Item
+from fluxjax.batch.composition import Item, unpack, with_reference
 from fluxjax.batch.rows import Budget, grid, pack
 from fluxjax.config import ConfigError, LossAggregation
 

@@ -82,10 +82,45 @@ def test_peer() -> None:
         assert line["ratio"][stage] == pytest.approx(peer / ours, abs=1e-3)
 
 
+@pytest.mark.long
+def test_natural_lengths() -> None:
+    """Every response is as long as it was told to be, on the side of the engine and on that of the learner."""
+    lengths = ["--lengths=natural", "--config.rollout.max_new_tokens=12"]
+    line = result("--config=configs/text.py", *TINY[:-2], *lengths)
+    batch, ours = line["batch"], line["fluxjax"]
+    assert 4 < batch["all_response_tokens"] < 4 * 12
+    assert ours["packing"]["tokens"] == round(2 * batch["prompt_tokens"]["mean"]) + batch["all_response_tokens"]
+    rate, seconds = ours["rollout"]["response_tokens_per_second"], ours["seconds"]["rollout"]["median"]
+    assert rate == pytest.approx(batch["all_response_tokens"] / seconds, rel=0.1)
+    assert ours["logprob_gap"] < 1e-4
+    assert all(0 < share < 1 for share in ours["share_of_matmul_rate"].values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lengths", ["equal", "natural"])
+def test_tunix_peer(lengths: str) -> None:
+    python = os.environ.get("FLUXJAX_TUNIX_PYTHON", sys.executable)
+    if python == sys.executable and importlib.util.find_spec("tunix") is None:
+        pytest.skip("tunix is not installed here; FLUXJAX_TUNIX_PYTHON names an interpreter that has it")
+    arguments = ["--peer=tunix", f"--peer-python={python}", "--size=0.13M", f"--lengths={lengths}", *TINY[:-2]]
+    line = result(*arguments, "--config.rollout.max_new_tokens=6")
+    tokens = line["batch"]["all_response_tokens"]
+    assert (tokens == 4 * 6) == (lengths == "equal")
+    check_side(line["fluxjax"], {"prepare", "rollout", "train", "sync", "step"}, tokens=tokens)
+    check_side(line["peer"], {"rollout", "train", "step"}, tokens=tokens)
+    assert line["peer"]["parameters"] == line["fluxjax"]["parameters"]
+    for stage in ("rollout", "train", "step"):
+        ours, peer = (line[side]["seconds"][stage]["median"] for side in ("fluxjax", "peer"))
+        assert line["ratio"][stage] == pytest.approx(peer / ours, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--repeats=0"], "--repeats"),
+        (["--peer=tunix"], "text models"),
+        (["--peer=trl", "--lengths=natural"], "--lengths"),
+        (["--size=2.6M", "--config=configs/vlm.py"], "--size"),
         (["--config.rollout.group_sise=4"], "group_size"),
         (["--peer=trl", "--peer-python=/nowhere/python"], "/nowhere/python"),
     ],
@@ -146,6 +181,31 @@ def test_the_plan_benchmark_takes_other_mixes(tmp_path):
     assert 1.0 <= answer["worst_balance"] < 1.03 and answer["worst_memory"] <= 1.1
 
 
+@pytest.mark.slow
+def test_the_shapes_benchmark_counts_programs_and_padding(tmp_path):
+    sequences = [
+        {"frames": frames, "vision_tokens": 90 * frames, "prompt_tokens": 40, "response_tokens": 20 * frames}
+        for frames in (1, 2, 7, 12, 30)
+    ]
+    mixes = tmp_path / "mixes.json"
+    mixes.write_text(json.dumps([{"name": "clips", "devices": 4, "sequences": sequences}]))
+    script = [sys.executable, str(ROOT / "benchmarks" / "shapes.py"), "--mixes"]
+    settings = ["--steps=8", "--sequences=12", "--devices=4", "--tokens-a-device=4096", "--max-shapes=4"]
+    done = subprocess.run([*script, str(mixes), *settings], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    for strategy in ("fsdp", "ulysses", "flex_ulysses", "odc"):
+        figures = answer[strategy]
+        assert 1 <= figures["programs"] <= 4 and figures["new_after_half"] <= 3
+        assert 0 < figures["padding"] < 1 and figures["mixes"]["clips"]["padding"] == figures["padding"]
+    absent = subprocess.run(
+        [*script, str(tmp_path / "none.json")], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert absent.returncode == 2 and absent.stdout == ""
+    (line,) = absent.stderr.splitlines()
+    assert line.startswith("error: no mixes at ") and "--mixes" in line
+
+
 def test_closing_figures_are_of_pairs(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     paired_points = importlib.import_module("policies_learning").paired_points
@@ -156,3 +216,17 @@ def test_closing_figures_are_of_pairs(monkeypatch) -> None:
     assert paired_points([0.5], [0.4]) == {"mean": 10.0}  # a single pair has no interval
     with pytest.raises(ValueError):
         paired_points([0.5, 0.4], [0.5])
+
+
+@pytest.mark.long
+def test_the_engine_alone_says_what_its_cache_held() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "rollout_engine.py"), "--shape=tiny", "--repeats=1"]
+    sizes = ["--prompt-tokens=40", "--new-tokens=8", "--kv-tokens=192"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    (line,) = map(json.loads, done.stdout.splitlines())
+    assert set(line["cases"]) == {"one", "eight", "group of eight"} and line["programs"] > 0
+    assert line["cache"]["pages"] == 12 >= line["cache"]["peak_pages"] > 0
+    assert line["cache"]["bytes"] == 2 * 192 * 2 * 2 * 16 * 4  # keys and values: tokens, layers, heads, numbers, bytes
+    wrong = subprocess.run([*command, "--kv-tokens=16"], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert wrong.returncode == 2 and "raise rollout.kv_tokens" in wrong.stderr.splitlines()[-1]

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fluxjax.run.checkpoint import Checkpoints, ResumeError, like
+from fluxjax.run.checkpoint import Checkpoints, ResumeError
+from sharding.weights import like
 
 
 def arrays_on(devices: int, spec: P):

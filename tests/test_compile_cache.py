@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fluxjax.base.compile_cache import share_between_devices
+from fluxjax.base.process import share_between_devices
 
 OPTIONS: Any = jax.config  # attributes made at run time
 

@@ -13,8 +13,8 @@ import pytest
 
 from fluxjax import config as sections
 from fluxjax.config import Config, ConfigError, DType, Importance, cli, scheduling
+from fluxjax.config.cli import NEEDS, remarks
 from fluxjax.config.run_folder import from_json, to_json
-from fluxjax.config.unread import NEEDS, remarks
 from fluxjax.simulation.options import SimulateConfig as SimulatedConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -86,6 +86,10 @@ def test_overrides_are_typed():
         ("--config.rollout.top_p=1.5", "rollout.top_p is 1.5"),
         ("--config.rollout.group_size=1", "rollout.group_size is 1"),
         ("--config.rollout.max_new_tokens=100000", "rollout.max_sequence_tokens"),
+        (
+            "--config.rollout.kv_tokens=40",
+            "rollout.kv_tokens (40) holds no sequence of rollout.max_sequence_tokens (48)",
+        ),
         ("--config.packing.tokens_per_row=8", "packing.tokens_per_row (8)"),
         ("--config.model.num_heads=5", "model.num_heads (5)"),
         ("--config.model.vision_num_heads=7", "model.vision_num_heads"),
@@ -306,7 +310,8 @@ BOUNDED = """
     model.initializer_range model.num_layers model.num_heads model.num_kv_heads model.hidden_size
     packing.tokens_per_row packing.rows_per_device packing.patches_per_device packing.rounds_per_degree
     packing.short packing.group_cap rollout.max_sequence_tokens rollout.prompts_per_step rollout.group_size
-    rollout.max_new_tokens rollout.slots rollout.temperature rollout.top_p rollout.top_k optim.lr optim.eps
+    rollout.max_new_tokens rollout.slots rollout.kv_tokens rollout.kv_fraction
+    rollout.temperature rollout.top_p rollout.top_k optim.lr optim.eps
     optim.beta1 optim.beta2 optim.warmup_steps optim.weight_decay optim.max_grad_norm warm_start.lr
     warm_start.batch_size warm_start.steps sharding.max_shapes sharding.devices_per_host sharding.devices
     sharding.vocab_chunk sharding.max_degree sharding.tolerance sharding.alpha sharding.live_layers

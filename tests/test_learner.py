@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,11 +18,12 @@ from fluxjax.algorithms import grpo, sft
 from fluxjax.batch.composition import Microbatch
 from fluxjax.config import DType, OptimConfig, Remat, Schedule
 from fluxjax.learner.learner import GAP, Learner, learning_rate
-from fluxjax.run.checkpoint import Checkpoints, like
+from fluxjax.run.checkpoint import Checkpoints
 from models.config import Qwen2Config
-from models.forward import logprobs as forward_logprobs
+from models.decoder import logprobs as forward_logprobs
 from sharding.mesh import make_mesh
-from sharding.walk import Walk
+from sharding.walk import REMAT, Walk
+from sharding.weights import like
 
 TEXT = Qwen2Config(text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=())))
 CONTENTS = {
@@ -123,10 +125,10 @@ def test_state_is_spread_over_the_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 8])
-def test_rematerialisation_changes_nothing(devices):
+@pytest.mark.parametrize(("devices", "remat"), [(1, "layer"), *((8, remat) for remat in REMAT if remat != "none")])
+def test_rematerialisation_changes_nothing(devices, remat):
     config = config_for(rows=2)
-    config.sharding.remat = Remat.LAYER
+    config.sharding.remat = Remat(remat)
     learner = Learner(config, tiny("vision"), grpo.token_loss, mesh=make_mesh(devices))
     assert_close(gradients(learner, microbatches_for("vision", config, devices)), on_one_device("vision")[0])
 
@@ -147,7 +149,8 @@ def test_a_scan_over_layers_equals_layers_written_out(kind):
 
     scanned = run(Walk(unroll=0))
     assert_close(run(Walk()), scanned)
-    assert_close(run(Walk(remat=True)), scanned, 1e-6)  # the same scan, computed again
+    for remat in REMAT:
+        assert_close(run(Walk(remat=remat, unroll=0)), scanned, 1e-6)  # the same scan, computed again
 
 
 @pytest.mark.slow
@@ -213,6 +216,17 @@ def test_a_step_is_clipped_adamw(most):
         return weight - 0.1 * (grad / (np.abs(grad) + 0.01) + 0.3 * weight)
 
     assert_close(learner.params, jax.tree.map(expected, before, grads), 1e-5)
+
+
+def test_an_update_takes_place_in_the_arrays_that_it_replaces():
+    """No second copy of moments or gradients while a step is made: XLA would hold both if it could."""
+    config = config_for()
+    wide = dataclasses.replace(TEXT.text, hidden_size=128, intermediate_size=256, vocab_size=1024)
+    learner = Learner(config, models.abstract(Qwen2Config(text=wide)), grpo.token_loss, mesh=make_mesh(1))
+    update = learner.lowered(microbatches_for("text", config)[0].batch)["update"].compile().memory_analysis()
+    weights = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(learner.params))
+    assert update.temp_size_in_bytes < 0.02 * weights
+    assert update.output_size_in_bytes - update.alias_size_in_bytes < 0.02 * weights
 
 
 @pytest.mark.slow
@@ -342,6 +356,34 @@ def test_a_reset_compiles_again_only_what_changed():
     learner.reset(token_loss)
     learner.step(batches)
     assert len(traced) > count
+
+
+@pytest.mark.slow
+def test_a_restored_state_is_never_on_the_devices_beside_the_old_one(tmp_path, held_by, monkeypatch):
+    learner = Learner(config_for(), tiny("text"), grpo.token_loss, mesh=make_mesh(2))
+    device = jax.devices()[1]  # where the model that it was made of is not
+    state = held_by(device)
+    weights = sum(x.nbytes for x in jax.tree.leaves(learner.params)) // 2
+    assert 3 * weights <= state < 3.5 * weights  # masters and two moments, and a few weights that are on both devices
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, learner.state(), {})
+    held: dict[str, int] = {}
+    put = jax.device_put
+
+    def now(name):
+        held[name] = max(held.get(name, 0), held_by(device))
+
+    _, arrays, _ = checkpoints.restore(like(learner.state()), make_room=lambda: (learner.forget(), now("read"))[0])
+    learner.reset(grpo.token_loss)
+    now("reset")
+    monkeypatch.setattr(jax, "device_put", lambda *args, **options: (put(*args, **options), now("taken"))[0])
+    learner.load_state(arrays)
+    assert held["read"] < 0.01 * state and held["reset"] <= 1.01 * state
+    assert held["taken"] <= state + 0.5 * weights  # one array at a time
+    assert learner.version == 0
+    monkeypatch.undo()
+    learner.step(microbatches_for("text", config_for(), 2))
+    checkpoints.close()
 
 
 @pytest.mark.slow

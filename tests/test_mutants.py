@@ -23,7 +23,7 @@ def test_every_mutant_is_possible_and_can_be_compiled() -> None:
 
 def test_names_are_unique_and_tests_exist() -> None:
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
-    likely, rest = ordered(ROOT, "fluxjax/coordinator/lengths/predictor.py")
+    likely, rest = ordered(ROOT, "fluxjax/coordinator/lengths.py")
     tests = likely + rest
     assert likely[0].endswith("test_lengths.py") and len(set(tests)) == len(tests) > 10
     assert all((ROOT / test).exists() for test in tests)

@@ -46,6 +46,7 @@ def test_any_batch_equals_one_device(devices, balance, seed, share):
     assert_equal(outcome(learner(HEADS, devices), composition), alone(HEADS, *random_groups(seed)))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sequences_longer_than_a_device_are_computed_by_several():
     """A device holds 32 tokens; the longest sequence takes two of four, and a short one fills a third meanwhile. Then

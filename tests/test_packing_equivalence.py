@@ -18,7 +18,7 @@ from fluxjax.algorithms import grpo
 from fluxjax.base.types import TrainBatch
 from fluxjax.batch.composition import unpack, with_reference
 from fluxjax.config import AlgorithmConfig, LossAggregation
-from models.forward import logprobs
+from models.decoder import logprobs
 from models.inputs import PackedTokens
 from models.processing.vision_input import concatenate, pad
 from sharding.walk import Walk

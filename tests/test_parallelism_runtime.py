@@ -21,7 +21,8 @@ from fluxjax.coordinator.messages import SetParallelism
 from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
-from fluxjax.runtime.engine_pool import EnginePool
+from fluxjax.runtime import engine_pool
+from fluxjax.runtime.engine_pool import EnginePool, engine_count
 from models.config import Qwen2Config, TextConfig
 from rollout.throughput import Point, Profile, sizes
 
@@ -124,6 +125,7 @@ def configuration(folder, **settings):
     return load(["--config=configs/text.py", *flags(**settings)])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_training_goes_on_the_same_while_engines_change(tmp_path):
     told = {}
@@ -167,7 +169,9 @@ def test_training_goes_on_the_same_while_engines_change(tmp_path):
 )
 def test_what_is_wrong_is_said(tmp_path, settings, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        configuration(tmp_path, **{f"parallelism__{name}": value for name, value in settings.items()})
+        configuration(
+            tmp_path, policy__engines=1, **{f"parallelism__{name}": value for name, value in settings.items()}
+        )
 
 
 def test_a_policy_without_rounds_is_refused(tmp_path):
@@ -192,6 +196,22 @@ def test_devices_are_dealt_to_engines(tmp_path):
     asynchronous = configuration(tmp_path, policy__name="adaptive_async", parallelism__degree=2)
     with pytest.raises(ConfigError, match=r"parallelism.degree is 2, but adaptive_async"):
         EnginePool(asynchronous, model())
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    platform: str
+    number: int
+
+
+@pytest.mark.parametrize(
+    ("platform", "engines", "degree", "used", "expected"),
+    [("gpu", 0, 1, 0, 8), ("gpu", 0, 2, 0, 4), ("gpu", 0, 4, 6, 1), ("gpu", 3, 2, 0, 3), ("cpu", 0, 1, 0, 1)],
+)
+def test_all_accelerators_generate(monkeypatch, tmp_path, platform, engines, degree, used, expected):
+    monkeypatch.setattr(engine_pool.jax, "local_devices", lambda: [Device(platform, number) for number in range(8)])
+    settings = {"policy__engines": engines, "parallelism__degree": degree, "sharding__devices": used}
+    assert engine_count(configuration(tmp_path, **settings)) == expected
 
 
 def test_a_profile_says_the_degree_at_the_start(tmp_path):

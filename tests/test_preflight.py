@@ -21,16 +21,18 @@ from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, Rows, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
 from fluxjax.sizing.model_sizes import model_sizes
+from fluxjax.sizing.programs import RunShapes, bytes_on_device
 from fluxjax.sizing.schedule import Traffic, traffic
 from fluxjax.sizing.topology import Topology, find_plugin, kinds
 from models.config import Qwen25VLConfig
 from rollout.device import DeviceState
 from rollout.engine_weights import EngineLayout
 from rollout.lowered import EngineArrays, lowered_programs
+from rollout.pages import PAGE_TOKENS
 from rollout.requests import EngineLimits
 from sharding.kernels.tiles import tile_size
 from sharding.mesh import make_mesh
-from sharding.target import compiling_for
+from sharding.target import Target, compiling_for
 from sharding.walk import Walk
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -197,7 +199,7 @@ def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
     model, devices = models.create(MODEL), jax.devices()[:degree]
     limits = EngineLimits(8, 64, MODEL.text.vocab_size, MODEL.vision)
     real = DeviceState(model, Walk(), limits, EngineLayout.of(devices), jnp.bfloat16)
-    arrays = EngineArrays.of(models.abstract(MODEL), 8, 64, "bfloat16", devices)
+    arrays = EngineArrays.of(models.abstract(MODEL), limits.pages * PAGE_TOKENS, "bfloat16", devices)
 
     def described(tree):
         return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
@@ -206,17 +208,52 @@ def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
     assert described(arrays.cache) == described(real._ready_cache())
     prompt = longest_prompt(_config(Strategy.FSDP), MODEL)
     unit = MODEL.vision.merge_unit
-    programs = lowered_programs(models.abstract(MODEL), arrays, devices=devices, prompt=prompt, merge_unit=unit)
+    sizes = {"slots": 8, "max_sequence_tokens": 64, "devices": devices, "prompt": prompt, "merge_unit": unit}
+    programs = lowered_programs(models.abstract(MODEL), arrays, **sizes)
     graphdef, _ = models.split(model)
-    again = lowered_programs(models.merge(graphdef, models.split(model)[1]), arrays, devices=devices, prompt=prompt)
+    again = lowered_programs(models.merge(graphdef, models.split(model)[1]), arrays, **sizes)
     assert programs["decode"].as_text() == again["decode"].as_text()
+
+
+def test_caches_are_as_large_as_configured_or_as_there_is_room():
+    config, devices = _config(Strategy.FSDP), jax.devices()[:2]
+    config.rollout.slots = 100
+
+    def pages(usable: float = 1e12) -> int:
+        return RunShapes.of(config, MODEL, devices, usable=usable).engine.cache.k_LCKSH.shape[1]
+
+    assert pages() == 100 * 3, "44 tokens are three pages"
+    shapes = RunShapes.of(config, MODEL, devices)
+    kept, cache = sum(shapes.resident().values()), bytes_on_device(shapes.engine.cache)
+    assert pages(kept + cache) == 150, "half of what is free"
+    assert pages(kept) == 3, "one sequence"
+    config.rollout.kv_tokens = 640
+    assert pages(kept) == 40
 
 
 def test_choices_for_a_gpu_are_made_where_there_is_none():
     assert tile_size(16384) == 128
-    with compiling_for("gpu"):
+    with compiling_for(Target("gpu", 90)):
         assert tile_size(16384) == 512
     assert tile_size(16384) == 128
+
+
+@pytest.mark.slow
+def test_programs_are_traced_for_the_described_device():
+    program = """
+from fluxjax.sizing.topology import Topology, find_plugin
+find_plugin()
+import jax
+from sharding.target import Target, compiling_for, target
+for kind in ("a100", "h100"):
+    with compiling_for(Target.of(Topology.parse(f"1x1x{kind}").devices()[0])):
+        print(target().platform, target().capability)
+print(target().platform, target().capability)
+"""
+    environment = cuda_environment("jax-cuda12-pjrt")
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["gpu", "80", "gpu", "90", "cpu", "0"], done.stderr[-3000:]
 
 
 # --- what the user may get wrong ----------------------------------------------------------------
@@ -286,6 +323,7 @@ def test_help_and_errors_are_quick_lines():
 
 # --- the whole command --------------------------------------------------------------------------
 
+ENGINE = ("prefill", "decode")  # whose attention has a mask of booleans, or none: portable
 SIZES = {  # of a text model
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 2048,
@@ -300,7 +338,9 @@ SIZES = {  # of a text model
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_run_is_checked_and_one_that_does_not_fit_is_told_how(tmp_path):
-    environment = cuda_environment("jax-cuda12-pjrt") | {"PYTHONPATH": str(ROOT)}  # the command finds them itself
+    environment = cuda_environment("jax-cuda12-pjrt", "jax-triton") | {
+        "PYTHONPATH": str(ROOT)
+    }  # the command finds them itself
     del environment["JAX_PLATFORMS"]
     sizes, picture = tmp_path / "config.json", tmp_path / "memory.png"
     sizes.write_text(json.dumps(SIZES))
@@ -324,9 +364,10 @@ def test_a_run_is_checked_and_one_that_does_not_fit_is_told_how(tmp_path):
     assert found["peak_gib"] == pytest.approx(max(totals.values()), abs=0.02)
     assert found["peak_gib"] == pytest.approx(totals[found["peak_phase"]], abs=0.02)
     assert found["peak_gib"] > found["usable_gib"] and found["peak_phase"] == "accumulate"
-    assert "--config.sharding.remat=layer" in found["settings"]
     fitting = dict(zip(found["settings"], found["settings_gib"], strict=True))
-    assert fitting["--config.sharding.remat=layer"] <= found["usable_gib"]
+    (remat,) = (setting for setting in fitting if setting.startswith("--config.sharding.remat="))
+    assert fitting[remat] <= found["usable_gib"] and found["remat"] == "none"
+    assert found["attention"] == {"accumulate": "triton", "logprobs": "triton"} | dict.fromkeys(ENGINE, "portable")
     assert 0 < found["largest_row_tokens"] < 131072
     # 4 bytes a weight over eight devices, twice as much for the moments; two bytes a weight on each engine's device
     resident = found["memory_gib"]["decode"]

@@ -13,8 +13,7 @@ from fluxjax.base.timeline import Span
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
-from fluxjax.report.metrics import MetricsLog, dump_samples, read
-from fluxjax.report.summary import Summary
+from fluxjax.report.metrics import MetricsLog, Summary, dump_samples, read
 
 EVENTS: Any = event_pb2  # generated, without types
 

@@ -109,6 +109,7 @@ def test_killed_again_and_again(commands, text, reference, tmp_path):
     assert_same_run(run_dir, reference)
 
 
+@pytest.mark.long
 def test_killed_with_worker_processes(commands, text, reference, tmp_path):
     """How prompts are prepared changes nothing: neither the prompts nor where a checkpoint goes on."""
     run_dir = tmp_path / "run"

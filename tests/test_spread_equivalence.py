@@ -37,7 +37,7 @@ def random_plan(seed: int, max_degree: int, devices: int = DEVICES):
     """Any degrees on any groups, in up to three rounds a degree: far worse plans than a planner makes."""
     rng = np.random.default_rng(seed)
 
-    def plan(lengths, work) -> ShardPlan:
+    def plan(lengths, work, most) -> ShardPlan:
         degrees = [1 << int(rng.integers(0, max_degree.bit_length())) for _ in lengths]
         firsts = [int(rng.integers(0, devices // degree)) * degree for degree in degrees]
         packed = rounds(devices, lengths, degrees, firsts, short=24, cap=40, most=int(rng.integers(1, 4)))

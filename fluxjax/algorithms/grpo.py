@@ -51,7 +51,7 @@ def _with_advantages(group: Group, normalize_std: bool) -> Group:
 
 
 def zero_variance_groups(groups: Sequence[Group]) -> int:
-    """How many groups have equal rewards throughout and therefore teach nothing: all right, or all wrong."""
+    """Counts the groups of equal rewards throughout, which therefore teach nothing: all right, or all wrong."""
     return sum(not has_variance(group) for group in groups)
 
 

@@ -25,8 +25,8 @@ def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_
 
 
 def normaliser(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> int:
-    """What of `response_weights` depends on more than the response itself, as their divisor: tokens of the step, or
-    responses. It adds over parts of a step; 0 if there is nothing to train on."""
+    """Returns the divisor of `response_weights`, which depends on more than the response itself: tokens of the step,
+    or responses. It adds over parts of a step; 0 if there is nothing to train on."""
     lengths = np.asarray(lengths, np.int64)
     if aggregation is LossAggregation.TOKEN_MEAN:
         return int(lengths.sum())

@@ -1,1 +1,1 @@
-"""What every room uses: the data of a step, errors that a user can mend, caches, the event loop, the timeline."""
+"""The base of every room: the data of a step, errors that a user can mend, caches, the event loop, the timeline."""

@@ -112,7 +112,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedStep:
-    """What an optimizer step was made of and what it found: its groups by draw, with their advantages; its metrics."""
+    """An optimizer step, as it was made and what it found: its groups by draw, with their advantages; its metrics."""
 
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]

@@ -18,8 +18,8 @@ from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
+from .composition import Item, Piece, TrainGroup, check, pieces_of, squares_of, tokens_of
 from .part import Part, Room
-from .pieces import Item, Piece, TrainGroup, check, pieces_of, squares_of, tokens_of
 from .spreading import Spreading
 from .work import Estimate
 

@@ -18,9 +18,8 @@ from sharding.spread.shapes import ShapeBook
 from ..algorithms.loss import response_weights
 from ..base.types import Group, PreparedPrompt, Response, Reward, Sample
 from ..config import Config, Strategy
-from .composition import Composition
+from .composition import Composition, Outline, TrainGroup
 from .own_pace import OwnPace
-from .pieces import TrainGroup
 from .rows import RowPacking
 from .spreading import Spreading
 
@@ -31,6 +30,8 @@ class _Dealer(Protocol):
     def check(self) -> None: ...
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition: ...
+
+    def outline(self, groups: Sequence[TrainGroup]) -> Sequence[Outline]: ...
 
 
 class Composer:
@@ -53,10 +54,10 @@ class Composer:
         shapes: ShapeBook | None = None,
     ) -> None:
         self._config, self._vision, self._text = config, vision, text
-        self.shapes = ShapeBook(config.sharding.max_shapes) if shapes is None else shapes
+        self.shapes = shape_book(config) if shapes is None else shapes
         self._dealer: _Dealer
         if config.sharding.strategy is Strategy.FSDP:
-            self._dealer = RowPacking(config, num_devices, vision)
+            self._dealer = RowPacking(config, num_devices, vision, self.shapes)
         else:
             dealer = OwnPace if config.sharding.strategy is Strategy.ODC else Spreading
             self._dealer = dealer(config, num_devices, vision, text, self.shapes)
@@ -91,6 +92,20 @@ class Composer:
         Raises ConfigError, naming prompt and field, for a sequence or media that fit no buffer, and ValueError for
         groups that contradict each other, `prepared` or `version`, or of which none has a token.
         """
+        return self._dealer.compose(self._chosen(groups, prepared, skip_idle, version))
+
+    def outline(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> Sequence[Outline]:
+        """The microbatches of `compose`, before anything is written. Remembers their sizes, and raises, as `compose`
+        does."""
+        return self._dealer.outline(self._chosen(groups, prepared))
+
+    def _chosen(
+        self,
+        groups: Sequence[Group],
+        prepared: Mapping[int, PreparedPrompt],
+        skip_idle: bool = False,
+        version: int | None = None,
+    ) -> list[TrainGroup]:
         config = self._config
         ordered = sorted(groups, key=lambda group: group.prompt.draw)
         for group, following in pairwise(ordered):
@@ -118,7 +133,7 @@ class Composer:
         if skip_idle:
             taught = [group for group in to_train if any(sample.advantage != 0.0 for sample in group.samples)]
             to_train = taught or to_train[:1]
-        return self._dealer.compose(to_train)
+        return to_train
 
     def _to_train(
         self,
@@ -138,6 +153,12 @@ class Composer:
             raise ValueError(f"prompt {prompt.id} has media, but the model has no vision tower")
         temperature = config.rollout.temperature or 1.0 if config.schedules.temperature else None
         return TrainGroup(prompt.id, inputs, samples, weights, version, temperature)
+
+
+def shape_book(config: Config) -> ShapeBook:
+    """An empty one. Under `odc` most programs are those of single devices."""
+    most = config.sharding.max_shapes
+    return ShapeBook(most, alone=max(most * 3 // 4, 1) if config.sharding.strategy is Strategy.ODC else 0)
 
 
 def _newest(members: Sequence[Sequence[Sample]]) -> int:

@@ -9,26 +9,24 @@ their plan then says to which device and column each token of that row goes.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from models.config import VisionConfig
 from models.inputs import ModelInput, PackedTokens, VisionInput
-from models.processing.vision_input import blank, common_bound, concatenate, side_by_side
-from sharding.spread.buffers import SizedLayout, Spread, size_weight
-from sharding.spread.shapes import ShapeBook
+from models.processing.vision_input import blank, concatenate, side_by_side
+from sharding.spread.buffers import SizedLayout, Spread
 
 from ..base.types import Sample, TrainBatch
-from .composition import Composition, Microbatch
-from .part import Part, Room
-from .pieces import PackedRows, Row, TrainGroup
+from .composition import Composition, Filled, Microbatch, PackedRows, Row, TrainGroup
+from .part import SizedPart
 
 
 @dataclasses.dataclass
 class Spans:
-    """Where everything goes, span by span. Columns count within a row, features within a shard."""
+    """The places of everything, span by span. Columns count within a row, features within a shard."""
 
     total: int = 0  # cells
     prompts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # cell, segment, first feature
@@ -72,51 +70,61 @@ class Spans:
         return _cells(np.array([span[0] for span in self.responses]), self.response_lengths())[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class SizedRows:
+    """Rows of some groups, in buffers of given sizes."""
+
+    micro: PackedRows
+    filled: Filled
+
+    @property
+    def program(self) -> tuple[object, ...]:
+        """Equal for microbatches that the same compiled program computes."""
+        micro = self.micro
+        return (len(micro.shards), micro.rows, micro.tokens, micro.patches, micro.frame)
+
+
 def lay_out_rows(
-    plan: Sequence[PackedRows],
-    groups: Sequence[TrainGroup],
-    tokens_per_row: int,
-    share_prompts: bool,
-    vision: VisionConfig | None,
+    plan: Sequence[PackedRows], groups: Sequence[TrainGroup], share_prompts: bool, vision: VisionConfig | None
 ) -> Composition:
     """The microbatches of `plan`, whose items are `groups`. Without `share_prompts` every piece has one response."""
-    spans = Spans()
-    bound = common_bound(group.inputs.vision for group in groups)
-    visions: list[VisionInput | None] = []
+    batches: list[TrainBatch] = []
+    keys: list[tuple[int, int]] = []
+    cells: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+    first = 0
     for micro in plan:
-        buffers: list[VisionInput] = []
+        spans, buffers = Spans(total=len(micro.shards) * micro.rows * micro.tokens), list[VisionInput]()
         for shard, rows in enumerate(micro.shards):
             features: dict[int, int] = {}
             if vision is not None:
                 buffer, features = _media(rows, groups, micro.patches, vision)
                 buffers.append(buffer)
             for row, pieces in enumerate(rows):
-                cell = spans.total + (shard * micro.rows + row) * tokens_per_row
-                spans.place(pieces, cell, groups, features, share_prompts)
-        visions.append(side_by_side(buffers, bound) if buffers else None)
-        spans.total += len(micro.shards) * micro.rows * tokens_per_row
-
-    arrays = _arrays(spans, tokens_per_row)
-    edges = [0, *np.cumsum([len(micro.shards) * micro.rows for micro in plan]).tolist()]
-    batches = [
-        _train_batch({name: array[..., start:stop, :] for name, array in arrays.items()}, media)
-        for (start, stop), media in zip(pairwise(edges), visions, strict=True)
-    ]
-    return Composition(tuple(map(Microbatch, batches)), spans.keys(), spans.response_cells(), spans.response_lengths())
+                spans.place(pieces, (shard * micro.rows + row) * micro.tokens, groups, features, share_prompts)
+        batches.append(
+            _train_batch(_arrays(spans, micro.tokens), side_by_side(buffers, micro.frame) if buffers else None)
+        )
+        keys += spans.keys()
+        cells.append(first + spans.response_cells())
+        lengths.append(spans.response_lengths())
+        first += spans.total
+    microbatches = tuple(map(Microbatch, batches))
+    return Composition(microbatches, tuple(keys), np.concatenate(cells), np.concatenate(lengths))
 
 
-def lay_out_parts(parts: Sequence[Part], room: Room, shapes: ShapeBook) -> Composition:
-    """A microbatch for each part, in buffers of sizes that `shapes` chooses."""
+def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool) -> Composition:
+    """A microbatch for each part."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
     cells: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
     first = 0
-    for part in parts:
+    for sized in parts:
+        part, layout = sized.part, sized.layout
         spans = Spans(total=sum(part.plan.lengths))
-        spans.place(part.pieces, 0, part.groups, part.media.first_feature if part.media else {}, room.share_prompts)
-        batch, layout = _lay_out_part(part, spans, room, shapes)
-        microbatches.append(Microbatch(batch, part.owner, part.work, layout))
+        spans.place(part.pieces, 0, part.groups, part.media.first_feature if part.media else {}, share_prompts)
+        microbatches.append(Microbatch(_lay_out_part(sized, spans), part.owner, part.work, layout))
         keys += spans.keys()
         cells.append(first + layout.cells[spans.response_cells()])
         lengths.append(spans.response_lengths())
@@ -124,22 +132,14 @@ def lay_out_parts(parts: Sequence[Part], room: Room, shapes: ShapeBook) -> Compo
     return Composition(tuple(microbatches), tuple(keys), np.concatenate(cells), np.concatenate(lengths))
 
 
-def _lay_out_part(part: Part, spans: Spans, room: Room, shapes: ShapeBook) -> tuple[TrainBatch, SizedLayout]:
+def _lay_out_part(sized: SizedPart, spans: Spans) -> TrainBatch:
     line = {name: array.reshape(*array.shape[:-2], -1) for name, array in _arrays(spans, spans.total).items()}
-    media, device = part.media, part.layout.device
-    feature_index, predecessor = line["feature_index"], line["predecessor"]
-    needs, caps = part.layout.needs() | part.layout.imports(predecessor).needs(), {"columns": room.tokens}
-    if media is not None:
-        needs |= media.needs(feature_index, device)
-        caps["patches"] = media.cap
-    sizes = shapes.fit(needs, caps, size_weight, part.plan.num_devices)
-
-    layout = part.layout.sized(sizes)
-    line["predecessor"], spread = layout.spread(predecessor)
+    media, device = sized.part.media, sized.part.layout.device
+    line["predecessor"], spread = sized.layout.spread(line["predecessor"])
     vision = None
     if media is not None:
-        line["feature_index"], vision = media.buffers(feature_index, device, sizes)
-    return _train_batch(_onto_rows(line, layout), vision, spread), layout
+        line["feature_index"], vision = media.buffers(line["feature_index"], device, sized.sizes)
+    return _train_batch(_onto_rows(line, sized.layout), vision, spread)
 
 
 _PADDING = {"feature_index": -1, "lags": -1, "temperatures": 1.0}  # 0 elsewhere

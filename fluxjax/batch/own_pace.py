@@ -18,10 +18,9 @@ from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
 from .collective import Collective
-from .composition import Composition
+from .composition import Composition, Item, Piece, TrainGroup, pieces_of, squares_of, tokens_of
 from .fill import lay_out_parts
-from .part import Part, Room
-from .pieces import Item, Piece, TrainGroup, pieces_of, squares_of, tokens_of
+from .part import Part, Room, SizedPart, size_parts
 from .work import estimate
 
 CUTS = 3  # further sizes of pieces that are tried where prompts are shared
@@ -45,12 +44,16 @@ class OwnPace:
         )
         self._work_of = estimate(config, text, vision)
         self._collective = Collective(config, num_devices, vision, text, shapes, self._work_of)
+        self._room = self._collective.spreading.room
 
     def check(self) -> None:
         """Raises ConfigError for rollouts longer than the devices of one sequence hold."""
         self._collective.spreading.check()
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
+        return lay_out_parts(self.outline(groups), self._room.share_prompts)
+
+    def outline(self, groups: Sequence[TrainGroup]) -> list[SizedPart]:
         """Microbatches of all devices together, for what no single one holds; then those of one device each, device
         after device, the heaviest of each first.
 
@@ -61,7 +64,7 @@ class OwnPace:
         Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence do not hold.
         """
         parts, rest = self._collective.parts(groups)
-        return lay_out_parts([*parts, *(self._alone(rest) if rest else ())], self._room, self._shapes)
+        return size_parts([*parts, *(self._alone(rest) if rest else ())], self._shapes)
 
     def _alone(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """The microbatches that a device computes alone."""

@@ -7,6 +7,7 @@ travel to their tokens (`sharding.spread.route`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -15,32 +16,38 @@ import numpy as np
 from models.config import VisionConfig
 from models.inputs import VisionInput
 from models.processing.vision_input import ARRAYS, blank, common_bound, concatenate, side_by_side
-from sharding.mesh import replica_size
+from sharding.mesh import binary_axes, replica_size
 from sharding.planner import spread_vision
 from sharding.planner.plan import PlanError, ShardPlan
-from sharding.spread.buffers import Layout, lay
-from sharding.spread.route import Route, route
-from sharding.spread.shapes import Sizes
+from sharding.spread.buffers import Layout, SizedLayout, lay, size_cost
+from sharding.spread.route import Route, crossings, route
+from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from ..config import Config
-from .pieces import Piece, TrainGroup
+from .composition import Filled, Piece, TrainGroup
+
+# Of each device and sharded round: the last token of its chunk predicts the next one, and so may the end of the prompt
+# of the one sequence that goes on beyond the chunk.
+EXPORTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """What a device holds of a microbatch: a row of so many `tokens`, and so many `patches`."""
+    """A device's share of a microbatch: a row of so many `tokens`, and so many `patches`."""
 
     tokens: int
     patches: int
     share_prompts: bool
     vision: VisionConfig | None
+    rounds_per_degree: int = 1
+    degree: int = 1  # the most devices of a sequence
 
     @classmethod
-    def of(cls, config: Config, vision: VisionConfig | None) -> Room:
+    def of(cls, config: Config, vision: VisionConfig | None, degree: int = 1) -> Room:
         """The row has as many tokens as the packed rows of a device would have together."""
         packing = config.packing
-        tokens = packing.tokens_per_row * packing.rows_per_device
-        return cls(tokens, packing.patches_per_device, packing.share_prompts, vision)
+        tokens, patches = packing.tokens_per_row * packing.rows_per_device, packing.patches_per_device
+        return cls(tokens, patches, packing.share_prompts, vision, packing.rounds_per_degree, degree)
 
     @property
     def whole_patches(self) -> int:
@@ -48,18 +55,34 @@ class Room:
         unit = self.vision.merge_unit if self.vision is not None else 0
         return self.patches // unit * unit if unit else 0
 
+    def caps(self, num_devices: int) -> Sizes:
+        """The largest size of each buffer that a microbatch on so many devices may need."""
+        degrees = [1 << k for k in range(min(self.degree, num_devices).bit_length())]
+        rounds = [f"round/{p}/{k}" for p in degrees for k in range(self.rounds_per_degree if p > 1 else 1)]
+        caps = {"columns": self.tokens} | dict.fromkeys(rounds, self.tokens)
+        if len(rounds) > 1:
+            caps["exports"] = round_up(EXPORTS * (len(rounds) - 1))
+        if self.vision is not None:
+            features = self.whole_patches // self.vision.merge_unit
+            # All features that came by could go on.
+            sends = {f"send/{axis}": features << k for k, axis in enumerate(binary_axes(num_devices))}
+            caps |= {"patches": self.whole_patches, "frame": 1 << (self.whole_patches - 1).bit_length()} | sends
+        return caps
+
 
 class Part:
     """The sequences `pieces` of some groups and the devices that compute them.
 
     `owner` is the device that computes all of it alone, by a plan of one device; None: the plan's devices together.
-    `work` is what it is predicted to cost the busiest device, in any unit; None: nobody asks.
+    `work` is what it is predicted to cost the busiest device, in any unit; None: nobody asks. `shaped`: the plan was
+    made for rows of a given length.
 
     Raises PlanError where a device does not hold its tokens or patches.
     """
 
     layout: Layout
     media: SpreadMedia | None  # None: a text model
+    caps: Sizes  # the largest size of each buffer that a microbatch may need
 
     def __init__(
         self,
@@ -69,14 +92,39 @@ class Part:
         room: Room,
         owner: int | None = None,
         work: float | None = None,
+        shaped: bool = False,
     ) -> None:
         self.groups, self.pieces, self.plan, self.owner, self.work = groups, tuple(pieces), plan, owner, work
-        self.layout = lay(plan, room.tokens)
+        self.shaped, self.layout = shaped, lay(plan, room.tokens)
+        self.caps = room.caps(plan.num_devices)
         self.media = None if room.vision is None else SpreadMedia(groups, pieces, plan, room, room.vision)
+
+    @functools.cached_property
+    def needs(self) -> Sizes:
+        """The least size of each buffer."""
+        sharded = sum(round.degree > 1 for round in self.plan.rounds)
+        sizes = self.layout.needs() | ({"exports": EXPORTS * sharded} if sharded else {})
+        if self.media is None:
+            return sizes
+        # A feature that several devices beyond an axis show crosses it once, so no more cross than there may be.
+        media = self.media.needs(*self._shown())
+        return sizes | {n: min(need, self.caps[n]) if n.startswith("send/") else need for n, need in media.items()}
+
+    def _shown(self) -> tuple[np.ndarray, np.ndarray]:
+        """(the device of each token that shows a feature, the number of this feature in the microbatch)."""
+        assert self.media is not None
+        tokens, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        starts = np.cumsum([0, *self.plan.lengths])
+        for start, piece in zip(starts[:-1].tolist(), self.pieces, strict=True):
+            if piece.item in self.media.first_feature:
+                where, which = self.groups[piece.item].inputs.shown
+                tokens.append(start + where)
+                features.append(self.media.first_feature[piece.item] + which)
+        return self.layout.device[np.concatenate(tokens)], np.concatenate(features)
 
 
 class SpreadMedia:
-    """Which device computes which frame pair, and where each token finds its feature.
+    """The media of a part: which device computes which frame pair, and where each token finds its feature.
 
     `first_feature` numbers the merged features of each item of the microbatch, as if there were one device. An item
     whose pieces are in several replicas is computed once in each: features never leave a replica.
@@ -111,7 +159,7 @@ class SpreadMedia:
             count, first = part.num_patches // vision.merge_unit, self.first_feature[item]
             self._computed[replica, first : first + count] = used + np.arange(count)
             used += count
-            edges = [0, *(np.flatnonzero(np.diff(part.frame_segments_P)) + 1).tolist(), part.num_patches]
+            edges = groups[item].inputs.frame_edges
             self._units += [(part, start, stop) for start, stop in pairwise(edges)]
             home += [homes[replica, item]] * (len(edges) - 1)
         self._sizes = np.array([stop - start for _, start, stop in self._units], np.int64)
@@ -129,23 +177,30 @@ class SpreadMedia:
                 "raise it"
             )
 
-    def needs(self, feature_index: np.ndarray, device: np.ndarray) -> Sizes:
-        """Least sizes; `device` is that of each token."""
-        _, way, _ = self._way(feature_index, device, self._fullest // self._vision.merge_unit, None)
-        return {"patches": max(self._fullest, self._vision.merge_unit)} | way.needs()
+    @property
+    def num_patches(self) -> int:
+        return int(self._sizes.sum())
+
+    def needs(self, device: np.ndarray, feature: np.ndarray) -> Sizes:
+        """Least sizes, where a token on each of these devices shows each of these features."""
+        merged = self._sizes // self._vision.merge_unit
+        source = np.repeat(np.array(self.plan.devices, np.int64), merged)
+        source = source[self._computed[device // self._replica, feature]]
+        pairs = np.bincount(source * self._num_devices + device, minlength=self._num_devices**2)
+        sends = crossings(pairs.reshape(self._num_devices, -1))
+        return {"patches": max(self._fullest, self._vision.merge_unit), "frame": self._bound} | sends
 
     def buffers(self, feature_index: np.ndarray, device: np.ndarray, sizes: Sizes) -> tuple[np.ndarray, VisionInput]:
         """(where each token finds its feature after routing, the patches of all devices side by side)."""
         patches = -(-sizes["patches"] // self._vision.merge_unit) * self._vision.merge_unit
-        tokens, way, found = self._way(feature_index, device, patches // self._vision.merge_unit, sizes)
+        tokens = np.flatnonzero(feature_index >= 0)
+        way, found = self._way(device[tokens], feature_index[tokens], patches // self._vision.merge_unit, sizes)
         result = feature_index.copy()
         result[tokens] = found
-        return result, self._side_by_side(patches, way)
+        return result, self._side_by_side(patches, sizes["frame"], way)
 
-    def _way(
-        self, feature_index: np.ndarray, device: np.ndarray, rows: int, sizes: Sizes | None
-    ) -> tuple[np.ndarray, Route, np.ndarray]:
-        """(the tokens that show features, the route, the row where each of these tokens finds its feature)."""
+    def _way(self, device: np.ndarray, feature: np.ndarray, rows: int, sizes: Sizes | None) -> tuple[Route, np.ndarray]:
+        """(the route, the row where a token on each of these devices finds each of these features)."""
         owners = np.array(self.plan.devices, np.int64)
         order = np.argsort(owners, kind="stable")
         ends = np.cumsum(self._sizes[order])
@@ -155,12 +210,11 @@ class SpreadMedia:
         merged = self._sizes // self._vision.merge_unit
         within = np.arange(merged.sum()) - np.repeat(np.cumsum(merged) - merged, merged)
         row = np.repeat(placed // self._vision.merge_unit, merged) + within  # of each feature, unit after unit
-        tokens = np.flatnonzero(feature_index >= 0)
-        wanted = self._computed[device[tokens] // self._replica, feature_index[tokens]]
+        wanted = self._computed[device // self._replica, feature]
         source = np.repeat(owners, merged)[wanted]
-        return tokens, *route(source, row[wanted], device[tokens], self._num_devices, rows, sizes)
+        return route(source, row[wanted], device, self._num_devices, rows, sizes)
 
-    def _side_by_side(self, patches: int, way: Route) -> VisionInput:
+    def _side_by_side(self, patches: int, bound: int, way: Route) -> VisionInput:
         members: list[list[tuple[VisionInput, int, int]]] = [[] for _ in range(self._num_devices)]
         for unit, device in zip(self._units, self.plan.devices, strict=True):
             members[device].append(unit)
@@ -169,7 +223,7 @@ class SpreadMedia:
             runs = [_slice(*run) for run in _runs(units)]
             used = sum(run.num_patches for run in runs)
             buffers.append(concatenate([*runs, blank(patches - used, self._vision.patch_values)]))
-        return side_by_side(buffers, self._bound, way)
+        return side_by_side(buffers, bound, way)
 
 
 def _runs(units: Iterable[tuple[VisionInput, int, int]]) -> list[tuple[VisionInput, int, int]]:
@@ -185,3 +239,32 @@ def _runs(units: Iterable[tuple[VisionInput, int, int]]) -> list[tuple[VisionInp
 
 def _slice(part: VisionInput, start: int, stop: int) -> VisionInput:
     return dataclasses.replace(part, **{name: getattr(part, name)[start:stop] for name in ARRAYS})
+
+
+@dataclasses.dataclass(frozen=True)
+class SizedPart:
+    """A part, and the sizes of its buffers."""
+
+    part: Part
+    sizes: Sizes
+
+    @functools.cached_property
+    def layout(self) -> SizedLayout:
+        return self.part.layout.sized(self.sizes)
+
+    @property
+    def program(self) -> tuple[object, ...]:
+        """Equal for microbatches that the same compiled program computes."""
+        return (self.part.plan.num_devices, *sorted(self.sizes.items()))
+
+    @property
+    def filled(self) -> Filled:
+        """The cells of the token and the patch buffers, and how many are used."""
+        media, devices = self.part.media, self.part.plan.num_devices
+        patches = (media.num_patches, devices * self.sizes["patches"]) if media is not None else (0, 0)
+        return Filled(sum(self.part.plan.lengths), devices * self.sizes["columns"], *patches)
+
+
+def size_parts(parts: Sequence[Part], shapes: ShapeBook) -> list[SizedPart]:
+    """The parts, in buffers of sizes that `shapes` chooses."""
+    return [SizedPart(part, shapes.fit(part.needs, part.caps, size_cost, part.plan.num_devices)) for part in parts]

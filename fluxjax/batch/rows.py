@@ -6,17 +6,24 @@ Everything is a pure function of the sizes in their order, so a resumed run pack
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from models.config import VisionConfig
+from models.processing.vision_input import common_bound
+from sharding.spread.buffers import size_weight
+from sharding.spread.shapes import ShapeBook
 
 from ..config import Config, ConfigError
-from .composition import Composition
-from .fill import lay_out_rows
-from .pieces import Item, PackedRows, Piece, Row, TrainGroup, check, pieces_of, tokens_of
+from .composition import Composition, Filled, Item, PackedRows, Piece, Row, TrainGroup, check, pieces_of, tokens_of
+from .fill import SizedRows, lay_out_rows
+from .fitted import fit_rows, lengths_between
 
+LONG = 1024  # packing.tokens_per_row from which on rows have other lengths: what short ones save is no program worth
+FEWER = 0.97  # of the tokens with padding: what microbatches with fewer rows must save
+SHORTEST = 16  # rows of other lengths have at least so much less than `packing.tokens_per_row`
 GRID = 3  # sizes of a buffer: its cap, half and a quarter of it
 
 
@@ -49,18 +56,82 @@ class Budget:
 
 
 class RowPacking:
-    """Packs groups into rows of one length, which the devices share out evenly."""
+    """Packs groups into rows, which the devices share out evenly: into rows of one length, or, where that leaves much
+    of them empty, into rows whose length fits them (`fitted`)."""
 
-    def __init__(self, config: Config, num_shards: int, vision: VisionConfig | None) -> None:
+    def __init__(self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook) -> None:
         self._budget = Budget.of(config, num_shards, vision)
-        self._share, self._vision = config.packing.share_prompts, vision
+        self._share, self._vision, self._shapes = config.packing.share_prompts, vision, shapes
 
     def check(self) -> None:
         """Nothing depends on the devices here."""
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
-        plan = pack([group.item for group in groups], self._budget, share_prompts=self._share)
-        return lay_out_rows(plan, groups, self._budget.tokens_per_row, self._share, self._vision)
+        plan = [sized.micro for sized in self.outline(groups)]
+        return lay_out_rows(plan, groups, self._share, self._vision)
+
+    def outline(self, groups: Sequence[TrainGroup]) -> list[SizedRows]:
+        """The microbatches, in buffers of sizes that the shape book chooses."""
+        items = [group.item for group in groups]
+        plan, exact = pack(items, self._budget, share_prompts=self._share), self._budget.tokens_per_row < LONG
+        fitted = None if exact else self._fitted(items)
+        if fitted is not None and cells_of(fitted) <= cells_of(plan):
+            plan = fitted
+        frame = common_bound(group.inputs.vision for group in groups) if self._vision is not None else 0
+        return [self._sized(micro, items, frame, exact) for micro in plan]
+
+    def _fitted(self, items: Sequence[Item]) -> list[PackedRows] | None:
+        """In rows whose length fits them; None where there is no such packing."""
+        budget, shapes, shards = self._budget, self._shapes, self._budget.num_shards
+        pieces = pieces_of(items, budget.tokens_per_row, self._share)
+        best: list[tuple[int, int, list[Row]]] | None = None
+        for rows in reversed(budget.rows):
+            known = shapes.columns(shards, 0, budget.tokens_per_row, rows)
+            free = lengths_between(budget.tokens_per_row // SHORTEST, budget.tokens_per_row)
+            found = [fit_rows(items, pieces, rows * shards, known)]
+            if not shapes.full(shards):
+                found.append(fit_rows(items, pieces, rows * shards, sorted({*known, *free})))
+            cells = [rows * sum(length for length, _ in plan) if plan else math.inf for plan in found]
+            k = 0 if cells[0] <= (1 + shapes.patience(shards)) * cells[-1] else -1
+            if (plan := found[k]) and (best is None or cells[k] < FEWER * sum(rows * n for rows, n, _ in best)):
+                best = [(rows, length, members) for length, members in plan]
+        if best is None or any(_media_of(items, row) > budget.patches[-1] for _, _, members in best for row in members):
+            return None
+        return [micro for rows, n, members in best for micro in _spread(items, members, budget, rows, n)]
+
+    def _sized(self, micro: PackedRows, items: Sequence[Item], frame: int, exact: bool) -> SizedRows:
+        budget = self._budget
+        needs = {"rows": micro.rows, "columns": micro.tokens}
+        caps = {"rows": budget.rows[-1], "columns": budget.tokens_per_row}
+        if self._vision is not None:
+            # The tower has something to compute in every microbatch: its program asks for no batch without patches.
+            needs |= {"patches": max(micro.patches, self._vision.merge_unit), "frame": frame}
+            caps |= {"patches": budget.patches[-1], "frame": max(frame, 1 << (budget.patches[-1] - 1).bit_length())}
+        sizes = self._shapes.fit(needs, caps, _rows_cost, budget.num_shards, exact)
+        patches, unit = sizes.get("patches", 0), self._vision.merge_unit if self._vision is not None else 1
+        patches = -(-patches // unit) * unit
+        micro = PackedRows(sizes["rows"], sizes["columns"], patches, micro.shards, sizes.get("frame", 0))
+        used = sum(tokens_of(items, piece) for shard in micro.shards for row in shard for piece in row)
+        media = sum(_media_of(items, [piece for row in shard for piece in row]) for shard in micro.shards)
+        shards = budget.num_shards
+        return SizedRows(micro, Filled(used, shards * micro.rows * micro.tokens, media, shards * patches))
+
+
+def _rows_cost(sizes: Mapping[str, int]) -> float:
+    """The cost of buffers of these sizes, in tokens."""
+    return sizes["rows"] * sizes["columns"] + sum(
+        size_weight(name) * sizes.get(name, 0) for name in ("patches", "frame")
+    )
+
+
+def _media_of(items: Sequence[Item], pieces: Sequence[Piece]) -> int:
+    """The patches of these pieces, of each item once."""
+    return sum(items[item].patches for item in {piece.item for piece in pieces})
+
+
+def cells_of(plan: Iterable[PackedRows]) -> int:
+    """The tokens of one shard, padding included."""
+    return sum(micro.rows * micro.tokens for micro in plan)
 
 
 def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
@@ -152,17 +223,21 @@ def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
     return [tuple(row) for row in rows]
 
 
-def _spread(items: Sequence[Item], rows: Sequence[Row], budget: Budget) -> list[PackedRows]:
-    """Deals rows to the shards of as many microbatches as they need.
+def _spread(
+    items: Sequence[Item], rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0
+) -> list[PackedRows]:
+    """Deals rows to the shards of as many microbatches as they need: of at most `most` rows (0: as `budget` allows) of
+    `tokens` tokens (0: of the longest row).
 
     A row goes where it adds the fewest patches (beside rows of the same groups), then to the shard with the
     fewest patches, then with the fewest rows. What fits in no shard waits for the next microbatch.
     """
     waiting = sorted(rows, key=lambda row: (row[0].item, row[0].responses))
+    allowed = (most,) if most else budget.rows
     plan: list[PackedRows] = []
     while waiting:
-        wanted = min(-(-len(waiting) // budget.num_shards), budget.rows[-1])
-        per_shard = next(size for size in budget.rows if size >= wanted)
+        wanted = min(-(-len(waiting) // budget.num_shards), allowed[-1])
+        per_shard = next(size for size in allowed if size >= wanted)
         shards: list[list[Row]] = [[] for _ in range(budget.num_shards)]
         members: list[set[int]] = [set() for _ in shards]
         patches = [0] * budget.num_shards
@@ -182,9 +257,10 @@ def _spread(items: Sequence[Item], rows: Sequence[Row], budget: Budget) -> list[
             shards[shard].append(row)
             members[shard] |= media
             patches[shard] += added
-        size = next(size for size in budget.rows if size >= max(map(len, shards)))
-        buffer = next(size for size in budget.patches if size >= max(patches))
-        plan.append(PackedRows(size, buffer, tuple(tuple(shard) for shard in shards)))
+        size = next(size for size in allowed if size >= max(map(len, shards)))
+        buffer = max(patches) if tokens else next(size for size in budget.patches if size >= max(patches))
+        packed = tuple(tuple(shard) for shard in shards)
+        plan.append(PackedRows(size, tokens or budget.tokens_per_row, buffer, packed))
         assert len(left) < len(waiting), "a row has more patches than a shard may hold"
         waiting = left
     return plan

@@ -11,16 +11,22 @@ from models.config import TextConfig, VisionConfig
 from sharding.cost import CostError, CostModel
 from sharding.planner import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
-from sharding.spread.shapes import ShapeBook
+from sharding.spread.buffers import size_cost
+from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from ..config import Config, ConfigError, Strategy
-from .composition import Composition
+from .composition import Composition, Item, Piece, TrainGroup, pieces_of, squares_of, tokens_of
 from .fill import lay_out_parts
-from .part import Part, Room
-from .pieces import Item, Piece, TrainGroup, pieces_of, squares_of, tokens_of
+from .part import Part, Room, SizedPart, size_parts
 from .work import calibrated, forward_seconds
 
-Planner = Callable[[Sequence[int], Sequence[float]], ShardPlan]  # (tokens, squares) of each sequence -> plan
+# (tokens, squares) of each sequence, the most tokens of a device -> plan
+Planner = Callable[[Sequence[int], Sequence[float], int], ShardPlan]
+
+# Columns of a row over the mean tokens of a device, for a plan that is to fill such rows, and where others waste less.
+TIGHT, LOOSE = 1.02, 1.12
+TRIES = 2  # compiled rows for which a plan is made
+EVEN, NEARLY_EVEN = 1.03, 1.06  # the balance of a plan for other rows than it would choose; the latter saves a program
 
 
 class Spreading:
@@ -33,21 +39,25 @@ class Spreading:
     def __init__(
         self, config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None, shapes: ShapeBook
     ) -> None:
-        self._num_devices, self._shapes, self._room = num_devices, shapes, Room.of(config, vision)
-        self._longest_rollout = config.rollout.max_sequence_tokens
-        self.degree, self._plan = planner(config, text, num_devices, self._room.tokens)
+        self._num_devices, self._shapes, room = num_devices, shapes, Room.of(config, vision)
+        self._longest_rollout, self._by_cost = config.rollout.max_sequence_tokens, bool(config.sharding.calibration)
+        self.degree, self._plan = planner(config, text, num_devices, room.tokens)
+        self.room = dataclasses.replace(room, degree=self.degree)
 
     def check(self) -> None:
         """Raises ConfigError for rollouts longer than the devices of one sequence hold."""
-        held = self.degree * self._room.tokens
+        held = self.degree * self.room.tokens
         if self._longest_rollout > held:
             raise ConfigError(
                 f"rollout.max_sequence_tokens is {self._longest_rollout}, but the {self.degree} devices of a "
                 f"sequence hold {held} tokens (packing.tokens_per_row * packing.rows_per_device each)"
             )
 
+    def outline(self, groups: Sequence[TrainGroup]) -> list[SizedPart]:
+        return size_parts(self.parts(groups), self._shapes)
+
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
-        return lay_out_parts(self.parts(groups), self._room, self._shapes)
+        return lay_out_parts(self.outline(groups), self.room.share_prompts)
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """As few microbatches as the devices' memory allows, each with one row a device.
@@ -55,7 +65,7 @@ class Spreading:
         With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt;
         otherwise each response is a sequence of its own. Raises ConfigError where no plan exists.
         """
-        items, room = [group.item for group in groups], self._room
+        items, room = [group.item for group in groups], self.room
         # A group that not even all devices of a sharded sequence could hold is cut, its prompt computed twice.
         pieces = pieces_of(items, room.tokens * self.degree, room.share_prompts)
         least = math.ceil(sum(tokens_of(items, piece) for piece in pieces) / (room.tokens * self._num_devices))
@@ -69,8 +79,35 @@ class Spreading:
         raise ConfigError(_explained(failure)) from failure
 
     def _part(self, groups: Sequence[TrainGroup], items: Sequence[Item], pieces: Sequence[Piece]) -> Part:
-        plan = self._plan([tokens_of(items, piece) for piece in pieces], [squares_of(items, piece) for piece in pieces])
-        return Part(groups, pieces, plan, self._room)
+        """The microbatch of these pieces.
+
+        A plan is made for the rows of compiled programs first, and for rows that hardly exceed the mean: they leave
+        least empty. If it is not even, the plan is free, but for those that are nearly as even and save a program.
+        Where measured costs decide what is spread, it is always free: given rows would overrule them.
+        """
+        tokens = [tokens_of(items, piece) for piece in pieces]
+        squares = [squares_of(items, piece) for piece in pieces]
+        room, mean = self.room.tokens, sum(tokens) / self._num_devices
+        known = self._shapes.columns(self._num_devices, int(TIGHT * mean), min(int(LOOSE * mean), room))[:TRIES]
+        tried = [] if self._by_cost else [*known, min(round_up(int(TIGHT * mean)), room)]
+        fallback: Part | None = None
+        for columns in tried:
+            try:
+                plan = self._plan(tokens, squares, columns)
+                if plan.balance > NEARLY_EVEN:
+                    continue
+                part = Part(groups, pieces, plan, self.room, shaped=True)
+            except PlanError:
+                continue
+            compiled = self._compiled(part) is not None
+            if plan.balance <= EVEN and (compiled or columns not in known):
+                return part
+            fallback = fallback or (part if compiled else None)
+        free = Part(groups, pieces, self._plan(tokens, squares, room), self.room)
+        return fallback or free if self._compiled(free) is None else free
+
+    def _compiled(self, part: Part) -> Sizes | None:
+        return self._shapes.found(part.needs, part.caps, size_cost, self._num_devices)
 
 
 def planner(config: Config, text: TextConfig | None, num_devices: int, room: int) -> tuple[int, Planner]:
@@ -92,10 +129,16 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
         degree = limits.degree(num_devices)
     except PlanError as error:
         raise ConfigError(_explained(error)) from error
+
+    def within(tokens: int) -> Limits:
+        return dataclasses.replace(limits, tokens_per_device=tokens)
+
     if settings.strategy is Strategy.ULYSSES:
-        return degree, lambda lengths, squares: ulysses(lengths, num_devices, limits, work=squares, degree=degree)
+        return degree, lambda lengths, squares, most: ulysses(
+            lengths, num_devices, within(most), work=squares, degree=degree
+        )
     if not settings.calibration:
-        return degree, lambda lengths, squares: flex_ulysses(lengths, num_devices, limits, work=squares)
+        return degree, lambda lengths, squares, most: flex_ulysses(lengths, num_devices, within(most), work=squares)
     try:
         cost = calibrated(config, text)
         for k in range(1, degree.bit_length()):
@@ -103,8 +146,8 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
     except CostError as error:
         raise ConfigError(f"sharding.calibration: {error}; or lower sharding.max_degree") from error
 
-    return degree, lambda lengths, squares: flex_ulysses(
-        lengths, num_devices, limits, work=forward_seconds(cost, lengths, squares), cost=_Squares(cost, squares)
+    return degree, lambda lengths, squares, most: flex_ulysses(
+        lengths, num_devices, within(most), work=forward_seconds(cost, lengths, squares), cost=_Squares(cost, squares)
     )
 
 

@@ -1,4 +1,4 @@
-"""What sequences cost to compute, so that devices can be given equal work: seconds that were measured, or FLOPs."""
+"""Estimates what sequences cost to compute, so that devices can be given equal work: measured seconds, or FLOPs."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ VERL_LINEAR = 24576.0  # verl's work of a token where that of attention is lengt
 
 
 def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
-    """What a sequence costs beside others: seconds where `sharding.calibration` is given, else FLOPs; without `text`,
-    the decoder's sizes, verl's formula.
+    """Returns what a sequence costs beside others: seconds where `sharding.calibration` is given, else FLOPs; without
+    `text`, the decoder's sizes, verl's formula.
 
     `squares` are twice the (query, key) pairs of attention, and the media count for each sequence that shows them.
     Raises ConfigError for a calibration that can't be read.

@@ -57,7 +57,10 @@ class DType(enum.Enum):
 
 class Remat(enum.Enum):
     NONE = "none"
-    LAYER = "layer"  # recompute each layer in the backward pass; only layer inputs are kept
+    DOTS = "dots"  # the backward pass keeps a layer's input and products with weights, and computes the rest again
+    LAYER = "layer"  # it keeps a layer's input
+    OFFLOAD = "offload"  # as layer, but in the host's memory
+    AUTO = "auto"  # the first of these with which the pre-flight fits; none where there is no pre-flight
 
 
 class Algorithm(enum.Enum):
@@ -182,7 +185,11 @@ class RolloutConfig:
     top_p: float = within(1.0, "(0, 1]")  # 1: off
     top_k: int = bounded(0, lambda value: 0 <= value < 2**31, "be below 2**31 and not negative")  # 0: off
     slots: int = positive(256)  # samples decoded at once by the embedded engine
-    max_sequence_tokens: int = positive(128)  # prompt plus response, bound of the KV cache
+    max_sequence_tokens: int = positive(128)  # prompt plus response
+    # Tokens in the KV cache of each embedded engine, shared by its slots. 0: as many as all slots may need, within
+    # kv_fraction of the device memory that is free before the first request (on CPUs, which don't tell: within 4 GiB).
+    kv_tokens: int = not_negative(0)
+    kv_fraction: float = within(0.5, "(0, 1)")  # training needs the rest for its activations
 
 
 @dataclasses.dataclass(slots=True)
@@ -217,7 +224,9 @@ class ShardingConfig:
     # Spread over devices: ulysses, flex_ulysses.
     strategy: Strategy = Strategy.FSDP
     devices: int = not_negative(0)  # 0: all that JAX sees
-    remat: Remat = Remat.NONE
+    remat: Remat = Remat.NONE  # not offload under odc
+    preflight: bool = True  # on GPUs, train compiles its largest programs first, and refuses what does not fit
+    device_memory_gib: float = not_negative(0.0)  # must suffice; 0: what JAX may use of a GPU, on CPUs no check
     vocab_chunk: int = not_negative(0)  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
     max_degree: int = bounded(  # most devices of a sequence (ulysses: of each); 0: as devices and heads allow
         0, lambda value: value >= 0 and not value & (value - 1), "be 0 or a power of two"
@@ -225,7 +234,7 @@ class ShardingConfig:
     alpha: float = within(1.1, "[1, inf)")  # flex_ulysses: tokens of a device, at most this times the mean
     devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if that fits; odc: see hybrid
     tolerance: float = not_negative(0.025)  # flex_ulysses: accepted excess of the largest attention load over the least
-    max_shapes: int = positive(32)  # all but fsdp: about so many shapes are compiled in a run; odc: twice so many
+    max_shapes: int = positive(32)  # at most so many shapes of microbatches are compiled, for each number of devices
     calibration: str = ""  # file of `python -m sharding.calibrate`; empty: flex_ulysses counts length**2, odc FLOPs
     balance: Balance = Balance.LB_MINI  # odc: how sequences are dealt to devices and microbatches
     hybrid: bool = False  # odc: parameters, gradients spread over devices_per_host devices; optimizer state over all
@@ -237,8 +246,8 @@ class ShardingConfig:
 
 @dataclasses.dataclass(slots=True)
 class PackingConfig:
-    tokens_per_row: int = positive(256)
-    rows_per_device: int = positive(16)  # of one microbatch
+    tokens_per_row: int = positive(256)  # fsdp, from 1024: the most; rows are shorter where that saves padding
+    rows_per_device: int = positive(16)  # of one microbatch; fsdp: the most
     patches_per_device: int = positive(4096)  # of one microbatch
     share_prompts: bool = True  # compute a group's prompt once for all its responses
     # All but fsdp: a device has one row of tokens_per_row * rows_per_device tokens. Where sequences are spread:
@@ -313,6 +322,11 @@ class Config:
                 f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in "
                 f"rollout.max_sequence_tokens ({longest})"
             )
+        if 0 < self.rollout.kv_tokens < longest:
+            raise ConfigError(
+                f"rollout.kv_tokens ({self.rollout.kv_tokens}) holds no sequence of rollout.max_sequence_tokens "
+                f"({longest})"
+            )
         if self.sharding.strategy is Strategy.FSDP and row < longest:
             raise ConfigError(
                 f"packing.tokens_per_row ({row}) is shorter than rollout.max_sequence_tokens ({longest}); the longest "
@@ -323,6 +337,8 @@ class Config:
                 f"optim.moments_dtype is bfloat16, whose 8 bits lose what optim.beta2 = {self.optim.beta2} adds to the "
                 "second moment in a step; lower optim.beta2 to 0.99"
             )
+        if self.sharding.remat is Remat.OFFLOAD and self.sharding.strategy is Strategy.ODC:
+            raise ConfigError("sharding.remat is offload, which odc can't; set it to layer")
         if not self.data.sources:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
         if not self.model.path:
@@ -331,7 +347,7 @@ class Config:
     def validate_scheduling(self) -> None:
         """Raises `ConfigError` for policies, and for what they consult, that cannot work together."""
         adaptive, stream, parallelism = self.adaptive_async, self.stream_trainer, self.parallelism
-        engines = self.policy.engines
+        engines = self.policy.engines  # 0: not known before the devices are
         if not adaptive.min_ratio <= adaptive.ratio <= adaptive.max_ratio:
             raise ConfigError(
                 f"adaptive_async.ratio is {adaptive.ratio}; it must be between min_ratio ({adaptive.min_ratio}) and "
@@ -352,14 +368,14 @@ class Config:
                 raise ConfigError(
                     f"{name}.enabled needs a policy.name that trains in rounds; adaptive_async never has idle engines"
                 )
-        if parallelism.enabled and engines * parallelism.degree < 2:
+        if parallelism.enabled and engines and engines * parallelism.degree < 2:
             raise ConfigError("parallelism.enabled needs two devices at least: policy.engines x parallelism.degree = 1")
         if stream.first > stream.last:
             raise ConfigError(
                 f"stream_trainer.first is {stream.first} and stream_trainer.last {stream.last}; the first must "
                 "not be above the last"
             )
-        if stream.enabled and engines < 2:
+        if stream.enabled and engines == 1:
             raise ConfigError(f"stream_trainer.enabled needs policy.engines of at least 2, not {engines}: half is lent")
         if stream.enabled and self.sharding.hybrid:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What sections of settings have in common: bounds, each declared beside its field, and walks over all fields."""
+"""The common part of all sections of settings: bounds, each declared beside its field, and walks over all fields."""
 
 import dataclasses
 import math

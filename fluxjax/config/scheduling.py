@@ -45,7 +45,9 @@ class PolicyConfig:
     name: Policy = Policy.SYNCHRONOUS
     dynamic_sampling: bool = False  # groups of equal rewards are not trained on; others are drawn for them (DAPO)
     max_num_gen_batches: int = not_negative(10)  # prompts_per_step that dynamic_sampling generates a step; 0: no bound
-    engines: int = within(1, "[1, inf)")  # embedded engines, each on a device of its own where there are so many
+    # Embedded engines, each on devices of its own where there are so many. 0: as many as the accelerators of the host
+    # allow at parallelism.degree each; 1 on a CPU, whose devices share its cores.
+    engines: int = not_negative(0)
 
 
 @dataclasses.dataclass(slots=True)

@@ -43,7 +43,7 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
     settings, rollout = config.parallelism, config.rollout
     if not settings.enabled:
         return None
-    devices, start = config.policy.engines * settings.degree, 0
+    devices, start = (config.policy.engines or 1) * settings.degree, 0
     if settings.profile:
         samples = rollout.prompts_per_step * rollout.group_size
         try:

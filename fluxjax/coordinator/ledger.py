@@ -137,7 +137,7 @@ class Ledger:
 
     @property
     def awaits_something(self) -> bool:
-        """Whether an engine owes a response or the scorer a reward."""
+        """True while an engine owes a response or the scorer a reward."""
         return bool(self._scoring or self._stages[PromptStage.RUNNING] or self._stages[PromptStage.STOPPING])
 
     # --- facts ----------------------------------------------------------------------------------
@@ -304,8 +304,6 @@ class Ledger:
                 self.surplus |= dict.fromkeys(rid for i, rid in enumerate(ids) if i not in entry.responses)
             entry.begun = {}
             self._move(entry, PromptStage.COMPLETE)
-            if len(entry.rewards) == entry.need:
-                self._scored(entry)
         else:
             self._stopped(entry)
 

@@ -18,12 +18,10 @@ from ..base.types import Prompt
 from ..config.schedules import RunSchedule
 from . import messages
 from .dropped import Dropped
-from .engines import Fleet
+from .engines import Fleet, Pace
 from .ledger import CoordinatorError, Ledger, PromptStage, RunGivenUp
-from .lengths.predictor import LengthPredictor
-from .message_log import MessageLog
-from .messages import Handlers
-from .pace import Pace
+from .lengths import LengthPredictor
+from .messages import Handlers, MessageLog
 from .parallelism import ParallelismPlanner
 from .run_settings import Settings
 from .saved import SavedState, State

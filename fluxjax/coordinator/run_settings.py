@@ -34,15 +34,16 @@ class Settings:
 
     @classmethod
     def of(cls, config: Config) -> Settings:
+        kv_tokens = config.rollout.kv_tokens or config.rollout.slots * config.rollout.max_sequence_tokens
         return cls(
             steps=config.steps,
             prompts_per_step=config.rollout.prompts_per_step,
             group_size=config.rollout.group_size,
-            engines=config.policy.engines,
+            engines=config.policy.engines or 1,
             degree=config.parallelism.degree,
             max_new_tokens=config.rollout.max_new_tokens,
-            kv_tokens=config.rollout.slots * config.rollout.max_sequence_tokens,
-            kv_reserved=config.rollout.max_sequence_tokens,  # a slot of the embedded engine is as long as that
+            kv_tokens=kv_tokens,
+            kv_reserved=kv_tokens // config.rollout.slots,  # so that no more responses run than there are slots
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,
             max_num_gen_batches=config.policy.max_num_gen_batches,

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the coordinator is JSON; here is how it holds responses."""
+"""Writes responses as JSON and reads them back: a checkpoint holds nothing else of the coordinator."""
 
 import dataclasses
 from collections.abc import Mapping

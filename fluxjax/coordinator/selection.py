@@ -1,4 +1,4 @@
-"""Which of the scored groups a step trains on (Flux, component 4): a pure function of groups, seed and step.
+"""Chooses the scored groups that a step trains on (Flux, component 4): a pure function of groups, seed and step.
 
 Candidates are ordered (as drawn or stalest first; with `curriculum` easy first, and that order among equals), then
 taken stratum by stratum, each as many as its share of the candidates (`stratify`: of a staleness; `diversity`: of a

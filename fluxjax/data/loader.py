@@ -121,7 +121,7 @@ def _next_places(places: grain.MapDataset[Place], start: int, sources: int) -> d
 
 
 def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int]], draw: int, place: Place) -> Drawn:
-    """Reads the prompt at a place. A record that cannot be used is a value, not an error.
+    """Reads the prompt at a place.
 
     Draws of a source that the configuration does not name any more keep their places in the order.
     """
@@ -129,9 +129,13 @@ def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int
     row = at(rows[name], index)
     if name not in sources:
         raise DataError(f"the checkpoint has a prompt of row {row} of data source {name!r}, which is not here")
-    epoch = index // len(sources[name])
+    return read_row(sources[name], name, row, epoch=index // len(sources[name]), draw=draw)
+
+
+def read_row(source: Source, name: str, row: int, *, epoch: int = 0, draw: int = 0) -> Drawn:
+    """Reads a row of the source `name`. A record that cannot be used is a value, not an error."""
     try:
-        return dataclasses.replace(sources[name][row], row=row, epoch=epoch, draw=draw)
+        return dataclasses.replace(source[row], row=row, epoch=epoch, draw=draw)
     except RecordError as error:
         prompt = Prompt(error.id, name, "", "", row=row, epoch=epoch, draw=draw)
         return SkippedPrompt(prompt, error.reason, "unusable record")

@@ -13,14 +13,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from models.decoder import Decoder
-from models.forward import logprobs as model_logprobs
+from models.decoder import logprobs as model_logprobs
 from models.inputs import PackedTokens
 from sharding.fsdp import Fsdp
 from sharding.links import Links
 from sharding.mesh import MeshError, compiler_options, make_mesh
 from sharding.odc import Odc
-from sharding.strategy import Params, Tally
-from sharding.walk import Walk
+from sharding.walk import Params, Tally, Walk
 from sharding.weights import with_shardings
 
 from ..algorithms import importance
@@ -37,7 +36,7 @@ GAP = "rollout_trainer_logprob_gap"
 
 
 class TrainingPhase(NamedTuple):
-    """What is trained: the loss, and the policy that log-probs are of."""
+    """A phase of training: its loss, and the policy that log-probs are of."""
 
     token_loss: TokenLoss
     temperature: float
@@ -63,7 +62,7 @@ class Gradients:
             loss=self._loss,
             row_dims=_row_dims,
             compute_dtype=jnp.dtype(config.model.compute_dtype.value),
-            remat=config.sharding.remat is Remat.LAYER,
+            remat="none" if config.sharding.remat is Remat.AUTO else config.sharding.remat.value,
         )
         self._compile()
 
@@ -76,7 +75,7 @@ class Gradients:
         return self.strategy.shard(params)
 
     def bring(self, outcome: Outcome) -> Outcome:
-        """What `accumulate` returned on another mesh, on this one."""
+        """Brings what `accumulate` returned on another mesh to this one."""
         grads, tally = outcome
         return self.on_mesh(grads), jax.device_put(tally, NamedSharding(self.mesh, P()))
 

@@ -23,13 +23,13 @@ from models.decoder import Decoder, is_abstract, shapes_only
 from models.inputs import PackedTokens
 from sharding.links import Links
 from sharding.mesh import make_mesh
-from sharding.strategy import Params, Tally
-from sharding.weights import with_shardings
+from sharding.walk import Params, Tally
+from sharding.weights import like, with_shardings
 
 from ..algorithms import importance
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
-from ..config import Config, DType, OptimConfig, Schedule, Strategy
+from ..config import Config, OptimConfig, Schedule, Strategy
 from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
 
 
@@ -124,7 +124,7 @@ class Learner:
         grads, tally = programs["accumulate"].out_info
         grads = with_shardings(grads, self.gradients.strategy.shardings)
         tally = on_every_device(tally, self.mesh)
-        return programs | {"update": self._apply.lower(self.params, self.opt_state, grads, tally)}
+        return programs | {"update": self._apply.lower(self.params, grads, self.opt_state, tally)}
 
     def step(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
         """One optimizer step over the sum of the microbatches' losses. Blocks until it is done.
@@ -146,7 +146,7 @@ class Learner:
 
     def update(self, grads: Params, tally: Tally) -> dict[str, float]:
         """The optimizer step with the gradients of a whole step, which are donated. Metrics are those of `step`."""
-        self.params, self.opt_state, report = self._apply(self.params, self.opt_state, grads, tally)
+        self.params, self.opt_state, report = self._apply(self.params, grads, self.opt_state, tally)
         self.version += 1
         return _metrics(tally, np.asarray(report))
 
@@ -167,11 +167,20 @@ class Learner:
             "version": jax.device_put(np.int32(self.version), NamedSharding(self.mesh, P())),
         }
 
+    def forget(self) -> None:
+        """Becomes an abstract learner, to make room for the arrays of `load_state`."""
+        self.params, self.opt_state, self._abstract = like(self.params), like(self.opt_state), True
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned, here or on another mesh."""
-        self.params = self.gradients.on_mesh(state["params"])
-        self.opt_state = jax.device_put(state["opt_state"], self._opt_shardings, may_alias=False)
-        self.version = int(state["version"])
+        """Takes over what `state` returned, here or on another mesh. `state` is emptied, and its moments are copied one
+        by one: they will be donated, which nothing else may look at."""
+        self._abstract = False
+        self.params = self.gradients.on_mesh(state.pop("params"))
+        leaves, tree = jax.tree.flatten(state.pop("opt_state"))
+        for number, sharding in enumerate(jax.tree.leaves(self._opt_shardings)):
+            leaves[number] = jax.block_until_ready(jax.device_put(leaves[number], sharding, may_alias=False))
+        self.opt_state = jax.tree.unflatten(tree, leaves)
+        self.version = int(state.pop("version"))
 
     def _compile_update(self) -> None:
         """The optimizer's programs."""
@@ -187,19 +196,22 @@ class Learner:
         # `jit(init)` alone would put all of it on the first device.
         self._init = jax.jit(self._optimizer.init, out_shardings=self._opt_shardings)
 
-        def apply(params: Params, opt_state: Any, grads: Params, tally: Tally) -> tuple[Params, Any, Array]:
+        def apply(params: Params, grads: Params, opt_state: Any, tally: Tally) -> tuple[Params, Any, Array]:
             grads = jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, params)
             grad_norm = optax.tree_utils.tree_norm(grads)
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(tally.sums["loss"])
             with jax.numpy_dtype_promotion("standard"):  # optax relies on it
                 lr = jnp.asarray(self._schedule(opt_state[-1].count), jnp.float32)
-                updates, new_opt_state = self._optimizer.update(grads, opt_state, params)
-            new = optax.apply_updates(params, updates), new_opt_state
-            params, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (params, opt_state))
+                updates, state = self._optimizer.update(grads, opt_state, params, finite=finite)
+            updated = optax.apply_updates(params, updates)
+            params = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, params)
+            # Counts are scalars. Moments were chosen where they were made (`_adam`).
+            opt_state = jax.tree.map(lambda x, old: x if x.ndim else jnp.where(finite, x, old), state, opt_state)
             skipped = jnp.where(finite, 0.0, 1.0)
             return params, opt_state, jnp.stack([lr, grad_norm, skipped, *jax.tree.leaves(tally)])
 
-        # The new parameters take the place of the gradients; the old ones may still be in use elsewhere.
+        # The new parameters take the place of the gradients; the old ones may still be in use elsewhere. JAX gives each
+        # result the place of the first donated argument of its shape, so arguments stand in the order of results.
         self._apply = jax.jit(apply, donate_argnums=(1, 2), out_shardings=(shardings, self._opt_shardings, replicated))
 
 
@@ -237,30 +249,63 @@ def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, decay], [optim.warmup_steps])
 
 
-def optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+def optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
     """AdamW (decoupled weight decay on every weight) after clipping by the global norm; 0 clips nothing.
 
-    The last part of its state counts the steps."""
-    adam = optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps)
+    Where its `update` is told `finite=False`, moments stay as they are. The last part of its state counts the steps."""
     return optax.chain(
-        optax.clip_by_global_norm(optim.max_grad_norm or math.inf),
-        adam if optim.moments_dtype is DType.FLOAT32 else _kept_in(optim.moments_dtype, adam),
+        _clip(optim.max_grad_norm or math.inf),
+        _adam(optim),
         optax.add_decayed_weights(optim.weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
 
 
-def _kept_in(dtype: DType, inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same transformation, but what it remembers between two steps is rounded to this dtype."""
+def _clip(most: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` by a product for each gradient, which XLA computes on the way; it keeps quotients."""
 
-    def cast(state: Any, to: str) -> Any:
-        return jax.tree.map(lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+    def clipped(grads: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
+        norm = optax.tree_utils.tree_norm(grads)
+        scale = jnp.where(norm < most, 1.0, most / norm)
+        return jax.tree.map(lambda grad: grad * scale, grads)
 
-    def init(params: optax.Params) -> Any:
-        return cast(inner.init(params), dtype.value)
+    return optax.stateless(clipped)
 
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
-        updates, state = inner.update(updates, cast(state, "float32"), params)
-        return updates, cast(state, dtype.value)
 
-    return optax.GradientTransformation(init, update)
+def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam` whose moments are kept in `moments_dtype`, and written in the place of the old ones.
+
+    Updates are computed from the moments as they are kept. All of these are finished first, or else XLA would compute
+    them twice, for the update and to be kept, and hold old and new ones of all weights at once.
+    """
+    dtype, trees = optim.moments_dtype.value, optax.tree_utils
+
+    def init(params: optax.Params) -> optax.ScaleByAdamState:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), params)
+        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
+
+    def update(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        finite: bool | Array = True,
+        **_: Any,
+    ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
+        def kept(new: Array, old: Array) -> Array:
+            return jnp.where(finite, new.astype(dtype), old)
+
+        def wide(moments: optax.Updates) -> optax.Updates:
+            return jax.tree.map(lambda x: x.astype(jnp.float32), moments)
+
+        count = optax.safe_increment(state.count)
+        mu = trees.tree_update_moment(updates, wide(state.mu), optim.beta1, 1)
+        nu = trees.tree_update_moment_per_elem_norm(updates, wide(state.nu), optim.beta2, 2)
+        moments = jax.tree.map(kept, (mu, nu), (state.mu, state.nu))
+        mu, nu = jax.lax.optimization_barrier(moments)
+        mean = trees.tree_bias_correction(wide(mu), optim.beta1, count)
+        square = trees.tree_bias_correction(wide(nu), optim.beta2, count)
+        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + optim.eps), mean, square)
+        return updates, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sharding.strategy import Params, Tally
+from sharding.walk import Params, Tally
 
 from ..algorithms import ALGORITHMS, AlgorithmModule
 from ..algorithms.grpo import zero_variance_groups
@@ -30,7 +30,7 @@ from .learner import Learner
 
 @runtime_checkable
 class OnDevices(Protocol):
-    """What is known here of an engine."""
+    """An engine, as far as training knows it."""
 
     @property
     def devices(self) -> Sequence[Any]:
@@ -141,9 +141,9 @@ class PolicyTrainer:
             "packing/microbatches": float(len(composition.microbatches)),
             "packing/token_fill": tokens_fill,
             "packing/patch_fill": patches_fill,
+            "packing/shapes": float(len(self._composer.shapes)),
         }
-        if plans := plan_metrics(composition, learner.mesh.size):
-            metrics |= plans | {"packing/shapes": float(len(self._composer.shapes))}
+        metrics |= plan_metrics(composition, learner.mesh.size)
         return TrainedStep(tuple(whole.groups), metrics)
 
     def _compute(self, portion: Portion, place: _Place) -> None:
@@ -188,7 +188,7 @@ def portion(groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], con
 
 
 def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
-    """Whether there is a token to train on; with `skip_idle`, one with an advantage."""
+    """Returns whether there is a token to train on; with `skip_idle`, one with an advantage."""
     samples = (sample for group in groups for sample in group.samples if sample.response.token_ids)
     return any(not skip_idle or sample.advantage != 0.0 for sample in samples)
 
@@ -212,7 +212,7 @@ def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _scaled(outcome: Outcome, share: jax.Array | np.float32) -> Outcome:
-    """What is weighted by the loss weights; counts and sums over tokens stay."""
+    """Scales everything that the loss weights weight; counts and sums over tokens stay."""
     grads, tally = outcome
     sums = tally.sums | {"loss": tally.sums["loss"] * share}
     return jax.tree.map(lambda grad: grad * jnp.asarray(share, grad.dtype), grads), Tally(sums, tally.maxima)

@@ -1,1 +1,1 @@
-"""What the user sees: live display, metrics files, pictures and the summary of a run."""
+"""The user's view of a run: live display, metrics files, pictures and the summary of a run."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import models
-from models.config import PatchLayout, Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import AnyConfig, PatchLayout, Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
 from models.folder import why_missing
 from models.processing import Processor
@@ -20,17 +20,34 @@ from sharding.weights import ShardingRules, shardings
 
 from ..config import Config, ConfigError, ModelConfig
 from ..data.sources import Source, all_texts, common_words
+from ..sizing.model_sizes import model_sizes
 
 
 def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None = None) -> tuple[Decoder, Processor]:
-    """Returns the model, with float32 master weights, and its processor. Weights are read or drawn one by one and go
-    straight to where training on `mesh` wants them (None: to one device).
+    """Returns the model with its weights, and its processor. Raises what `describe_model` and `build_weights` do."""
+    sizes, processor = describe_model(config, sources)
+    return build_weights(config, sizes, mesh), processor
+
+
+def build_weights(config: Config, sizes: AnyConfig, mesh: Mesh | None = None) -> Decoder:
+    """Returns the model, with float32 master weights, which are read or drawn one by one and go straight to where
+    training on `mesh` wants them (None: to one device). Raises `ConfigError` for a checkpoint that can't be read."""
+    places = None if mesh is None else functools.partial(shardings, mesh=mesh, rules=ShardingRules())
+    if not config.model.path:
+        return models.create(sizes, config.seed, places)
+    try:
+        return models.load(config.model.path, dtype=jnp.float32, shardings=places)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.path: {error}") from error
+
+
+def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyConfig, Processor]:
+    """Returns the sizes of the model, and its processor; reads no weights.
 
     The tokenizer of a tiny model is built from the prompts and answers of the training `sources`. Raises `ConfigError`
     if `model.path` is not a checkpoint folder that can be read.
     """
     data = config.data
-    places = None if mesh is None else functools.partial(shardings, mesh=mesh, rules=ShardingRules())
     limits = DecodeLimits(pixels=data.max_decoded_pixels, frames=data.max_decoded_frames)
     if config.model.path:
         path = pathlib.Path(config.model.path)
@@ -45,12 +62,11 @@ def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None
                 num_frames=data.video_frames,
                 limits=limits,
             )
-            model = models.load(path, dtype=jnp.float32, shardings=places)
         except (ValueError, OSError) as error:
             raise ConfigError(f"model.path: {error}") from error
         if not processor.eos_ids:
             raise ConfigError(f"model.path: {path} names no end token (generation_config.json, eos_token_id)")
-        return model, processor
+        return model_sizes(config), processor
     vision = tiny_vision(config.model) if config.model.vision else None
     processor = build_processor(
         all_texts(sources.values()),
@@ -59,7 +75,7 @@ def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None
         num_frames=data.video_frames or 4,
         **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
     ).configured(limits=limits)
-    return models.create(tiny_model(config.model, processor, vision), config.seed, places), processor
+    return tiny_model(config.model, processor, vision), processor
 
 
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:

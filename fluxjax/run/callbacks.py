@@ -1,7 +1,8 @@
-"""Hooks into a run, for custom logging, early stopping and the like."""
+"""Hooks into a run, for custom logging, early stopping and the like; the reporter tells them what happens."""
 
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Protocol, runtime_checkable
 
 from models.decoder import Decoder
@@ -9,11 +10,14 @@ from models.processing import Processor
 from rollout.jax_engine import JaxEngine
 
 from ..base.timeline import Timeline
-from ..base.types import Group
-from ..config import Config
+from ..base.types import Group, Prompt
+from ..config import Config, ReportConfig
 from ..coordinator.machine import Coordinator
+from ..learner.gradients import GAP
 from ..learner.learner import Learner
-from ..report.summary import Summary, TrainingResult
+from ..report.display import Display
+from ..report.metrics import MetricsLog, Summary, TrainingResult, dump_samples
+from ..runtime.runtime import Observer, StepReport
 
 
 @runtime_checkable
@@ -59,3 +63,109 @@ class Callbacks:
         """Calls `hook`, a method of `Callback`, of each of them, an earlier one first."""
         for callback in self._callbacks:
             getattr(callback, hook.__name__)(self._trainer, *event)
+
+
+_ALARMS_SHOWN = 3
+
+
+class Reporter(Observer):
+    """Writes down what the runtime reports, and passes it on to `callbacks`."""
+
+    def __init__(
+        self,
+        settings: ReportConfig,
+        *,
+        run_dir: pathlib.Path,
+        summary: Summary,
+        metrics: MetricsLog,
+        display: Display,
+        decode: Callable[[Sequence[int]], str],
+        callbacks: Callbacks,
+    ) -> None:
+        self._settings, self._run_dir = settings, run_dir
+        self._summary, self._metrics, self._display = summary, metrics, display
+        self._decode, self._callbacks = decode, callbacks
+        self._since = time.perf_counter()  # when the last step, evaluation or checkpoint ended
+
+    def on_step(self, report: StepReport) -> None:
+        settings, summary, step = self._settings, self._summary, report.step
+        responses = [sample.response for group in report.groups for sample in group.samples]
+        tokens = sum(len(response.token_ids) for response in responses)
+        seconds = dict(report.seconds)
+        metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
+        # Measured from step to step, because the stages of a step overlap with each other and with the next step's.
+        before, self._since = self._since, time.perf_counter()
+        metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
+        summary.steps_not_finite += int(metrics.get("skipped_nonfinite", 0.0))
+        for stage, value in seconds.items():
+            summary.add_seconds(stage, value)
+        summary.samples_trained += len(responses)
+        summary.tokens_trained += tokens
+        self._watch_gap(step, metrics.get(GAP, 0.0))
+        self._metrics.log("rl", step, metrics)
+        if settings.dump_samples_every and step % settings.dump_samples_every == 0:
+            dump_samples(self._run_dir / "samples", step, report.groups, self._decode, settings.dump_samples)
+        self._display.step(step, metrics, seconds)
+        self._callbacks.tell(Callback.on_step, step, report.groups, metrics)
+
+    def _watch_gap(self, step: int, gap: float) -> None:
+        summary, limit = self._summary, self._settings.logprob_gap_alarm
+        summary.logprob_gap_max = max(summary.logprob_gap_max, gap)
+        if gap <= limit:
+            return
+        summary.logprob_gap_alarms += 1
+        if summary.logprob_gap_alarms <= _ALARMS_SHOWN:
+            more = "; further alarms are only counted" if summary.logprob_gap_alarms == _ALARMS_SHOWN else ""
+            self._display.note(
+                f"ALARM: step {step}: log-probs of engine and trainer differ by {gap:.1e} in the mean, more than "
+                f"report.logprob_gap_alarm = {limit:.1e}: the engine serves another policy{more}"
+            )
+
+    def on_evaluation(self, step: int, full: bool, result: Mapping[str, float]) -> None:
+        self._metrics.log("eval", step, {f"accuracy/{source}": value for source, value in result.items()})
+        self._display.evaluated(result)
+        if full:
+            when = "start" if step == 0 else "end"
+            for source, value in result.items():
+                self._summary.accuracy.setdefault(source, {})[when] = value
+            self._display.note(
+                f"held out at the {when} of RL: "
+                + ", ".join(f"{source} {value:.1%}" for source, value in result.items())
+            )
+        self._callbacks.tell(Callback.on_evaluation, step, result)
+        self._since = time.perf_counter()
+
+    def on_skip(self, prompt: Prompt, reason: str) -> None:
+        self._summary.count_skip(reason)
+
+    def on_checkpoint(self, step: int) -> None:
+        self._callbacks.tell(Callback.on_checkpoint, step)
+        self._since = time.perf_counter()
+
+
+def opening(summary: Summary, sources: Mapping[str, Sized], run_dir: pathlib.Path, resumed: int | None) -> str:
+    """Returns the first line that a run prints."""
+    begin = "starting" if resumed is None else f"resuming after step {resumed}"
+    named = ", ".join(f"{name} ({len(source):,})" for name, source in sources.items())
+    devices = f"{summary.devices} device{'s' if summary.devices > 1 else ''}"
+    return f"{begin}: {summary.parameters:,} parameters on {devices}, sources {named}, run folder {run_dir}"
+
+
+def closing(summary: Summary, reason: str) -> str:
+    """Returns the last lines that a run prints: its accuracies beside its controls, and what went wrong."""
+    lines = [f"{reason}: {summary.steps} steps in {summary.seconds['total']:.0f} s"]
+    for source, accuracy in summary.accuracy.items():
+        values = [f"{accuracy[when]:.1%}" for when in ("start", "end") if when in accuracy]
+        parts = [f"{source}: held out {' -> '.join(values)}{' by RL' if len(values) == 2 else ''}"]
+        parts += [f"blind {summary.blind[source]:.1%}"] if source in summary.blind else []
+        parts += [f"chance {summary.chance[source]:.1%}"] if source in summary.chance else []
+        lines.append(", ".join(parts))
+    lines.append(f"largest log-prob gap between engine and trainer: {summary.logprob_gap_max:.1e}")
+    if summary.samples_skipped:
+        skipped = ", ".join(f"{reason} ({count})" for reason, count in summary.samples_skipped.items())
+        lines.append(f"skipped prompts: {skipped}")
+    if summary.steps_not_finite:
+        lines.append(f"steps left out because their gradients were not finite: {summary.steps_not_finite}")
+    if summary.checkpoints_failed:
+        lines.append(f"checkpoints that could not be written: {summary.checkpoints_failed}")
+    return "\n".join(lines)

@@ -6,9 +6,11 @@ part (coordinator, data position, weight version, what the summary has counted s
 
 import errno
 import logging
+import math
 import os
 import pathlib
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,10 +27,12 @@ class ResumeError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in `folder/<step>/`. An unfinished one is never listed: Orbax renames at the end."""
 
-    def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False) -> None:
-        """`read_only` leaves alone what a run that is still going on may be writing. Raises `ResumeError` if the
-        folder cannot be created."""
+    def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False, largest: int = 0) -> None:
+        """`read_only` leaves alone what a run that is still going on may be writing. `largest` is the size of the
+        largest array, in bytes: about as much is encoded or decoded at a time, or else a second copy of the state would
+        be in the host's memory. Raises `ResumeError` if the folder cannot be created."""
         self.folder = folder.absolute()
+        self._at_once = math.ceil(max(1.1 * largest, _LEAST_AT_ONCE) / 1e9)  # Orbax counts in GB
         self._keep = keep
         self._read_only = read_only
         self.failed: list[str] = []  # reasons, one for each checkpoint that could not be written
@@ -41,7 +45,8 @@ class Checkpoints:
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
         )
-        handlers = {"arrays": ocp.StandardCheckpointHandler(), "state": ocp.JsonCheckpointHandler()}
+        arrays = ocp.StandardCheckpointHandler(save_concurrent_gb=self._at_once, restore_concurrent_gb=self._at_once)
+        handlers = {"arrays": arrays, "state": ocp.JsonCheckpointHandler()}
         try:
             return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         except OSError as error:
@@ -87,11 +92,14 @@ class Checkpoints:
             return False
         return True
 
-    def restore(self, abstract: PyTree, step: int | None = None) -> tuple[int, PyTree, dict[str, Any]]:
+    def restore(
+        self, abstract: PyTree, step: int | None = None, make_room: Callable[[], None] = lambda: None
+    ) -> tuple[int, PyTree, dict[str, Any]]:
         """Reads the checkpoint of `step` (the newest by default) as `(step, arrays, state)`.
 
-        `abstract` is a pytree of `ShapeDtypeStruct` with the shardings wanted now: see `like`.
-        Raises `ResumeError` if there is none, or if its arrays do not fit the model of the configuration.
+        `abstract` is a pytree of `ShapeDtypeStruct` with the shardings wanted now. `make_room` is called
+        once it is known that the arrays fit, before any is read. Raises `ResumeError` if there is none, or if its
+        arrays do not fit the model of the configuration.
         """
         self.wait()  # what is being written can be described only once it is complete
         step = self.latest() if step is None else step
@@ -100,6 +108,7 @@ class Checkpoints:
         args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract), state=ocp.args.JsonRestore())
         try:
             self._check_fits(step, abstract)  # before any array is read: Orbax's failed reads end noisily, one by one
+            make_room()
             restored = self._manager.restore(step, args=args)
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise ResumeError(
@@ -148,6 +157,7 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     }
 
 
+_LEAST_AT_ONCE = 1e9  # bytes of arrays
 _MARGIN = 2**20  # bytes beside the arrays: metadata, many small files
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
@@ -165,8 +175,3 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 for _name in ("absl", "asyncio"):
     logging.getLogger(_name).addFilter(_is_news)
-
-
-def like(arrays: PyTree) -> PyTree:
-    """Makes abstract copies of `arrays`: same shapes, types and shardings."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), arrays)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rollout.engine import Engine
 
 from ..config import Config
-from ..report.summary import Summary
+from ..report.metrics import Summary
 from ..runtime.held_out import HeldOut
 
 

@@ -11,26 +11,29 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 import models
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count, shapes_only
 from rollout.engine import EngineError
 from sharding.mesh import MeshError, make_mesh
 from sharding.odc import OdcError
+from sharding.weights import like
 
 from ..algorithms import ALGORITHMS, AlgorithmModule
-from ..base.compile_cache import use_compile_cache
 from ..base.errors import DataError
 from ..base.event_loop import run_async, stop_on_signals
+from ..base.process import LARGE_MODEL, give_back_large_blocks, use_compile_cache
 from ..base.timeline import Timeline
 from ..base.types import PreparedPrompt, Prompt
 from ..batch.composer import Composer
 from ..config import Config, ConfigError, run_folder
-from ..config.unread import remarks
+from ..config.cli import remarks
 from ..coordinator import CoordinatorError, SchedulingPolicy
 from ..coordinator.factory import make_coordinator
 from ..coordinator.messages import Finish
-from ..data.loader import PromptLoader
+from ..data.loader import PromptLoader, read_row
 from ..data.prepare import Preparer
 from ..data.sources import given, open_held_out, open_sources, open_warm_start
 from ..learner.learner import Learner
@@ -38,17 +41,16 @@ from ..learner.policy_trainer import PolicyTrainer
 from ..learner.warm_start import warm_start
 from ..report import pictures
 from ..report.display import Display
-from ..report.metrics import MetricsLog, read
-from ..report.summary import Summary, TrainingResult
+from ..report.metrics import MetricsLog, Summary, TrainingResult, read
 from ..rewards import Scorer
-from ..runtime.engine_pool import EnginePool
+from ..runtime.engine_pool import EnginePool, engine_count
 from ..runtime.held_out import HeldOut
 from ..runtime.runtime import Runtime
-from .build import build_model, sampling_params
-from .callbacks import Callback, Callbacks
-from .checkpoint import Checkpoints, ResumeError, like
+from .build import build_weights, describe_model, sampling_params
+from .callbacks import Callback, Callbacks, Reporter, closing, opening
+from .checkpoint import Checkpoints, ResumeError
 from .evaluation import HeldOutEvaluator
-from .reporter import Reporter, closing, opening
+from .memory_check import settled_remat
 
 log = logging.getLogger(__name__)
 _STOPPED = "stopped on request; the same command with this run_dir goes on"
@@ -81,6 +83,7 @@ class FluxTrainer:
         folder: to look at a run that may still be going on (`load_checkpoint`, `evaluate`)."""
         config.validate()
         self.config = config = copy.deepcopy(config)
+        self._asked = config.sharding.remat, config.policy.engines  # before the devices here decide
         self.callbacks = list(callbacks)
         self.display = display or Display(config.steps)
         self.run_dir = pathlib.Path(config.run_dir) if read_only else run_folder.create(config)
@@ -102,7 +105,13 @@ class FluxTrainer:
                 mesh = make_mesh(config.sharding.devices)
             except MeshError as error:
                 raise ConfigError(f"sharding.devices: {error}") from error
-            model, self.processor = build_model(config, self.sources, mesh)
+            sizes, self.processor = describe_model(config, self.sources)
+            if not read_only:
+                never_sampled = self.processor.media_token_ids
+                config.sharding.remat = settled_remat(config, sizes, mesh, never_sampled, self.display.note)
+            if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
+                give_back_large_blocks()
+            model = build_weights(config, sizes, mesh)
             self._model = shapes_only(model)
             self.vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
             self.algorithm = algorithm or ALGORITHMS[config.algorithm.name]
@@ -113,9 +122,14 @@ class FluxTrainer:
             self.composer = Composer(config, mesh.size, self.vision, self.learner.text)
             self.composer.check()
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
-            self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only)
+            largest = max(array.nbytes for array in jax.tree.leaves(self.learner.params))
+            self.checkpoints = Checkpoints(
+                self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only, largest=largest
+            )
 
             # --- fleet --------------------------------------------------------------------------
+            config.policy.engines = engine_count(config)
+            config.validate_scheduling()  # now that their number is known
             self.pool = EnginePool(config, self._model)
             self.engines = self.pool.engines  # one list that changes with their degree
             self.engine = self.engines[0]  # the one that evaluates
@@ -156,7 +170,9 @@ class FluxTrainer:
         config.evaluation.every = config.evaluation.every if eval_interval is None else eval_interval
         config.checkpoint.every = config.checkpoint.every if checkpoint_interval is None else checkpoint_interval
         config.validate()
-        run_folder.write(config, self.run_dir)
+        asked = copy.deepcopy(config)  # the folder may go on, or be evaluated, on other devices
+        asked.sharding.remat, asked.policy.engines = self._asked
+        run_folder.write(asked, self.run_dir)
         own_callbacks = self.callbacks
         if prompts is not None:
             self.sources = given(prompts, config.data)
@@ -205,13 +221,17 @@ class FluxTrainer:
 
     def load_checkpoint(self, step: int | None = None) -> int:
         """Restores a checkpoint of this run folder, the newest by default, onto this trainer's mesh; `fit` goes on
-        from there. Returns its step; raises `ResumeError` if there is none or it fits another model."""
+        from there. Returns its step; raises `ResumeError` if there is none or it fits another model.
+
+        The learner's arrays go before those of the checkpoint come, so that no device holds both."""
         wanted = {"learner": self.learner.state()}
         if self.config.algorithm.kl_coefficient:
             wanted["reference"] = self.learner.params
-        step, arrays, state = self.checkpoints.restore(like(wanted), step)
+        abstract = like(wanted)
+        del wanted
+        step, arrays, state = self.checkpoints.restore(abstract, step, self._forget_arrays)
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
-        self.learner.load_state(arrays["learner"])
+        self.learner.load_state(arrays.pop("learner"))
         self.reference = arrays.get("reference")
         self.coordinator = make_coordinator(self.config, self._policy)
         self.source.load_state_dict(state["source"])
@@ -226,6 +246,10 @@ class FluxTrainer:
         self.summary.resumed_from.append(step)
         self._loaded, self._started = step, True
         return step
+
+    def _forget_arrays(self) -> None:
+        self.reference = None
+        self.learner.forget()
 
     def close(self) -> None:
         """Ends threads and waits for checkpoints under way. The end of `with trainer:` calls it."""
@@ -403,7 +427,7 @@ class FluxTrainer:
             prompts = {}
             for name, source in self.eval_sources.items():
                 count = min(self.config.evaluation.samples, len(source))
-                prepared, skipped = self.source.prepare_all(source[index] for index in range(count))
+                prepared, skipped = self.source.prepare_all(read_row(source, name, row) for row in range(count))
                 for _, reason in skipped:
                     self.summary.count_skip(f"held out: {reason}")
                 if not prepared:

@@ -1,7 +1,8 @@
 """The embedded engines of a run, on a fixed set of devices: how many there are follows from how many devices each has.
 
-The devices are the first `policy.engines` x `parallelism.degree` of this process, dealt to engines in their order. At
-another degree there are as many engines as that leaves whole; devices that make no whole engine are idle meanwhile.
+The devices are the first `policy.engines` x `parallelism.degree` of this process, dealt to engines in their order;
+where `policy.engines` is 0, all accelerators of the process that make whole engines. At another degree there are as
+many engines as that leaves whole; devices that make no whole engine are idle meanwhile.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,16 @@ from ..batch.composer import Composer
 from ..config import Config, ConfigError, Policy
 
 
+def engine_count(config: Config) -> int:
+    """The engines of a run on the devices of its process: as configured, or as many as there are accelerators for."""
+    devices = jax.local_devices()
+    if config.policy.engines:
+        return config.policy.engines
+    if devices[0].platform == "cpu":
+        return 1  # its devices are the same cores
+    return max(min(len(devices), config.sharding.devices or len(devices)) // config.parallelism.degree, 1)
+
+
 class EnginePool:
     """The embedded `ports.Engines`. `engines` is one list that changes; its first engine is always the same.
 
@@ -27,8 +38,8 @@ class EnginePool:
     """
 
     def __init__(self, config: Config, model: Decoder) -> None:
-        parallelism, engines = config.parallelism, config.policy.engines
         devices = jax.local_devices()
+        parallelism, engines = config.parallelism, engine_count(config)
         wanted = engines * parallelism.degree
         if wanted > len(devices) and (parallelism.degree > 1 or parallelism.enabled):
             raise ConfigError(
@@ -60,9 +71,16 @@ class EnginePool:
             self._model,
             slots=rollout.slots,
             max_sequence_tokens=rollout.max_sequence_tokens,
+            kv_tokens=rollout.kv_tokens,
+            kv_fraction=rollout.kv_fraction / self._a_device,
             compute_dtype=self._config.model.compute_dtype.value,
             devices=devices,
         )
+
+    @property
+    def _a_device(self) -> int:
+        """The most engines that share a device."""
+        return -(-len(self.devices) // len(set(self.devices)))
 
     async def set_parallelism(self, degree: int) -> Sequence[JaxEngine]:
         """Makes engines on `degree` devices each, awake, which serve what the first engine does. Engines that are too
@@ -89,12 +107,11 @@ class EnginePool:
         most = min(parallelism.max_degree, len(self.devices)) if parallelism.enabled else parallelism.degree
         least = 1 if parallelism.enabled else parallelism.degree
         degrees = [1 << power for power in range(most.bit_length()) if least <= 1 << power]
-        a_device = -(-len(self.devices) // len(set(self.devices)))  # engines at most
         for degree in degrees:
             half = len(self._deal(degree)) // 2
             try:
                 if half:
-                    Composer(self._config, -(-half // a_device) * degree, vision, model.config.text).check()
+                    Composer(self._config, -(-half // self._a_device) * degree, vision, model.config.text).check()
             except ConfigError as error:
                 raise ConfigError(f"stream_trainer.enabled: on the devices of half of the engines: {error}") from error
 

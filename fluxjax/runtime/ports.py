@@ -1,4 +1,4 @@
-"""What the runtime works with: one small protocol for each collaborator, and what observers are told."""
+"""The runtime's collaborators: one small protocol for each, and what observers are told."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -153,7 +153,7 @@ class Cluster:
 
     @_carry_out.of(messages.Lend)
     def _lend(self, order: messages.Lend) -> None:
-        """What ran there was parked before this, at once."""
+        """Everything that ran there was parked before this, at once."""
         self.rollout.lend(set(order.engines))
         self.clock.after(0.0, partial(self.post, messages.Lent(order.engines)))
 

@@ -16,7 +16,7 @@ _CRASH, _DOWN, _SLOW, _SLOW_FOR, _REPLY, _DELAY, _SYNC, _REWARD = range(8)
 
 @dataclasses.dataclass(slots=True)
 class FaultRates:
-    """How often faults happen: never by default. Intervals and durations (s) are means of exponential distributions."""
+    """Rates of faults: never by default. Intervals and durations (s) are means of exponential distributions."""
 
     crash_every: float = not_negative(0.0)  # seconds between two of one engine; 0: never
     down: float = not_negative(60.0)  # seconds until it is up again

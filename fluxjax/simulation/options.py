@@ -79,6 +79,7 @@ class SimulateConfig(Config):
     unread: ClassVar[tuple[str, ...]] = (
         *("name", "run_dir", "model", "data", "warm_start", "algorithm", "optim", "sharding", "packing", "report"),
         *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.slots", "rollout.max_sequence_tokens"),
+        *("rollout.kv_tokens", "rollout.kv_fraction"),
         *("evaluation.samples", "evaluation.samples_during", "checkpoint.keep"),
     )
 

@@ -1,1 +1,1 @@
-"""What a run needs of each device, found out before it runs: its programs compiled without data, weights or GPUs."""
+"""Finds out what a run needs of each device before it runs: its programs compiled without data, weights or GPUs."""

@@ -9,6 +9,11 @@ from typing import TypeAlias
 GIB = 2.0**30
 
 
+def in_gib(size: float) -> str:
+    """Bytes as GiB in words; what is small keeps three digits."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Account:
     """Bytes on the fullest device. `temporaries` and `results` are those of each program, by name."""
@@ -50,9 +55,13 @@ class Account:
             "publish": {kind: size for kind, size in resident.items() if size} | {"temporaries": self.largest_weight},
         }
 
+    def totals(self) -> dict[str, float]:
+        """Bytes by phase."""
+        return {phase: sum(kinds.values()) for phase, kinds in self.phases().items()}
+
     def peak(self) -> tuple[str, float]:
         """(the phase that needs most, its bytes)."""
-        totals = {phase: sum(kinds.values()) for phase, kinds in self.phases().items()}
+        totals = self.totals()
         phase = max(totals, key=lambda name: totals[name])
         return phase, totals[phase]
 
@@ -63,9 +72,14 @@ class Account:
     def with_temporaries(self, program: str, size: float) -> Account:
         return dataclasses.replace(self, temporaries={**self.temporaries, program: max(size, 0.0)})
 
+    def with_cache(self, share: float) -> Account:
+        """The account with `share` of the tokens in the caches."""
+        return dataclasses.replace(self, cache=share * self.cache)
+
     def with_slots(self, share: float) -> Account:
-        """With `share` of the slots: a round of decoding reads and writes a part of the cache for each."""
-        account = dataclasses.replace(self, cache=share * self.cache)
+        """The account with `share` of the slots, each with as much of the cache as now: a round of decoding reads and
+        writes a part of it for each."""
+        account = self.with_cache(share)
         return account.with_temporaries("decode", share * self.temporaries["decode"])
 
     def with_devices(self, factor: float) -> Account:
@@ -76,13 +90,13 @@ class Account:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How a program's temporaries grow with the tokens of a row: a straight line through two compiled lengths."""
+    """The growth of a program's temporaries with the tokens of a row: a straight line through two compiled lengths."""
 
     tokens: int
     slope: float  # bytes a token
 
     def account(self, account: Account, tokens: int) -> Account:
-        """With rows of so many tokens."""
+        """The account with rows of so many tokens."""
         more = (tokens - self.tokens) * self.slope
         account = account.with_temporaries("accumulate", account.temporaries["accumulate"] + more)
         share = tokens / self.tokens
@@ -109,7 +123,7 @@ class Remedy:
     bytes: float
 
     def __str__(self) -> str:
-        return f"{' '.join(self.settings)}  ->  {self.bytes / GIB:.1f} GiB"
+        return f"{' '.join(self.settings)}  ->  {in_gib(self.bytes)} GiB"
 
 
 # A setting, as on the command line, and the account with it; None where it changes nothing.

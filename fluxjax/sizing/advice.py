@@ -9,12 +9,29 @@ import functools
 import jax
 
 import models
+from rollout.pages import PAGE_TOKENS
 
-from ..config import Remat, Strategy
+from ..config import Config, Remat, Strategy
 from .account import Account, Change, Rows
-from .programs import Progress, RunShapes, bytes_on_device, compiled_at_depth, engine_arrays
+from .programs import (
+    Progress,
+    RunShapes,
+    bytes_on_device,
+    cache_tokens,
+    compiled_at_depth,
+    engine_arrays,
+    engines_of,
+)
 
 LEAST_SLOTS = 8
+REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the quickest to the one that needs least
+
+
+def with_remat(config: Config, remat: Remat) -> Config:
+    """A copy of the configuration with this rematerialisation."""
+    changed = copy.deepcopy(config)
+    changed.sharding.remat = remat
+    return changed
 
 
 def changes(run: RunShapes, rows: Rows, usable: float, few: int, progress: Progress) -> list[Change]:
@@ -23,16 +40,21 @@ def changes(run: RunShapes, rows: Rows, usable: float, few: int, progress: Progr
     config = run.config
 
     @functools.cache
-    def with_remat() -> float:
-        changed = copy.deepcopy(config)
-        changed.sharding.remat = Remat.LAYER
+    def temporaries(remat: Remat) -> float:
+        changed = with_remat(config, remat)
         _, programs = compiled_at_depth(changed, run.model, run.devices, ["accumulate"], few, progress)
         return programs["accumulate"].temporaries
 
-    def remat(account: Account) -> tuple[str, Account] | None:
-        if config.sharding.remat is Remat.LAYER:
+    def less_kept(account: Account) -> tuple[str, Account] | None:
+        found: tuple[str, Account] | None = None
+        if account.totals()["accumulate"] <= usable:
             return None
-        return "--config.sharding.remat=layer", account.with_temporaries("accumulate", with_remat())
+        for remat in REMATS[REMATS.index(config.sharding.remat) + 1 :]:
+            if found is None or found[1].bytes > usable:
+                changed = account.with_temporaries("accumulate", temporaries(remat))
+                if found is None or changed.bytes < found[1].bytes:
+                    found = f"--config.sharding.remat={remat.value}", changed
+        return found
 
     def shorter_rows(account: Account) -> tuple[str, Account] | None:
         room = 1 if config.sharding.strategy is Strategy.FSDP else len(run.devices)
@@ -44,7 +66,18 @@ def changes(run: RunShapes, rows: Rows, usable: float, few: int, progress: Progr
             return None
         return f"--config.packing.tokens_per_row={tokens}", rows.account(account, tokens)
 
+    def smaller_cache(account: Account) -> tuple[str, Account] | None:
+        tokens, kept = cache_tokens(config), bytes_on_device(run.engine.cache)
+        now = int(tokens * kept / bytes_on_device(engine_arrays(config, models.abstract(run.model), run.devices).cache))
+        for share in (0.75, 0.5, 0.25):
+            count = int(share * now) // PAGE_TOKENS * PAGE_TOKENS
+            if count >= config.rollout.max_sequence_tokens and account.with_cache(share).bytes <= usable:
+                return f"--config.rollout.kv_tokens={count}", account.with_cache(share)
+        return None
+
     def fewer_slots(account: Account) -> tuple[str, Account] | None:
+        if config.rollout.kv_tokens:
+            return None  # the cache is as large with fewer
         slots = config.rollout.slots
         for count in range(slots // LEAST_SLOTS * LEAST_SLOTS, 0, -LEAST_SLOTS):
             if count < slots and account.with_slots(count / slots).bytes <= usable:
@@ -54,7 +87,8 @@ def changes(run: RunShapes, rows: Rows, usable: float, few: int, progress: Progr
         return f"--config.rollout.slots={slots // 4}", account.with_slots(0.25)
 
     def wider_engines(account: Account) -> tuple[str, Account] | None:
-        degree, wanted = config.parallelism.degree, config.policy.engines * config.parallelism.degree
+        degree = config.parallelism.degree
+        wanted = engines_of(config, run.devices) * degree
         most = min(config.sharding.devices_per_host, len(run.devices), run.model.text.num_heads)
         best: tuple[str, Account] | None = None
         while 2 * degree <= most and (best is None or best[1].bytes > usable):
@@ -72,6 +106,6 @@ def changes(run: RunShapes, rows: Rows, usable: float, few: int, progress: Progr
         return best
 
     def more_devices(account: Account) -> tuple[str, Account] | None:
-        return "twice as many hosts in --topology", account.with_devices(2)
+        return "twice as many devices", account.with_devices(2.0)
 
-    return [remat, shorter_rows, fewer_slots, wider_engines, more_devices]
+    return [less_kept, shorter_rows, smaller_cache, fewer_slots, wider_engines, more_devices]

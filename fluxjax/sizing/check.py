@@ -15,12 +15,24 @@ import models
 from models.config import AnyConfig
 from models.decoder import parameter_count
 
-from ..config import Config
-from .account import GIB, Account, Remedy, Rows, remedies
-from .advice import changes
+from ..config import Config, Remat
+from .account import GIB, Account, Remedy, Rows, in_gib, remedies
+from .advice import REMATS, changes, with_remat
 from .programs import Compiled, Progress, RunShapes, bytes_on_device, compiled_at_depth, with_layers
 
 PROGRAMS = ("accumulate", "update", "logprobs", "prefill", "decode")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRoom:
+    """The memory of a device."""
+
+    memory: float  # bytes
+    usable: float  # bytes of that, by JAX
+    said_by: str  # the setting that says so, and its value
+
+    def __str__(self) -> str:
+        return f"{in_gib(self.usable)} of {in_gib(self.memory)} GiB with {self.said_by}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,24 +41,48 @@ class Verdict:
 
     parameters: int
     devices: int
-    memory: int  # of a device
-    usable: float  # of that, by JAX
+    room: DeviceRoom
+    remat: Remat  # as configured, or as chosen
     layers: int  # decoder layers of the model
     compiled_layers: int  # fewer: memory and collectives are extrapolated from this and twice this
     account: Account
     programs: Mapping[str, Compiled]
     host: int  # bytes of a process while weights are loaded, beside what Python and XLA take
-    largest_row: int  # tokens; 0: none fits
+    largest_row: int | None  # tokens; 0: none fits; None: nobody asked
     row: int  # tokens, as configured
     remedies: Sequence[Remedy]  # where it does not fit
 
     @property
     def fits(self) -> bool:
-        return self.account.bytes <= self.usable
+        return self.account.bytes <= self.room.usable
 
     @property
     def extrapolated(self) -> bool:
         return self.compiled_layers < self.layers
+
+    @property
+    def attention(self) -> dict[str, str]:
+        """The kernels of attention that were compiled, by program: `triton`, or `portable` throughout."""
+        attending = {name: program for name, program in self.programs.items() if name != "update"}
+        return {name: "triton" if program.triton else "portable" for name, program in attending.items()}
+
+    @property
+    def offloaded(self) -> float:
+        """Bytes of activations of a device that lie in the host's memory."""
+        return max(program.offloaded for program in self.programs.values())
+
+    def answer(self) -> list[str]:
+        """Whether the run fits, and else which settings would, in lines."""
+        phase, peak = self.account.peak()
+        fits = "FITS" if self.fits else "DOES NOT FIT"
+        lines = [f"{fits}: the peak is {in_gib(peak)} GiB ({phase}); JAX may use {self.room}."]
+        if self.fits:
+            return lines
+        if any(remedy.bytes <= self.room.usable for remedy in self.remedies):
+            lines.append("It would fit with" + (" any one of:" if len(self.remedies) > 1 else ":"))
+        elif self.remedies:
+            lines.append("None of these makes it fit, not even all together; use a smaller model or more devices:")
+        return lines + [f"  {remedy}" for remedy in self.remedies]
 
     def json(self) -> dict[str, Any]:
         phase, peak = self.account.peak()
@@ -54,8 +90,11 @@ class Verdict:
             "fits": self.fits,
             "peak_gib": round(peak / GIB, 2),
             "peak_phase": phase,
-            "usable_gib": round(self.usable / GIB, 2),
-            "device_gib": round(self.memory / GIB, 2),
+            "usable_gib": round(self.room.usable / GIB, 2),
+            "device_gib": round(self.room.memory / GIB, 2),
+            "remat": self.remat.value,
+            "attention": self.attention,
+            "offloaded_gib": round(self.offloaded / GIB, 3),
             "devices": self.devices,
             "parameters": self.parameters,
             "layers": self.layers,
@@ -90,64 +129,87 @@ def check(
     config: Config,
     model: AnyConfig,
     devices: Sequence[Any],
-    memory: int,
-    usable: float,
+    room: DeviceRoom,
     progress: Progress,
+    *,
     layers: int = 0,
+    never_sampled: tuple[int, ...] | None = None,
+    longest_row: bool = True,
 ) -> Verdict:
-    """Compiles the largest shape of each program for `devices`, whose `memory` JAX may use `usable` of.
+    """Compiles the largest shape of each program for `devices`, each of which has `room`.
 
     `layers`: so many decoder layers, and twice as many, are compiled, and what all need is extrapolated along a
-    straight line; 0, or half of the model's or more: all. Raises ConfigError for settings that can't work.
+    straight line; 0, or half of the model's or more: all. With `sharding.remat` auto, the first of `REMATS` that fits
+    is taken. Without `longest_row`, a run that fits is compiled no further. `never_sampled` as of `RunShapes.of`.
+    Raises ConfigError for settings that can't work.
     """
-    depth, run = model.text.num_layers, RunShapes.of(config, model, devices)
+    depth = model.text.num_layers
     few = layers if 0 < 2 * layers < depth else depth
-    first, programs = compiled_at_depth(config, model, devices, PROGRAMS, few, progress)
-    account = _account(run, programs)
+    first: dict[str, Compiled] = {}
+    programs: dict[str, Compiled] = {}
 
-    tokens = config.packing.tokens_per_row
-    longer = copy.deepcopy(config)
-    longer.packing.tokens_per_row = 2 * tokens
-    fewer = RunShapes.of(longer, with_layers(model, few), devices)
-    grown = fewer.compiled(["accumulate"], progress)["accumulate"].temporaries
-    slope = (grown - first["accumulate"].temporaries) / tokens
-    # What the other layers add grows with the row, too, but for their gradients.
-    others = programs["accumulate"].temporaries - first["accumulate"].temporaries
-    others -= bytes_on_device(run.learner.params) - bytes_on_device(fewer.learner.params)
-    rows = Rows(tokens, slope + max(others, 0.0) / tokens)
+    def compiled(remat: Remat, names: Sequence[str]) -> tuple[RunShapes, Account]:
+        changed = with_remat(config, remat)
+        run = RunShapes.of(changed, model, devices, usable=room.usable)
+        sized = copy.deepcopy(changed)  # programs of fewer layers have the cache that the whole model leaves room for
+        sized.rollout.kv_tokens = run.cache_tokens
+        shallow, whole = compiled_at_depth(sized, model, devices, names, few, progress, never_sampled)
+        first.update(shallow)
+        programs.update(whole)
+        return run, _account(run, programs)
+
+    quickest, *others = REMATS if config.sharding.remat is Remat.AUTO else [config.sharding.remat]
+    run, account = compiled(quickest, PROGRAMS)
+    for remat in others:
+        if account.totals()["accumulate"] <= room.usable:  # no other phase depends on it
+            break
+        run, account = compiled(remat, ["accumulate"])
+    fits = account.bytes <= room.usable
+    rows = _rows(run, few, first, programs, progress) if longest_row or not fits else None
     found: list[Remedy] = []
-    if account.bytes > usable:
-        found = remedies(account, usable, changes(run, rows, usable, few, progress))
+    if rows is not None and not fits:
+        found = remedies(account, room.usable, changes(run, rows, room.usable, few, progress))
     specs = jax.tree.leaves(run.learner.gradients.strategy.specs, is_leaf=lambda leaf: hasattr(leaf, "axes"))
     largest_tensor = max(math.prod(spec.shape) for spec in specs)
     return Verdict(
         parameters=parameter_count(models.abstract(model)),
         devices=len(devices),
-        memory=memory,
-        usable=usable,
+        room=room,
+        remat=run.config.sharding.remat,
         layers=depth,
         compiled_layers=few,
         account=account,
         programs=programs,
         host=largest_tensor * (4 + 4),  # as read, in four bytes at most, and as float32
-        largest_row=rows.largest(account, usable),
+        largest_row=None if rows is None else rows.largest(account, room.usable),
         row=config.packing.tokens_per_row,
         remedies=found,
     )
 
 
+def _rows(
+    run: RunShapes, few: int, first: Mapping[str, Compiled], programs: Mapping[str, Compiled], progress: Progress
+) -> Rows:
+    """How temporaries grow with a row, from rows of twice the configured length in `few` layers."""
+    tokens = run.config.packing.tokens_per_row
+    longer = copy.deepcopy(run.config)
+    longer.packing.tokens_per_row = 2 * tokens
+    fewer = RunShapes.of(longer, with_layers(run.model, few), run.devices)
+    grown = fewer.compiled(["accumulate"], progress)["accumulate"].temporaries
+    slope = (grown - first["accumulate"].temporaries) / tokens
+    # What the other layers add grows with the row, too, but for their gradients.
+    others = programs["accumulate"].temporaries - first["accumulate"].temporaries
+    others -= bytes_on_device(run.learner.params) - bytes_on_device(fewer.learner.params)
+    return Rows(tokens, slope + max(others, 0.0) / tokens)
+
+
 def _account(run: RunShapes, programs: Mapping[str, Compiled]) -> Account:
-    config, learner = run.config, run.learner
-    masters = bytes_on_device(learner.params)
-    engines = -(-config.policy.engines * config.parallelism.degree // len(run.devices))
+    resident = run.resident()
     return Account(
-        masters=masters,
-        gradients=masters * jnp.dtype(config.optim.gradients_dtype.value).itemsize / 4,
-        moments=bytes_on_device(learner.opt_state),
-        reference=masters if config.algorithm.kl_coefficient else 0.0,
+        **resident,
+        gradients=resident["masters"] * jnp.dtype(run.config.optim.gradients_dtype.value).itemsize / 4,
         batch=bytes_on_device(run.batch),
-        engine=engines * bytes_on_device(run.engine.params),
-        cache=engines * bytes_on_device(run.engine.cache),
+        cache=run.engines_a_device * bytes_on_device(run.engine.cache),
         largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(run.engine.handed_in)),
         temporaries={name: compiled.temporaries for name, compiled in programs.items()},
         results={name: compiled.results for name, compiled in programs.items()},

@@ -6,6 +6,7 @@ largest that a few steps of made-up lengths asked for. Rows and patches are as l
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -13,14 +14,14 @@ import numpy as np
 
 from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
 from models.inputs import ModelInput
-from models.processing.vision_input import pack_patches
+from models.processing.vision_input import common_bound, pack_patches
 from sharding.spread.shapes import ShapeBook
 
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
 from ..batch.composer import Composer
-from ..batch.fill import lay_out_rows
-from ..batch.part import Room
-from ..batch.pieces import PackedRows, Piece, TrainGroup
+from ..batch.composition import PackedRows, Piece, TrainGroup
+from ..batch.fill import lay_out_parts, lay_out_rows
+from ..batch.part import Room, SizedPart
 from ..batch.rows import Budget
 from ..config import Config, ConfigError, Strategy
 
@@ -45,14 +46,11 @@ def prompt(config: Config, model: AnyConfig, tokens: int, image: bool = True) ->
     features, vision_input = np.full(tokens, -1, np.int32), None
     vision = vision_of(model)
     if vision is not None and image:
-        most = min(tokens - TEXT_TOKENS, config.packing.patches_per_device // vision.merge_unit)
+        most = min(max(tokens - TEXT_TOKENS, 1), config.packing.patches_per_device // vision.merge_unit)
         if config.data.max_pixels:
             most = min(most, config.data.max_pixels // (vision.patch_size**2 * vision.merge_unit))
         if most < 1:
-            raise ConfigError(
-                f"rollout.max_sequence_tokens, rollout.max_new_tokens and packing.patches_per_device leave no room for "
-                f"an image in a prompt of {tokens} tokens"
-            )
+            raise ConfigError("data.max_pixels and packing.patches_per_device leave no room for an image")
         rows = math.isqrt(most)
         columns = most // rows
         merge = vision.spatial_merge_size
@@ -77,23 +75,26 @@ def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBa
     temperature = 1.0 if config.schedules.temperature else None  # a token's own is written down where it changes
     to_train = TrainGroup("largest", longest_prompt(config, model), group.samples, np.ones(1), 0, temperature)
     row = (Piece(0, (0,)),)
-    plan = PackedRows(budget.rows[-1], budget.patches[-1], ((row,), *[()] * (num_devices - 1)))
-    composition = lay_out_rows([plan], [to_train], budget.tokens_per_row, config.packing.share_prompts, vision)
+    shards, frame = ((row,), *[()] * (num_devices - 1)), common_bound([to_train.inputs.vision])
+    plan = PackedRows(budget.rows[-1], budget.tokens_per_row, budget.patches[-1], shards, frame)
+    composition = lay_out_rows([plan], [to_train], config.packing.share_prompts, vision)
     return composition.microbatches[0].batch
 
 
 def _largest_spread(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
     vision, room = vision_of(model), Room.of(config, vision_of(model))
-    shapes = ShapeBook(most=1)  # an entry that grows with each step
+    shapes = ShapeBook(most=1 << 20)  # an entry for whatever is asked for
     composer = Composer(config, num_devices, vision, model.text, shapes)
     composer.check()
-    for step in range(STEPS):
-        composer.compose(*_made_up_step(config, model, num_devices, step))
-    (sizes,) = shapes.entries[num_devices]
+    outlines = [composer.outline(*_made_up_step(config, model, num_devices, step)) for step in range(STEPS)]
+    entries = shapes.entries[num_devices]
+    sizes = {name: max(entry.get(name, 0) for entry in entries) for name in sorted({n for e in entries for n in e})}
     sizes["columns"] = room.tokens
     if vision is not None:
         sizes["patches"] = room.whole_patches
-    return composer.compose(*_made_up_step(config, model, num_devices, STEPS - 1)).microbatches[0].batch
+    last = outlines[-1][0]
+    assert isinstance(last, SizedPart)
+    return lay_out_parts([dataclasses.replace(last, sizes=sizes)], room.share_prompts).microbatches[0].batch
 
 
 def _made_up_step(

@@ -18,8 +18,10 @@ import models
 from models.config import AnyConfig, Qwen25VLConfig
 from models.decoder import Decoder
 from rollout.lowered import EngineArrays, lowered_programs
+from rollout.pages import PAGE_TOKENS
+from rollout.requests import EngineLimits
 from sharding.mesh import make_mesh
-from sharding.target import compiling_for
+from sharding.target import Target, compiling_for
 
 from ..algorithms import ALGORITHMS
 from ..base.types import TrainBatch
@@ -28,6 +30,7 @@ from ..learner.learner import Learner
 from .largest import largest_batch, longest_prompt, vision_of
 from .schedule import Traffic, traffic
 
+TRITON_CALL = 'custom_call_target="triton_kernel_call"'  # as jax-triton names it
 Progress = Callable[[str], None]  # is told which program is compiled next
 
 
@@ -39,15 +42,18 @@ class Compiled:
     results: float  # that lie in no argument's place
     traffic: Mapping[str, Traffic]  # by kind of collective
     seconds: float  # of compiling
+    triton: bool  # whether it launches Triton kernels of ours; else its attention is portable
+    offloaded: float  # temporaries in the host's memory
 
     @staticmethod
     def of(lowered: jax.stages.Lowered) -> Compiled:
         began = time.perf_counter()
         compiled = lowered.compile()
         memory, seconds = compiled.memory_analysis(), time.perf_counter() - began
-        assert memory is not None, "XLA:GPU says what a program allocates"
-        results = float(memory.output_size_in_bytes - memory.alias_size_in_bytes)
-        return Compiled(float(memory.temp_size_in_bytes), results, traffic(compiled.as_text() or ""), seconds)
+        assert memory is not None, "XLA says what a program allocates"
+        results, hlo = float(memory.output_size_in_bytes - memory.alias_size_in_bytes), compiled.as_text() or ""
+        temporaries, offloaded = float(memory.temp_size_in_bytes), float(memory.host_temp_size_in_bytes)
+        return Compiled(temporaries, results, traffic(hlo), seconds, TRITON_CALL in hlo, offloaded)
 
     def beyond(self, other: Compiled, factor: float) -> Compiled:
         """On the straight line from `self` (at 0) through `other` (at 1), at `factor`; nothing is below zero."""
@@ -70,12 +76,14 @@ class Compiled:
             at(self.results, other.results),
             kinds,
             self.seconds + other.seconds,
+            self.triton,
+            at(self.offloaded, other.offloaded),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class RunShapes:
-    """What a run of `config` with a model of these sizes keeps on `devices`, as shapes with shardings."""
+    """The arrays that a run of `config` with a model of these sizes keeps on `devices`, as shapes with shardings."""
 
     config: Config
     model: AnyConfig
@@ -85,8 +93,16 @@ class RunShapes:
     engine: EngineArrays
 
     @staticmethod
-    def of(config: Config, model: AnyConfig, devices: Sequence[Any]) -> RunShapes:
-        """Raises ConfigError for what can't be compiled ahead, and for batches that no device holds."""
+    def of(
+        config: Config,
+        model: AnyConfig,
+        devices: Sequence[Any],
+        never_sampled: tuple[int, ...] | None = None,
+        usable: float = math.inf,
+    ) -> RunShapes:
+        """`never_sampled` are the tokens that an engine is told never to generate; by default those that stand for
+        media. `usable` bytes of a device bound the caches of its engines, as they will in the run. Raises ConfigError
+        for what can't be compiled ahead, and for batches that no device holds."""
         if config.sharding.strategy is Strategy.ODC:
             raise ConfigError(
                 "sharding.strategy is odc, which makes a program of each layer; the pre-flight does not compile these: "
@@ -95,16 +111,44 @@ class RunShapes:
         if config.sharding.devices not in (0, len(devices)):
             raise ConfigError(f"sharding.devices is {config.sharding.devices}, the topology has {len(devices)}")
         abstract = models.abstract(model)
-        media_ids = (model.image_token_id, model.video_token_id) if isinstance(model, Qwen25VLConfig) else ()
+        if never_sampled is None:
+            vl = isinstance(model, Qwen25VLConfig)
+            never_sampled = (model.image_token_id, model.video_token_id) if vl else ()
         loss, mesh = ALGORITHMS[config.algorithm.name].token_loss, make_mesh(devices=devices)
-        learner = Learner(config, abstract, loss, mesh=mesh, never_sampled=media_ids)
+        learner = Learner(config, abstract, loss, mesh=mesh, never_sampled=never_sampled)
         batch = learner.gradients.strategy.place(largest_batch(config, model, len(devices)))
-        return RunShapes(config, model, devices, learner, batch, engine_arrays(config, abstract, devices))
+        arrays = engine_arrays(config, abstract, devices)
+        shapes = RunShapes(config, model, devices, learner, batch, arrays)
+        room = config.rollout.kv_fraction * (usable - sum(shapes.resident().values())) / shapes.engines_a_device
+        if not config.rollout.kv_tokens and (cache := bytes_on_device(arrays.cache)) > room:
+            tokens = int(cache_tokens(config) * max(room, 0.0) / cache)
+            arrays = engine_arrays(config, abstract, devices, kv_tokens=max(tokens, config.rollout.max_sequence_tokens))
+        return dataclasses.replace(shapes, engine=arrays)
+
+    @property
+    def engines_a_device(self) -> int:
+        """Engines that share the fullest device."""
+        return -(-engines_of(self.config, self.devices) * self.config.parallelism.degree // len(self.devices))
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens in the cache of an engine."""
+        return self.engine.cache.k_LCKSH.shape[1] * PAGE_TOKENS
+
+    def resident(self) -> dict[str, float]:
+        """Bytes on the fullest device of what stays through all of a step but the caches, by field of `Account`."""
+        masters = bytes_on_device(self.learner.params)
+        return {
+            "masters": masters,
+            "moments": bytes_on_device(self.learner.opt_state),
+            "reference": masters if self.config.algorithm.kl_coefficient else 0.0,
+            "engine": self.engines_a_device * bytes_on_device(self.engine.params),
+        }
 
     def compiled(self, names: Sequence[str], progress: Progress) -> dict[str, Compiled]:
         """These of the programs `accumulate`, `update`, `logprobs`, `prefill` and `decode`."""
         lowered: dict[str, jax.stages.Lowered] = {}
-        with compiling_for("gpu"):
+        with compiling_for(Target.of(self.devices[0])):
             if {"accumulate", "update", "logprobs"} & set(names):
                 lowered |= self.learner.lowered(self.batch)
             if {"prefill", "decode"} & set(names):
@@ -112,6 +156,8 @@ class RunShapes:
                 lowered |= lowered_programs(
                     models.abstract(self.model),
                     self.engine,
+                    slots=self.config.rollout.slots,
+                    max_sequence_tokens=self.config.rollout.max_sequence_tokens,
                     devices=self.devices[: self.config.parallelism.degree],
                     prompt=longest_prompt(self.config, self.model),
                     begun=_begun(self.config),
@@ -125,12 +171,19 @@ class RunShapes:
 
 
 def compiled_at_depth(
-    config: Config, model: AnyConfig, devices: Sequence[Any], names: Sequence[str], few: int, progress: Progress
+    config: Config,
+    model: AnyConfig,
+    devices: Sequence[Any],
+    names: Sequence[str],
+    few: int,
+    progress: Progress,
+    never_sampled: tuple[int, ...] | None = None,
 ) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
     """(the programs of the model with `few` layers, those of all its layers); the latter are on the straight line
     through `few` and twice as many, unless these are all."""
-    first = RunShapes.of(config, with_layers(model, few), devices).compiled(names, progress)
     depth = model.text.num_layers
+    shallow = model if few == depth else with_layers(model, few)
+    first = RunShapes.of(config, shallow, devices, never_sampled).compiled(names, progress)
     if few == depth:
         return first, first
     twice = RunShapes.of(config, with_layers(model, 2 * few), devices).compiled(names, progress)
@@ -144,11 +197,23 @@ def _begun(config: Config) -> list[int]:
     return [config.rollout.max_new_tokens] * config.rollout.group_size if goes_on else []
 
 
-def engine_arrays(config: Config, model: Decoder, devices: Sequence[Any], degree: int = 0) -> EngineArrays:
-    """What an engine of `degree` devices (0: as configured) keeps."""
-    rollout, degree = config.rollout, degree or config.parallelism.degree
-    dtype = config.model.compute_dtype.value
-    return EngineArrays.of(model, rollout.slots, rollout.max_sequence_tokens, dtype, devices[:degree])
+def engines_of(config: Config, devices: Sequence[Any]) -> int:
+    """The engines of a run: as configured, or as many as the devices allow."""
+    return config.policy.engines or max(len(devices) // config.parallelism.degree, 1)
+
+
+def cache_tokens(config: Config) -> int:
+    """The tokens in the cache of an engine: as configured, or as many as all slots may need."""
+    rollout = config.rollout
+    return rollout.kv_tokens or EngineLimits(rollout.slots, rollout.max_sequence_tokens, 0).pages * PAGE_TOKENS
+
+
+def engine_arrays(
+    config: Config, model: Decoder, devices: Sequence[Any], degree: int = 0, kv_tokens: int = 0
+) -> EngineArrays:
+    """Returns the arrays that an engine of `degree` devices with a cache of `kv_tokens` keeps (0: as configured)."""
+    degree, dtype = degree or config.parallelism.degree, config.model.compute_dtype.value
+    return EngineArrays.of(model, kv_tokens or cache_tokens(config), dtype, devices[:degree])
 
 
 def bytes_on_device(tree: PyTree) -> float:

@@ -65,7 +65,6 @@ def show(verdict: Verdict, title: str, console: Console) -> None:
 
 
 def _conclusions(verdict: Verdict) -> list[str]:
-    phase, peak = verdict.account.peak()
     lines = [f"{verdict.parameters / 1e9:.2f} billion parameters, {verdict.layers} decoder layers."]
     if verdict.extrapolated:
         few = verdict.compiled_layers
@@ -77,25 +76,20 @@ def _conclusions(verdict: Verdict) -> list[str]:
         f"While weights are loaded, a process takes up to {verdict.host / GIB:.1f} GiB of host memory (the largest "
         "tensor, as read and as float32) beside what Python and XLA take."
     )
+    triton = [name for name, kernel in verdict.attention.items() if kernel == "triton"]
+    portable = [name for name, kernel in verdict.attention.items() if kernel == "portable"]
+    kernels = [f"{', '.join(triton)}: with the Triton kernels"] if triton else []
+    kernels += [f"{', '.join(portable)}: portable"] if portable else []
+    lines.append(f"Attention as compiled: {'; '.join(kernels)}. Rematerialisation: {verdict.remat.value}.")
+    if verdict.offloaded:
+        lines.append(f"Of each device's activations, {verdict.offloaded / GIB:.1f} GiB lie in the host's memory.")
     lines.append(
         f"The largest row that fits: {verdict.largest_row} tokens (packing.tokens_per_row is {verdict.row}; on the "
         f"straight line through that and {2 * verdict.row})."
         if verdict.largest_row
         else "No row fits, however short."
     )
-    usable = f"{verdict.usable / GIB:.1f} of {verdict.memory / GIB:.1f} GiB"
-    lines.append(
-        f"{'FITS' if verdict.fits else 'DOES NOT FIT'}: the peak is {peak / GIB:.1f} GiB ({phase}); JAX may use "
-        f"{usable} with XLA_PYTHON_CLIENT_MEM_FRACTION={verdict.usable / verdict.memory:.2f}."
-    )
-    if not verdict.fits:
-        fitting = [remedy for remedy in verdict.remedies if remedy.bytes <= verdict.usable]
-        if fitting:
-            lines.append("It would fit with" + (" any one of:" if len(fitting) > 1 else ":"))
-        elif verdict.remedies:
-            lines.append("None of these makes it fit, not even all together; use a smaller model or more devices:")
-        lines += [f"  {remedy}" for remedy in verdict.remedies]
-    return lines
+    return lines + verdict.answer()
 
 
 def draw(verdict: Verdict, title: str, file: pathlib.Path) -> None:
@@ -109,8 +103,8 @@ def draw(verdict: Verdict, title: str, file: pathlib.Path) -> None:
         if any(widths):
             axes.barh(list(phases), widths, left=list(left.values()), color=colour, label=kind)
             left = {phase: left[phase] + width for phase, width in zip(phases, widths, strict=True)}
-    axes.axvline(verdict.usable / GIB, color="black", linestyle="--", linewidth=1)
-    axes.text(verdict.usable / GIB, -0.6, "usable ", ha="right", va="bottom", fontsize=8)
+    axes.axvline(verdict.room.usable / GIB, color="black", linestyle="--", linewidth=1)
+    axes.text(verdict.room.usable / GIB, -0.6, "usable ", ha="right", va="bottom", fontsize=8)
     axes.invert_yaxis()
     layers = f", extrapolated from {verdict.compiled_layers} layers" if verdict.extrapolated else ""
     axes.set(xlabel=f"GiB on the fullest device{layers}", title=title)

@@ -18,6 +18,7 @@ from ..base.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TARGETS = pathlib.Path(__file__).parent / "targets"
+MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX names it
 FOLDER = "FLUXJAX_AOT"  # names the folder of the plugin where it is not in the environment
 
 
@@ -75,6 +76,15 @@ class Topology:
 def kinds() -> list[str]:
     """The kinds of device that the package describes."""
     return sorted(file.stem for file in TARGETS.glob("*.txtpb"))
+
+
+def memory_fraction(default: float) -> float:
+    """The part of a device's memory that JAX may use. Raises ConfigError where the environment gives no number."""
+    given = os.environ.get(MEMORY_FRACTION, "")
+    try:
+        return float(given or default)
+    except ValueError:
+        raise ConfigError(f"{MEMORY_FRACTION} is {given!r}, which is no number") from None
 
 
 def find_plugin(folder: str = "") -> None:

@@ -13,8 +13,8 @@ import hashlib
 import json
 import pathlib
 
-from ..base.compile_cache import cache_folder
 from ..base.errors import ConfigError
+from ..base.process import cache_folder
 from .building import build_once
 from .digits import DigitsRecipe
 from .pans import PansRecipe

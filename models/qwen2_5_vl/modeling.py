@@ -19,7 +19,7 @@ from sharding.weights import WeightSpec, weight
 from ..config import Qwen25VLConfig, VisionConfig
 from ..decoder import Decoder
 from ..inputs import VisionInput
-from ..layers import GatedMLP, Normal, RMSNorm, add_bias, gelu, rotate, zeros
+from ..layers import GatedMLP, Normal, RMSNorm, add_bias, gelu, project, rotate, zeros
 
 NORM_EPS = 1e-6  # not a setting of the published configurations
 
@@ -57,7 +57,7 @@ class VisionBlock(nnx.Module):
         qkv = jnp.einsum("PD,DCNH->CPNH", self.attention_norm(x), self.qkv[...])
         q, k, v = (add_bias(part, bias) for part, bias in zip(qkv, self.qkv_bias[...], strict=True))
         out = attend(rotate(q, rotary), rotate(k, rotary), v)
-        x = x + add_bias(jnp.einsum("PNH,NHD->PD", out, self.o[...]), self.o_bias[...])
+        x = x + add_bias(project(out, self.o[...], 2), self.o_bias[...])
         return x + self.mlp(self.mlp_norm(x))
 
 

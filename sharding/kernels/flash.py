@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..target import platform
+from ..target import target
 
 MOST_HEAD_SIZE = 128
 LEAST_CAPABILITY = 80  # Ampere: the first with bfloat16 and TF32 products
-AHEAD_OF_TIME = 90  # the compute capability that is compiled for where there is no GPU: Hopper
 
 _log = logging.getLogger(__name__)
 
@@ -31,12 +30,11 @@ _log = logging.getLogger(__name__)
 def chosen(*arrays: Array) -> bool:
     """Says, while a program is traced, whether attention over these queries, keys and values is this file's business.
 
-    It is where the devices of the mesh (without one: the default devices) are NVIDIA GPUs since Ampere, jax-triton can
-    be imported, and all arrays are bfloat16 or all float32, with heads of at most 128 numbers, a multiple of 8.
+    It is where the target (`sharding.target`) is an NVIDIA GPU since Ampere, jax-triton can be imported, and all arrays
+    are bfloat16 or all float32, with heads of at most 128 numbers, a multiple of 8.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    if (device.platform if device else platform()) not in ("gpu", "cuda") or not _importable():
+    device = target()
+    if not device.is_gpu or not _importable() or not _capable(device.capability):
         return False
     head = arrays[0].shape[-1]
     dtypes = {array.dtype.name for array in arrays}
@@ -51,10 +49,14 @@ def _importable() -> bool:
     except Exception as error:  # versions that do not fit each other fail in many ways
         _log.warning("attention runs without its Triton kernel, slowly: %s (pip install 'fluxjax[cuda]')", error)
         return False
-    if _capability() < LEAST_CAPABILITY:
-        _log.warning("attention runs without its Triton kernel, slowly: it needs an NVIDIA GPU since Ampere")
-        return False
     return True
+
+
+@functools.cache
+def _capable(capability: int) -> bool:
+    if capability < LEAST_CAPABILITY:
+        _log.warning("attention runs without its Triton kernel, slowly: it needs an NVIDIA GPU since Ampere")
+    return capability >= LEAST_CAPABILITY
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -162,7 +164,7 @@ def _call(
     inputs = (*qkv, *more, segments)
     if not (B and T and N):
         return [jnp.zeros(out.shape, out.dtype) for out in outs]
-    capability = _capability()
+    capability = target().capability
     settings = launch_of(kernel, qkv[0].dtype, H, capability)
     filled = -(-T // (most := max(settings.queries, settings.keys))) * most
     branches = jnp.zeros_like(segments) if branches is None else branches
@@ -216,17 +218,6 @@ def launch(
         compute_capability=capability,
         **constants,
     )
-
-
-def _capability() -> int:
-    """The compute capability of this process's GPUs, 90 for 9.0; 0 for those of other makers."""
-    if jax.default_backend() != "gpu":
-        return AHEAD_OF_TIME
-    device = jax.local_devices()[0]
-    if "cuda" not in device.client.platform_version.lower():
-        return 0
-    major, minor = device.compute_capability.split(".")
-    return 10 * int(major) + int(minor)
 
 
 def tile_table(

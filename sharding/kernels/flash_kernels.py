@@ -63,7 +63,7 @@ def _scores(
     K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of keys: their indices, the offsets of its numbers, the keys, and the scores of the queries."""
+    """Loads a tile of keys: their indices, the offsets of its numbers, the keys, and the scores of the queries."""
     start = tile * KEYS
     key = start + tl.arange(0, KEYS)
     place = _start(row, T, start, kv_head, K, H) + offsets

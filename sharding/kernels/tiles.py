@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..target import platform
+from ..target import target
 from . import flash
 
 MASKED = -1e30  # the score of a key out of reach
@@ -48,7 +48,7 @@ def tile_size(tokens: int) -> int:
     On CPUs 64 and 128 are the fastest up to 4096 tokens, measured from 64 to 512. Elsewhere each turn of the loop costs
     several launches, which 512 outweighs by arithmetic; this was not measured.
     """
-    least = (64 if tokens <= 512 else 128) if platform() == "cpu" else 512
+    least = (64 if tokens <= 512 else 128) if target().platform == "cpu" else 512
     at_256_tiles = 1 << max((tokens - 1).bit_length() - 8, 0)
     return min(max(least, at_256_tiles), -(-tokens // 8) * 8)
 

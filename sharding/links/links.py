@@ -239,7 +239,7 @@ class Links:
         return bool(self._failure) or self._closed
 
     def _hopeless(self) -> bool:
-        """Whether what has not come will never come. When a peer has closed, it may still be under way, or come from
+        """True if what has not come will never come. When a peer has closed, it may still be under way, or come from
         another peer; but who closes has been through the last barrier, so it takes no longer than the time-out."""
         late = time.monotonic() - self._timeout
         return self._over() or any(when < late for when in self._peers_closed.values())

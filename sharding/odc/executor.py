@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ..fsdp import Fsdp
 from ..links import Device, LinkError, Links
-from ..strategy import Forward, Loss, Params, Tally
+from ..walk import Forward, Loss, Params, Tally
 from .flat import Rows
 from .pushed_gradients import Key, PushedGradients, Turn
 from .stage_programs import StagedMicrobatch, StagePrograms

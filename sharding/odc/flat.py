@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from ..fsdp import Fsdp
 from ..mesh import group_axes
-from ..strategy import Params
+from ..walk import Params
 from ..weights import WeightSpec
 
 

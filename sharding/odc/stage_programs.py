@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from ..fsdp import Fsdp
-from ..strategy import Forward, Loss, Params
+from ..walk import REMAT, Forward, Loss, Params
 from .flat import Rows
 from .pushed_gradients import Key
 from .stages import Arrays, Layer, Stage, Step, cut
@@ -31,7 +31,7 @@ class StagedMicrobatch:
     """
 
     def __init__(
-        self, rows: Rows, function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree, remat: bool
+        self, rows: Rows, function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree, remat: str
     ) -> None:
         self.program = cut(function, params, batch)
         self.steps = self.program.steps
@@ -45,7 +45,7 @@ class StagedMicrobatch:
 
     def forward(self, step: Step) -> Callable:
         """The program `(rows, values, layer) -> (outputs, saved)`; `saved` is what `backward` needs beside the rows:
-        everything but whole weights, or with `remat` the inputs alone, as in `Walk`."""
+        everything but whole weights, or what `remat` says, as in `Walk`."""
         return self._jitted(step, _forward)
 
     def backward(self, step: Step) -> Callable:
@@ -57,7 +57,7 @@ class StagedMicrobatch:
         """The program `(rows, values, layer) -> outputs`, which keeps nothing."""
         return self._jitted(step, _infer)
 
-    def _jitted(self, step: Step, build: Callable[[Stage, Whole, bool], Callable]) -> Callable:
+    def _jitted(self, step: Step, build: Callable[[Stage, Whole, str], Callable]) -> Callable:
         name = (id(step.stage), build)
         if name not in self._compiled:
             units, weights = self._needed[id(step.stage)], step.stage.weights
@@ -124,7 +124,7 @@ class _Dropped:
     index: int
 
 
-def _forward(stage: Stage, whole: Whole, remat: bool) -> Callable:
+def _forward(stage: Stage, whole: Whole, remat: str) -> Callable:
     def run(rows: Sequence[Row], values: Arrays, layer: Layer) -> tuple[list[jax.Array], PyTree]:
         active, passive = _split(stage.active_in, values)
         weights = whole(rows)
@@ -132,8 +132,8 @@ def _forward(stage: Stage, whole: Whole, remat: bool) -> Callable:
         def body(weights: Arrays, active: Arrays, passive: Arrays, layer: Layer) -> list[jax.Array]:
             return stage.function(weights, _merge(stage.active_in, active, passive), layer)
 
-        if remat:  # the two passes are programs of their own: nothing could be merged across them
-            body = jax.checkpoint(body, prevent_cse=False)
+        if remat != "none":  # the two passes are programs of their own: nothing could be merged across them
+            body = jax.checkpoint(body, prevent_cse=False, policy=REMAT[remat])
 
         def active_part(weights: Arrays, active: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
             return _split(stage.active_out, body(weights, active, passive, layer))
@@ -147,7 +147,7 @@ def _forward(stage: Stage, whole: Whole, remat: bool) -> Callable:
     return run
 
 
-def _backward(stage: Stage, whole: Whole, remat: bool) -> Callable:
+def _backward(stage: Stage, whole: Whole, remat: str) -> Callable:
     def run(
         pull: PyTree, rows: Sequence[Row], cotangents: Sequence[jax.Array | np.ndarray]
     ) -> tuple[list[Row], list[jax.Array]]:
@@ -160,7 +160,7 @@ def _backward(stage: Stage, whole: Whole, remat: bool) -> Callable:
     return run
 
 
-def _infer(stage: Stage, whole: Whole, remat: bool) -> Callable:
+def _infer(stage: Stage, whole: Whole, remat: str) -> Callable:
     return lambda rows, values, layer: stage.function(whole(rows), values, layer)
 
 

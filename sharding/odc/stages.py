@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Var
 from jax.extend.core import Literal as Constant
 from jaxtyping import PyTree
 
-from ..strategy import Params
+from ..walk import Params
 from .trace import Stack, StageError, Trace, is_float, stack_of
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Step:
 
     @property
     def learns(self) -> bool:
-        """Whether there is a backward pass through the step."""
+        """True if there is a backward pass through the step."""
         return bool(self.stage.weights) or any(self.stage.active_in)
 
     @property

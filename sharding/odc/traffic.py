@@ -82,7 +82,7 @@ class Window:
 
     @property
     def done(self) -> int:
-        """How many steps are known to be done."""
+        """The number of steps that are known to be done."""
         return max(len(self._results) - 1 - self._itinerary.lag, 0)
 
     def dispatched(self, result: jax.Array) -> None:

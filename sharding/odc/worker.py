@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..links import Device
-from ..strategy import Tally
+from ..walk import Tally
 from .pushed_gradients import Key
 from .stage_programs import StagedMicrobatch
 from .stages import Step

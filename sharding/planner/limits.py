@@ -127,7 +127,7 @@ class Problem:
         )
 
     def weight(self, degree: int) -> float:
-        """What one token costs in traffic at this degree, over its whole group."""
+        """The traffic of one token at this degree, over its whole group."""
         return (degree - 1) / degree * (self.limits.gamma if degree > self.limits.tau else 1.0)
 
 

@@ -201,7 +201,7 @@ def lb_mini(problem: Problem) -> list[Minibatch]:
 
 @_scheduler
 def verl_native(problem: Problem, minibatch: int = 0, seed: int = 0) -> list[Minibatch]:
-    """What verl does: devices are balanced over the global batch, before that is cut into minibatches (appendix C.2).
+    """Balances as verl does: over the global batch, before that is cut into minibatches (appendix C.2).
 
     Each device shuffles its equal share, by `seed`, and cuts it into minibatches of `minibatch` sequences a device (0:
     one minibatch), so each of them is uneven; each is packed as by `lb_micro`. The optimized form (C.3) is `lb_micro`

@@ -20,7 +20,7 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What all devices do at once: one sequence group on each group of `degree` devices.
+    """A round of a plan, which all devices do at once: one sequence group on each group of `degree` devices.
 
     `groups[g]` are the sequences, in order, of the packed stream of devices `[g * degree, (g + 1) * degree)`; a stream
     is cut into `degree` chunks of which the first ones may be one token longer.

@@ -1,4 +1,4 @@
-"""Which device runs the vision tower on which image or frame pair: evenly, and near the tokens that wait for it."""
+"""Deals images and frame pairs to devices that run the vision tower: evenly, and near the tokens that wait for them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _spread(runs: Sequence[_Run], base: int, replica: int, target: float) -> tup
 
 
 def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.ndarray:
-    """How many of `count` equal units each device gets if each goes to the one with the least load (and `room`)."""
+    """Counts how many of `count` equal units each device gets if each goes to the least load with `room`."""
     heap = [(load, device) for device, load in enumerate(loads.tolist()) if room[device] > 0]
     heapq.heapify(heap)
     left, counts = room.tolist(), [0] * len(loads)
@@ -150,7 +150,7 @@ def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.nda
 
 
 def surely_hold(patches: int, frame: int, devices: int, cap: int) -> bool:
-    """Whether `devices` of `cap` patches each hold `patches`, spread in frame pairs of at most `frame`.
+    """Returns whether `devices` of `cap` patches each hold `patches`, spread in frame pairs of at most `frame`.
 
     `spread_vision` gives no device more than 1.05 of the mean or, longest first, than the mean and one frame pair.
     """

@@ -8,6 +8,7 @@ differ on each device. So MLPs see no padding but the end of the row, whatever t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -165,9 +166,14 @@ def size_weight(name: str) -> float:
     """
     if name.startswith("round/"):
         return 0.25 if _round_order(name)[0] < -1 else 0.05
-    if name == "patches" or name.startswith("send/"):
+    if name in ("patches", "frame") or name.startswith("send/"):
         return 0.25
     return {"columns": 1.0, "exports": 0.1}[name]
+
+
+def size_cost(sizes: Mapping[str, int]) -> float:
+    """The cost of buffers of these sizes, in columns."""
+    return sum(size * size_weight(name) for name, size in sizes.items())
 
 
 def lay(plan: ShardPlan, cap: int = 0) -> Layout:

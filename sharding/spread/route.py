@@ -42,6 +42,21 @@ class Route:
         return buffer
 
 
+def crossings(wanted_DD: np.ndarray) -> Sizes:
+    """The number of features that cross each axis, as `Route.needs` has it, if device `i` has `wanted_DD[i, j]`
+    features that device `j` needs; more than that where several devices need the same one."""
+    num_devices = len(wanted_DD)
+    block, device = replica_size(num_devices), np.arange(num_devices)
+    at_DD, needs = wanted_DD.astype(np.int64), {}
+    for k, axis in enumerate(binary_axes(num_devices)):
+        bit = block >> (k + 1)
+        moving = np.where((device[:, None] ^ device[None, :]) & bit, at_DD, 0)
+        if count := int(moving.sum(axis=1).max()):
+            needs[f"send/{axis}"] = count
+        at_DD = at_DD - moving + moving[device ^ bit]
+    return needs
+
+
 def route(
     source: np.ndarray,
     row: np.ndarray,

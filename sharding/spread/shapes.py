@@ -6,62 +6,148 @@ still multiply the combinations of a dozen sizes. So sizes are chosen together, 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 Sizes = dict[str, int]  # by the name of the buffer
+Cost = Callable[[Mapping[str, int]], float]  # of a microbatch in buffers of these sizes
+
+BASE = "columns"  # the size that all others are in proportion to
+FIXED = ("frame", "exports")  # but for these, which are the largest that there ever were,
+GIVEN = "rows"  # and this one, which is as it is asked for
+COARSE = ("round/", "send/")  # vary so much that their shares are powers of two
+LEAST = 0.25  # of these shares
+SETTLED = 100  # requests without a new entry after which twice the slack is accepted, after twice so many three times
 
 
 @dataclasses.dataclass
 class ShapeBook:
-    """The sizes that have been compiled so far, at most about `most` of them.
+    """The sizes that have been compiled so far, at most `most` of them.
 
-    A request is served by the cheapest entry that is large enough, if that costs at most `slack` more than sizes made
-    for it. Otherwise a new entry is made, its sizes rounded up by an eighth of an octave at most. Once `most` entries
-    exist, requests are served by any entry that is large enough; one that fits none enlarges a last entry that holds
-    the largest of all sizes, so that ever fewer requests do not fit.
+    A request is served by the cheapest entry that is large enough, if that costs at most `slack` more than a new one
+    would (see `patience`). A new entry has the columns that are asked for, rounded up by an eighth of an octave at
+    most; its other sizes are at least as large beside its columns as they ever were: what differs between entries is
+    then little else than their columns. The last place is kept for an entry of all caps, which holds whatever can be
+    asked for.
 
     Sizes made for some number of devices are of no use to others: each number has entries of its own, and `most` counts
-    them apart. The order of requests decides, so it is part of a run's state: `state` and `load_state`.
+    them apart. Where microbatches of single devices and of all devices alternate (`odc`), `alone` of the `most` places
+    belong to the former. The order of requests decides, so it is part of a run's state: `state` and `load_state`.
     """
 
     most: int = 32
-    slack: float = 0.15
+    slack: float = 0.06
+    alone: int = 0
     entries: dict[int, list[Sizes]] = dataclasses.field(default_factory=dict)  # by the number of devices
+    served: dict[int, int] = dataclasses.field(default_factory=dict)  # requests since the last new entry, likewise
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
 
+    def places(self, devices: int) -> int:
+        """The most entries for so many devices."""
+        if not self.alone:
+            return self.most
+        return self.alone if devices == 1 else max(self.most - self.alone, 1)
+
     def fit(
-        self, needs: Mapping[str, int], caps: Mapping[str, int], weight: Callable[[str], float], devices: int = 1
+        self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> Sizes:
-        """The sizes of buffers for so many devices: at least `needs`, each at most its cap (if it has one). `weight` is
-        the cost of a unit of a size."""
+        """The sizes of buffers for so many devices: at least `needs`, each at most its cap (if it has one). `exact`:
+        just these, as long as there are places, but for the frame bound, which never shrinks."""
+        usable, places = self._usable(needs, caps, devices), self.places(devices)
+        # Entries of other settings (a resumed run may have smaller buffers, or another strategy) take no place.
+        entries = self.entries[devices] = list(usable)
+        if exact and len(entries) < places - 1:
+            frame = max((sizes.get("frame", 0) for sizes in usable), default=0)
+            needs = {name: max(need, frame) if name == "frame" else need for name, need in needs.items()}
+            found = next((sizes for sizes in usable if sizes == needs), None)
+        else:
+            found = self.found(needs, caps, cost, devices)
+        if found is not None:
+            self.served[devices] = self.served.get(devices, 0) + 1
+            return found
+        self.served[devices] = 0
+        if len(entries) < places - 1:
+            sizes = dict(needs) if exact else self._fresh(needs, caps, usable)
+        else:  # what has no cap grows
+            names = {name for known in [needs, caps, *usable] for name in known}
+            known = [needs, *usable]
+            sizes = {name: caps.get(name) or _doubled(max(k.get(name, 0) for k in known)) for name in sorted(names)}
+            del entries[places - 1 :]
+        entries.append(sizes)
+        return sizes
 
-        def cost(sizes: Mapping[str, int]) -> float:
-            return sum(size * weight(name) for name, size in sizes.items())
+    def found(self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1) -> Sizes | None:
+        """The entry that serves a request; None where `fit` would make a new one."""
+        usable = self._usable(needs, caps, devices)
+        fitting = [sizes for sizes in usable if all(n <= sizes.get(name, 0) for name, n in needs.items())]
+        if not fitting:
+            return None
+        best = min(fitting, key=cost)
+        if len(usable) >= self.places(devices):
+            return best
+        fresh = cost(self._fresh(needs, caps, usable))
+        return best if cost(best) <= (1 + self.patience(devices)) * fresh else None
 
-        tight = {name: round_up(need, caps.get(name, 0)) for name, need in needs.items()}
-        entries = self.entries.setdefault(devices, [])
-        usable = [sizes for sizes in entries if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
-        full = len(entries) >= self.most
-        if fitting := [sizes for sizes in usable if all(n <= sizes.get(name, 0) for name, n in needs.items())]:
-            best = min(fitting, key=cost)
-            if full or cost(best) <= (1 + self.slack) * cost(tight):
-                return best
-        if not full:
-            entries.append(tight)
-            return tight
-        names = {name for sizes in [tight, *usable] for name in sizes}
-        largest = {name: max(sizes.get(name, 0) for sizes in [tight, *usable]) for name in sorted(names)}
-        entries[-1] = largest
-        return largest
+    def patience(self, devices: int) -> float:
+        """The share by which an entry may cost more than a new one would: `slack`, and the more the longer none was
+        needed, since what is seldom asked for saves little."""
+        return self.slack * (1 + self.served.get(devices, 0) / SETTLED)
 
-    def state(self) -> dict[str, dict[str, list[Sizes]]]:
+    def columns(self, devices: int, least: int, most: int, rows: int = 0) -> list[int]:
+        """The columns of entries for so many devices, ascending, from `least` to `most`, with so many rows (0: without
+        a number of rows)."""
+        entries = [sizes for sizes in self.entries.get(devices, []) if sizes.get(GIVEN, 0) == rows]
+        return sorted({c for sizes in entries if least <= (c := sizes[BASE]) <= most})
+
+    def full(self, devices: int) -> bool:
+        """Whether another entry for so many devices would be the last one."""
+        return len(self.entries.get(devices, [])) >= self.places(devices) - 1
+
+    def _usable(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
+        """The entries within the caps, of the kind that is asked for: with a number of rows, or without."""
+        kind = [sizes for sizes in self.entries.get(devices, []) if (GIVEN in sizes) == (GIVEN in needs)]
+        return [sizes for sizes in kind if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
+
+    def _fresh(self, needs: Mapping[str, int], caps: Mapping[str, int], entries: Sequence[Sizes]) -> Sizes:
+        columns = round_up(needs[BASE], caps.get(BASE, 0))
+        sizes, cells = {BASE: columns}, _cells({**needs, BASE: columns})
+        for name in sorted({name for known in [needs, *entries] for name in known} - {BASE}):
+            need, cap = needs.get(name, 0), caps.get(name, 0)
+            if name == GIVEN:
+                sizes[name] = need
+                continue
+            if name in FIXED:
+                need = max(need, max((known.get(name, 0) for known in entries), default=0))
+            else:
+                share = max((known.get(name, 0) / _cells(known) for known in entries), default=0.0)
+                if need > share * cells and name.startswith(COARSE):
+                    share = max(2.0 ** math.ceil(math.log2(need / cells)), LEAST)
+                need = max(need, math.ceil(share * cells))
+            need = min(need, columns) if name.startswith("round/") else need
+            sizes[name] = round_up(min(need, max(cap, needs.get(name, 0))) if cap else need, cap)
+        return sizes
+
+    def state(self) -> dict[str, dict[str, Any]]:
         """The entries as plain JSON, which `load_state` takes."""
-        return {"entries": {str(devices): list(map(dict, entries)) for devices, entries in self.entries.items()}}
+        entries = {str(devices): list(map(dict, entries)) for devices, entries in self.entries.items()}
+        return {"entries": entries, "served": {str(devices): count for devices, count in self.served.items()}}
 
-    def load_state(self, state: Mapping[str, Mapping[str, list[Sizes]]]) -> None:
+    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self.entries = {int(devices): list(map(dict, entries)) for devices, entries in state["entries"].items()}
+        self.served = {int(devices): count for devices, count in state.get("served", {}).items()}  # of late: not in all
+
+
+def _cells(sizes: Mapping[str, int]) -> int:
+    """Tokens of a device."""
+    return sizes[BASE] * sizes.get(GIVEN, 1)
+
+
+def _doubled(need: int) -> int:
+    """The next power of two."""
+    return 1 << max(need - 1, 7).bit_length()
 
 
 def round_up(need: int, cap: int = 0) -> int:

@@ -94,6 +94,7 @@ class World:
             self.owed += self.answers(instruction)
         ledger = self.coordinator.ledger
         assert ledger.drawn == ledger.trained + len(ledger.skipped) + ledger.live
+        assert ledger.trained_responses == ledger.trained * self.coordinator.settings.group_size
         return said
 
     def answers(self, instruction: Instruction) -> list[Event]:

@@ -10,7 +10,7 @@ import pathlib
 import numpy as np
 
 from fluxjax.base.types import Media, MediaKind, Prompt
-from fluxjax.coordinator.lengths.predictor import LengthPredictor
+from fluxjax.coordinator.lengths import LengthPredictor
 
 LIMIT = 16_384  # tokens
 Workload = list[tuple[Prompt, list[int]]]  # prompts with the lengths of their responses

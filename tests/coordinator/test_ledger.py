@@ -12,8 +12,7 @@ from fluxjax.base.types import Media, MediaKind, Prompt
 from fluxjax.config import AprilConfig, Config, Policy, TailBatchingConfig
 from fluxjax.coordinator import April, CoordinatorError, Ledger, PromptStage, TailBatching
 from fluxjax.coordinator.factory import make_policy
-from fluxjax.coordinator.lengths.predictor import ends_by
-from fluxjax.coordinator.lengths.ridge import FEATURES, features
+from fluxjax.coordinator.lengths import FEATURES, ends_by, features
 from fluxjax.coordinator.messages import Park, Request
 from fluxjax.coordinator.policies.rounds import Rounds
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from length_cases import LIMIT, answers, problems, questions, rank_correlation, source_means, synthetic, taught
 
 from fluxjax.base.types import Prompt
-from fluxjax.coordinator.lengths.predictor import LengthPredictor, censored, given_survival
+from fluxjax.coordinator.lengths import FEATURES, LengthPredictor, Level, censored, given_survival
 from fluxjax.tasks import embedded
 from fluxjax.tasks.strings import StringsRecipe
 
@@ -233,13 +233,24 @@ class TestRules:
         cut, ended, short = means
         assert short < ended < cut <= 1000
 
+    def test_variances_are_shrunk_towards_what_was_assumed(self) -> None:
+        level = Level()
+        assumed = level.within
+        level.learn(np.ones(FEATURES), 5.0, 1.0, None, 2 * assumed)  # a residual as large as is assumed
+        for _ in range(32):
+            level.learn(np.ones(FEATURES), 5.0, 1.0, assumed, 0.0)
+        assert level.within == pytest.approx(assumed)
+        for _ in range(10_000):
+            level.learn(np.ones(FEATURES), 5.0, 1.0, assumed / 4, 0.0)
+        assert level.within == pytest.approx(assumed / 4, rel=0.02)
+
     def test_a_limit_of_one_token_is_certain(self) -> None:
         said = given_survival(6.0, 1.0, limit=1)
         assert said.mean == pytest.approx(1.0, abs=1e-6) and said.confidence == pytest.approx(1.0)
 
     def test_survival_against_drawn_lengths(self) -> None:
         drawn = np.exp(np.random.default_rng(0).normal(6.0, 1.0, 400_000))
-        for running, limit in ((0, 0), (0, 1000), (700, 0), (700, 3000), (3000, 0)):
+        for running, limit in ((0, 0), (0, 600), (0, 1000), (700, 0), (700, 3000), (3000, 0)):
             rest = drawn[drawn > running]
             rest = np.minimum(rest, limit) if limit else rest
             said = given_survival(6.0, 1.0, running, limit)

@@ -8,7 +8,7 @@ import pytest
 from coordinator_cases import World, response
 
 from fluxjax.base.types import Group
-from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, Settings, Synchronous, message_log
+from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, Settings, Synchronous, messages
 from fluxjax.coordinator.messages import (
     ANSWERS,
     Accumulate,
@@ -17,6 +17,7 @@ from fluxjax.coordinator.messages import (
     Handlers,
     Instruction,
     Message,
+    MessageLog,
     PromptsDrawn,
     ResponseFinished,
     RewardReady,
@@ -132,8 +133,8 @@ class TestLog:
 
     def test_it_is_bounded_and_keeps_no_tokens(self, monkeypatch) -> None:
         """A long run's log stays as small as it was, and what was trained on is not kept alive by it."""
-        monkeypatch.setattr(message_log, "KEPT", 50)
-        log = message_log.MessageLog()
+        monkeypatch.setattr(messages, "KEPT", 50)
+        log = MessageLog()
         long = dataclasses.replace(response(0, 0), token_ids=(7,) * 9, logprobs=(-1.0,) * 9, versions=(0,) * 9)
         for message in (ResponseFinished(long), Score(long)) * 100:
             log.add(1, 0.0, message)
@@ -153,7 +154,7 @@ class TestLog:
         group: Group = world.until(Train).groups[0]  # pyright: ignore[reportAttributeAccessIssue]
         reward = RewardReady(group.samples[0].response.rid, group.samples[0].reward)
         messages: list[Message] = [PromptsDrawn((), ((group.prompt, "bad"),)), Accumulate(3, (group,), (1, 2)), reward]
-        log = message_log.MessageLog()
+        log = MessageLog()
         for message in messages:
             log.add(3, 0.0, message)
         assert log.last(3) == [

@@ -15,13 +15,14 @@ from fluxjax.coordinator import (
     AdaptiveAsync,
     April,
     Coordinator,
+    CoordinatorError,
     Ledger,
     PromptStage,
     Settings,
     Synchronous,
     TailBatching,
 )
-from fluxjax.coordinator.messages import Generate, Park, Request
+from fluxjax.coordinator.messages import Generate, Park, Request, Started
 from fluxjax.coordinator.parallelism import ParallelismPlanner
 
 
@@ -105,3 +106,12 @@ def test_what_became_too_old_begins_anew() -> None:
                 assert bool(request.begun) == (not old)
                 anew += old
     assert anew, "something was too old"
+
+
+def test_a_coordinator_that_runs_takes_no_state() -> None:
+    coordinator = Coordinator(Settings(1, 1, 2), Synchronous())
+    state = json.loads(json.dumps(coordinator.state_dict()))
+    coordinator.load_state_dict(state)
+    coordinator.handle(Started(0))
+    with pytest.raises(CoordinatorError, match="state can only be loaded before the start"):
+        coordinator.load_state_dict(state)

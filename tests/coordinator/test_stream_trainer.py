@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from policy_cases import PolicyWorld
 
-from fluxjax.config import StreamTrainerConfig
+from fluxjax.config import Config, StreamTrainerConfig
 from fluxjax.coordinator import (
     April,
     CoordinatorError,
     PromptStage,
     SchedulingPolicy,
+    Settings,
     StreamTrainer,
     Synchronous,
     TailBatching,
@@ -134,6 +135,13 @@ class TestScaleDown:
         assert projected_tokens(coordinator) == pytest.approx(predicted + 100 * left)
         coordinator.settings = dataclasses.replace(coordinator.settings, kv_reserved=10**6)
         assert projected_tokens(coordinator) == left * 10**6
+
+    def test_capacity_is_that_of_the_cache_and_of_the_slots(self) -> None:
+        config = Config()
+        config.rollout.slots, config.rollout.max_sequence_tokens = 10, 100
+        assert (Settings.of(config).kv_tokens, Settings.of(config).kv_reserved) == (1000, 100)
+        config.rollout.kv_tokens = 400
+        assert (Settings.of(config).kv_tokens, Settings.of(config).kv_reserved) == (400, 40)
 
     def test_capacity_decides_when(self) -> None:
         """The smaller the caches, the later engines are lent."""

@@ -10,8 +10,7 @@ import pytest
 
 import models
 from models.config import NameLayout, Qwen2Config, Qwen25VLConfig
-from models.decoder import parameter_count
-from models.forward import hidden_states, logprobs
+from models.decoder import hidden_states, logprobs, parameter_count
 from models.hf import tensor_names
 from models.hf_config import read_config, read_qwen2_5_vl, write_config
 from models.inputs import PackedTokens, VisionInput
@@ -132,7 +131,7 @@ def test_forward_shapes_of_the_7b() -> None:
     inputs = PackedTokens(
         ints(2, 4096), ints(2, 4096), ints(2, 4096), ints(3, 2, 4096), ints(2, 4096), ints(2, 4096), vision
     )
-    bf16 = Walk(gather=lambda spec, local: local.astype(jnp.bfloat16), remat=True)
+    bf16 = Walk(gather=lambda spec, local: local.astype(jnp.bfloat16), remat="layer")
 
     def forward(params, inputs):
         return hidden_states(models.merge(graphdef, params), inputs, bf16)

@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,35 @@ def test_what_was_saved_is_loaded(config, tmp_path) -> None:
     before, after = (models.split(m) for m in (model, again))
     assert before[0] == after[0], "the same compiled programs serve both"
     jax.tree.map(np.testing.assert_array_equal, before[1], after[1])
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_what_is_saved_is_held_tensor_by_tensor(vl, dtype, tmp_path, monkeypatch) -> None:
+    """The library reads what was written, of any dtype and in many files, and no two tensors were in memory for it."""
+    held: list[weakref.ref] = []
+    most = 0
+    tensors = hf.disk_tensors
+
+    def watched(config, params):
+        nonlocal most
+        for name, value in tensors(config, params):
+            value = np.array(value)
+            held.append(weakref.ref(value))
+            most = max(most, sum(one() is not None for one in held))
+            yield name, value
+
+    params = jax.tree.map(lambda x: x, models.split(vl)[1])
+    params["norm"]["scale"] = params["norm"]["scale"].astype(jnp.bfloat16)  # one of another dtype
+    model = models.merge(models.split(vl)[0], params)
+    monkeypatch.setattr(hf, "disk_tensors", watched)
+    models.save(model, tmp_path, dtype=dtype, shard_bytes=20_000)
+    assert most <= 2
+    files = sorted(tmp_path.glob("*.safetensors"))
+    written = {name: value for file in files for name, value in load_file(file).items()}
+    expected = {name: value.astype(dtype or value.dtype) for name, value in tensors(model.config, params)}
+    assert len(files) > 2 and written.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (written[name].dtype, written[name].tobytes()) == (value.dtype, value.tobytes())
 
 
 def test_missing_tensor(folder) -> None:
@@ -257,6 +287,7 @@ print(tracemalloc.get_traced_memory()[1])
 """
 
 
+@pytest.mark.long
 def test_the_host_holds_two_tensors_at_most(tmp_path) -> None:
     """The one that is read, and perhaps one before it whose transfer is done, but which JAX has not let go of. numpy's
     allocations are traced; device arrays are not, so what is left is what the host holds beside them.

@@ -19,7 +19,7 @@ from plain_decode import generate
 
 import models
 from models.config import PatchLayout
-from models.forward import logprobs
+from models.decoder import logprobs
 from models.generate import main
 from models.inputs import PackedTokens
 from models.processing import Processor, tiny

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models.layers import gelu
+from models.layers import GatedMLP, gelu, project
 from sharding.mesh import make_mesh
 
 X = np.linspace(-12, 12, 4801).astype(np.float32)
@@ -41,3 +42,31 @@ def test_gelu_and_its_gradient_on_several_devices(remat):
     x = X[:4800]
     for ours, want in zip(on_mesh(x), (X * CDF, SLOPE), strict=True):
         np.testing.assert_allclose(ours, want[:4800], atol=3e-6, rtol=0)
+
+
+def test_project_equals_einsum():
+    rng = np.random.default_rng(0)
+    x, dout = rng.normal(size=(2, 3, 4, 5)).astype(np.float32), rng.normal(size=(2, 3, 6, 7)).astype(np.float32)
+    weights = rng.normal(size=(4, 5, 6, 7)).astype(np.float32)
+
+    def both(function):
+        out, pull = jax.vjp(function, x, weights)
+        return out, *pull(jnp.asarray(dout))
+
+    want = both(lambda x, weights: jnp.einsum("BTNH,NHKF->BTKF", x, weights))
+    for ours, theirs in zip(both(lambda x, weights: project(x, weights, 2)), want, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_gradients_are_products_of_two_matrices():
+    """With rows along two axes, XLA on CPUs transposes all activations again for each weight's gradient."""
+    mlp = GatedMLP(8, 16, bias=False, std=1.0, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(mlp)
+
+    def loss(state, x):
+        return jnp.sum(nnx.merge(graphdef, state)(x))
+
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(state, jnp.ones((2, 3, 8)))
+    products = [equation for equation in program.jaxpr.eqns if equation.primitive.name == "dot_general"]
+    assert len(products) == 9  # three forward, six backward
+    assert all(operand.aval.ndim == 2 for product in products for operand in product.invars)

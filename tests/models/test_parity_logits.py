@@ -13,7 +13,7 @@ from hf_reference import QUESTIONS, TOLERANCE, Pair, build_text, build_vl, quest
 
 import models
 from models.config import RopeConfig
-from models.forward import logits, logprobs
+from models.decoder import logits, logprobs
 from models.hf import tensor_names
 from sharding.walk import Walk
 
@@ -84,7 +84,7 @@ def test_gradients_of_every_weight(vl: Pair) -> None:
     @jax.jit
     def gradient(params):
         def loss(params):
-            chosen, _ = logprobs(models.merge(graphdef, params), asked.inputs, Walk(remat=True))
+            chosen, _ = logprobs(models.merge(graphdef, params), asked.inputs, Walk(remat="layer"))
             return -jnp.mean(chosen[:, 1:])
 
         return jax.grad(loss)(params)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import models
-from models import forward
+from models import decoder
 from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput, PackedTokens
 from models.processing.vision_input import pack_patches
@@ -159,13 +159,13 @@ def _packed(prompt: ModelInput, response: Sequence[int]) -> PackedTokens:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(graphdef: Any, params: Any, inputs: PackedTokens) -> Any:
-    return forward.logits(models.merge(graphdef, params), inputs, Walk())[0]
+    return decoder.logits(models.merge(graphdef, params), inputs, Walk())[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _logprobs(graphdef: Any, params: Any, inputs: PackedTokens, temperature: float, never: tuple[int, ...]) -> Any:
     model = models.merge(graphdef, params)
-    return forward.logprobs(model, inputs, Walk(), temperature=temperature, never_sampled=never)[0][0]
+    return decoder.logprobs(model, inputs, Walk(), temperature=temperature, never_sampled=never)[0][0]
 
 
 def full_logits(model: Any, prompt: ModelInput, response: Sequence[int]) -> np.ndarray:
@@ -181,7 +181,7 @@ def full_logprobs(
     temperature: float = 1.0,
     never: tuple[int, ...] = (),
 ) -> np.ndarray:
-    """The trainer's log-probs (`models.forward.logprobs`) of the tokens of the response."""
+    """The trainer's log-probs (`models.decoder.logprobs`) of the tokens of the response."""
     logprobs = _logprobs(*models.split(model), _packed(prompt, response), temperature, never)
     return np.array(logprobs[len(prompt) : len(prompt) + len(response)])
 

@@ -30,6 +30,7 @@ from rollout_cases import (
 
 import models
 from rollout.engine import EngineError, FinishReason
+from rollout.engine_weights import check_finite
 from sharding.walk import Walk
 
 PROMPT = text_prompt(7)
@@ -107,8 +108,8 @@ def test_17_a_slot_that_is_not_finite_costs_its_request_and_slows_nobody():
 
         def spoil(plan):
             if len(turns) == 1:
-                slot = next(s.slot for s in serving._scheduler.occupant if s and s.job.request.rid == "b")
-                serving._device.cache = jax.tree.map(lambda x: x.at[:, slot].set(np.nan), serving._device.cache)
+                page = next(s.pages[-1] for s in serving._scheduler.occupant if s and s.job.request.rid == "b")
+                serving._device.cache = jax.tree.map(lambda x: x.at[:, page].set(np.nan), serving._device.cache)
             return work(plan)
 
         serving._device.decode = spoil
@@ -131,8 +132,9 @@ class NoRoom(Walk):
     round: int = 1000
 
     def each(self, layers, carry, step, xs):
-        xs = list(xs)  # of a prefill: None; of a round: what a layer has cached, [slots, KV heads, entries, head size]
-        length, most = (carry.shape[1], self.prefill) if xs[0] is None else (xs[0][0][0].shape[2], self.round)
+        xs = list(xs)  # of a prefill: numbers; of a round, beside them: what a layer has cached, [B, K, entries, H]
+        round = isinstance(xs[0], tuple)
+        length, most = (xs[0][1][0].shape[2], self.round) if round else (carry.shape[1], self.prefill)
         if length >= most:
             raise MemoryError(f"no room for {length} entries")
         return super().each(layers, carry, step, xs)
@@ -293,6 +295,26 @@ def test_14_weights_that_are_not_finite_are_refused_and_the_old_ones_go_on(name,
         assert all(set(answer.versions) == {3} for answer in answers)
 
     limited(scenario())
+
+
+@pytest.mark.parametrize("device", [0, 3])
+def test_14_weights_are_looked_at_where_they_lie(device):
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    params = jax.tree.map(np.array, models.split(build(TEXT))[1])
+
+    def spread(x):
+        cut = next((dim for dim in reversed(range(x.ndim)) if x.shape[dim] % 4 == 0), None)
+        axes = jax.P() if cut is None else jax.P(*[None] * cut, "d")
+        return jax.device_put(x, jax.NamedSharding(mesh, axes))
+
+    whole = jax.tree.map(spread, params)
+    params["embedding"]["table"][:, device * params["embedding"]["table"].shape[1] // 4] = np.nan
+    broken = jax.tree.map(spread, params)
+    check_finite(whole, None)  # compiles
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        check_finite(whole, None)
+        with pytest.raises(EngineError, match=r"^weight \['embedding'\]\['table'\] has values that are not finite"):
+            check_finite(broken, None)
 
 
 def test_14_a_model_that_is_not_finite_is_refused():

@@ -82,7 +82,7 @@ def test_19_and_20_several_devices_generate_what_one_does(alone, degree):
     assert_part(layer["mlp"]["down"], degree)
     assert_part(params["embedding"]["table"], degree)
     assert_part(params["norm"]["scale"], 1)
-    assert_part(serving._device.cache.k_LBSKH, 2)
+    assert_part(serving._device.cache.k_LCKSH, 2)
     assert_part(params["visual"]["blocks"]["qkv"], 2)  # and two heads in the vision tower
 
 

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.kernels import flash, tiles
 from sharding.kernels.attention import Mask, attention, segment_attention
+from sharding.target import Target, compiling_for
 
 # name: (dtype, query heads, KV heads, head size, causal, lengths of each row's segments); a list is one with branches
 CASES = {
@@ -103,7 +104,6 @@ def assemble(capability):
     """Of each kernel: registers, bytes of spills and of shared memory, and the tensor core instructions of its PTX."""
     import triton  # pyright: ignore[reportMissingImports]
 
-    flash.AHEAD_OF_TIME = capability
     dump = pathlib.Path(tempfile.mkdtemp())
     os.environ["JAX_TRITON_DUMP_DIR"] = str(dump)  # read when jax_triton is imported, which is with the first kernel
     found = {}
@@ -116,7 +116,8 @@ def assemble(capability):
             return out, *pull(dout)
 
         before = set(dump.glob("*/*.ptx"))
-        jax.jit(step).trace(*qkvd).lower(lowering_platforms=("cuda",))
+        with compiling_for(Target("gpu", capability)):
+            jax.jit(step).trace(*qkvd).lower(lowering_platforms=("cuda",))
         for ptx in set(dump.glob("*/*.ptx")) - before:
             found[f"{ptx.stem} {dtype} {H}"] = assembled(ptx, capability, pathlib.Path(str(triton.__file__)).parent)
     shutil.rmtree(dump)
@@ -173,9 +174,12 @@ def dispatch():
         text = jax.jit(step).trace(q, k, v, dout).lower(lowering_platforms=("cuda",)).as_text()
         return len(re.findall(r"@triton_kernel_call", text))
 
-    found = {f.__name__: calls(f, mesh) for f in (masked, tiled, windows, dense, odd)}
     cpus = AbstractMesh((2,), ("d",), abstract_device=jax.sharding.AbstractDevice("cpu", None, "cpu"))
-    return found | {"on cpus": calls(masked, cpus)}
+    with compiling_for(Target("gpu", 90)):
+        found = {f.__name__: calls(f, mesh) for f in (masked, tiled, windows, dense, odd)}
+        found["on cpus"] = calls(masked, cpus)
+    with compiling_for(Target("gpu", 75)):
+        return found | {"on an old GPU": calls(masked, mesh)}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from sharding.fsdp import Fsdp
 from sharding.mesh import binary_axes, compiler_options, make_mesh
 from sharding.spread.buffers import Spread
 from sharding.spread.ulysses import spread_attention
-from sharding.strategy import Tally
+from sharding.target import Target, compiling_for
+from sharding.walk import Tally
 
 LAYERS, TOKENS = 2, 8192
 ROUNDS = ((8, 4096), (4, 4096), (2, 2048), (1, 4096))
@@ -70,7 +71,7 @@ def main(target, hlo, residuals):
         loss=loss,
         row_dims=lambda _: 0,
         compute_dtype=jnp.bfloat16,
-        remat=residuals == "remat",
+        remat="layer" if residuals == "remat" else "none",
     )
     rows = NamedSharding(mesh, P(binary_axes(8)))
 
@@ -92,7 +93,9 @@ def main(target, hlo, residuals):
         fsdp.shardings,
     )
     step = jax.jit(fsdp.loss_and_grad, compiler_options=compiler_options(mesh))
-    pathlib.Path(hlo).write_text(step.lower(params, batch).compile().as_text() or "")
+    with compiling_for(Target.of(topology.devices[0])):
+        lowered = step.lower(params, batch)
+    pathlib.Path(hlo).write_text(lowered.compile().as_text() or "")
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def test_programs_for_gpus_call_the_kernels_where_they_can():
         "dense": False,
         "odd": False,
         "on cpus": False,
+        "on an old GPU": False,
     }
 
 

@@ -136,7 +136,10 @@ def test_a_stopped_process(tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "why"),
-    [(signal.SIGSTOP, 1, "it has not answered for 10 s"), (signal.SIGKILL, 7, "its connection closed")],
+    [
+        pytest.param(signal.SIGSTOP, 1, "it has not answered for 10 s", marks=pytest.mark.long),
+        (signal.SIGKILL, 7, "its connection closed"),
+    ],
 )
 def test_a_process_inside_a_collective(tmp_path: pathlib.Path, number: int, code: int, why: str) -> None:
     """Nothing wakes it where the other is stopped: it is ended. Where that is killed, gloo raises, and the cause is

@@ -21,8 +21,7 @@ from sharding.odc.stages import StageError, cut
 from sharding.odc.trace import MarkingWalk
 from sharding.odc.traffic import Itinerary, Window
 from sharding.odc.worker import Worker
-from sharding.strategy import Tally
-from sharding.walk import Walk
+from sharding.walk import Tally, Walk
 
 KINDS = (3, 7)  # rows of a microbatch: two compiled shapes
 
@@ -44,7 +43,7 @@ def alone(rows):
 @functools.cache
 def make(devices, **options):
     model, params = toy()
-    fsdp = strategy(devices, model, remat=options.pop("remat", False))
+    fsdp = strategy(devices, model, remat=options.pop("remat", "none"))
     return Odc(fsdp, **options), fsdp.shard(params)
 
 
@@ -77,7 +76,7 @@ def test_equals_one_device_whoever_computes_what(mesh, microbatches, determinist
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"remat": True}, {"live_layers": 2}, {"live_layers": 9}])
+@pytest.mark.parametrize("options", [{"remat": "layer"}, {"remat": "dots"}, {"live_layers": 2}, {"live_layers": 9}])
 def test_equals_one_device_however_much_is_kept(options):
     odc, params = make(2, **options)
     result = odc.loss_and_grad(params, [batches()[rows] for rows in (3, 7, 3)], [0, 1, 0])
@@ -163,7 +162,7 @@ def test_few_fetched_layers_are_alive(monkeypatch, live):
     assert not alive
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", ["none", "layer"])
 def test_no_whole_weight_is_kept_for_the_backward_pass(remat):
     """Of what a forward pass hands to the backward pass, nothing is as large as the smallest matrix."""
     odc, _ = make(2, remat=remat)

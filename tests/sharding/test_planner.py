@@ -27,6 +27,7 @@ def traffic(plan: ShardPlan) -> float:
     return sum(n * (p - 1) / p for n, p in zip(plan.lengths, plan.degrees, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, DEVICES, st.sampled_from([0, 1, 5, 28]), st.booleans())

@@ -8,8 +8,8 @@ from flax import nnx
 
 from sharding.fsdp import Fsdp
 from sharding.mesh import make_mesh
-from sharding.strategy import Tally
 from sharding.vocab import token_logprobs
+from sharding.walk import Tally
 from sharding.weights import WeightSpec, weight
 
 B, T, D, F, V, L = 24, 5, 12, 18, 24, 3

@@ -1,1 +1,1 @@
-"""What happens when: one policy a file, and what policies consult."""
+"""Scheduling policies decide what happens when: one a file, and beside them what they consult."""

@@ -1,4 +1,4 @@
-"""What policies that train in rounds have in common: scoring, what failed, what comes between two rounds.
+"""The common part of policies that train in rounds: scoring, what failed, what comes between two rounds.
 
 A round begins when nothing is generated, and ends with an optimizer step and the publication of its weights.
 Evaluations and checkpoints come between rounds. Gradients of some groups may be computed while a round goes on.

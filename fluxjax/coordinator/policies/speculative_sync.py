@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 
 from ...config import SpeculativeSyncConfig
+from ..engines import trained_tokens
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
 from ..messages import Accumulate, Instruction, response_id
-from ..pace import trained_tokens
 
 _LOOKS = 16  # in the time that the gradients take: predictions of many responses are work, too
 

@@ -1,4 +1,4 @@
-"""What each policy promises, checked on the trace of a run: `base.Promises` says how."""
+"""The promises of each policy, checked on the trace of a run: `base.Promises` says how."""
 
 from ...config import Config, Policy
 from ...coordinator.machine import Settings

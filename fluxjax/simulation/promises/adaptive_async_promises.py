@@ -1,4 +1,4 @@
-"""What adaptive async promises (Flux, component 1): how far generation runs ahead, and when it waits."""
+"""The promises of adaptive async (Flux, component 1): how far generation runs ahead, and when it waits."""
 
 import math
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class AdaptiveAsyncPromises(Promises):
         super().said(instruction)
 
     def _parks(self, order: Park) -> None:
-        """What still runs when the run ends keeps what it has; what became too old begins anew."""
+        """A response that still runs when the run ends keeps what it has; one that became too old begins anew."""
         if not (order.keep and (self.ending or self.books.stop)):
             seen = self.books.prompts[order.prompt.draw]
             late = not order.keep and seen.stage is PromptStage.SCORED and self._age(seen) > self.options.max_staleness
@@ -91,7 +91,7 @@ class AdaptiveAsyncPromises(Promises):
         return self.books.version - min(versions, default=self.books.version)
 
     def _chosen(self, order: Train) -> None:
-        """What the composer says of all groups that are scored; nothing is trained on while a prompt under way would
+        """The step trains on the composer's choice of all scored groups, and on nothing while a prompt under way would
         become too old by missing the step."""
         books, settings = self.books, self.settings
         scored = [seen.group() for seen in books.at(PromptStage.SCORED)]

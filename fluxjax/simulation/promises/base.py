@@ -1,4 +1,4 @@
-"""What every policy promises, whatever else it does: see `Promises`."""
+"""The promises of every policy, whatever else it does: see `Promises`."""
 
 from collections.abc import Sequence
 
@@ -69,8 +69,8 @@ class Promises:
 
     @property
     def oldest(self) -> int:
-        """What waits and was begun under weights of at least this version goes on where it was; what is older begins
-        anew."""
+        """The oldest weight version under which a waiting response may have begun and still goes on where it was; an
+        older one begins anew."""
         return self.books.version
 
     @property
@@ -183,7 +183,7 @@ class Promises:
 
     @property
     def left_out(self) -> str:
-        """What must come before the next step and was not asked for yet, if anything."""
+        """The thing that must come before the next step and was not asked for yet; empty if there is none."""
         step, settings = self.books.step, self.settings
 
         def due(every: int) -> bool:
@@ -219,7 +219,7 @@ class Promises:
             running += [engine] * request.n
 
     def launches(self, requests: Sequence[Request]) -> None:
-        """What waits is generated, in this order: deferred prompts, then new ones."""
+        """Waiting prompts are generated in this order: deferred ones, then new ones."""
         draws = [request.prompt.draw for request in requests]
         waiting = [seen.draw for seen in self.waiting]
         self.expect(draws == waiting, f"draws {draws} are generated, {waiting} wait")

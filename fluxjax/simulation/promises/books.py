@@ -1,4 +1,4 @@
-"""What a run's trace of events and instructions tells about every prompt, read without looking into the coordinator.
+"""Reads from a run's trace of events and instructions what became of every prompt, not looking into the coordinator.
 
 These books are kept apart from the coordinator's `Ledger` on purpose: what a policy promises is checked with them, and
 a fault in the ledger must not hide itself.
@@ -33,7 +33,7 @@ class Seen:
         return self.prompt.draw
 
     def kept(self) -> tuple[Response | None, ...]:
-        """What there is of each response; empty if there is nothing of any."""
+        """Each response as far as it is there; empty if there is nothing of any."""
         n = self.request.n if self.request is not None else 0
         found = tuple(self.ended.get(i) or self.partial.get(i) for i in range(n))
         return found if any(found) else ()
@@ -62,7 +62,7 @@ class Books:
         self.finished = False
 
     def at(self, *stages: PromptStage) -> list[Seen]:
-        """Those at some stages, in draw order."""
+        """The prompts at some stages, in draw order."""
         return [self.prompts[draw] for draw in sorted(self.prompts) if self.prompts[draw].stage in stages]
 
     def count(self, *stages: PromptStage) -> int:

@@ -1,4 +1,4 @@
-"""What the policies that train in rounds promise: synchronous training, tail batching and APRIL."""
+"""The promises of policies that train in rounds: synchronous training, tail batching and APRIL."""
 
 import math
 from collections.abc import Sequence
@@ -145,7 +145,7 @@ class RoundPromises(Promises):
         return (over + sum(len(seen.ended) for seen in running)) / max(launched, 1)
 
     def _may_lend(self, stream: StreamTrainerConfig) -> None:
-        """Where no cache can be too small, engines are lent at the first milestone."""
+        """Engines are lent at the first milestone where no cache can be too small."""
         progress = self.progress
         due = stream.first <= progress <= stream.last and progress - self.looked >= stream.every
         if due and not self.books.lent:

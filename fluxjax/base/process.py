@@ -1,5 +1,12 @@
-"""Keeps compiled programs on disk, so that a resumed run, an evaluation and the next run start at once."""
+"""Settings of a process, made once before it computes: memory that is kept when freed, compiled programs kept on disk.
 
+XLA's CPU client allocates the temporary buffers of a program at each execution. By default glibc maps and unmaps blocks
+of that size, so that every step touches fresh pages: a quarter to a third of the CPU time of a tiny model's train step
+was page faults. The price of keeping memory is that resident memory stays at its peak. Programs are kept so that a
+resumed run, an evaluation and the next run start at once.
+"""
+
+import ctypes
 import functools
 import inspect
 import os
@@ -8,6 +15,41 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+
+# From glibc's malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
+_DEFAULT_MMAP_MAX, _LARGE_BLOCK = 65536, 32 << 20  # of these, glibc takes no larger threshold
+LARGE_MODEL = 1 << 30  # bytes of its weights
+
+
+def keep_freed_memory() -> bool:
+    """Must be called before there are threads: arenas that exist already are not changed.
+
+    Returns False, and changes nothing, where the C library is not glibc.
+    """
+    # One arena, because those of threads cannot hold large blocks; no block mapped apart; no trimming below 2 GB.
+    return _set_malloc((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def give_back_large_blocks() -> bool:
+    """Takes back `keep_freed_memory` for blocks of at least 32 MB. For large models: the holes that their arrays leave
+    add up to more than a second copy of the weights, and their steps take longer than page faults.
+
+    Returns False, and changes nothing, where the C library is not glibc.
+    """
+    return _set_malloc((_MMAP_THRESHOLD, _LARGE_BLOCK), (_MMAP_MAX, _DEFAULT_MMAP_MAX))
+
+
+def _set_malloc(*options: tuple[int, int]) -> bool:
+    """Hands (option, value) to glibc's `mallopt`, in order, up to the first that is refused."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018  other C libraries have a mallopt that does nothing
+        mallopt = libc.mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    return all(mallopt(option, value) for option, value in options)
+
 
 HASHED = ("hash_obj", "compile_options_obj", "strip_device_assignment")
 

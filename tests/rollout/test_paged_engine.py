@@ -1,0 +1,159 @@
+"""The paged cache on tiny real models: what is computed in chunks, again, or from shared pages is the same (22, 23).
+
+Numbers of rules: `test_pages.py`.
+"""
+
+import asyncio
+
+import numpy as np
+import pytest
+from rollout_cases import HANG, LONGEST, TEXT, TOLERANCE, VL, assert_logprobs, build, engine, media_prompt, request, run
+from rollout_cases import text_prompt as text
+from test_pages import small_chunks
+
+from rollout import programs
+from rollout.engine import EngineError
+from rollout.jax_engine import JaxEngine
+from rollout.pages import PAGE_TOKENS, pages_for
+
+COMPANY = [
+    request(f"r{i}", text(4 + 5 * i, seed=i), n=3, seed=i, max_new_tokens=36 - 4 * i, stop_ids=(i,)) for i in range(5)
+]
+
+
+def assert_empty(serving: JaxEngine) -> None:
+    pool = serving._scheduler.pool
+    assert pool.free == pool.total and not pool.holders_C.any()
+
+
+def assert_equal(answers, expected) -> None:
+    for group, alone in zip(answers, expected, strict=True):
+        assert [(a.ids, a.finish) for a in group] == [(e.ids, e.finish) for e in alone]
+        for answer, other in zip(group, alone, strict=True):
+            np.testing.assert_allclose(answer.logprobs, other.logprobs, rtol=0, atol=TOLERANCE)
+
+
+def test_22_a_group_needs_little_more_than_its_prompt():
+    serving = engine(build(TEXT))
+    (answers,) = run(serving, request("r", text(48), n=12, max_new_tokens=12))
+    for answer in answers:
+        assert_logprobs(build(TEXT), text(48), answer)
+    usage = serving.cache_usage
+    assert usage.peak_pages == 3 + 12, "the prompt's pages once, and one for each response"
+    assert usage.pages == 16 * LONGEST // PAGE_TOKENS
+    assert usage.bytes == 2 * TEXT.text.num_layers * 16 * LONGEST * 2 * 8 * 4
+    assert_empty(serving)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_tokens", [64, 96, 160])
+def test_23_a_small_pool_gives_everybody_the_same_tokens(kv_tokens):
+    model = build(TEXT)
+    small = engine(model, kv_tokens=kv_tokens)
+    answers, expected = run(small, *COMPANY), run(engine(model), *COMPANY)
+    assert_equal(answers, expected)
+    assert small.cache_usage.pages == kv_tokens // PAGE_TOKENS and small.cache_usage.peak_pages <= kv_tokens // 16
+    assert kv_tokens != 96 or small.stats().preemptions > 0  # the others let in fewer, or have room
+    for asked, group in zip(COMPANY, answers, strict=True):
+        for answer in group:
+            assert_logprobs(model, asked.prompt, answer)
+    assert_empty(small)
+
+
+def test_23_a_request_larger_than_the_cache_is_refused():
+    async def scenario():
+        serving = engine(build(TEXT), kv_tokens=32)
+        with pytest.raises(EngineError, match=r"30 prompt tokens \+ max_new_tokens=3 take 3 pages .* rollout\.kv_tok"):
+            serving.generate(request("r", text(30), max_new_tokens=3))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_22_a_prompt_in_chunks_is_the_prompt(monkeypatch, chunk):
+    model = build(TEXT)
+    prefixes = ((), (3, 4, 5), tuple(range(2, 22)))
+    asked = [
+        request("a", text(44, seed=1), n=3, seed=1, max_new_tokens=20),
+        request("b", text(33, seed=2), n=3, seed=2, prefix=prefixes, max_new_tokens=24),
+        request("c", text(7, seed=3), n=2, seed=3, max_new_tokens=30),
+    ]
+    expected = run(engine(model), *asked)
+    small_chunks(monkeypatch, chunk)
+    serving = engine(model)
+    answers = run(serving, *asked)
+    assert_equal(answers, expected)
+    for answer in answers[0]:
+        assert_logprobs(model, asked[0].prompt, answer)
+    assert {"fill", "continue"} <= {name for name, _ in serving.compiled_shapes}
+    assert max(sizes[1] for name, sizes in serving.compiled_shapes if name in ("prefill", "continue")) <= chunk
+    assert_empty(serving)
+
+
+@pytest.mark.slow
+def test_22_a_prompt_with_an_image_is_cut_behind_it(monkeypatch):
+    model = build(VL)
+    prompt = media_prompt(2, ("image", (1, 4, 8)), 40, seed=1)
+    asked = request("r", prompt, n=3, seed=4, max_new_tokens=9, forbidden_ids=(36, 37, 38, 39))
+    expected = run(engine(model), asked)
+    small_chunks(monkeypatch, 16)
+    serving = engine(model, slots=2)
+    assert_equal(run(serving, asked), expected)
+    assert any(name == "continue" for name, _ in serving.compiled_shapes)
+    assert_empty(serving)
+
+
+@pytest.mark.slow
+def test_22_a_view_by_layers_is_the_view(monkeypatch):
+    model = build(VL)
+    expected = run(engine(model, steps_per_sync=7), *COMPANY)
+    monkeypatch.setattr(programs, "VIEW_BYTES", 0)
+    assert_equal(run(engine(model, steps_per_sync=6), *COMPANY), expected)  # programs are shared by their steps
+
+
+@pytest.mark.slow
+def test_23_streams_that_are_dropped_leave_no_pages():
+    async def scenario():
+        serving, rng = engine(build(TEXT), slots=6, kv_tokens=128), np.random.default_rng(0)
+        for turn in range(12):
+            streams = [
+                serving.generate(request(f"{turn}.{i}", text(3 + 11 * i, seed=i), n=3, max_new_tokens=25))
+                for i in range(3)
+            ]
+            for stream in streams:
+                for _ in range(rng.integers(0, 4)):
+                    await anext(stream)
+                await stream.aclose()
+        async with serving._between_turns():
+            pass
+        assert_empty(serving)
+        assert serving.stats().running == serving.stats().waiting == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), HANG))
+
+
+def test_the_cache_takes_its_share_of_the_memory_that_is_free(monkeypatch):
+    """Devices of this test tell of 64 kB of 100 as free; a token takes 256 bytes."""
+    serving = engine(build(TEXT), kv_fraction=0.5)
+
+    class Told:
+        def memory_stats(self):
+            return {"bytes_limit": 100_000, "bytes_in_use": 36_000}
+
+    class Layout:
+        devices = (Told(), Told())
+
+    layout = serving._device.layout
+    monkeypatch.setattr(serving._device, "layout", Layout())
+    assert serving._device.room(0.5, 1) == 32_000 // 256
+    monkeypatch.setattr(serving._device, "layout", layout)
+    monkeypatch.setattr(serving._device, "room", lambda share, unknown: int(share * 640))
+    run(serving, request("r", text(5), max_new_tokens=4))
+    assert serving.cache_usage.pages == 20
+
+
+def test_the_longest_sequence_has_room_however_little_is_free(monkeypatch):
+    serving = engine(build(TEXT))
+    monkeypatch.setattr(serving._device, "room", lambda share, unknown: 0)
+    run(serving, request("r", text(5), max_new_tokens=4))
+    assert serving.cache_usage.pages == pages_for(serving._limits.max_sequence_tokens)

@@ -1,0 +1,248 @@
+"""The page books, and the plans that read and write pages, against a device that keeps token ids in its pages.
+
+22. A page belongs to those whose tokens are in it: the full pages of a prompt to all its samples, others to one. What a
+    round reads, and what a prefill takes for its context, are exactly the tokens that stand before.
+23. A pool that has no room for all serves all, one after the other, and is empty in the end: nothing waits forever, and
+    no page is lost, whatever is aborted, lost or computed again.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_cases import VL, VOCAB, media_prompt, text_prompt
+
+from rollout import scheduler as scheduling
+from rollout import turns
+from rollout.engine import EngineError, GenerateRequest, SamplingParams
+from rollout.pages import PAGE_TOKENS, PagePool, pages_for
+from rollout.requests import EngineLimits
+from rollout.scheduler import Scheduler
+
+STOP, SOME_IDS = 0, 9
+LONGEST = 96
+IMAGE = media_prompt(3, ("image", (1, 4, 8)), 25, seed=1)
+STEPS = 3
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 5)), max_size=60))
+def test_a_page_is_free_when_nobody_holds_it(script):
+    pool, held = PagePool(12), []
+    for action, number in script:
+        if action == "take":
+            if number > pool.free:
+                with pytest.raises(ValueError, match=f"{number} pages are wanted"):
+                    pool.take(number)
+            else:
+                held.append(pool.take(number))
+        elif held:
+            pages = held[number % len(held)]
+            if action == "share":
+                pool.share(pages)
+                held.append(list(pages))
+            else:
+                held.remove(pages)
+                pool.release(pages)
+        used = {page for pages in held for page in pages}
+        assert pool.free == 12 - len(used)
+        assert pool.holders_C.tolist() == [sum(page in pages for pages in held) for page in range(12)]
+    for pages in held:
+        pool.release(pages)
+    assert pool.free == 12 and sorted(pool.take(12)) == list(range(12))
+
+
+class PagedDevice:
+    """Carries out the plans of an engine on pages of token ids; checks what they read, and the books between turns."""
+
+    def __init__(self, slots: int, kv_tokens: int) -> None:
+        self.limits = EngineLimits(slots, LONGEST, VOCAB, VL.vision, STEPS, kv_tokens=kv_tokens)
+        self.scheduler = Scheduler(self.limits)
+        self.cache = np.full((self.limits.pages, PAGE_TOKENS), -1)
+        self.open: dict[str, int] = {}
+
+    def submit(self, request: GenerateRequest) -> None:
+        self.open[request.rid] = request.n
+        self.deliver(self.scheduler.submit(request)[1])
+
+    def deliver(self, deliveries) -> None:
+        for job, chunk in deliveries:
+            self.open[job.request.rid] -= chunk.finish is not None
+
+    def turn(self, seed: int, fails: bool = False) -> None:
+        scheduler, rng = self.scheduler, np.random.default_rng(seed)
+        scheduler.next_turn()
+        self.check()
+        if not scheduler.jobs:
+            return
+        if fails:
+            self.cache[:] = -1
+            for job in scheduler.blame(scheduler.at_turn()):
+                del self.open[job.request.rid]
+            return
+        if scheduler.to_start():
+            slots_B = self.start(turns.plan_starts(scheduler, self.limits))
+            count_B, steps = np.ones(len(slots_B), np.int32), 1
+            tokens_BR = rng.integers(0, SOME_IDS, (len(slots_B), 1)).astype(np.int32)
+        else:
+            slots_B, batch = turns.plan_round(scheduler, self.limits)
+            assert len(slots_B), "a turn that serves nobody"
+            steps = STEPS
+            tokens_BR = rng.integers(0, SOME_IDS, (len(slots_B), steps)).astype(np.int32)
+            count_B = np.minimum(steps, batch.remaining_B[: len(slots_B)])
+            for row, slot in enumerate(slots_B):
+                stops = np.flatnonzero(tokens_BR[row, : count_B[row]] == STOP)
+                count_B[row] = stops[0] + 1 if len(stops) else count_B[row]
+                known = self.tokens(scheduler.occupant[slot])
+                assert batch.length_B[row] == len(known) - 1
+                read = self.cache[np.minimum(batch.pages_BC[row], self.limits.pages - 1)].ravel()
+                np.testing.assert_array_equal(read[: len(known) - 1], known[:-1])
+                fresh = [known[-1], *tokens_BR[row, :-1]]
+                inside = batch.entries_BR[row] < self.cache.size
+                assert inside[: count_B[row]].all(), "a token without a page"
+                self.cache.ravel()[batch.entries_BR[row][inside]] = np.array(fresh)[inside]
+            assert (batch.entries_BR[len(slots_B) :] >= self.cache.size).all()
+        self.deliver(scheduler.record(slots_B, tokens_BR, np.zeros(tokens_BR.shape, np.float32), count_B, 0))
+        self.deliver(scheduler.reap())
+        self.check()
+
+    def start(self, plan) -> np.ndarray:
+        started = []
+        for step in plan:
+            inputs, context = step.batch.inputs, step.batch.context
+            assert (inputs.segments_BT != 0).sum(axis=1).max() <= max(turns.CHUNK_TOKENS, LONGEST)
+            if context is not None and step.batch.outputs is None:
+                for row, length in enumerate(context.length_B):
+                    before = self.cache[context.pages_BC[row]].ravel()[:length]
+                    assert (before >= 0).all(), "a context that nobody wrote"
+            step.batch.outputs = "computed"
+            page_W, row_W, column_WS = step.writes.page_W, step.writes.row_W, step.writes.column_WS
+            real = page_W < self.limits.pages
+            assert len(set(page_W[real].tolist())) == real.sum(), "a page is written twice"
+            self.cache[page_W[real]] = inputs.tokens_BT[row_W[real][:, None], column_WS[real]]
+            for row, slot in enumerate(step.slots_B):
+                known = self.tokens(self.scheduler.occupant[slot])
+                assert inputs.tokens_BT[step.starts.row_B[row], step.starts.last_B[row]] == known[-1]
+                pages = self.scheduler.occupant[slot].pages
+                np.testing.assert_array_equal(self.cache[pages].ravel()[: len(known)], known)
+            started.append(step.slots_B)
+        return np.concatenate([np.zeros(0, np.int32), *started])
+
+    def tokens(self, sample) -> list[int]:
+        return [*sample.job.request.prompt.token_ids_T, *self.scheduler.response(sample)]
+
+    def check(self) -> None:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        holders = np.zeros(pool.total, int)
+        for slot, sample in enumerate(scheduler.occupant):
+            if sample is None:
+                continue
+            holders[sample.pages] += 1
+            assert scheduler.table.page_NC[slot, : len(sample.pages)].tolist() == sample.pages
+            assert sample.pages[: len(sample.job.pages)] == sample.job.pages or not sample.pages
+            own = sample.pages[len(sample.job.pages) :]
+            assert (pool.holders_C[own] == 1).all(), "a page of one sample that another has, too"
+            assert not scheduler.cached_N[slot] or len(sample.pages) * PAGE_TOKENS >= len(self.tokens(sample)) - 1
+        assert holders.tolist() == pool.holders_C.tolist()
+        assert pool.free == (holders == 0).sum()
+
+
+lengths = st.lists(st.integers(0, 30), min_size=4, max_size=4)
+asked = st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 36), lengths, st.booleans())
+script = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), asked),
+        st.tuples(st.just("turn"), st.integers(0, 10**6)),
+        st.tuples(st.just("abort"), st.tuples(st.integers(0, 5), st.integers(-1, 3))),
+        st.tuples(st.just("weights"), st.just(None)),
+        st.tuples(st.just("failure"), st.integers(0, 10**6)),
+    ),
+    max_size=30,
+)
+
+
+def small_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
+    for module in (scheduling, turns):
+        patch.setattr(module, "CHUNK_TOKENS", tokens)
+        patch.setattr(module, "PREFILL_TOKENS", 2 * tokens)
+
+
+@settings(deadline=None, max_examples=100)
+@given(script, st.integers(1, 5), st.integers(0, 12), st.sampled_from([16, 32, 2048]))
+def test_22_and_23_pages_hold_what_is_read_and_none_is_lost(history, slots, more, chunk):
+    with pytest.MonkeyPatch.context() as patch:
+        small_chunks(patch, chunk)
+        device = PagedDevice(slots, LONGEST + more * PAGE_TOKENS)
+        scheduler = device.scheduler
+        for turn, (action, value) in enumerate(history):
+            if action == "submit":
+                length, n, limit, prefixes, picture = value
+                prompt = IMAGE if picture else text_prompt(length, seed=length)
+                prefix = tuple((1,) * min(count, limit - 1) for count in prefixes[:n])
+                sampling = SamplingParams(max_new_tokens=limit, stop_ids=(STOP,))
+                device.submit(GenerateRequest(f"r{turn}", prompt, sampling, n, 0, prefix))
+            elif action == "turn":
+                device.turn(value)
+            elif action == "failure":
+                device.turn(value, fails=True)
+            elif action == "abort":
+                rid = list(device.open)[value[0] % len(device.open)] if device.open else "nobody"
+                scheduler.mark_aborted(rid if value[1] < 0 else f"{rid}/{value[1]}")
+                device.deliver(scheduler.reap())
+            else:
+                scheduler.invalidate()
+                device.cache[:] = -1
+            device.check()
+        for seed in range(2000):
+            if not scheduler.jobs:
+                break
+            device.turn(seed)
+        assert not scheduler.jobs and not any(device.open.values())
+        assert scheduler.pool.free == scheduler.pool.total
+        assert all(occupant is None for occupant in scheduler.occupant)
+
+
+def test_22_a_group_has_the_full_pages_of_its_prompt_once():
+    device = PagedDevice(8, 4096)
+    device.submit(GenerateRequest("r", text_prompt(40), SamplingParams(max_new_tokens=30), n=8))
+    device.turn(1)
+    pool = device.scheduler.pool
+    assert pool.total - pool.free == 2 + 8  # 32 tokens in two pages of all, 8 of the prompt in a page of each
+    assert sorted(pool.holders_C[pool.holders_C > 0].tolist()) == [1] * 8 + [8] * 2
+    device.scheduler.mark_aborted("r/3")
+    device.scheduler.reap()
+    assert pool.total - pool.free == 2 + 7
+
+
+def test_23_the_youngest_makes_room_and_the_oldest_never_waits():
+    device = PagedDevice(3, LONGEST + PAGE_TOKENS)
+    for number in range(3):
+        device.submit(GenerateRequest(f"r{number}", text_prompt(20), SamplingParams(max_new_tokens=70)))
+    scheduler, progress = device.scheduler, []
+    while scheduler.jobs:
+        device.turn(10 * len(progress) + 1)
+        progress.append(list(scheduler.jobs))
+        if "r0" in scheduler.jobs:
+            assert scheduler.jobs["r0"].samples[0].pages, "the oldest lost its pages"
+    assert scheduler.preemptions > 0
+
+
+def test_23_a_request_that_no_empty_pool_could_serve_is_refused():
+    scheduler = Scheduler(EngineLimits(4, LONGEST, VOCAB, kv_tokens=64))
+    asked = GenerateRequest("r", text_prompt(60), SamplingParams(max_new_tokens=5))
+    with pytest.raises(EngineError, match=r"60 prompt tokens .* 5 pages of 16 .* has 4: raise rollout\.kv_tokens"):
+        scheduler.submit(asked)
+    scheduler.submit(GenerateRequest("r", text_prompt(60), SamplingParams(max_new_tokens=4)))
+    assert pages_for(64) == 4
+
+
+def test_rounds_come_between_the_chunks_of_a_long_prompt(monkeypatch):
+    small_chunks(monkeypatch, 16)
+    device = PagedDevice(4, 4096)
+    device.submit(GenerateRequest("short", text_prompt(5), SamplingParams(max_new_tokens=60)))
+    device.turn(1)
+    device.submit(GenerateRequest("long", text_prompt(80), SamplingParams(max_new_tokens=5)))
+    kinds = []
+    for seed in range(8):
+        device.turn(seed + 3)
+        kinds.append("start" if device.scheduler.to_start() else "round")
+    assert kinds == ["start", "round"] * 4

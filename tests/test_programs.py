@@ -1,0 +1,180 @@
+"""How many programs a run compiles: what the outlines of its microbatches say is what JAX traces."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from learner_cases import alone, assert_equal, outcome, random_groups, tiny
+from learner_cases import learner as learner_on
+from packing_cases import MODEL, compose, make_config, make_groups
+
+from fluxjax.algorithms import grpo
+from fluxjax.batch import rows
+from fluxjax.batch.composer import Composer, shape_book
+from fluxjax.batch.composition import Item, Piece, tokens_of
+from fluxjax.batch.fitted import fit_rows, lengths_between
+from fluxjax.config import Strategy
+from fluxjax.learner.learner import Learner
+from sharding.mesh import make_mesh
+
+HEADS = (4, 2)
+STEPS, MOST = 60, 4
+
+
+def shape_of(batch):
+    """Everything of a batch that a program is compiled for."""
+    vision, spread = batch.inputs.vision, batch.inputs.spread
+    sends = vision.route and (vision.route.axes, *(send.shape for send in vision.route.sends))
+    around = spread and (spread.rounds, spread.axes, spread.exports_BX.shape)
+    return batch.inputs.tokens_BT.shape, vision.num_patches, vision.frame_bound, sends, around
+
+
+def config_of(strategy):
+    config = make_config(tokens_per_row=128, rows=2, patches=256)
+    config.sharding.strategy, config.sharding.max_shapes = strategy, MOST
+    return config
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_outlines_name_the_shapes_of_their_batches(strategy):
+    """Equal programs have equal shapes and others have others, and there are never more than allowed."""
+    config = config_of(strategy)
+    text = tiny(HEADS).config.text
+    composer, again = (Composer(config, 2, MODEL.vision, text) for _ in range(2))
+    shapes = {}
+    for seed in range(40):
+        groups, prepared = random_groups(seed)
+        outlines = composer.outline(groups, prepared)
+        composition = again.compose(groups, prepared)
+        for outline, batch in zip(outlines, composition.batches, strict=True):
+            shapes.setdefault(outline.program, set()).add(shape_of(batch))
+            filled, vision = outline.filled, batch.inputs.vision
+            assert filled.token_cells == batch.inputs.tokens_BT.size and filled.patch_cells == vision.num_patches
+            assert filled.tokens == np.count_nonzero(batch.inputs.segments_BT)
+            assert filled.patches == np.count_nonzero(vision.frame_segments_P)
+    assert all(len(found) == 1 for found in shapes.values())
+    assert len(set.union(*shapes.values())) == len(shapes) <= MOST
+    assert len(composer.shapes) <= MOST and composer.shapes == again.shapes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_as_many_programs_are_traced_as_outlines_name(strategy):
+    config, traced = config_of(strategy), []
+
+    def token_loss(logprobs_BT, entropies_BT, batch, algorithm):
+        traced.append(shape_of(batch))
+        return grpo.token_loss(logprobs_BT, entropies_BT, batch, algorithm)
+
+    learner = Learner(config, tiny(HEADS), token_loss, mesh=make_mesh(2))
+    composer, counted = (Composer(config, 2, MODEL.vision, learner.text) for _ in range(2))
+    programs, late = set(), 0
+    for seed in range(STEPS):
+        groups, prepared = random_groups(seed)
+        before = len(traced)
+        learner.step(composer.compose(groups, prepared).microbatches)
+        late += len(traced) - before if seed >= STEPS // 2 else 0
+        programs |= {outline.program for outline in counted.outline(groups, prepared)}
+    assert len(traced) == len(programs) <= MOST
+    assert late == 0
+
+
+# --- rows whose length fits them ----------------------------------------------------------------
+
+
+def drawn(seed, count, longest):
+    rng = np.random.default_rng(seed)
+    return [Item(str(i), int(n), (1 + int(n) // 9,)) for i, n in enumerate(rng.integers(1, longest, count))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fitted_rows_hold_every_piece_once(seed):
+    items = drawn(seed, 3 + 5 * seed, 3000)
+    pieces = [Piece(i, (0,)) for i in range(len(items))]
+    lengths = lengths_between(64, 4096)
+    plan = fit_rows(items, pieces, 8, lengths)
+    assert plan is not None and {length for length, _ in plan} <= set(lengths)
+    assert sorted(piece.item for _, members in plan for row in members for piece in row) == list(range(len(items)))
+    for length, members in plan:
+        assert len(members) <= 8
+        assert all(sum(tokens_of(items, piece) for piece in row) <= length for row in members)
+    again = fit_rows(items, pieces, 8, sorted({length for length, _ in plan}))
+    assert again is not None and sum(n for n, _ in again) <= sum(n for n, _ in plan)
+
+
+def test_fitted_rows_need_a_row_that_holds_the_longest_piece():
+    items = drawn(0, 5, 3000)
+    assert fit_rows(items, [Piece(i, (0,)) for i in range(5)], 8, [64, 128]) is None
+    assert fit_rows(items, [Piece(i, (0,)) for i in range(5)], 8, []) is None
+
+
+def test_rows_of_sequences_that_are_just_longer_than_half_a_row_are_not_half_empty():
+    config = make_config(tokens_per_row=2048, rows=2, patches=8192)
+    config.sharding.max_shapes = 6
+    composer, programs = Composer(config, 4, None), set()
+    for step in range(40):
+        sizes = np.random.default_rng(step).integers(1030, 1200, 24).tolist()
+        groups, prepared = make_groups([[size - 10] for size in sizes], [[10]] * len(sizes), step)
+        outlines = composer.outline(groups, prepared)
+        tokens, cells = (sum(getattr(o.filled, name) for o in outlines) for name in ("tokens", "token_cells"))
+        assert tokens == sum(sizes) and 1 - tokens / cells < 0.12
+        programs |= {outline.program for outline in outlines}
+    assert len(programs) <= 6
+
+
+def test_rows_whose_media_exceed_a_device_are_not_fitted(monkeypatch):
+    monkeypatch.setattr(rows, "LONG", 1)
+    groups, prepared = make_groups([[3, (1, 8, 8)]] * 6, [[2]] * 6)
+    config = make_config(tokens_per_row=96, rows=1, patches=64)  # of four prompts in a row
+    composition = compose(groups, prepared, config, 2, vision=MODEL.vision)
+    assert all(np.count_nonzero(b.inputs.vision.frame_segments_P) <= 2 * 64 for b in composition.batches)
+    assert len(composition.batches) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
+def test_fitted_rows_equal_one_ordinary_batch(share, monkeypatch):
+    groups, prepared = random_groups(7)
+    want = alone(HEADS, groups, prepared)
+    monkeypatch.setattr(rows, "LONG", 1)
+    config = make_config(tokens_per_row=96, rows=1, patches=256, share=share)
+    composition = compose(groups, prepared, config, 2, vision=MODEL.vision)
+    lengths = {batch.inputs.tokens_BT.shape for batch in composition.batches}
+    assert lengths != {(2, 96)}
+    assert_equal(outcome(learner_on(HEADS, 2), composition), want)
+
+
+def test_a_run_of_short_rows_keeps_its_length():
+    groups, prepared = make_groups([[30]] * 5, [[10]] * 5)
+    for batch in compose(groups, prepared, make_config(tokens_per_row=64, rows=4), 2).batches:
+        assert batch.inputs.tokens_BT.shape[1] == 64
+
+
+def test_places_are_divided_under_odc():
+    config = make_config()
+    config.sharding.strategy, config.sharding.max_shapes = Strategy.ODC, 16
+    book = shape_book(config)
+    assert (book.places(1), book.places(8)) == (12, 4)
+    assert dataclasses.replace(book, alone=0).places(8) == 16
+
+
+def test_rows_that_fit_have_patches_for_the_tower(monkeypatch):
+    """The tower is in the program of every microbatch, also where no group has an image."""
+    monkeypatch.setattr(rows, "LONG", 64)
+    config = make_config(tokens_per_row=128, rows=4, patches=256)
+    groups, prepared = make_groups([[10], [9], [11]], [[60], [61], [62]])
+    composer = Composer(config, 1, MODEL.vision, tiny(HEADS).config.text)
+    batches = composer.compose(groups, prepared).batches
+    assert min(batch.inputs.tokens_BT.shape[1] for batch in batches) < 128, "rows of another length"
+    assert min(batch.inputs.vision.num_patches for batch in batches) >= MODEL.vision.merge_unit
+
+
+def test_an_image_that_many_responses_show_needs_one_shape():
+    """Each response has a prompt of its own, on several devices, so that the image is wanted on all of them."""
+    config = make_config(tokens_per_row=24, rows=2, patches=32, share=False)
+    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    groups, prepared = make_groups([[4, (1, 4, 8)]], [[9, 10, 11, 12, 13, 14]])
+    composer = Composer(config, 4, MODEL.vision, tiny(HEADS).config.text)
+    programs = {outline.program for _ in range(4) for outline in composer.outline(groups, prepared)}
+    assert len(composer.shapes) == len(programs)
+    assert len(programs) <= len(composer.outline(groups, prepared))
