@@ -46,6 +46,7 @@ from fluxjax.base.process import share_between_devices  # noqa: E402
 hypothesis.settings.register_profile("fluxjax", deadline=None)  # no test depends on how fast the machine is
 hypothesis.settings.load_profile("fluxjax")
 share_between_devices()
+gc.freeze()  # tracing makes many objects: collections need not look at all that was imported each time
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -223,7 +223,7 @@ def test_run_folder_of_another_model(capsys, data, finished, tmp_path):
     assert checkpoint_steps(run_dir) == checkpoint_steps(finished)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_device_that_fails_in_the_middle_of_a_step(capsys, data, finished, tmp_path, monkeypatch):
     """ODC, two devices: the run ends in one line, and the same command goes on from the last checkpoint."""
     run_dir = tmp_path / "run"

@@ -99,6 +99,7 @@ def build(case):
     return [[*content] for content, _ in case], lengths
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(case=text_case, **options)
 def test_only_what_is_too_long_and_what_fills_is_collective(case, seed, devices_degree, share):

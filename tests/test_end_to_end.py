@@ -316,6 +316,7 @@ def test_an_error_in_a_callback_ends_the_run(config):
         assert trainer.fit().summary.complete  # from its checkpoint
 
 
+@pytest.mark.long
 def test_bfloat16(config):
     config.model.compute_dtype = DType.BFLOAT16
     config.report.logprob_gap_alarm = 0.1

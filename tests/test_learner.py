@@ -100,7 +100,7 @@ def on_one_device(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vision", "text"])
-@pytest.mark.parametrize("devices", [2, 3, 6, 8])
+@pytest.mark.parametrize("devices", [2, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (6, 8))])
 def test_any_number_of_devices_equals_one(kind, devices):
     """Packed for that many devices, with other rows, padding and microbatches than on one."""
     (loss, grads), want_metrics, want_params = on_one_device(kind)
@@ -134,7 +134,7 @@ def test_rematerialisation_changes_nothing(devices, remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["vision", "text"])
+@pytest.mark.parametrize("kind", [pytest.param("vision", marks=pytest.mark.long), "text"])
 def test_a_scan_over_layers_equals_layers_written_out(kind):
     """Short stacks are written out, long ones scanned, with or without rematerialisation: these two layers all ways."""
     batch = microbatches_for(kind, config_for())[0].batch
@@ -154,7 +154,7 @@ def test_a_scan_over_layers_equals_layers_written_out(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_bfloat16_compute_with_float32_masters(devices):
     config = config_for(rows=2, **SMOOTH)
     config.model.compute_dtype = DType.BFLOAT16

@@ -74,7 +74,10 @@ def _resumed(frame: Any) -> bool:
     return frame.f_code.co_name == "<genexpr>"
 
 
-@pytest.mark.parametrize("strategy", Strategy)
+LONG = (Strategy.ODC, Strategy.ULYSSES)
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(s, marks=pytest.mark.long if s in LONG else ()) for s in Strategy])
 def test_no_file_is_entered_again(strategy: Strategy) -> None:
     config = make_config(tokens_per_row=160 if strategy is Strategy.FSDP else 20, rows=4, patches=64)
     config.sharding.strategy = strategy

@@ -55,7 +55,12 @@ def configuration(folder, policy: str):
     return load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
 
 
-@pytest.mark.parametrize("policy", OPTIONS)
+LONG = ("april", "adaptive_async")
+
+
+@pytest.mark.parametrize(
+    "policy", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in OPTIONS]
+)
 def test_stopped_and_resumed(policy: str, tmp_path) -> None:
     first, second = Diary(stop_after=3), Diary()
     for diary in (first, second):

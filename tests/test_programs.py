@@ -132,7 +132,9 @@ def test_rows_whose_media_exceed_a_device_are_not_fitted(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
+@pytest.mark.parametrize(
+    "share", [pytest.param(True, id="shared"), pytest.param(False, id="plain", marks=pytest.mark.long)]
+)
 def test_fitted_rows_equal_one_ordinary_batch(share, monkeypatch):
     groups, prepared = random_groups(7)
     want = alone(HEADS, groups, prepared)

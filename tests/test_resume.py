@@ -119,6 +119,7 @@ def test_killed_with_worker_processes(commands, text, reference, tmp_path):
     assert_same_run(run_dir, reference)
 
 
+@pytest.mark.long
 def test_sigterm_ends_cleanly(commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
     code = signal_when(commands.start(run_dir, TEXT, text), logged(run_dir, "rl", 1), signal.SIGTERM)

@@ -87,7 +87,7 @@ def test_every_strategy_equals_one_device(strategy, degree, share):
     assert_equal(outcome(learner(heads, DEVICES), composition), alone(heads, groups, prepared))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @both_ways
 def test_replicas_are_never_spanned(share):
     """Six devices are three replicas of two: degrees stay at two, features and exports within their replica, even if

@@ -92,7 +92,10 @@ def difference(one: PolicyTrainer, other: PolicyTrainer) -> float:
 PORTIONS = [([2, 5], (1,)), ([0], (1,)), ([6], (1,)), ([3], ())]
 
 
-@pytest.mark.parametrize("aggregation", LossAggregation)
+@pytest.mark.parametrize(
+    "aggregation",
+    [pytest.param(a, marks=() if a is LossAggregation.TOKEN_MEAN else pytest.mark.long) for a in LossAggregation],
+)
 def test_equals_the_step_at_once(aggregation: LossAggregation) -> None:
     """Two steps: parameters and metrics, whatever the loss is normalised by. Three portions on the device of an engine,
     one on all; each has another number of tokens and responses."""
@@ -111,6 +114,7 @@ def test_equals_the_step_at_once(aggregation: LossAggregation) -> None:
     assert one.version == other.version == VERSION + 2
 
 
+@pytest.mark.long
 def test_naive_sum_is_wrong() -> None:
     """What the renormalisation is for: portions of equal weight make another update."""
     groups, prepared = scored()
@@ -174,6 +178,7 @@ def test_reference_and_sequence_weights() -> None:
     assert got.metrics["reference_kl"] == pytest.approx(want.metrics["reference_kl"], rel=1e-5) != 0
 
 
+@pytest.mark.long
 def test_odc() -> None:
     """Each portion by whole sequences on the devices it has."""
     config = config_for(LossAggregation.TOKEN_MEAN, Strategy.ODC)

@@ -123,7 +123,7 @@ def test_process_0_killed_without_a_relay(tmp_path: pathlib.Path) -> None:
         assert any("process 0 (" in line and "is lost" in line for line in run.errors(1)), run.report()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_process(tmp_path: pathlib.Path) -> None:
     with team(tmp_path, "stopped", 2) as run:
         run.until("waiting", [0, 1])

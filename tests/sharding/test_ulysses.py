@@ -113,7 +113,9 @@ def assert_equal(pairs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [(28, 4), (32, 8), (40, 8), (12, 6), (9, 3)])
+@pytest.mark.parametrize(
+    "heads", [(28, 4), (9, 3), *(pytest.param(heads, marks=pytest.mark.long) for heads in [(32, 8), (40, 8), (12, 6)])]
+)
 def test_values_and_gradients_equal_plain_attention(heads):
     assert_equal(pair(EXAMPLE, *heads))
 
@@ -140,7 +142,10 @@ def test_four_heads_over_four_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(lambda f: f, id="kept", marks=pytest.mark.long), pytest.param(jax.checkpoint, id="checkpointed")],
+)
 def test_layers_of_a_scan_share_the_views(wrap):
     spread, cells, segments, branches = batch(EXAMPLE)
     tokens = inputs(8, 8)

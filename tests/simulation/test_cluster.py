@@ -210,8 +210,8 @@ class TestFaultHistories:
         assert History(scenario(7022)).run() == ""
 
     def test_same_seed_same_trace(self):
-        one, other = histories(1000, 60), histories(1000, 60)
-        assert one["trace"] == other["trace"] != histories(2000, 60)["trace"]
+        one, other = histories(1000, 20), histories(1000, 20)
+        assert one["trace"] == other["trace"] != histories(2000, 20)["trace"]
 
     def test_a_wrong_version_is_noticed(self):
         history = History(scenario(0))
