@@ -66,7 +66,7 @@ class BreaksAfter(Callback):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
-    ["synchronous", "april", *(pytest.param(p, marks=pytest.mark.long) for p in ("tail_batching", "adaptive_async"))],
+    ["synchronous", *(pytest.param(p, marks=pytest.mark.long) for p in ("april", "tail_batching", "adaptive_async"))],
 )
 def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path) -> None:
     """Without any bound. What was dropped is in the checkpoint; once the reward is mended, the same command goes on."""

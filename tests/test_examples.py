@@ -14,7 +14,7 @@ SHOWN = {
     "own_policy": "hopeless prompts were replaced",
     "own_algorithm": "nats a token",
 }
-LONG = ("own_reward", "own_data", "own_policy")
+LONG = ("own_data", "own_policy", "own_algorithm")
 
 
 def test_every_example_is_run() -> None:

@@ -172,7 +172,7 @@ def test_a_step_has_the_weights_of_the_formula(name):
     [
         pytest.param("token", "fsdp", id="token-fsdp"),
         pytest.param("sequence", "fsdp", id="sequence-fsdp"),
-        pytest.param("sequence", "flex_ulysses", id="sequence-flex_ulysses", marks=pytest.mark.slow),
+        pytest.param("sequence", "flex_ulysses", id="sequence-flex_ulysses", marks=pytest.mark.long),
     ],
 )
 def test_devices_do_not_change_a_step(name, layout):

@@ -74,7 +74,7 @@ def _resumed(frame: Any) -> bool:
     return frame.f_code.co_name == "<genexpr>"
 
 
-LONG = (Strategy.ODC, Strategy.ULYSSES)
+LONG = (Strategy.FSDP, Strategy.ODC, Strategy.ULYSSES)
 
 
 @pytest.mark.parametrize("strategy", [pytest.param(s, marks=pytest.mark.long if s in LONG else ()) for s in Strategy])

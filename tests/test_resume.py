@@ -26,7 +26,7 @@ from run_cases import (
 
 from fluxjax.report.metrics import read
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 TEXT, VLM = "configs/text.py:debug", "configs/vlm.py:debug"
 STEPS = 9  # an epoch is 3 steps, and so is the time between checkpoints
 
@@ -72,7 +72,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize(
     "moment",
-    [pytest.param(name, marks=() if name == "as a step is logged" else pytest.mark.long) for name in MOMENTS],
+    MOMENTS,
 )
 def test_killed(moment, commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
@@ -88,7 +88,6 @@ def test_killed(moment, commands, text, reference, tmp_path):
     assert not list((run_dir / "checkpoints").glob("*tmp*"))
 
 
-@pytest.mark.long
 def test_killed_before_the_first_periodic_checkpoint(commands, text, reference, tmp_path):
     """The warm start is not repeated; how often checkpoints are written changes nothing."""
     run_dir, rarely = tmp_path / "run", [*text, "--config.checkpoint.every=0"]
@@ -99,7 +98,6 @@ def test_killed_before_the_first_periodic_checkpoint(commands, text, reference, 
     assert_same_run(run_dir, reference)
 
 
-@pytest.mark.long
 def test_killed_again_and_again(commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
     for step in (0, 3):
@@ -109,7 +107,6 @@ def test_killed_again_and_again(commands, text, reference, tmp_path):
     assert_same_run(run_dir, reference)
 
 
-@pytest.mark.long
 def test_killed_with_worker_processes(commands, text, reference, tmp_path):
     """How prompts are prepared changes nothing: neither the prompts nor where a checkpoint goes on."""
     run_dir = tmp_path / "run"
@@ -119,7 +116,6 @@ def test_killed_with_worker_processes(commands, text, reference, tmp_path):
     assert_same_run(run_dir, reference)
 
 
-@pytest.mark.long
 def test_sigterm_ends_cleanly(commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
     code = signal_when(commands.start(run_dir, TEXT, text), logged(run_dir, "rl", 1), signal.SIGTERM)
@@ -132,7 +128,6 @@ def test_sigterm_ends_cleanly(commands, text, reference, tmp_path):
     assert_same_run(run_dir, reference)
 
 
-@pytest.mark.long
 def test_a_complete_run_started_again_stays_as_it_is(commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(reference, run_dir)
@@ -141,7 +136,6 @@ def test_a_complete_run_started_again_stays_as_it_is(commands, text, reference, 
     assert_same_run(run_dir, reference)
 
 
-@pytest.mark.long
 def test_resumed_on_another_mesh(commands, text, reference, tmp_path):
     """From one device to four: the checkpoint is the same, sums are taken in another order."""
     run_dir = tmp_path / "run"
@@ -157,7 +151,6 @@ def test_resumed_on_another_mesh(commands, text, reference, tmp_path):
         np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)
 
 
-@pytest.mark.long
 def test_resumed_with_another_strategy(commands, text, reference, tmp_path):
     """From FSDP on one device to FlexUlysses on four: only places and the order of sums change."""
     run_dir = tmp_path / "run"
@@ -171,7 +164,6 @@ def test_resumed_with_another_strategy(commands, text, reference, tmp_path):
         np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)  # as above
 
 
-@pytest.mark.long
 def test_sequences_spread_over_devices(commands, text, tmp_path):
     """Buffer shapes depend on earlier batches; a resumed run remembers them, and ends with the same bits."""
     spread = [*text, "--config.sharding.devices=4", "--config.sharding.strategy=flex_ulysses"]
@@ -185,7 +177,6 @@ def test_sequences_spread_over_devices(commands, text, tmp_path):
     assert_same_run(resumed, whole)
 
 
-@pytest.mark.long
 def test_every_device_at_its_own_pace(commands, tmp_path):
     """ODC on four devices, killed and started again: in deterministic order the bits are those of a run left alone.
     Some prompts are too long for a device, and computed by two together."""
@@ -206,7 +197,6 @@ def test_every_device_at_its_own_pace(commands, tmp_path):
     assert_same_run(killed, whole)
 
 
-@pytest.mark.long
 def test_images_and_videos(commands, tmp_path):
     """Decoding in threads ahead of use, two sources mixed, a frozen reference model in the checkpoint."""
     (tmp_path / "data").mkdir()

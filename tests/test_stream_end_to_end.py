@@ -20,7 +20,7 @@ from fluxjax.run.trainer import FluxTrainer
 from rollout.engine import FinishReason, GenerateRequest, TokenChunk
 from rollout.jax_engine import JaxEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 STEPS, PROMPTS = 3, 8
 

@@ -164,7 +164,7 @@ def test_a_reported_failure(tmp_path: pathlib.Path) -> None:
             assert f"process 1 ({host}) failed: ValueError: a device thread has no memory. All processes" in line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_orderly_close(tmp_path: pathlib.Path) -> None:
     """No failure, but for who still waits for the one that closed."""
     with team(tmp_path, "closing", 2) as run:
