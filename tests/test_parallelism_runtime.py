@@ -21,7 +21,6 @@ from fluxjax.coordinator.messages import SetParallelism
 from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
-from fluxjax.runtime import engine_pool
 from fluxjax.runtime.engine_pool import EnginePool, engine_count
 from models.config import Qwen2Config, TextConfig
 from rollout.throughput import Point, Profile, sizes
@@ -208,10 +207,10 @@ class Device:
     ("platform", "engines", "degree", "used", "expected"),
     [("gpu", 0, 1, 0, 8), ("gpu", 0, 2, 0, 4), ("gpu", 0, 4, 6, 1), ("gpu", 3, 2, 0, 3), ("cpu", 0, 1, 0, 1)],
 )
-def test_all_accelerators_generate(monkeypatch, tmp_path, platform, engines, degree, used, expected):
-    monkeypatch.setattr(engine_pool.jax, "local_devices", lambda: [Device(platform, number) for number in range(8)])
+def test_all_accelerators_generate(tmp_path, platform, engines, degree, used, expected):
+    devices = [Device(platform, number) for number in range(8)]
     settings = {"policy__engines": engines, "parallelism__degree": degree, "sharding__devices": used}
-    assert engine_count(configuration(tmp_path, **settings)) == expected
+    assert engine_count(configuration(tmp_path, **settings), devices) == expected
 
 
 def test_a_profile_says_the_degree_at_the_start(tmp_path):

@@ -70,10 +70,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "moment",
-    MOMENTS,
-)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_killed(moment, commands, text, reference, tmp_path):
     run_dir = tmp_path / "run"
     when, left = MOMENTS[moment]

@@ -128,7 +128,7 @@ class FluxTrainer:
             )
 
             # --- fleet --------------------------------------------------------------------------
-            config.policy.engines = engine_count(config)
+            config.policy.engines = engine_count(config, jax.local_devices())
             config.validate_scheduling()  # now that their number is known
             self.pool = EnginePool(config, self._model)
             self.engines = self.pool.engines  # one list that changes with their degree

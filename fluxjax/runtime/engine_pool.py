@@ -19,9 +19,8 @@ from ..batch.composer import Composer
 from ..config import Config, ConfigError, Policy
 
 
-def engine_count(config: Config) -> int:
-    """The engines of a run on the devices of its process: as configured, or as many as there are accelerators for."""
-    devices = jax.local_devices()
+def engine_count(config: Config, devices: Sequence[Any]) -> int:
+    """The engines of a run on these devices of its process: as configured, or as many as there are accelerators for."""
     if config.policy.engines:
         return config.policy.engines
     if devices[0].platform == "cpu":
@@ -39,7 +38,7 @@ class EnginePool:
 
     def __init__(self, config: Config, model: Decoder) -> None:
         devices = jax.local_devices()
-        parallelism, engines = config.parallelism, engine_count(config)
+        parallelism, engines = config.parallelism, engine_count(config, devices)
         wanted = engines * parallelism.degree
         if wanted > len(devices) and (parallelism.degree > 1 or parallelism.enabled):
             raise ConfigError(

@@ -12,6 +12,7 @@ import models
 from rollout.pages import PAGE_TOKENS
 
 from ..config import Config, Remat, Strategy
+from ..runtime.engine_pool import engine_count
 from .account import Account, Change, Rows
 from .programs import (
     Progress,
@@ -20,7 +21,6 @@ from .programs import (
     cache_tokens,
     compiled_at_depth,
     engine_arrays,
-    engines_of,
 )
 
 LEAST_SLOTS = 8
@@ -88,7 +88,7 @@ def changes(run: RunShapes, rows: Rows, usable: float, few: int, progress: Progr
 
     def wider_engines(account: Account) -> tuple[str, Account] | None:
         degree = config.parallelism.degree
-        wanted = engines_of(config, run.devices) * degree
+        wanted = engine_count(config, run.devices) * degree
         most = min(config.sharding.devices_per_host, len(run.devices), run.model.text.num_heads)
         best: tuple[str, Account] | None = None
         while 2 * degree <= most and (best is None or best[1].bytes > usable):

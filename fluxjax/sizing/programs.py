@@ -27,6 +27,7 @@ from ..algorithms import ALGORITHMS
 from ..base.types import TrainBatch
 from ..config import Config, ConfigError, Policy, Strategy
 from ..learner.learner import Learner
+from ..runtime.engine_pool import engine_count
 from .largest import largest_batch, longest_prompt, vision_of
 from .schedule import Traffic, traffic
 
@@ -128,7 +129,7 @@ class RunShapes:
     @property
     def engines_a_device(self) -> int:
         """Engines that share the fullest device."""
-        return -(-engines_of(self.config, self.devices) * self.config.parallelism.degree // len(self.devices))
+        return -(-engine_count(self.config, self.devices) * self.config.parallelism.degree // len(self.devices))
 
     @property
     def cache_tokens(self) -> int:
@@ -195,11 +196,6 @@ def _begun(config: Config) -> list[int]:
     moved = config.stream_trainer.enabled or config.parallelism.enabled
     goes_on = config.policy.name in (Policy.APRIL, Policy.ADAPTIVE_ASYNC) or moved
     return [config.rollout.max_new_tokens] * config.rollout.group_size if goes_on else []
-
-
-def engines_of(config: Config, devices: Sequence[Any]) -> int:
-    """The engines of a run: as configured, or as many as the devices allow."""
-    return config.policy.engines or max(len(devices) // config.parallelism.degree, 1)
 
 
 def cache_tokens(config: Config) -> int:
