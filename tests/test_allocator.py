@@ -23,6 +23,7 @@ print(faults())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc")
 def test_freed_memory_is_used_again():
     def faults(*modes):

@@ -125,6 +125,7 @@ def test_only_what_is_too_long_and_what_fills_is_collective(case, seed, devices_
         assert needed.any() and rows.max() < needed.max() + 1  # chunks are rounded up to a token
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(case=vision_case, **options)
 def test_media_keep_within_their_buffers_too(case, seed, devices_degree, share):

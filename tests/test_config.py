@@ -351,6 +351,7 @@ def test_a_bound_takes_its_ends():
         config.validate()
 
 
+@pytest.mark.slow
 def test_help_shows_bounds():
     (line,) = [line for line in cli.help_text("").splitlines() if line.startswith("  --config.optim.beta1=")]
     assert line.endswith("must be in [0, 1)")

@@ -20,6 +20,8 @@ from sharding.cost import QWEN2_5_VL_7B, CostModel
 from sharding.planner.packing import SCHEDULERS
 from sharding.spread.shapes import ShapeBook
 
+pytestmark = pytest.mark.slow
+
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
 HEADS = (8, 2)
 
@@ -316,7 +318,6 @@ def test_reference_logprobs_are_filled_in_on_every_device():
         np.testing.assert_array_equal(batch.reference_logprobs_BT, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
 def test_sum_over_the_microbatches_of_three_devices_equals_one_ordinary_batch(share):
     groups, prepared = random_groups(7)

@@ -8,6 +8,8 @@ from fluxjax import evaluate
 from fluxjax.config import cli
 from fluxjax.run.trainer import FluxTrainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -37,7 +39,6 @@ def files(folder):
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
-@pytest.mark.slow
 def test_numbers_are_those_of_the_run_and_nothing_is_changed(run, capsys):
     folder, result = run
     before = files(folder)

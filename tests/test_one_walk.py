@@ -77,6 +77,7 @@ def _resumed(frame: Any) -> bool:
 LONG = (Strategy.FSDP, Strategy.ODC, Strategy.ULYSSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param(s, marks=pytest.mark.long if s in LONG else ()) for s in Strategy])
 def test_no_file_is_entered_again(strategy: Strategy) -> None:
     config = make_config(tokens_per_row=160 if strategy is Strategy.FSDP else 20, rows=4, patches=64)

@@ -23,6 +23,8 @@ from models.inputs import PackedTokens
 from models.processing.vision_input import concatenate, pad
 from sharding.walk import Walk
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-5  # float32; of the largest gradient of each weight, and of the loss
 CFG = AlgorithmConfig(kl_coefficient=0.2)
 CONTENTS = [

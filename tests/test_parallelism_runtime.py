@@ -183,6 +183,7 @@ def model(**changes):
     return models.create(Qwen2Config(TextConfig(**settings, num_heads=2, num_kv_heads=1, head_dim=8)))
 
 
+@pytest.mark.slow
 def test_devices_are_dealt_to_engines(tmp_path):
     config = configuration(tmp_path, policy__engines=3, parallelism__degree=2, parallelism__enabled=True)
     devices = jax.local_devices()

@@ -152,6 +152,7 @@ def test_the_largest_row_just_fits():
     assert rows.largest(ACCOUNT, 30 * GIB) == 0  # weights and cache alone are more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Strategy.FSDP, Strategy.FLEX_ULYSSES])
 @pytest.mark.parametrize("devices", [1, 8])
 def test_no_batch_is_larger_than_the_largest(strategy, devices):

@@ -35,6 +35,7 @@ def config_of(strategy):
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", list(Strategy))
 def test_outlines_name_the_shapes_of_their_batches(strategy):
     """Equal programs have equal shapes and others have others, and there are never more than allowed."""

@@ -21,6 +21,8 @@ from fluxjax.learner.policy_trainer import PolicyTrainer
 from models.config import Qwen2Config
 from sharding.mesh import make_mesh
 
+pytestmark = pytest.mark.slow
+
 TEXT = Qwen2Config(text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=())))
 LENGTHS = [[3, 1, 6], [4, 4, 2], [2, 5, 7], [6, 3, 1], [8, 2, 9], [1, 2, 3], [0, 5, 2]]
 VERSION = 8  # the newest that tokens are of

@@ -145,6 +145,7 @@ class TestSomethingToLearn:
         assert sorted(everything) == list(range(resumed.next_draw))
 
 
+@pytest.mark.slow
 def test_a_stopped_step_is_resumed_as_if_there_had_been_no_stop() -> None:
     """Synchronous: the same groups make each step, wherever the run was stopped."""
     whole = [[g.prompt.draw for g in groups] for groups in world_of("synchronous", 1, steps=4).go().steps.values()]

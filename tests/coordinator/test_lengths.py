@@ -39,6 +39,7 @@ class TestSynthetic:
         assert 450 < median < 700 and 900 < np.quantile(lengths, 0.75) < 1400
         assert 20 < np.max(lengths[:1024]) / median < 35
 
+    @pytest.mark.slow
     def test_held_out_prompts(self, workload, predictor) -> None:
         held_out = workload[1000:]
         predicted = [predictor.predict(p).mean for p, lengths in held_out for _ in lengths]
@@ -61,6 +62,7 @@ class TestSynthetic:
         assert found > without + 0.1
         assert np.mean([m.confidence for m in mates]) > 0.55
 
+    @pytest.mark.slow
     def test_history(self, workload, predictor) -> None:
         again = [(dataclasses.replace(p, draw=p.draw + 5000, epoch=1), lengths[8:]) for p, lengths in workload[:1000]]
         predicted = [predictor.predict(p).mean for p, lengths in again for _ in lengths]

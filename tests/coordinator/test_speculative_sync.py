@@ -87,6 +87,7 @@ def test_fast_trainer() -> None:
     assert len(run.all(Accumulate)) < 5
 
 
+@pytest.mark.slow
 def test_confidence() -> None:
     """The more confidence is wanted, the later training begins, and predictions are right as often as they say."""
     left, ends = [], []

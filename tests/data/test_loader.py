@@ -169,6 +169,7 @@ def test_a_changed_mixture_resumes_as_well():
     assert keys(third.draw(20)) == keys(second.draw(20))
 
 
+@pytest.mark.slow
 def test_any_draw_is_replayed_by_its_number_across_changed_mixtures():
     """As prompts in flight are when a run is resumed: also those that were drawn by other weights, twice over."""
     mixtures = [

@@ -113,6 +113,7 @@ def test_counts_and_names_equal_those_of_transformers(name: str) -> None:
     assert ours == shapes
 
 
+@pytest.mark.slow
 def test_forward_shapes_of_the_7b() -> None:
     """Two rows of 4,096 tokens with a video of 4,096 patches a frame pair; nothing is allocated."""
     config = read_config(FILES["Qwen2.5-VL-7B"][0])

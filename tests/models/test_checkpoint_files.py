@@ -49,6 +49,7 @@ def edit_config(folder: pathlib.Path, **changes) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [vl_config(), qwen2_config(), vl_config(tie_word_embeddings=True)])
 def test_what_was_saved_is_loaded(config, tmp_path) -> None:
     model = models.create(config, seed=2)

@@ -57,6 +57,7 @@ def test_1_greedy_is_the_argmax_of_the_full_forward_pass():
         assert_logprobs(model, prompt, answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_1_logprobs_are_those_of_the_full_forward_pass(temperature):
     model, prompt = build(TEXT), text_prompt(11)
@@ -174,6 +175,7 @@ def test_4_one_prefill_although_slots_come_free_one_by_one():
     assert serving.stats().tokens_prefilled == 13
 
 
+@pytest.mark.slow
 def test_5_ids_are_the_same_alone_and_in_company():
     model = build(VL)
     prompt = media_prompt(3, ("image", (1, 4, 8)), 4, seed=1)

@@ -33,6 +33,8 @@ from rollout.engine import EngineError, FinishReason
 from rollout.engine_weights import check_finite
 from sharding.walk import Walk
 
+pytestmark = pytest.mark.slow
+
 PROMPT = text_prompt(7)
 COMPANY = [
     request("a", text_prompt(6, seed=1), n=3, seed=5, max_new_tokens=20),
@@ -71,7 +73,6 @@ def too_bright(prompt):
     return dataclasses.replace(prompt, vision=vision)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 2, 3])
 def test_17_a_picture_that_overflows_costs_its_own_request_only(place):
     picture = media_prompt(2, ("image", (1, 4, 8)), 3, seed=3)
@@ -140,7 +141,6 @@ class NoRoom(Walk):
         return super().each(layers, carry, step, xs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("walk", "big"),
     [
@@ -181,7 +181,6 @@ def failing_while(serving, kind, doomed):
     return turns
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["start", "decode"])
 def test_17_what_fails_together_and_works_alone_costs_nobody(kind):
     """As when there is memory for some requests, but not for all at once."""

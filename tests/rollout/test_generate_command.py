@@ -19,6 +19,8 @@ from models.generate import main
 from models.processing import Processor, tiny
 from rollout.generate_command import how_to_sample, not_applied
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["abcdefghijklmnopqrstuvwxyz ?!.,:\n"]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] }}:"
@@ -88,7 +90,6 @@ def refused(capsys, folder, *flags) -> str:
     return captured.err
 
 
-@pytest.mark.slow
 def test_answers_are_those_of_the_plain_way(vl, picture, capsys):
     got = answer(capsys, vl, "--prompt", "what <image>?", "--image", picture, "--max-tokens", "12")
     assert set(got) == {"prompt_ids", "output_ids", "logprobs", "text"}
@@ -168,7 +169,6 @@ def test_what_is_not_applied_is_named(text, capsys, tmp_path):
     assert "not applied: repetition_penalty=1.1" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_pixel_bounds_and_system_message(vl, picture, capsys):
     ask = ("--prompt", "a", "--image", picture, "--max-tokens", "1")
     plain, small = (answer(capsys, vl, *ask, *more)["prompt_ids"] for more in ((), ("--max-pixels", "64")))
@@ -197,7 +197,6 @@ def test_frame_bounds(vl, tmp_path, capsys):
     assert list(pads.values()) == [2 * 4, 4, 4 * 4, 3 * 4]  # four features for each two frames; the checkpoint says 4
 
 
-@pytest.mark.slow
 def test_answers_end_where_positions_end(text, capsys):
     message = refused(capsys, text, "--prompt", "ab", "--max-tokens", "59")
     assert "2 prompt tokens and --max-tokens 59 exceed the model's 60 positions" in message

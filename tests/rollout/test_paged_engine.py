@@ -16,6 +16,8 @@ from rollout.engine import EngineError
 from rollout.jax_engine import JaxEngine
 from rollout.pages import PAGE_TOKENS, pages_for
 
+pytestmark = pytest.mark.slow
+
 COMPANY = [
     request(f"r{i}", text(4 + 5 * i, seed=i), n=3, seed=i, max_new_tokens=36 - 4 * i, stop_ids=(i,)) for i in range(5)
 ]
@@ -45,7 +47,6 @@ def test_22_a_group_needs_little_more_than_its_prompt():
     assert_empty(serving)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kv_tokens", [64, 96, 160])
 def test_23_a_small_pool_gives_everybody_the_same_tokens(kv_tokens):
     model = build(TEXT)
@@ -90,7 +91,6 @@ def test_22_a_prompt_in_chunks_is_the_prompt(monkeypatch, chunk):
     assert_empty(serving)
 
 
-@pytest.mark.slow
 def test_22_a_prompt_with_an_image_is_cut_behind_it(monkeypatch):
     model = build(VL)
     prompt = media_prompt(2, ("image", (1, 4, 8)), 40, seed=1)
@@ -103,7 +103,6 @@ def test_22_a_prompt_with_an_image_is_cut_behind_it(monkeypatch):
     assert_empty(serving)
 
 
-@pytest.mark.slow
 def test_22_a_view_by_layers_is_the_view(monkeypatch):
     model = build(VL)
     expected = run(engine(model, steps_per_sync=7), *COMPANY)
@@ -111,7 +110,6 @@ def test_22_a_view_by_layers_is_the_view(monkeypatch):
     assert_equal(run(engine(model, steps_per_sync=6), *COMPANY), expected)  # programs are shared by their steps
 
 
-@pytest.mark.slow
 def test_23_streams_that_are_dropped_leave_no_pages():
     async def scenario():
         serving, rng = engine(build(TEXT), slots=6, kv_tokens=128), np.random.default_rng(0)

@@ -174,6 +174,7 @@ def test_a_request_in_numpy_numbers_is_served_like_a_plain_one():
     assert run(serving, altered(unusual, "n", np.int64(2))) == run(serving, plain)
 
 
+@pytest.mark.slow
 def test_the_lowest_and_the_highest_temperature_draw_from_what_is_allowed():
     """At the lowest it is the most probable token; at the highest any of them, but never a forbidden one."""
     forbidden = tuple(range(0, VOCAB, 2))

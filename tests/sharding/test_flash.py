@@ -86,6 +86,7 @@ def test_cpus_compute_portably():
     assert not flash.chosen(*[jnp.zeros((1, 8, 2, 64))] * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 @settings(deadline=None, max_examples=50)
 @given(stream=streams(), scattered=streams(contiguous=False))

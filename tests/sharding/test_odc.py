@@ -83,12 +83,14 @@ def test_equals_one_device_however_much_is_kept(options):
     assert_equal(result, summed((3, 7, 3)), 1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_lie_where_fsdp_puts_them():
     odc, params = make(4)
     _, _, grads = odc.loss_and_grad(params, [batches()[3]], [2])
     jax.tree.map(lambda g, p: g.sharding.is_equivalent_to(p.sharding, g.ndim) or pytest.fail(str(p)), grads, params)
 
 
+@pytest.mark.slow
 def test_scores_lie_on_the_devices_that_computed_them():
     odc, params = make(3)
     scores = odc.logprobs(params, [batches()[rows]["inputs"] for rows in (7, 3, 7)], [2, 0, 2])
@@ -195,6 +197,7 @@ def test_an_itinerary_fetches_what_it_needs_and_holds_little(needs, live):
 # --- faults -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_device_that_fails_ends_the_minibatch_in_one_clear_error(monkeypatch, deterministic):
     odc, params = make(4, deterministic=deterministic, live_layers=2)

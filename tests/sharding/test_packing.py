@@ -57,6 +57,7 @@ def test_whole_within_budget_and_repeatable(name: str, lengths: list[int], devic
     assert 0 <= bubble_rate(made, barrier="minibatch") <= bubble_rate(made) + 1e-12 < 1
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, DEVICES, ROOM)
 def test_balancing_whole_minibatches_is_never_slower(lengths: list[int], devices: int, room: int) -> None:

@@ -106,6 +106,7 @@ def brute_force(lengths: list[int], num_devices: int, tolerance: float) -> tuple
     return least, min(moved for load, moved in found if load <= (1 + tolerance) * least * (1 + 1e-9))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=4), st.sampled_from([2, 4]))
 def test_tiny_instances_are_solved_almost_exactly(lengths: list[int], num_devices: int) -> None:
@@ -250,6 +251,7 @@ def test_short_sequences_are_joined_up_to_the_cap() -> None:
     assert sizes == [900, 300, 300, 300, 100]
 
 
+@pytest.mark.slow
 def test_a_plan_can_be_drawn_and_summed_up() -> None:
     plan = flex_ulysses([5000, 300, 200, 700, 900, 1000], 8)
     figure = draw(plan)

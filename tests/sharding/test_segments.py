@@ -41,6 +41,7 @@ local = jax.jit(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=40), st.sampled_from([0, 8, 9, 16, 64]), st.integers(0, 99))
 def test_equals_the_whole_mask(lengths: list[int], bound: int, seed: int) -> None:

@@ -92,6 +92,7 @@ def test_scattered_segments_are_right_too(stream):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(stream=streams(), scattered=streams(contiguous=False))
 def test_no_needed_tile_is_missing_and_none_is_foreign(stream, scattered):

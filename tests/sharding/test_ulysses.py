@@ -232,6 +232,7 @@ def lowered(sequences):
     return value_and_grads.lower(on_mesh(attend), *rows, spread)
 
 
+@pytest.mark.slow
 def test_all_devices_run_one_sequence_of_nested_collectives():
     """One program for all devices, so one order for all; with what this asserts of the groups, the docstring of
     `sharding.spread.ulysses` proves that no device waits for ever. That a compiler keeps the order of the degrees, too,

@@ -16,6 +16,7 @@ def test_promises_are_kept_whatever_goes_wrong(first: int) -> None:
         assert check(seed).wrong == "", f"seed {seed}"
 
 
+@pytest.mark.slow
 def test_histories_have_everything_in_them() -> None:
     made = [scenario(seed) for seed in range(400)]
     assert max(config.rollout.prompts_per_step for config in made) == 16
