@@ -6,8 +6,9 @@
 
 Writes a checkpoint of this shape with random weights, and runs `fluxjax.train` on it in a process of its own. On a CPU
 the devices' memory is the host's, so the peak is that of both. `state_gb` is what a run must hold: master weights, two
-moments and gradients in float32, and the engine's weights. Prints one JSON line on standard output (`ratio`: peak over
-state) and its progress on standard error.
+moments and gradients in float32, and the engine's weights; with `--export`, the weights in float32. The backward pass
+computes layers again (`sharding.remat=layer`), as in any run that is short of memory. Prints one JSON line on standard
+output (`ratio`: peak over state) and its progress on standard error.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ FEW = {  # of everything but weights
     "rollout.prompts_per_step": 2,
     "rollout.slots": 16,
     "packing.rows_per_device": 2,
+    "sharding.remat": "layer",
     "evaluation.samples": 4,
     "evaluation.every": 0,
     "checkpoint.every": 0,
@@ -72,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         _say(f"{weights:,} weights, {stored / 1e9:.2f} GB on disk")
         if options.export:
             output = _child(["-c", EXPORT, str(checkpoint), f"{folder}/export"])
-            state = stored
+            state = weights * SERVED_BYTES
         else:
             settings = {"model.path": checkpoint, "run_dir": f"{folder}/run", **FEW}
             flags = [f"--config.{name}={value}" for name, value in settings.items()]

@@ -52,8 +52,8 @@ def _ids(sampling: SlotSampling) -> tuple[int, int]:
 
 
 class DeviceState:
-    """Weights and cache on the devices. `model` is copied, its weights are cast to `dtype` (None: as they are); an
-    abstract model has none, and `params` is None until they come."""
+    """Weights and cache on the devices. Layers of `model` are copied, weights are cast to `dtype` (None: as they are);
+    an abstract model has none, and `params` is None until they come."""
 
     params: LayerParams | None  # None: none came yet, or a failure left some of them behind
 
@@ -100,8 +100,8 @@ class DeviceState:
             self.params = jax.block_until_ready(jax.device_put(other.params, self._by_layers))
 
     def update(self, params: Mapping[str, Any]) -> None:
-        """Replaces the weights by a copy. Raises EngineError, which names the tensor, where names, shapes or dtypes
-        differ from the old ones or a value is not finite; the old ones then stay."""
+        """Replaces the weights (`split_layers`). Raises EngineError, which names the tensor, where names, shapes or
+        dtypes differ from the old ones or a value is not finite; the old ones then stay."""
         old, new = self._served, _by_name(dict(params))
         for name in sorted(old.keys() | new.keys()):
             if name not in new or name not in old:

@@ -94,7 +94,9 @@ class Engine(Protocol):
         Unknown and finished ids are ignored: an abort may cross with the finish."""
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
-        """Serve `params` as `version` from the next token on. Running samples go on under the new weights."""
+        """Serve `params` as `version` from the next token on. Running samples go on under the new weights.
+
+        An engine may keep device arrays of `params` until the next update: they must not be donated meanwhile."""
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
         """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... of one host, numbered or

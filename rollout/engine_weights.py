@@ -75,20 +75,24 @@ def check_finite(params: Mapping[str, Any], dtype: DTypeLike | None) -> None:
 def split_layers(
     params: Mapping[str, Any], dtype: DTypeLike | None, stacked: Params, whole: LayerParams, old: LayerParams | None
 ) -> LayerParams:
-    """A copy of `params` (as of `models.split`) by layers, complete when this returns; it shares no buffer with them.
+    """`params` (as of `models.split`) by layers, complete when this returns.
 
     `dtype` casts the weights (None: as they are). `stacked` are the shardings of the weights as they come in, `whole`
-    (by layers) those of the copy. The weights `old` are emptied as they are replaced, so that one weight at a time is
-    on the devices twice, not all of them.
+    (by layers) those that are returned. Layers are copied; another array of `params` is shared where it has that dtype
+    and sharding already. The weights `old` are emptied as they are replaced, so that one weight at a time is on the
+    devices twice, not all of them.
     """
     places, targets = by_path(stacked), by_path({**whole, "layers": whole["layers"][0]})
     layers: list[dict[tuple, jax.Array]] = [{} for _ in whole["layers"]]
     others: dict[tuple, jax.Array] = {}
     for path, weight in by_path(params).items():
-        # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
-        placed = _placed(weight, dtype, places[path])
         if old is not None:
             _forget(old, path)
+        if path[0] != "layers" and _as_served(weight, dtype, targets[path]):
+            others[path] = weight
+            continue
+        # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
+        placed = _placed(weight, dtype, places[path])
         if path[0] == "layers":
             copies = _copied(placed, len(layers))
             for layer, copy in zip(layers, jax.device_put(copies, targets[path]), strict=True):
@@ -98,6 +102,13 @@ def split_layers(
         del placed
         jax.block_until_ready((layers, others))
     return {**unflatten_dict(others), "layers": [unflatten_dict(layer) for layer in layers]}
+
+
+def _as_served(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> bool:
+    """Whether the engine can serve this very array: an array of numpy could still be written to."""
+    if not isinstance(weight, jax.Array) or (dtype is not None and weight.dtype != dtype):
+        return False
+    return weight.sharding.is_equivalent_to(sharding, weight.ndim)
 
 
 def _placed(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:

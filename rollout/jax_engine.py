@@ -145,7 +145,9 @@ class JaxEngine:
     # --- weights and memory ---------------------------------------------------------------------
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
-        """Copies `params` (the caller may donate its buffers afterwards); serves them from the next token on.
+        """Serves `params` from the next token on.
+
+        Arrays that lie as they are served already are not copied: do not donate them before the next update.
 
         Raises EngineError, which names the tensor, where names, shapes or dtypes differ and where a value is not
         finite; the old weights then stay. Where an update fails on its way (no memory), the engine is left without
@@ -356,7 +358,7 @@ async def generate_once(
     seed: int = 0,
     on_chunk: Callable[[TokenChunk], bool] = lambda chunk: False,
 ) -> TokenChunk:
-    """The whole response to one prompt, by an engine of its own; it copies the weights: keep no `model` where memory is
+    """The whole response to one prompt, by an engine of its own; it copies the layers: keep no `model` where memory is
     short.
 
     `on_chunk` gets each chunk as it comes and ends the response by returning True; the chunk still counts. Raises

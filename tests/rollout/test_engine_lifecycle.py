@@ -165,10 +165,9 @@ def test_13_new_weights_in_the_middle_of_responses(config):
         serving = engine(old, slots=4, version=5)
         stream = serving.generate(request("r", prompt, n=6, seed=3, max_new_tokens=24))
         first = await anext(stream)
-        buffers = jax.tree.map(lambda x: x + np.float32(0), params_of(new))
+        buffers = jax.tree.map(np.array, params_of(new))
         await serving.update_weights(6, buffers)
-        overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)
-        jax.block_until_ready(overwrite(buffers))  # as an optimizer step does
+        jax.tree.map(lambda x: x.fill(0.0), buffers)  # host arrays are the caller's again
         assert serving.stats().version == 6
         return await collect_after(first, stream, 6)
 
@@ -350,6 +349,34 @@ async def new_for_old(monkeypatch, held_by) -> None:
     first, second = [await serve(one, [request("q", PROMPT, max_new_tokens=5)]) for one in (serving, again)]
     assert first == second
     for one in (serving, again):
+        await one.close()
+
+
+@without_a_hang
+async def test_13_arrays_that_lie_as_they_are_served_are_not_copied():
+    here = jax.devices()[1]
+    params = jax.device_put(params_of(build(TEXT)), here)
+    embedding = params["embedding"]["table"]
+
+    def is_shared(serving) -> bool:
+        return serving._device.params["embedding"]["table"] is embedding
+
+    elsewhere, half, serving = (
+        engine(models.abstract(TEXT), **options)
+        for options in (
+            {"devices": jax.devices()[:1]},
+            {"devices": [here], "compute_dtype": jnp.bfloat16},
+            {"devices": [here]},
+        )
+    )
+    for one in (elsewhere, half, serving):
+        await one.update_weights(1, params)
+    assert [is_shared(one) for one in (elsewhere, half, serving)] == [False, False, True]
+    first, second = [await serve(one, [request("q", PROMPT, max_new_tokens=5)]) for one in (serving, elsewhere)]
+    assert first == second
+    await serving.update_weights(2, jax.tree.map(np.asarray, params))  # which the caller may write to
+    assert not is_shared(serving)
+    for one in (elsewhere, half, serving):
         await one.close()
 
 
