@@ -158,7 +158,7 @@ class Composer:
 def shape_book(config: Config) -> ShapeBook:
     """An empty one. Under `odc` most programs are those of single devices."""
     most = config.sharding.max_shapes
-    return ShapeBook(most, alone=max(most * 3 // 4, 1) if config.sharding.strategy is Strategy.ODC else 0)
+    return ShapeBook(most, alone=max(most * 7 // 8, 1) if config.sharding.strategy is Strategy.ODC else 0)
 
 
 def _newest(members: Sequence[Sequence[Sample]]) -> int:
