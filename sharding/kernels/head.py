@@ -28,10 +28,8 @@ from ..target import target
 from . import launch
 
 LOG2E = 1.4426950408889634
-TOGETHER = (
-    16  # tiles of tokens that run at the same time and read the same part of the head: both fit into the L2 cache
-)
-LEAST_PARTS = 8  # of the vocabulary: with TOGETHER one program for each of about 132 processors
+TOGETHER = 16  # tiles of tokens that run at the same time, on the same part of the head: both stay in the L2 cache
+LEAST_PARTS = 8  # of the vocabulary: with TOGETHER one program for nearly each of an H100's 132 processors
 PROGRAMS = 1024  # wanted in all: few tokens are given more parts
 
 
@@ -45,7 +43,7 @@ def chosen(hidden: Array, head: Array) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """A kernel's tiles and how it is compiled."""
+    """The tiles of the kernels and how these are compiled."""
 
     tokens: int
     ids: int
@@ -55,14 +53,12 @@ class Tiling:
     precision: str = "tf32x3"  # the products of which one of float32 is made; bfloat16 is multiplied as it is
 
 
-def tiling(kernel: str, dtype: Any, capability: int) -> Tiling:
-    """The settings of a kernel: the largest tiles that ptxas fits into registers. No GPU has timed them."""
+def tiling(dtype: Any, capability: int) -> Tiling:
+    """The settings of both kernels: the largest tiles that ptxas fits into registers. No GPU has timed them."""
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling(64, 64, 32, 4, 2)
-    if 90 <= capability < 100:
-        return Tiling(128, 256, 64, 8, 4)
-    if 100 <= capability < 120:
-        return Tiling(128, 128 if kernel == "softmax_sums" else 64, 64, 8, 4)
+    if 90 <= capability < 120:
+        return Tiling(128, 256 if capability < 100 else 128, 64, 8, 4)
     return Tiling(128, 128, 32, 8, 4)
 
 
@@ -87,7 +83,7 @@ def _forward(
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     del numbers
     T, V = len(hidden_TD), len(head_VD)
-    settings = tiling("softmax_sums", hidden_TD.dtype, target().capability)
+    settings = tiling(hidden_TD.dtype, target().capability)
     groups, tiles = _groups(T, settings), -(-V // settings.ids)
     parts = min(max(LEAST_PARTS, PROGRAMS // (groups * TOGETHER)), tiles)
     sums = [jax.ShapeDtypeStruct((parts, T), jnp.float32)] * 4
@@ -111,7 +107,7 @@ def _backward(
     hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, normaliser_T, entropies_T = residuals
     logprob_grads_T, entropy_grads_T = cotangents
     T, V, dtype = len(hidden_TD), len(head_VD), hidden_TD.dtype
-    settings = tiling("logit_gradients", dtype, target().capability)
+    settings = tiling(dtype, target().capability)
     width = min(max(numbers // (T * settings.ids), 1) * settings.ids, V)
     # d logprob / d logit_v = [v == target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy)
     of_tokens = (
@@ -128,9 +124,10 @@ def _backward(
         # Here V counts the ids of the chunk.
         chunk_VD, chunk_V = (jax.lax.dynamic_slice_in_dim(x, start, width) for x in (head_VD, allowed_V))
         arrays = (hidden_TD, chunk_VD, targets_T - start, _filled(chunk_V, settings), *of_tokens)
-        outs = [jax.ShapeDtypeStruct((T, width), dtype)]
+        filled = -(-width // 16) * 16
+        outs = [jax.ShapeDtypeStruct((T, filled), dtype)]
         grid = (TOGETHER, -(-width // settings.ids), _groups(T, settings))
-        (grads_TV,) = _call("logit_gradients", arrays, outs, grid, settings)
+        grads_TV = _call("logit_gradients", arrays, outs, grid, settings, WIDTH=filled)[0][:, :width]
         hidden_grad_TD += _product("TV,VD->TD", grads_TV, chunk_VD)
         chunk_grad_VD = _product("TV,TD->VD", grads_TV, hidden_TD).astype(head_VD.dtype)
         return hidden_grad_TD, jax.lax.dynamic_update_slice_in_dim(head_grad_VD, chunk_grad_VD, start, 0)
@@ -159,22 +156,29 @@ def _filled(allowed_V: Array, settings: Tiling) -> Array:
 
 
 def _call(
-    kernel: str, arrays: tuple[Array, ...], outs: Any, grid: tuple[int, int, int], settings: Tiling
+    kernel: str,
+    arrays: tuple[Array, ...],
+    outs: Any,
+    grid: tuple[int, int, int],
+    settings: Tiling,
+    **constants: int,
 ) -> list[Array]:
     """Runs a kernel over `arrays`: hidden states `[T, D]`, a head `[V, D]`, and more."""
+    (T, D), V = arrays[0].shape, len(arrays[1])
     results = launch.launch(
         "head_kernels",
         kernel,
-        (*arrays, len(arrays[0]), len(arrays[1])),
+        (*arrays, T, V),
         outs,
         grid,
         warps=settings.warps,
         stages=settings.stages,
-        D=arrays[0].shape[1],
+        D=D,
         TOKENS=settings.tokens,
         IDS=settings.ids,
         DEPTH=settings.depth,
         PRECISION=settings.precision,
+        **constants,
     )
     zero = launch.varying_zero(*arrays)
     return [x + zero.astype(x.dtype) for x in results]

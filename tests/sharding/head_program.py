@@ -98,10 +98,10 @@ def device():
 
 
 def assemble(capability):
-    """The machine code of each kernel, for a width that is a multiple of all tiles' and one that is not."""
+    """The machine code of each kernel, for sizes that are multiples of all tiles' and sizes that are not."""
     programs = {}
-    for dtype, width in (("bfloat16", 256), ("bfloat16", 208), ("float32", 256)):
-        arrays, cotangents, targets, rest = case(dtype, 1, 512, 1024, width)
+    for dtype, vocabulary, width in (("bfloat16", 1024, 256), ("bfloat16", 1003, 208), ("float32", 1024, 256)):
+        arrays, cotangents, targets, rest = case(dtype, 1, 512, vocabulary, width)
 
         def step(*arrays, cotangents=cotangents, targets=targets, rest=rest):
             return values_and_grads(arrays, cotangents, targets, **rest)
