@@ -17,7 +17,6 @@ the two gradients sum along different axes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -62,7 +61,6 @@ def tiling(dtype: Any, capability: int) -> Tiling:
     return Tiling(128, 128, 32, 8, 4)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def fused_logprobs(
     hidden_TD: Float[Array, "T D"],
     head_VD: Float[Array, "V D"],
@@ -75,6 +73,12 @@ def fused_logprobs(
 
     `numbers` is how many gradients of logits the backward pass has in memory at once, about.
     """
+    return _fused(hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, numbers)
+
+
+def _values(
+    hidden_TD: Array, head_VD: Array, targets_T: Array, allowed_V: Array, temperatures_T: Array, numbers: int
+) -> tuple[Array, Array]:
     return _forward(hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, numbers)[0]
 
 
@@ -143,7 +147,8 @@ def _backward(
     return hidden_grad_TD.astype(dtype), head_grad_VD, None, None, None
 
 
-fused_logprobs.defvjp(_forward, _backward)
+_fused = jax.custom_vjp(_values, nondiff_argnums=(5,))
+_fused.defvjp(_forward, _backward)
 
 
 def _groups(tokens: int, settings: Tiling) -> int:
