@@ -38,6 +38,10 @@ CASES = {
     "one token": ("float32", 1, 1, 70, 16, 0),
     "one token bf16": ("bfloat16", 1, 1, 70, 16, 1),
 }
+LARGE = {  # several groups, and several tiles in a part, where tiles are as large as they are on GPUs
+    "large": ("float32", 1, 4500, 20011, 256, 0),
+    "large bf16": ("bfloat16", 1, 4500, 20011, 256, 0),
+}
 
 
 def case(dtype, rows, tokens, vocabulary, width):
@@ -94,7 +98,7 @@ def interpret():
 
 
 def device():
-    return {name: errors(*what) for name, what in CASES.items()} | {"device": jax.devices()[0].device_kind}
+    return {name: errors(*what) for name, what in (CASES | LARGE).items()} | {"device": jax.devices()[0].device_kind}
 
 
 def assemble(capability):

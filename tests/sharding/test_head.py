@@ -70,7 +70,7 @@ def test_values_and_gradients_on_a_gpu():
     if not list(pathlib.Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("needs an NVIDIA GPU")
     errors = run_ahead(PROGRAM, "device", JAX_PLATFORMS="cuda,cpu", PYTHONPATH="")
-    for name, (dtype, *_) in head_program.CASES.items():
+    for name, (dtype, *_) in (head_program.CASES | head_program.LARGE).items():
         logprobs, entropies, *grads = errors[name]
         assert max(logprobs, entropies) < 10 * VALUES, (name, errors[name])
         assert max(grads) < TOLERANCE[dtype] * (10 if dtype == "float32" else 1), (name, errors[name])
