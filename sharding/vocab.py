@@ -1,12 +1,15 @@
 """Computes log-probabilities over the vocabulary in chunks of tokens: whole logits never exist, forward or backward.
 
 With a vocabulary of 152k and 16k tokens, logits are 10 GB in float32 and their gradient as much again. Here a chunk's
-logits are computed, used and dropped; the backward pass computes them again from the saved log-normaliser.
+logits are computed, used and dropped; the backward pass computes them again from the saved log-normaliser. NVIDIA GPUs
+have kernels of their own (`kernels.head`).
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from .kernels import head
 
 CHUNK_LOGITS = 1 << 26  # logits of a chunk whose size is not given: 256 MB in float32
 
@@ -27,7 +30,8 @@ def token_logprobs(
     the others: they are never sampled, so no reward ever takes it back.
 
     Both float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever
-    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses from V.
+    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses from V. On NVIDIA GPUs,
+    where `head` computes, only gradients of logits exist, and so many at once.
     Raises ValueError for a chunk or a temperature that makes no sense.
     """
     if chunk < 0:
@@ -35,14 +39,18 @@ def token_logprobs(
     if isinstance(temperature, int | float) and not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}; greedy decoding scores with 1")
     B, T, D = hidden_BTD.shape
-    tokens = B * T
-    chunk = min(chunk or max(CHUNK_LOGITS // head_VD.shape[0], 1), tokens)
+    V, tokens = head_VD.shape[0], B * T
+    allowed_V = jnp.ones(V, bool) if allowed_V is None else allowed_V
+    temperatures = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B, T)).reshape(tokens)
+    if head.chosen(hidden_BTD, head_VD):
+        rows = hidden_BTD.reshape(tokens, D), head_VD, targets_BT.reshape(tokens), allowed_V, temperatures
+        logprobs, entropies = head.fused_logprobs(*rows, chunk * V or CHUNK_LOGITS)
+        return logprobs.reshape(B, T), entropies.reshape(B, T)
+    chunk = min(chunk or max(CHUNK_LOGITS // V, 1), tokens)
     chunks = -(-tokens // chunk)
     padding = chunks * chunk - tokens
     hidden = jnp.pad(hidden_BTD.reshape(tokens, D), ((0, padding), (0, 0))).reshape(chunks, chunk, D)
     targets = jnp.pad(targets_BT.reshape(tokens), (0, padding)).reshape(chunks, chunk)
-    allowed_V = jnp.ones(head_VD.shape[0], bool) if allowed_V is None else allowed_V
-    temperatures = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B, T)).reshape(tokens)
     temperatures = jnp.pad(temperatures, (0, padding), constant_values=1.0).reshape(chunks, chunk)
     logprobs, entropies = _chunked(hidden, head_VD, targets, allowed_V, temperatures)
     return logprobs.reshape(-1)[:tokens].reshape(B, T), entropies.reshape(-1)[:tokens].reshape(B, T)
@@ -81,7 +89,7 @@ def _backward(residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Array,
         hidden_TD, targets_T, temperatures_T, entropies_T, normalisers_T, logprob_grads_T, entropy_grads_T = inputs
         logs_TV = _logits(hidden_TD, head_VD, allowed_V, temperatures_T) - normalisers_T[:, None]
         probs_TV = jnp.exp(logs_TV)
-        hit_TV = jnp.arange(head_VD.shape[0])[None, :] == targets_T[:, None]
+        hit_TV = (jnp.arange(head_VD.shape[0])[None, :] == targets_T[:, None]) & allowed_V[None, :]
         # d logprob / d logit_v = [v == target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy)
         grads_TV = jnp.where(hit_TV, logprob_grads_T[:, None], 0.0) - probs_TV * (
             logprob_grads_T[:, None] + entropy_grads_T[:, None] * (logs_TV + entropies_T[:, None])

@@ -5,7 +5,10 @@ into a folder and names it in FLUXJAX_AOT, and CI runs the tests so: there, noth
 """
 
 import importlib.metadata
+import json
 import os
+import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -24,3 +27,11 @@ def cuda_environment(*packages: str) -> dict[str, str]:
             pytest.skip(f"needs {name}: run `bash scripts/test.sh aot`, or name a folder with it in FLUXJAX_AOT")
     clean = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
     return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
+
+
+def run_ahead(program: pathlib.Path, *words: str, **environment: str):
+    """What a Python program prints as JSON, run with Triton and these environment variables."""
+    found = cuda_environment("jax-triton", "triton") | environment
+    done = subprocess.run([sys.executable, program, *words], env=found, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)

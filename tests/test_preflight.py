@@ -21,7 +21,7 @@ from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, Rows, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
 from fluxjax.sizing.model_sizes import model_sizes
-from fluxjax.sizing.programs import RunShapes, bytes_on_device
+from fluxjax.sizing.programs import ATTENTION_CALL, RunShapes, bytes_on_device
 from fluxjax.sizing.schedule import Traffic, traffic
 from fluxjax.sizing.topology import Topology, find_plugin, kinds
 from models.config import Qwen25VLConfig
@@ -320,6 +320,14 @@ def test_help_and_errors_are_quick_lines():
     wrong = run("--topology", "1x8xh200000")
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: --topology 1x8xh200000: give")
     assert len(wrong.stderr.splitlines()) == 1
+
+
+def test_the_kernels_of_the_head_are_not_taken_for_those_of_attention():
+    line = (
+        '%x = f32[8] custom-call(%y), custom_call_target="triton_kernel_call", metadata={{op_name="jit(f)/{}/triton"}}'
+    )
+    assert ATTENTION_CALL.search(line.format("flash_kernels_forward"))
+    assert not ATTENTION_CALL.search(line.format("head_kernels_softmax_sums"))
 
 
 # --- the whole command --------------------------------------------------------------------------

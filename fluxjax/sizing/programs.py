@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,8 @@ from ..runtime.engine_pool import engine_count
 from .largest import largest_batch, longest_prompt, vision_of
 from .schedule import Traffic, traffic
 
-TRITON_CALL = 'custom_call_target="triton_kernel_call"'  # as jax-triton names it
+# A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton and `launch` name it.
+ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call".*/flash_kernels_\w+/')
 Progress = Callable[[str], None]  # is told which program is compiled next
 
 
@@ -43,7 +45,7 @@ class Compiled:
     results: float  # that lie in no argument's place
     traffic: Mapping[str, Traffic]  # by kind of collective
     seconds: float  # of compiling
-    triton: bool  # whether it launches Triton kernels of ours; else its attention is portable
+    triton: bool  # whether it launches the Triton kernels of attention; else that is portable
     offloaded: float  # temporaries in the host's memory
 
     @staticmethod
@@ -54,7 +56,7 @@ class Compiled:
         assert memory is not None, "XLA says what a program allocates"
         results, hlo = float(memory.output_size_in_bytes - memory.alias_size_in_bytes), compiled.as_text() or ""
         temporaries, offloaded = float(memory.temp_size_in_bytes), float(memory.host_temp_size_in_bytes)
-        return Compiled(temporaries, results, traffic(hlo), seconds, TRITON_CALL in hlo, offloaded)
+        return Compiled(temporaries, results, traffic(hlo), seconds, bool(ATTENTION_CALL.search(hlo)), offloaded)
 
     def beyond(self, other: Compiled, factor: float) -> Compiled:
         """On the straight line from `self` (at 0) through `other` (at 1), at `factor`; nothing is below zero."""

@@ -1,1 +1,1 @@
-"""Attention over packed rows and over streams of tiles."""
+"""Attention over packed rows and over streams of tiles; log-probabilities over the vocabulary on NVIDIA GPUs."""

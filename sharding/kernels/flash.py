@@ -3,16 +3,12 @@
 Scores are cut into tiles. Lists say which tiles of keys each tile of queries visits, and the other way round for
 gradients of keys and values; they are computed on the device, from least and largest segment and branch of each tile.
 Neither padding nor foreign segments nor other branches cost anything, and memory is linear in the length.
-
-Nothing of this is imported, compiled or asked for where the computation does not go to an NVIDIA GPU (`chosen`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import logging
 from typing import Any
 
 import jax
@@ -20,43 +16,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..target import target
+from . import launch
 
 MOST_HEAD_SIZE = 128
-LEAST_CAPABILITY = 80  # Ampere: the first with bfloat16 and TF32 products
-
-_log = logging.getLogger(__name__)
 
 
 def chosen(*arrays: Array) -> bool:
     """Says, while a program is traced, whether attention over these queries, keys and values is this file's business.
 
-    It is where the target (`sharding.target`) is an NVIDIA GPU since Ampere, jax-triton can be imported, and all arrays
-    are bfloat16 or all float32, with heads of at most 128 numbers, a multiple of 8.
+    It is where a Triton kernel can be launched (`launch.possible`) and heads have at most 128 numbers, a multiple of 8.
     """
-    device = target()
-    if not device.is_gpu or not _importable() or not _capable(device.capability):
-        return False
     head = arrays[0].shape[-1]
-    dtypes = {array.dtype.name for array in arrays}
-    return dtypes in ({"bfloat16"}, {"float32"}) and head % 8 == 0 and head <= MOST_HEAD_SIZE
-
-
-@functools.cache
-def _importable() -> bool:
-    try:
-        for module in ("jax_triton", "triton"):
-            importlib.import_module(module)
-    except Exception as error:  # versions that do not fit each other fail in many ways
-        _log.warning("attention runs without its Triton kernel, slowly: %s (pip install 'fluxjax[cuda]')", error)
-        return False
-    return True
-
-
-@functools.cache
-def _capable(capability: int) -> bool:
-    if capability < LEAST_CAPABILITY:
-        _log.warning("attention runs without its Triton kernel, slowly: it needs an NVIDIA GPU since Ampere")
-    return capability >= LEAST_CAPABILITY
+    return head % 8 == 0 and head <= MOST_HEAD_SIZE and launch.possible(*arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -164,8 +135,7 @@ def _call(
     inputs = (*qkv, *more, segments)
     if not (B and T and N):
         return [jnp.zeros(out.shape, out.dtype) for out in outs]
-    capability = target().capability
-    settings = launch_of(kernel, qkv[0].dtype, H, capability)
+    settings = launch_of(kernel, qkv[0].dtype, H, target().capability)
     filled = -(-T // (most := max(settings.queries, settings.keys))) * most
     branches = jnp.zeros_like(segments) if branches is None else branches
     segments, branches = (jnp.pad(x, ((0, 0), (0, filled - T))) for x in (segments, branches))
@@ -174,13 +144,14 @@ def _call(
         active, whole = active.mT, whole.mT
     visits, counts = tile_lists(active, whole)
     by_keys = kernel == "key_gradients"
-    results = launch(
+    results = launch.launch(
+        "flash_kernels",
         kernel,
         (*qkv, *more, segments, branches, visits, counts, T, filled, visits.shape[2]),
         outs,
         (visits.shape[1], K if by_keys else N, B),
-        settings,
-        capability,
+        warps=settings.warps,
+        stages=settings.stages,
         N=N,
         K=K,
         H=H,
@@ -191,33 +162,8 @@ def _call(
         SCALE=H**-0.5,
         PRECISION=settings.precision,
     )
-    zero = varying_zero(*inputs)
+    zero = launch.varying_zero(*inputs)
     return [x + zero.astype(x.dtype) for x in results]
-
-
-def launch(
-    kernel: str,
-    arguments: tuple[Array | int | float, ...],
-    outs: Any,
-    grid: tuple[int, int, int],
-    settings: Launch,
-    capability: int,
-    **constants: int | bool | str,
-) -> list[Array]:
-    """Launches a kernel by name through jax-triton."""
-    jax_triton: Any = importlib.import_module("jax_triton")
-    kernels: Any = importlib.import_module(".flash_kernels", __package__)
-    return jax_triton.triton_call(
-        *arguments,
-        kernel=getattr(kernels, kernel),
-        out_shape=tuple(outs),
-        grid=grid,
-        name=f"attention_{kernel}",
-        num_warps=settings.warps,
-        num_stages=settings.stages,
-        compute_capability=capability,
-        **constants,
-    )
 
 
 def tile_table(
@@ -269,12 +215,3 @@ def tile_lists(
     lists = jnp.zeros(active.shape, jnp.int32)
     lists = lists.at[row, line, jnp.where(active, place, width)].set(tile, mode="drop")
     return lists, jnp.stack([several, active.sum(axis=2, dtype=jnp.int32)], axis=2)
-
-
-def varying_zero(*arrays: Array) -> Array:
-    """A float32 zero that varies over every mesh axis over which one of `arrays` does: what a loop starts from must
-    vary like what it becomes, a kernel's results like its inputs, and only the arrays know which axes these are."""
-    zero = jnp.zeros((), jnp.float32)
-    for array in arrays:
-        zero = zero + jnp.where(False, array.reshape(-1)[0], 0).astype(jnp.float32)
-    return zero

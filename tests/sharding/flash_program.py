@@ -10,13 +10,9 @@ A process of its own: tests on CPU devices must not see the CUDA plugin, and Tri
 
 import contextlib
 import json
-import os
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -25,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from triton_code import machine_code
 
 from sharding.kernels import flash, tiles
 from sharding.kernels.attention import Mask, attention, segment_attention
@@ -101,13 +98,9 @@ def device():
 
 
 def assemble(capability):
-    """Of each kernel: registers, bytes of spills and of shared memory, and the tensor core instructions of its PTX."""
-    import triton  # pyright: ignore[reportMissingImports]
-
-    dump = pathlib.Path(tempfile.mkdtemp())
-    os.environ["JAX_TRITON_DUMP_DIR"] = str(dump)  # read when jax_triton is imported, which is with the first kernel
-    found = {}
+    """The machine code of each kernel, for heads of several sizes."""
     shapes = [("bfloat16", 64), ("bfloat16", 80), ("bfloat16", 128), ("float32", 80)]
+    programs = {}
     for dtype, H in shapes if capability == 90 else shapes[2:]:
         *qkvd, segments, branches, _ = case(dtype, 4, 2, H, True, [[[40, 20], 30]], 256)
 
@@ -115,29 +108,8 @@ def assemble(capability):
             out, pull = jax.vjp(lambda q, k, v: flash.flash_attention(q, k, v, segments, branches, True), q, k, v)
             return out, *pull(dout)
 
-        before = set(dump.glob("*/*.ptx"))
-        with compiling_for(Target("gpu", capability)):
-            jax.jit(step).trace(*qkvd).lower(lowering_platforms=("cuda",))
-        for ptx in set(dump.glob("*/*.ptx")) - before:
-            found[f"{ptx.stem} {dtype} {H}"] = assembled(ptx, capability, pathlib.Path(str(triton.__file__)).parent)
-    shutil.rmtree(dump)
-    return found
-
-
-def assembled(ptx, capability, triton):
-    name = f"sm_{capability}{'a' if capability >= 90 else ''}"
-    assembler = triton / "backends/nvidia/bin" / ("ptxas-blackwell" if capability >= 100 else "ptxas")
-    command = [assembler, "-v", f"--gpu-name={name}", ptx, "-o", ptx.with_suffix(".cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ptx.with_suffix(".cubin").stat().st_size > 0
-    code = ptx.read_text()
-    return {
-        "registers": int(re.findall(r"Used (\d+) registers", done.stderr)[0]),
-        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr))),
-        "shared": int(re.findall(r"shared_mem_bytes: (\d+)", ptx.with_suffix(".compile_info").read_text())[0]),
-        "serialized": "serialized" in done.stderr,
-        **{way: len(re.findall(rf"\b{way}\.", code)) for way in ("wgmma", "mma", "tcgen05")},
-    }
+        programs[f"{dtype} {H}"] = step, qkvd
+    return machine_code(programs, capability)
 
 
 def dispatch():

@@ -4,40 +4,28 @@ Triton and the CUDA plugin of the installed JAX are needed for all but the lists
 that `FLUXJAX_AOT` names: `bash scripts/test.sh aot` makes one. `pytest -m gpu` runs the kernel where there is a GPU.
 """
 
-import json
 import pathlib
-import subprocess
-import sys
 
 import flash_program
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_ahead import cuda_environment
+from cuda_ahead import run_ahead
 from hypothesis import given, settings
 from test_tiles import S, streams
+from triton_code import SHARED_MEMORY, assert_no_spills_and_tensor_cores
 
 from sharding.kernels import flash
 from sharding.kernels.attention import Mask
 
 PROGRAM = pathlib.Path(__file__).with_name("flash_program.py")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 0.012}  # of the largest value; bfloat16: 3 units in the last place
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a program may have
-
-
-def run(*words, **environment):
-    environment = cuda_environment("jax-triton", "triton") | environment
-    done = subprocess.run(
-        [sys.executable, PROGRAM, *words], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return run("interpret", TRITON_INTERPRET="1")
+    return run_ahead(PROGRAM, "interpret", TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
@@ -49,19 +37,15 @@ def test_values_and_gradients_equal_the_portable_kernel(interpreted, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_machine_code_has_no_spills_and_uses_tensor_cores(capability):
-    kernels = run("assemble", str(capability))
+    kernels = run_ahead(PROGRAM, "assemble", str(capability))
     assert len(kernels) == 3 * (4 if capability == 90 else 2)
-    for name, code in kernels.items():
-        assert code["spilled"] == 0 and not code["serialized"], (name, code)
-        assert code["shared"] <= SHARED_MEMORY[capability], (name, code)
-        if "bfloat16" in name:
-            assert code[{90: "wgmma", 100: "tcgen05"}.get(capability, "mma")] > 0, (name, code)
+    assert_no_spills_and_tensor_cores(kernels, capability)
 
 
 @pytest.mark.slow
 def test_programs_for_gpus_call_the_kernels_where_they_can():
     # forward, forward again under checkpoint, and the two of the backward pass
-    counts = run("dispatch")
+    counts = run_ahead(PROGRAM, "dispatch")
     assert {name: count > 0 for name, count in counts.items()} == {
         "masked": True,
         "tiled": True,
@@ -77,7 +61,7 @@ def test_programs_for_gpus_call_the_kernels_where_they_can():
 def test_values_and_gradients_on_a_gpu():
     if not list(pathlib.Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("needs an NVIDIA GPU")
-    errors = run("device", JAX_PLATFORMS="cuda,cpu", PYTHONPATH="")
+    errors = run_ahead(PROGRAM, "device", JAX_PLATFORMS="cuda,cpu", PYTHONPATH="")
     for name, (dtype, *_) in flash_program.CASES.items():
         assert max(errors[name]) < TOLERANCE[dtype] * (10 if dtype == "float32" else 1), (name, errors[name])
 

@@ -19,7 +19,7 @@ TARGET = HERE.parents[1] / "fluxjax" / "sizing" / "targets" / "h100.txtpb"
 # Attention is the portable kernel's loop, or the calls of the Triton kernels: two in a backward pass.
 EVENT = re.compile(
     r"%\S+ = .* (all-to-all-start|all-to-all-done|while|custom-call)\(.*?/(\w+ward)_round(\d)_"
-    r"(?:(send|return)/|(attend)/(?:while|triton_kernel_call)\")"
+    r"(?:(send|return)/|(attend)/(?:while|\w+/triton_kernel_call)\")"
 )
 SHARDED, ALONE = (0, 1, 2), 3  # the rounds of overlap_program.py
 

@@ -65,6 +65,14 @@ def test_tokens_that_are_never_sampled_are_out_of_the_distribution():
     assert not np.any(np.asarray(got[1][1])[:5]), "their head weights must get no gradient"
 
 
+def test_a_target_that_is_never_sampled_is_no_part_of_any_gradient():
+    hidden, head, targets = draw()
+    allowed, targets = jnp.arange(V) >= 5, targets.at[0, 0].set(2)
+    got = value_and_grads(lambda h, w: token_logprobs(h, w, targets, allowed_V=allowed), hidden, head)[1]
+    want = value_and_grads(lambda h, w: naive(h, w, targets, 1.0, allowed), hidden, head)[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), got, want)
+
+
 def test_bfloat16_accumulates_in_float32():
     hidden, head, targets = draw(jnp.bfloat16)
     (logprobs, entropies), grads = value_and_grads(lambda h, w: token_logprobs(h, w, targets, chunk=4), hidden, head)

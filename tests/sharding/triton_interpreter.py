@@ -1,8 +1,7 @@
 """Runs Triton kernels on the CPU, under JAX: `install()` lets `sharding.kernels` launch them in Triton's interpreter.
 
-`install` is for a process of its own with `TRITON_INTERPRET=1`, which Triton reads when a kernel is
-defined. Arrays are numpy's: Triton
-asks a tensor for its address, shape and storage only, and `Tensor` answers as torch's does.
+`install` is for a process of its own with `TRITON_INTERPRET=1`, which Triton reads when a kernel is defined. Arrays are
+numpy's: Triton asks a tensor for its address, shape and storage only, and `Tensor` answers as torch's does.
 """
 
 import importlib
@@ -57,9 +56,9 @@ class Tensor:
         self.array = storage.array.reshape(size)
 
 
-def launch(kernel, arguments, outs, grid, settings, capability, **constants):
-    """Stands in for `sharding.kernels.flash.launch`. What a kernel does not write stays NaN (or the least integer)."""
-    kernels: Any = importlib.import_module("sharding.kernels.flash_kernels")
+def launch(module, kernel, arguments, outs, grid, *, warps, stages, **constants):
+    """Stands in for `sharding.kernels.launch.launch`. What a kernel does not write stays NaN (or the least integer)."""
+    kernels: Any = importlib.import_module(f"sharding.kernels.{module}")
 
     def run(*arguments):
         inputs = [Tensor(np.array(x)) if x.ndim else x.item() for x in map(np.asarray, arguments)]
@@ -71,7 +70,7 @@ def launch(kernel, arguments, outs, grid, settings, capability, **constants):
 
 
 def install():
-    """Lets `flash` launch kernels in the interpreter, and mends what Triton 3.7's does with bfloat16, which it keeps as
+    """Lets kernels be launched in the interpreter, and mends what Triton 3.7's does with bfloat16, which it keeps as
     bits: products multiplied the bits themselves, and rounding cut off what the hardware rounds to the nearest."""
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     tl: Any = importlib.import_module("triton.language")
@@ -92,5 +91,5 @@ def install():
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
     builder.create_fp_trunc = cast_impl
-    flash: Any = importlib.import_module("sharding.kernels.flash")
-    flash.launch = launch
+    launching: Any = importlib.import_module("sharding.kernels.launch")
+    launching.launch = launch

@@ -1,0 +1,58 @@
+"""The machine code of Triton kernels, made without a GPU: for the programs `*_program.py`, and what must hold of it."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a program may have
+TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05"}  # the instructions that multiply
+
+
+def machine_code(programs, capability):
+    """Of each kernel that the programs `{name: (function, arrays)}` launch: registers, bytes of spills and of shared
+    memory, and the tensor core instructions of its PTX. Call it before anything imports jax_triton."""
+    import jax
+    import triton  # pyright: ignore[reportMissingImports]
+
+    from sharding.target import Target, compiling_for
+
+    dump = pathlib.Path(tempfile.mkdtemp())
+    os.environ["JAX_TRITON_DUMP_DIR"] = str(dump)  # read when jax_triton is imported, which is with the first kernel
+    found = {}
+    for name, (function, arrays) in programs.items():
+        before = set(dump.glob("*/*.ptx"))
+        with compiling_for(Target("gpu", capability)):
+            jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
+        for ptx in set(dump.glob("*/*.ptx")) - before:
+            found[f"{ptx.stem} {name}"] = _assembled(ptx, capability, pathlib.Path(str(triton.__file__)).parent)
+    shutil.rmtree(dump)
+    return found
+
+
+def _assembled(ptx, capability, triton):
+    name = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    assembler = triton / "backends/nvidia/bin" / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+    command = [assembler, "-v", f"--gpu-name={name}", ptx, "-o", ptx.with_suffix(".cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ptx.with_suffix(".cubin").stat().st_size > 0
+    code = ptx.read_text()
+    return {
+        "registers": int(re.findall(r"Used (\d+) registers", done.stderr)[0]),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr))),
+        "shared": int(re.findall(r"shared_mem_bytes: (\d+)", ptx.with_suffix(".compile_info").read_text())[0]),
+        "serialized": "serialized" in done.stderr,
+        **{way: len(re.findall(rf"\b{way}\.", code)) for way in TENSOR_CORES.values()},
+    }
+
+
+def assert_no_spills_and_tensor_cores(kernels, capability):
+    """The kernels of `machine_code` keep to the card's registers and shared memory; those of bfloat16 multiply as well
+    as it can."""
+    for name, code in kernels.items():
+        assert code["spilled"] == 0 and not code["serialized"], (name, code)
+        assert code["shared"] <= SHARED_MEMORY[capability], (name, code)
+        if "bfloat16" in name:
+            assert code[TENSOR_CORES[capability]] > 0, (name, code)
