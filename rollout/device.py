@@ -52,8 +52,8 @@ def _ids(sampling: SlotSampling) -> tuple[int, int]:
 
 
 class DeviceState:
-    """Weights and cache on the devices. Layers of `model` are copied, weights are cast to `dtype` (None: as they are);
-    an abstract model has none, and `params` is None until they come."""
+    """Weights and cache on the devices. Layers of `model` are copied, other weights where they do not lie so already;
+    all are cast to `dtype` (None: as they are). An abstract model has none, and `params` is None until they come."""
 
     params: LayerParams | None  # None: none came yet, or a failure left some of them behind
 

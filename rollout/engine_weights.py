@@ -89,7 +89,9 @@ def split_layers(
         if old is not None:
             _forget(old, path)
         if path[0] != "layers" and _as_served(weight, dtype, targets[path]):
-            others[path] = weight
+            # The same buffers, under the sharding of all that the engine has: under a mesh of its own, each program
+            # that meets both would be compiled once more.
+            others[path] = jax.device_put(weight, targets[path])
             continue
         # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
         placed = _placed(weight, dtype, places[path])

@@ -59,7 +59,8 @@ class JaxEngine:
     aborts and new weights through sooner; what is sampled does not depend on it.
     `compute_dtype` casts the weights as they come in (None: as they are).
     `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first one.
-    `model` may be abstract; the weights then come with the first `update_weights`.
+    `model` may be abstract; the weights then come with the first `update_weights`. Arrays of a real one are shared as
+    those that `update_weights` gets.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def configuration(folder, policy: str):
     return load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
 
 
-LONG = ("april", "adaptive_async")
+LONG = ("april", "tail_batching")
 
 
 @pytest.mark.parametrize(

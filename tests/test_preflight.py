@@ -327,6 +327,7 @@ def test_the_kernels_of_the_head_are_not_taken_for_those_of_attention():
         '%x = f32[8] custom-call(%y), custom_call_target="triton_kernel_call", metadata={{op_name="jit(f)/{}/triton"}}'
     )
     assert ATTENTION_CALL.search(line.format("flash_kernels_forward"))
+    assert ATTENTION_CALL.search(line.format("transpose(jvp(flash_kernels_forward))"))
     assert not ATTENTION_CALL.search(line.format("head_kernels_softmax_sums"))
 
 

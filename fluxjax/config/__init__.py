@@ -227,7 +227,7 @@ class ShardingConfig:
     remat: Remat = Remat.NONE  # not offload under odc
     preflight: bool = True  # on GPUs, train compiles its largest programs first, and refuses what does not fit
     device_memory_gib: float = not_negative(0.0)  # must suffice; 0: what JAX may use of a GPU, on CPUs no check
-    vocab_chunk: int = not_negative(0)  # tokens a chunk of the vocabulary log-softmax; 0: chosen from the vocabulary
+    vocab_chunk: int = not_negative(0)  # tokens of whom logits exist at once (GPUs: gradients of these); 0: chosen
     max_degree: int = bounded(  # most devices of a sequence (ulysses: of each); 0: as devices and heads allow
         0, lambda value: value >= 0 and not value & (value - 1), "be 0 or a power of two"
     )

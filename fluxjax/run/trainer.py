@@ -223,7 +223,8 @@ class FluxTrainer:
         """Restores a checkpoint of this run folder, the newest by default, onto this trainer's mesh; `fit` goes on
         from there. Returns its step; raises `ResumeError` if there is none or it fits another model.
 
-        The learner's arrays go before those of the checkpoint come, so that no device holds both."""
+        The learner's arrays go before those of the checkpoint come, so that no device holds both (but for those that
+        an engine serves)."""
         wanted = {"learner": self.learner.state()}
         if self.config.algorithm.kl_coefficient:
             wanted["reference"] = self.learner.params

@@ -42,6 +42,7 @@ import models
 import rollout.device
 from rollout import engine_weights
 from rollout.engine import EngineError, FinishReason
+from sharding.mesh import make_mesh
 
 PROMPT = text_prompt(7)
 
@@ -354,12 +355,14 @@ async def new_for_old(monkeypatch, held_by) -> None:
 
 @without_a_hang
 async def test_13_arrays_that_lie_as_they_are_served_are_not_copied():
+    """A learner's on one device; and they bring no sharding along for which programs would be compiled again."""
     here = jax.devices()[1]
-    params = jax.device_put(params_of(build(TEXT)), here)
-    embedding = params["embedding"]["table"]
+    learners = jax.sharding.NamedSharding(make_mesh(devices=[here]), jax.sharding.PartitionSpec())
+    params = jax.device_put(params_of(build(TEXT)), learners)
 
     def is_shared(serving) -> bool:
-        return serving._device.params["embedding"]["table"] is embedding
+        tables = [tree["embedding"]["table"] for tree in (serving._device.params, params)]
+        return len({table.addressable_shards[0].data.unsafe_buffer_pointer() for table in tables}) == 1
 
     elsewhere, half, serving = (
         engine(models.abstract(TEXT), **options)
@@ -374,8 +377,12 @@ async def test_13_arrays_that_lie_as_they_are_served_are_not_copied():
     assert [is_shared(one) for one in (elsewhere, half, serving)] == [False, False, True]
     first, second = [await serve(one, [request("q", PROMPT, max_new_tokens=5)]) for one in (serving, elsewhere)]
     assert first == second
+    compiled = serving._device.programs.decode._cache_size()
+    assert await serve(serving, [request("r", PROMPT, max_new_tokens=5)]) is not None
     await serving.update_weights(2, jax.tree.map(np.asarray, params))  # which the caller may write to
     assert not is_shared(serving)
+    assert await serve(serving, [request("s", PROMPT, max_new_tokens=5)]) is not None
+    assert serving._device.programs.decode._cache_size() == compiled
     for one in (elsewhere, half, serving):
         await one.close()
 
