@@ -16,6 +16,7 @@ import asyncio
 import gc
 import sys
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -377,12 +378,13 @@ async def test_13_arrays_that_lie_as_they_are_served_are_not_copied():
     assert [is_shared(one) for one in (elsewhere, half, serving)] == [False, False, True]
     first, second = [await serve(one, [request("q", PROMPT, max_new_tokens=5)]) for one in (serving, elsewhere)]
     assert first == second
-    compiled = serving._device.programs.decode._cache_size()
+    decode: Any = serving._device.programs.decode
+    compiled = decode._cache_size()
     assert await serve(serving, [request("r", PROMPT, max_new_tokens=5)]) is not None
     await serving.update_weights(2, jax.tree.map(np.asarray, params))  # which the caller may write to
     assert not is_shared(serving)
     assert await serve(serving, [request("s", PROMPT, max_new_tokens=5)]) is not None
-    assert serving._device.programs.decode._cache_size() == compiled
+    assert decode._cache_size() == compiled
     for one in (elsewhere, half, serving):
         await one.close()
 
