@@ -157,7 +157,7 @@ def test_places_are_divided_under_odc():
     config = make_config()
     config.sharding.strategy, config.sharding.max_shapes = Strategy.ODC, 16
     book = shape_book(config)
-    assert (book.places(1), book.places(8)) == (12, 4)
+    assert (book.places(1), book.places(8)) == (14, 2)
     assert dataclasses.replace(book, alone=0).places(8) == 16
 
 
