@@ -263,7 +263,9 @@ def test_17_a_device_that_is_gone_fails_all_streams_and_the_next():
         serving = engine(build(TEXT))
         streams = [serving.generate(request(f"r{i}", PROMPT, n=2, max_new_tokens=50)) for i in range(3)]
         await anext(streams[0])
-        jax.tree.map(lambda x: x.delete(), serving._device.params["layers"])
+        params = serving._device.params
+        assert params is not None
+        jax.tree.map(lambda x: x.delete(), params["layers"])
         for i, stream in enumerate(streams):
             with pytest.raises(EngineError, match=f"'r{i}' was lost") as caught:
                 await collect(stream, 2)
