@@ -35,3 +35,10 @@ def run_ahead(program: pathlib.Path, *words: str, **environment: str):
     done = subprocess.run([sys.executable, program, *words], env=found, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+def run_on_gpu(program: pathlib.Path):
+    """What the program prints on the GPU of this machine; `pytest -m gpu` asks for it, and is skipped without one."""
+    if not list(pathlib.Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("needs an NVIDIA GPU")
+    return run_ahead(program, "device", JAX_PLATFORMS="cuda,cpu", PYTHONPATH="")
