@@ -3,7 +3,7 @@
 The parts are those that `FluxTrainer` puts together, with the same settings. Every step has the same prompts (so the
 compiled shapes stay the same) and new responses, each as long as the parent says: the end id is never sampled.
 
-    prepare   media decoded, text tokenised; in training this overlaps with the step before
+    prepare   what is left of decoding and tokenising, which runs ahead during the step before, as in training
     rollout   from the first request queued to the last token received
     train     advantages, packing, forward, backward, clipping, AdamW
     sync      the new weights copied to the engine
@@ -19,11 +19,13 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +34,7 @@ from compile_clock import CompileClock
 
 import models
 from fluxjax.algorithms import ALGORITHMS
-from fluxjax.base.process import keep_freed_memory
+from fluxjax.base.process import keep_freed_memory, settle_heap
 from fluxjax.base.types import Group, MediaKind, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Config
@@ -62,9 +64,10 @@ class ForcedSlots(SlotTable):
         super().__init__(limits.slots, limits.max_sequence_tokens, limits.pages)
         self._lengths = lengths
 
-    def assign(self, slot: int, request: GenerateRequest, sample: int, prefix: tuple[int, ...]) -> None:
-        super().assign(slot, request, sample, prefix)
-        self.limit_N[slot] = self._lengths[int(request.rid.rpartition("-")[2])][sample]
+    def assign(self, request: GenerateRequest, samples: list[int], slots: list[int], prefixes: list[tuple]) -> None:
+        super().assign(request, samples, slots, prefixes)
+        lengths = self._lengths[int(request.rid.rpartition("-")[2])]
+        self.limit_N[slots] = [lengths[sample] for sample in samples]
 
 
 class Steps:
@@ -84,8 +87,9 @@ class Steps:
         weights = {name: config.data.sources[name].weight for name in sources}
         loader = PromptLoader(sources, weights, config.seed)
         self.prompts = [loader.order[draw] for draw in range(config.rollout.prompts_per_step)]
+        loader.order = grain.MapDataset.source(self.prompts).repeat()  # each step draws the same
         self.preparer = Preparer(self.processor, loader, config)
-        self.prepared = self._prepare()
+        self.prepared = asyncio.run(self._prepare())
 
         rollout = config.rollout
         eos, media = self.processor.eos_ids, self.processor.media_token_ids
@@ -120,7 +124,7 @@ class Steps:
         watch, metrics = self.watch, {}
         with watch("step"):
             with watch("prepare"):
-                prepared = self._prepare()
+                prepared = await self._prepare()
             if self.stage == "train":
                 groups = self._made_up()
             else:
@@ -133,6 +137,8 @@ class Steps:
             if self.stage == "step":
                 with watch("sync"):
                     await self.engine.update_weights(self.learner.version, self.trainer.weights())
+        if self.step_number.bit_count() == 1:  # as in `fluxjax.train`
+            settle_heap()
         responses = [sample.response for group in groups for sample in group.samples]
         return {
             "seconds": watch.take(),
@@ -141,8 +147,8 @@ class Steps:
             "logprob_gap": metrics.get("rollout_trainer_logprob_gap"),
         } | (self._batch(groups) if self.stage != "rollout" and self.step_number == 1 else {})
 
-    def _prepare(self) -> list[Any]:
-        prepared, skipped = self.preparer.prepare_all(self.prompts)
+    async def _prepare(self) -> list[Any]:
+        prepared, skipped = await self.preparer.draw(len(self.prompts))
         if skipped:
             raise SystemExit(f"prompt {skipped[0][0].id} cannot be used: {skipped[0][1]}")
         return prepared
@@ -167,9 +173,9 @@ class Steps:
             _response(
                 prompt,
                 sample,
-                [token for chunk in own for token in chunk.token_ids],
-                [logprob for chunk in own for logprob in chunk.logprobs],
-                [version for chunk in own for version in chunk.versions],
+                chain.from_iterable(chunk.token_ids for chunk in own),
+                chain.from_iterable(chunk.logprobs for chunk in own),
+                chain.from_iterable(chunk.versions for chunk in own),
             )
             for sample, own in chunks.items()
         ]
@@ -252,7 +258,7 @@ class Steps:
 
 
 def _response(
-    prompt: Prompt, sample: int, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]
+    prompt: Prompt, sample: int, ids: Iterable[int], logprobs: Iterable[float], versions: Iterable[int]
 ) -> Response:
     rid = f"{prompt.draw}/{sample}"
     return Response(rid, prompt.draw, sample, tuple(ids), tuple(logprobs), tuple(versions), "length")

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -25,7 +25,6 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 import models
 from models.config import TextConfig
@@ -37,6 +36,7 @@ from sharding.weights import WeightSpec, by_path, map_weights
 from .engine import EngineError
 
 CUT = frozenset("NKFV")  # heads, KV heads, inner width of an MLP, vocabulary; no weight has two of them
+TOGETHER = 16 << 20  # bytes of weights that are copied at once: calls take longer than the copies of small ones
 LayerParams: TypeAlias = dict[str, Any]  # as of `models.split`, but `layers` is a list of the weights of one layer each
 
 # Engines copy the same weights at once, each in its thread. JAX lists the shards of an array when first asked, and two
@@ -79,31 +79,43 @@ def split_layers(
 
     `dtype` casts the weights (None: as they are). `stacked` are the shardings of the weights as they come in, `whole`
     (by layers) those that are returned. Layers are copied; another array of `params` is shared where it has that dtype
-    and sharding already. The weights `old` are emptied as they are replaced, so that one weight at a time is on the
-    devices twice, not all of them.
+    and sharding already. The weights `old` are emptied as they are replaced, so that one weight at a time, or a few
+    small ones, are on the devices twice, not all of them.
     """
     places, targets = by_path(stacked), by_path({**whole, "layers": whole["layers"][0]})
     layers: list[dict[tuple, jax.Array]] = [{} for _ in whole["layers"]]
     others: dict[tuple, jax.Array] = {}
-    for path, weight in by_path(params).items():
+    for portion in _portions(by_path(params)):
         if old is not None:
-            _forget(old, path)
-        if path[0] != "layers" and _as_served(weight, dtype, targets[path]):
-            # The same buffers, under the sharding of all that the engine has: under a mesh of its own, each program
-            # that meets both would be compiled once more.
-            others[path] = jax.device_put(weight, targets[path])
-            continue
+            for path in portion:
+                _forget(old, path)
+        # The same buffers, under the sharding of all that the engine has: under a mesh of its own, each program that
+        # meets both would be compiled once more.
+        shared = {path: w for path, w in portion.items() if path[0] != "layers" and _as_served(w, dtype, targets[path])}
+        others |= jax.device_put(shared, {path: targets[path] for path in shared})
         # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
-        placed = _placed(weight, dtype, places[path])
-        if path[0] == "layers":
-            copies = _copied(placed, len(layers))
-            for layer, copy in zip(layers, jax.device_put(copies, targets[path]), strict=True):
-                layer[path[1:]] = copy
-        else:
-            others[path] = jax.device_put(_copied(placed, None), targets[path])
+        placed = {path: _placed(w, dtype, places[path]) for path, w in portion.items() if path not in shared}
+        copies = _copied(placed, len(layers))
         del placed
+        for path, copy in jax.device_put(copies, {path: targets[path] for path in copies}).items():
+            if path[0] == "layers":
+                for layer, weight in zip(layers, copy, strict=True):
+                    layer[path[1:]] = weight
+            else:
+                others[path] = copy
         jax.block_until_ready((layers, others))
     return {**unflatten_dict(others), "layers": [unflatten_dict(layer) for layer in layers]}
+
+
+def _portions(weights: dict[tuple, jax.Array | np.ndarray]) -> Iterator[dict[tuple, jax.Array | np.ndarray]]:
+    """All weights, in order: as many at a time as take `TOGETHER` bytes, or one."""
+    portion, size = dict[tuple, jax.Array | np.ndarray](), 0
+    for path, weight in weights.items():
+        if portion and size + weight.nbytes > TOGETHER:
+            yield portion
+            portion, size = {}, 0
+        portion[path], size = weight, size + weight.nbytes
+    yield portion
 
 
 def _as_served(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> bool:
@@ -135,11 +147,15 @@ def _forget(params: LayerParams, path: tuple) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _copied(x: jax.Array, layers: int | None) -> PyTree:
-    """A copy, or a tuple of one copy a layer where there are `layers`."""
-    if layers is None:
+def _copied(weights: dict[tuple, jax.Array], layers: int) -> dict[tuple, jax.Array | tuple[jax.Array, ...]]:
+    """A copy of each weight, or one a layer of those that are stacked."""
+
+    def copy(path: tuple, x: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
+        if path[0] == "layers":
+            return tuple(jnp.array(x[i], copy=True) for i in range(layers))
         return jnp.array(x, copy=True)
-    return tuple(jnp.array(x[i], copy=True) for i in range(layers))
+
+    return {path: copy(path, x) for path, x in weights.items()}
 
 
 @functools.partial(jax.jit, static_argnums=1)

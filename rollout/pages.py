@@ -9,8 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-import numpy as np
-
 PAGE_TOKENS = 16
 
 
@@ -25,7 +23,7 @@ class PagePool:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.holders_C = np.zeros(total, np.int32)
+        self.holders = [0] * total  # of each page
         self.peak = 0  # pages held at once, at most
         self._free = list(range(total))
 
@@ -38,19 +36,21 @@ class PagePool:
         if count > len(self._free):
             raise ValueError(f"{count} pages are wanted, {len(self._free)} of {self.total} are free")
         pages = [heapq.heappop(self._free) for _ in range(count)]
-        self.holders_C[pages] = 1
+        for page in pages:
+            self.holders[page] = 1
         self.peak = max(self.peak, self.total - self.free)
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
         """Adds a holder to pages that have one."""
-        assert (self.holders_C[list(pages)] > 0).all(), "a page that nobody holds has no contents to share"
-        self.holders_C[list(pages)] += 1
+        for page in pages:
+            assert self.holders[page] > 0, "a page that nobody holds has no contents to share"
+            self.holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes a holder from each of these pages; those that have none left are free."""
-        assert (self.holders_C[list(pages)] > 0).all(), "a page is let go by one who does not hold it"
-        self.holders_C[list(pages)] -= 1
         for page in pages:
-            if not self.holders_C[page]:
+            assert self.holders[page] > 0, "a page is let go by one who does not hold it"
+            self.holders[page] -= 1
+            if not self.holders[page]:
                 heapq.heappush(self._free, page)

@@ -18,6 +18,7 @@ A turn that failed is done again. If it served one request, that one is lost; if
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from typing import Any
 
@@ -40,7 +41,7 @@ class SlotTable:
     def __init__(self, slots: int, max_sequence_tokens: int, pages: int) -> None:
         self.no_page = pages  # out of range: nothing is written there
         self.page_NC = np.full((slots, pages_for(max_sequence_tokens)), pages, np.int32)  # of each slot's entries
-        self.pages_N = np.zeros(slots, np.int32)  # how many it has
+        self.pages_N = np.zeros(slots, np.int32)  # how many of these are its pages; none: the rest is stale
         self.prompt_N = np.zeros(slots, np.int32)  # tokens of the prompt
         self.next_position_N = np.zeros(slots, np.int32)  # rotary position of the response's first token
         self.produced_N = np.zeros(slots, np.int32)  # tokens of the response, prefix included
@@ -54,20 +55,23 @@ class SlotTable:
         self.stop_ids_NI = np.full((slots, LEAST_IDS), -1, np.int32)
         self.forbidden_ids_NI = np.full((slots, LEAST_IDS), -1, np.int32)
 
-    def assign(self, slot: int, request: GenerateRequest, sample: int, prefix: tuple[int, ...]) -> None:
+    def assign(self, request: GenerateRequest, samples: list[int], slots: list[int], prefixes: list[tuple]) -> None:
+        """Gives free slots to samples of one request, which begin with these tokens. They have no pages yet."""
         sampling = request.sampling
-        self.prompt_N[slot] = len(request.prompt)
-        self.next_position_N[slot] = request.prompt.next_position
-        self.produced_N[slot] = len(prefix)
-        self.limit_N[slot] = sampling.max_new_tokens
-        self.response_NT[slot, : len(prefix)] = prefix
-        self.temperature_N[slot] = sampling.temperature
-        self.top_p_N[slot] = sampling.top_p
-        self.top_k_N[slot] = sampling.top_k
-        self.seed_N2[slot] = seed_words(request.seed)
-        self.sample_N[slot] = sample
-        self.stop_ids_NI = _with_ids(self.stop_ids_NI, slot, sampling.stop_ids)
-        self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slot, sampling.forbidden_ids)
+        self.pages_N[slots] = 0
+        self.prompt_N[slots] = len(request.prompt)
+        self.next_position_N[slots] = request.prompt.next_position
+        self.produced_N[slots] = list(map(len, prefixes))
+        for slot, prefix in zip(slots, prefixes, strict=True):
+            self.response_NT[slot, : len(prefix)] = prefix
+        self.limit_N[slots] = sampling.max_new_tokens
+        self.temperature_N[slots] = sampling.temperature
+        self.top_p_N[slots] = sampling.top_p
+        self.top_k_N[slots] = sampling.top_k
+        self.seed_N2[slots] = seed_words(request.seed)
+        self.sample_N[slots] = samples
+        self.stop_ids_NI = _with_ids(self.stop_ids_NI, slots, sampling.stop_ids)
+        self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slots, sampling.forbidden_ids)
 
     def place(self, slot: int, pages: list[int]) -> None:
         """Notes the pages that the sample of a slot has now."""
@@ -140,13 +144,13 @@ def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
     return ids_BI[:, : doubling(int((ids_BI >= 0).sum(axis=1).max()), LEAST_IDS)]
 
 
-def _with_ids(ids_NI: np.ndarray, slot: int, ids: tuple[int, ...]) -> np.ndarray:
-    """Writes a slot's list of ids, into a wider table if need be; returns the table."""
+def _with_ids(ids_NI: np.ndarray, slots: list[int], ids: tuple[int, ...]) -> np.ndarray:
+    """Writes a list of ids for some slots, into a wider table if need be; returns the table."""
     width = doubling(len(ids), ids_NI.shape[1])
     if width > ids_NI.shape[1]:  # `np.pad` takes longer than all the rest of a start
         ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)
-    ids_NI[slot] = -1
-    ids_NI[slot, : len(ids)] = ids
+    ids_NI[slots] = -1
+    ids_NI[slots, : len(ids)] = ids
     return ids_NI
 
 
@@ -245,9 +249,9 @@ class Scheduler:
         for sample in job.samples:
             prefix = job.prefix(sample.index)
             if prefix and prefix[-1] in request.sampling.stop_ids:
-                done.append(self._end(sample, FinishReason.STOP))
+                done.append(self._end_with(sample, FinishReason.STOP))
             elif len(prefix) >= request.sampling.max_new_tokens:
-                done.append(self._end(sample, FinishReason.LENGTH))
+                done.append(self._end_with(sample, FinishReason.LENGTH))
             else:
                 self.waiting.append(sample)
         return job, done
@@ -267,15 +271,17 @@ class Scheduler:
 
     def _admit(self) -> None:
         free = [slot for slot, occupant in enumerate(self.occupant) if occupant is None] if self.waiting else []
-        for slot in free[: len(self.waiting)]:
-            sample = self.waiting.popleft()
+        admitted = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
+        for slot, sample in zip(free, admitted, strict=False):
             sample.slot = slot
             self.occupant[slot] = sample
-            self.cached_N[slot] = False
-            job = sample.job
-            self.table.assign(slot, job.request, sample.index, job.prefix(sample.index))
-            self.table.place(slot, [])
-            self._pageless.add(sample)
+        for job, members in itertools.groupby(admitted, key=lambda sample: sample.job):
+            samples = list(members)
+            indices = [sample.index for sample in samples]
+            slots = [sample.slot for sample in samples]
+            self.table.assign(job.request, indices, slots, list(map(job.prefix, indices)))
+            self.cached_N[slots] = False
+            self._pageless.update(samples)
         if not self._pageless:
             return
         held_B = np.flatnonzero(self.table.pages_N > 0)
@@ -327,10 +333,10 @@ class Scheduler:
         job = sample.job
         self.pool.release(sample.pages)
         sample.pages, sample.filled, sample.place = [], 0, None
-        self.table.place(sample.slot, [])
+        self.table.pages_N[sample.slot] = 0
         self.cached_N[sample.slot] = False
         self._pageless.add(sample)
-        if job.pages and not self.pool.holders_C[job.pages[0]]:
+        if job.pages and not self.pool.holders[job.pages[0]]:
             job.pages, job.filled = [], 0
             for other in job.samples:
                 other.forget_context()
@@ -430,16 +436,19 @@ class Scheduler:
             )
             deliveries.append((job, chunk))
             if finish is not None:
-                self._end(sample, finish)
+                self._end(sample)
         return deliveries
 
-    def _end(self, sample: RunningSample, finish: FinishReason) -> Delivery:
-        """Frees the slot; returns the chunk for an end without new tokens."""
+    def _end(self, sample: RunningSample) -> None:
+        """Frees the slot, and forgets the job with its last sample."""
         self._free(sample)
-        job = sample.job
-        if not job.open:
-            del self.jobs[job.request.rid]
-        return job, TokenChunk(job.request.rid, sample.index, (), (), (), finish)
+        if not sample.job.open:
+            del self.jobs[sample.job.request.rid]
+
+    def _end_with(self, sample: RunningSample, finish: FinishReason) -> Delivery:
+        """Ends a sample without new tokens; returns the chunk that says so."""
+        self._end(sample)
+        return sample.job, TokenChunk(sample.job.request.rid, sample.index, (), (), (), finish)
 
     def _free(self, sample: RunningSample) -> None:
         if sample.slot >= 0:
@@ -466,7 +475,7 @@ class Scheduler:
         marked = [s for job in self.jobs.values() for s in job.samples if s.aborted and not s.ended]
         if any(sample.slot < 0 for sample in marked):
             self.waiting = deque(sample for sample in self.waiting if not sample.aborted)
-        return [self._end(sample, FinishReason.ABORT) for sample in marked]
+        return [self._end_with(sample, FinishReason.ABORT) for sample in marked]
 
     def invalidate(self) -> None:
         """Forgets the cache, as after a change of weights: running samples are to be started again."""

@@ -1,11 +1,14 @@
-"""Freed memory is used again, counted in page faults of a fresh process."""
+"""Freed memory is used again, counted in page faults of a fresh process; garbage is looked for among what is new."""
 
 import ctypes
+import gc
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+
+from fluxjax.run.trainer import SettledHeap
 
 PROGRAM = """
 import resource, sys
@@ -35,3 +38,16 @@ def test_freed_memory_is_used_again():
     assert faults("plain") > 100  # 256 MB are 128 huge pages, or 65,536 small ones
     assert faults("keep") < 20
     assert faults("keep", "large") > 100
+
+
+def test_what_a_run_keeps_is_taken_out_of_the_collectors_sight():
+    """After steps 1, 2, 4, ...: new programs come ever more rarely."""
+    settled, kept, seen = SettledHeap(), [], []
+    try:
+        for _ in range(5):
+            kept.append([[]])
+            settled.on_step()
+            seen.append(not any(kept[-1] is other for other in gc.get_objects()))
+    finally:
+        gc.unfreeze()
+    assert seen == [True, True, False, True, False]

@@ -28,6 +28,13 @@ def test_grid_by_hand():
     assert grid(22, 4) == (8, 12, 20)  # multiples of a merged feature's patches, the cap rounded down
 
 
+def test_short_rows_come_in_more_numbers():
+    """A batch of 5 of 8 rows pays for 6; long rows have lengths that fit instead."""
+    assert Budget.of(make_config(rows=16), 1, None).rows == (4, 6, 8, 12, 16)
+    assert Budget.of(make_config(rows=1), 1, None).rows == (1,)
+    assert Budget.of(make_config(tokens_per_row=1024, rows=16), 1, None).rows == (4, 8, 16)
+
+
 def places(plan):
     return [(p.item, k) for m in plan for shard in m.shards for row in shard for p in row for k in p.responses]
 
@@ -291,7 +298,7 @@ def test_a_text_model_has_no_vision_buffer():
     groups, prepared = make_groups([[4], [5]], [[3, 2], [1]])
     for batch in compose(groups, prepared, make_config()).batches:
         assert batch.inputs.vision is None
-    assert set(Budget.of(make_config(rows=4), 2, None).shapes()) == {(2, 48, 0), (4, 48, 0), (8, 48, 0)}
+    assert set(Budget.of(make_config(rows=4), 2, None).shapes()) == {(2 * rows, 48, 0) for rows in (1, 2, 3, 4)}
 
 
 def test_all_microbatches_of_a_step_have_one_frame_bound():

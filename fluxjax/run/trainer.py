@@ -24,7 +24,7 @@ from sharding.weights import like
 from ..algorithms import ALGORITHMS, AlgorithmModule
 from ..base.errors import DataError
 from ..base.event_loop import run_async, stop_on_signals
-from ..base.process import LARGE_MODEL, give_back_large_blocks, use_compile_cache
+from ..base.process import LARGE_MODEL, give_back_large_blocks, settle_heap, use_compile_cache
 from ..base.timeline import Timeline
 from ..base.types import PreparedPrompt, Prompt
 from ..batch.composer import Composer
@@ -443,12 +443,24 @@ class FluxTrainer:
 USER_ERRORS = (ConfigError, DataError, ResumeError, CoordinatorError, EngineError, OdcError, OSError)
 
 
+class SettledHeap(Callback):
+    """Settles the heap after steps 1, 2, 4, 8, ... of a process: new programs come ever more rarely."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def on_step(self, *_: object) -> None:
+        self._steps += 1
+        if self._steps.bit_count() == 1:
+            settle_heap()
+
+
 def main(config: Config) -> int:
     """Trains; returns the exit status: 0 if complete or stopped on request, 2 for an error that the user can mend."""
     use_compile_cache()
     try:
         with FluxTrainer(config) as trainer:
-            trainer.fit()
+            trainer.fit(callbacks=[SettledHeap()])
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -25,7 +25,7 @@ COMPANY = [
 
 def assert_empty(serving: JaxEngine) -> None:
     pool = serving._scheduler.pool
-    assert pool.free == pool.total and not pool.holders_C.any()
+    assert pool.free == pool.total and not any(pool.holders)
 
 
 def assert_equal(answers, expected) -> None:

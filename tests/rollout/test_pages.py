@@ -45,7 +45,7 @@ def test_a_page_is_free_when_nobody_holds_it(script):
                 pool.release(pages)
         used = {page for pages in held for page in pages}
         assert pool.free == 12 - len(used)
-        assert pool.holders_C.tolist() == [sum(page in pages for pages in held) for page in range(12)]
+        assert pool.holders == [sum(page in pages for pages in held) for page in range(12)]
     for pages in held:
         pool.release(pages)
     assert pool.free == 12 and sorted(pool.take(12)) == list(range(12))
@@ -140,9 +140,9 @@ class PagedDevice:
             assert scheduler.table.page_NC[slot, : len(sample.pages)].tolist() == sample.pages
             assert sample.pages[: len(sample.job.pages)] == sample.job.pages or not sample.pages
             own = sample.pages[len(sample.job.pages) :]
-            assert (pool.holders_C[own] == 1).all(), "a page of one sample that another has, too"
+            assert all(pool.holders[page] == 1 for page in own), "a page of one sample that another has, too"
             assert not scheduler.cached_N[slot] or len(sample.pages) * PAGE_TOKENS >= len(self.tokens(sample)) - 1
-        assert holders.tolist() == pool.holders_C.tolist()
+        assert holders.tolist() == pool.holders
         assert pool.free == (holders == 0).sum()
 
 
@@ -207,7 +207,7 @@ def test_22_a_group_has_the_full_pages_of_its_prompt_once():
     device.turn(1)
     pool = device.scheduler.pool
     assert pool.total - pool.free == 2 + 8  # 32 tokens in two pages of all, 8 of the prompt in a page of each
-    assert sorted(pool.holders_C[pool.holders_C > 0].tolist()) == [1] * 8 + [8] * 2
+    assert sorted(count for count in pool.holders if count) == [1] * 8 + [8] * 2
     device.scheduler.mark_aborted("r/3")
     device.scheduler.reap()
     assert pool.total - pool.free == 2 + 7

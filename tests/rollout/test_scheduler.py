@@ -172,7 +172,7 @@ def test_tables_of_ids_grow_only_for_longer_lists():
 
     def assign(slot, stop_ids):
         sampling = SamplingParams(max_new_tokens=4, stop_ids=stop_ids)
-        table.assign(slot, GenerateRequest(str(slot), text_prompt(3), sampling), 0, ())
+        table.assign(GenerateRequest(str(slot), text_prompt(3), sampling), [0], [slot], [()])
 
     assign(1, (5, 6))
     assign(1, (7,))
