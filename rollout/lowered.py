@@ -18,7 +18,7 @@ from sharding.walk import Params, Walk
 
 from .engine_weights import EngineLayout, LayerParams
 from .pages import PAGE_TOKENS, pages_for
-from .programs import KVCache, doubling, programs
+from .programs import KVCache, programs
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, SlotTable
 from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, chunk_tokens, part, plan
@@ -89,7 +89,7 @@ def lowered_programs(
         packed += _packed([Prefix(last, (np.zeros(0, np.int32),), tuple(context))], max_sequence_tokens, 1)
     largest = max(packed, key=_scores)
     with_context = () if largest.context is None else (arrays.cache, largest.context)
-    pages = doubling(pages_for(max_sequence_tokens), 1, pages_for(max_sequence_tokens))
+    pages = pages_for(max_sequence_tokens)
     table = SlotTable(slots, max_sequence_tokens, limits.pages)
     batch = table.round(np.arange(slots), slots, limits.steps_per_sync, pages)
     return {

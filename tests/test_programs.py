@@ -181,3 +181,17 @@ def test_an_image_that_many_responses_show_needs_one_shape():
     programs = {outline.program for _ in range(4) for outline in composer.outline(groups, prepared)}
     assert len(composer.shapes) == len(programs)
     assert len(programs) <= len(composer.outline(groups, prepared))
+
+
+@pytest.mark.parametrize("steps", [20, 400])
+def test_a_run_that_is_settled_rather_computes_one_more_microbatch_than_another_program(steps):
+    """A step larger than all before gets a program early in a run; later it is divided over those that there are."""
+    config = make_config(tokens_per_row=512, rows=1)
+    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    composer = Composer(config, 2, None, tiny(HEADS).config.text)
+    small, large = (make_groups([[20]] * count, [[20, 20]] * count) for count in (8, 16))
+    for _ in range(steps):
+        (outline,) = composer.outline(*small)
+    found = [other.program for other in composer.outline(*large)]
+    assert len(found) == (1 if steps < 300 else 2)
+    assert (set(found) == {outline.program}) == (steps >= 300)

@@ -3,6 +3,7 @@
 A planner decides for each microbatch; `fill` then lays it out.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -60,7 +61,8 @@ class Spreading:
         return lay_out_parts(self.outline(groups), self.room.share_prompts)
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
-        """As few microbatches as the devices' memory allows, each with one row a device.
+        """As few microbatches as the devices' memory allows, each with one row a device. Where new programs have become
+        rare, one more microbatch rather than a program for a step that is larger than all before.
 
         With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt;
         otherwise each response is a sequence of its own. Raises ConfigError where no plan exists.
@@ -69,14 +71,24 @@ class Spreading:
         # A group that not even all devices of a sharded sequence could hold is cut, its prompt computed twice.
         pieces = pieces_of(items, room.tokens * self.degree, room.share_prompts)
         least = math.ceil(sum(tokens_of(items, piece) for piece in pieces) / (room.tokens * self._num_devices))
-        failure: PlanError | None = None
-        for count in range(min(max(least, 1), len(pieces)), len(pieces) + 1):
+        counts = range(min(max(least, 1), len(pieces)), len(pieces) + 1)
+
+        def dealt(count: int) -> list[Part]:
+            return [self._part(groups, items, members) for members in _deal(items, pieces, count)]
+
+        failures: list[PlanError] = []
+        for count in counts:
             try:
-                return [self._part(groups, items, members) for members in _deal(items, pieces, count)]
+                parts = dealt(count)
             except PlanError as error:
-                failure = failure or error
-        assert failure is not None
-        raise ConfigError(_explained(failure)) from failure
+                failures.append(error)
+                continue
+            if self._shapes.settled(self._num_devices) and not self._all_compiled(parts) and count + 1 in counts:
+                with contextlib.suppress(PlanError):
+                    more = dealt(count + 1)
+                    return more if self._all_compiled(more) else parts
+            return parts
+        raise ConfigError(_explained(failures[0])) from failures[0]
 
     def _part(self, groups: Sequence[TrainGroup], items: Sequence[Item], pieces: Sequence[Piece]) -> Part:
         """The microbatch of these pieces.
@@ -105,6 +117,9 @@ class Spreading:
             fallback = fallback or (part if compiled else None)
         free = Part(groups, pieces, self._plan(tokens, squares, room), self.room)
         return fallback or free if self._compiled(free) is None else free
+
+    def _all_compiled(self, parts: Sequence[Part]) -> bool:
+        return all(self._compiled(part) is not None for part in parts)
 
     def _compiled(self, part: Part) -> Sizes | None:
         return self._shapes.found(part.needs, part.caps, size_cost, self._num_devices)

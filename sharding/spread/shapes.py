@@ -96,6 +96,10 @@ class ShapeBook:
         needed, since what is seldom asked for saves little."""
         return self.slack * (1 + self.served.get(devices, 0) / SETTLED)
 
+    def settled(self, devices: int) -> bool:
+        """Whether new entries have become rare: one more would hardly be used again."""
+        return self.served.get(devices, 0) >= 3 * SETTLED
+
     def columns(self, devices: int, least: int, most: int, rows: int = 0) -> list[int]:
         """The columns of entries for so many devices, ascending, from `least` to `most`, with so many rows (0: without
         a number of rows)."""
