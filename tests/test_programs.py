@@ -1,6 +1,8 @@
 """How many programs a run compiles: what the outlines of its microbatches say is what JAX traces."""
 
 import dataclasses
+import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from fluxjax.batch.fitted import fit_rows, lengths_between
 from fluxjax.config import Strategy
 from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
+from sharding.spread.shapes import ShapeBook
 
 HEADS = (4, 2)
 STEPS, MOST = 60, 4
@@ -195,3 +198,70 @@ def test_a_run_that_is_settled_rather_computes_one_more_microbatch_than_another_
     found = [other.program for other in composer.outline(*large)]
     assert len(found) == (1 if steps < 300 else 2)
     assert (set(found) == {outline.program}) == (steps >= 300)
+
+
+# --- programs compiled ahead --------------------------------------------------------------------
+
+AHEAD = 3
+
+
+def test_a_new_entry_is_used_some_steps_later_and_a_larger_one_until_then():
+    def area(sizes):
+        return float(sizes["columns"])
+
+    book = ShapeBook(8, ahead=AHEAD)
+    large, coming = book.choose({"columns": 1000}, {}, area)
+    assert coming is None, "nothing is larger: it has to be compiled at once"
+    small: list[Any] = []
+    for _ in range(AHEAD + 2):
+        book.next_step()
+        small.append(book.choose({"columns": 100}, {}, area))
+        again = ShapeBook(8, ahead=AHEAD)
+        again.load_state(json.loads(json.dumps(book.state())))
+        assert again == book
+    new = small[-1][0]
+    assert new["columns"] < 200
+    assert small == [(large, new), *[(large, None)] * (AHEAD - 1), (new, None), (new, None)]
+    book.choose({"columns": 2000}, {}, area)
+    assert book.choose({"columns": 400}, {}, area)[1]["columns"] < 500
+    found, coming = book.choose({"columns": 3000}, {}, area)
+    assert found["columns"] >= 3000 and coming is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [Strategy.FSDP, Strategy.FLEX_ULYSSES])
+def test_what_was_compiled_ahead_computes_the_same(strategy, monkeypatch):
+    """In the first step that uses it nothing is traced any more, and gradients are those of one device."""
+    config = config_of(strategy)
+    config.sharding.compile_ahead = AHEAD
+    learner = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(2))
+    composer = Composer(config, 2, MODEL.vision, learner.text)
+    many, few = random_groups(31), make_groups([[5]], [[2]])
+    first = composer.compose(*many)
+    learner.gradients.compile_ahead(learner.params, first.coming, scores=True)
+    outcome(learner, first)
+    shapes = []
+    for step in range(AHEAD + 1):
+        composition = composer.compose(*few)
+        assert bool(composition.coming) is (step == 0)
+        learner.gradients.compile_ahead(learner.params, composition.coming, scores=True)
+        shapes.append(shape_of(composition.batches[0]))
+        if step == AHEAD:
+            assert [future.result() for future in learner.gradients._ahead.values()]
+            for name in ("_accumulate", "_logprobs"):
+                monkeypatch.setattr(learner.gradients, name, pytest.fail)
+        assert_equal(outcome(learner, composition), alone(HEADS, *few))
+    assert len(set(shapes[:AHEAD])) == 1 and shapes[AHEAD] not in shapes[:AHEAD]
+
+
+def test_a_program_that_does_not_compile_fails_the_step_that_needs_it(monkeypatch):
+    learner = Learner(make_config(), tiny(HEADS), grpo.token_loss, mesh=make_mesh(1))
+    composition = Composer(make_config(), 1, MODEL.vision, learner.text).compose(*random_groups(1))
+
+    def no_memory(*_):
+        raise MemoryError("no room for the program")
+
+    monkeypatch.setattr(learner.gradients, "lowered", no_memory)
+    learner.gradients.compile_ahead(learner.params, composition.batches, scores=False)
+    with pytest.raises(MemoryError, match="no room for the program"):
+        learner.step(composition.microbatches)

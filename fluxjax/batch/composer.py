@@ -92,11 +92,13 @@ class Composer:
         Raises ConfigError, naming prompt and field, for a sequence or media that fit no buffer, and ValueError for
         groups that contradict each other, `prepared` or `version`, or of which none has a token.
         """
+        self.shapes.next_step()
         return self._dealer.compose(self._chosen(groups, prepared, skip_idle, version))
 
     def outline(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> Sequence[Outline]:
         """The microbatches of `compose`, before anything is written. Remembers their sizes, and raises, as `compose`
         does."""
+        self.shapes.next_step()
         return self._dealer.outline(self._chosen(groups, prepared))
 
     def _chosen(
@@ -158,7 +160,8 @@ class Composer:
 def shape_book(config: Config) -> ShapeBook:
     """An empty one. Under `odc` most programs are those of single devices."""
     most = config.sharding.max_shapes
-    return ShapeBook(most, alone=max(most * 7 // 8, 1) if config.sharding.strategy is Strategy.ODC else 0)
+    alone = max(most * 7 // 8, 1) if config.sharding.strategy is Strategy.ODC else 0
+    return ShapeBook(most, alone=alone, ahead=config.sharding.compile_ahead)
 
 
 def _newest(members: Sequence[Sequence[Sample]]) -> int:

@@ -192,12 +192,14 @@ class Composition:
 
     `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens. `cells` says where these are,
     response after response: indices into the token buffers of all microbatches, flattened, one after the other.
+    `coming` are some of the same microbatches in new sizes, for which programs are to be compiled.
     """
 
     microbatches: tuple[Microbatch, ...]
     keys: tuple[tuple[int, int], ...]
     cells: np.ndarray
     lengths: np.ndarray
+    coming: tuple[TrainBatch, ...] = ()
 
     @property
     def batches(self) -> tuple[TrainBatch, ...]:

@@ -76,6 +76,7 @@ class SizedRows:
 
     micro: PackedRows
     filled: Filled
+    coming: PackedRows | None = None  # in the sizes that it would have had, if they were compiled
 
     @property
     def program(self) -> tuple[object, ...]:

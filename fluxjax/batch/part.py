@@ -247,6 +247,7 @@ class SizedPart:
 
     part: Part
     sizes: Sizes
+    coming: Sizes | None = None  # those that it would have had, if they were compiled
 
     @functools.cached_property
     def layout(self) -> SizedLayout:
@@ -267,4 +268,4 @@ class SizedPart:
 
 def size_parts(parts: Sequence[Part], shapes: ShapeBook) -> list[SizedPart]:
     """The parts, in buffers of sizes that `shapes` chooses."""
-    return [SizedPart(part, shapes.fit(part.needs, part.caps, size_cost, part.plan.num_devices)) for part in parts]
+    return [SizedPart(p, *shapes.choose(p.needs, p.caps, size_cost, p.plan.num_devices)) for p in parts]

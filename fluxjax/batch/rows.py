@@ -14,7 +14,7 @@ import numpy as np
 from models.config import VisionConfig
 from models.processing.vision_input import common_bound
 from sharding.spread.buffers import size_weight
-from sharding.spread.shapes import ShapeBook
+from sharding.spread.shapes import ShapeBook, Sizes
 
 from ..config import Config, ConfigError
 from .composition import Composition, Filled, Item, PackedRows, Piece, Row, TrainGroup, check, pieces_of, tokens_of
@@ -70,8 +70,12 @@ class RowPacking:
         """Nothing depends on the devices here."""
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
-        plan = [sized.micro for sized in self.outline(groups)]
-        return lay_out_rows(plan, groups, self._share, self._vision)
+        outline = self.outline(groups)
+        composition = lay_out_rows([sized.micro for sized in outline], groups, self._share, self._vision)
+        if coming := [sized.coming for sized in outline if sized.coming is not None]:
+            batches = lay_out_rows(coming, groups, self._share, self._vision).batches
+            composition = dataclasses.replace(composition, coming=batches)
+        return composition
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedRows]:
         """The microbatches, in buffers of sizes that the shape book chooses."""
@@ -110,14 +114,19 @@ class RowPacking:
             # The tower has something to compute in every microbatch: its program asks for no batch without patches.
             needs |= {"patches": max(micro.patches, self._vision.merge_unit), "frame": frame}
             caps |= {"patches": budget.patches[-1], "frame": max(frame, 1 << (budget.patches[-1] - 1).bit_length())}
-        sizes = self._shapes.fit(needs, caps, _rows_cost, budget.num_shards, exact)
-        patches, unit = sizes.get("patches", 0), self._vision.merge_unit if self._vision is not None else 1
-        patches = -(-patches // unit) * unit
-        micro = PackedRows(sizes["rows"], sizes["columns"], patches, micro.shards, sizes.get("frame", 0))
+        sizes, coming = self._shapes.choose(needs, caps, _rows_cost, budget.num_shards, exact)
+        later = self._in(coming, micro) if coming is not None else None
+        micro = self._in(sizes, micro)
         used = sum(tokens_of(items, piece) for shard in micro.shards for row in shard for piece in row)
         media = sum(_media_of(items, [piece for row in shard for piece in row]) for shard in micro.shards)
         shards = budget.num_shards
-        return SizedRows(micro, Filled(used, shards * micro.rows * micro.tokens, media, shards * patches))
+        return SizedRows(micro, Filled(used, shards * micro.rows * micro.tokens, media, shards * micro.patches), later)
+
+    def _in(self, sizes: Sizes, micro: PackedRows) -> PackedRows:
+        """The microbatch in buffers of these sizes."""
+        unit = self._vision.merge_unit if self._vision is not None else 1
+        patches = -(-sizes.get("patches", 0) // unit) * unit
+        return PackedRows(sizes["rows"], sizes["columns"], patches, micro.shards, sizes.get("frame", 0))
 
 
 def _rows_cost(sizes: Mapping[str, int]) -> float:

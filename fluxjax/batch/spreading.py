@@ -58,7 +58,11 @@ class Spreading:
         return size_parts(self.parts(groups), self._shapes)
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
-        return lay_out_parts(self.outline(groups), self.room.share_prompts)
+        outline, share = self.outline(groups), self.room.share_prompts
+        composition = lay_out_parts(outline, share)
+        if coming := [SizedPart(sized.part, sized.coming) for sized in outline if sized.coming is not None]:
+            composition = dataclasses.replace(composition, coming=lay_out_parts(coming, share).batches)
+        return composition
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """As few microbatches as the devices' memory allows, each with one row a device. Where new programs have become

@@ -235,6 +235,7 @@ class ShardingConfig:
     devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if that fits; odc: see hybrid
     tolerance: float = not_negative(0.025)  # flex_ulysses: accepted excess of the largest attention load over the least
     max_shapes: int = positive(32)  # at most so many shapes of microbatches are compiled, for each number of devices
+    compile_ahead: int = not_negative(0)  # steps that a new shape compiles beside, while a larger one serves; not odc
     calibration: str = ""  # file of `python -m sharding.calibrate`; empty: flex_ulysses counts length**2, odc FLOPs
     balance: Balance = Balance.LB_MINI  # odc: how sequences are dealt to devices and microbatches
     hybrid: bool = False  # odc: parameters, gradients spread over devices_per_host devices; optimizer state over all
@@ -336,6 +337,11 @@ class Config:
             raise ConfigError(
                 f"optim.moments_dtype is bfloat16, whose 8 bits lose what optim.beta2 = {self.optim.beta2} adds to the "
                 "second moment in a step; lower optim.beta2 to 0.99"
+            )
+        if self.sharding.compile_ahead and self.sharding.strategy is Strategy.ODC:
+            raise ConfigError(
+                f"sharding.compile_ahead={self.sharding.compile_ahead} is not possible under sharding.strategy=odc, "
+                "where each device compiles stages of its own; set it to 0"
             )
         if self.sharding.remat is Remat.OFFLOAD and self.sharding.strategy is Strategy.ODC:
             raise ConfigError("sharding.remat is offload, which odc can't; set it to layer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -65,6 +66,8 @@ class Gradients:
             remat="none" if config.sharding.remat is Remat.AUTO else config.sharding.remat.value,
         )
         self._compile()
+        self._ahead: dict[tuple[object, ...], concurrent.futures.Future[jax.stages.Compiled]] = {}  # by program, shape
+        self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     def on(self, devices: Sequence[Any]) -> Gradients:
         """The same on other devices of this process."""
@@ -105,7 +108,7 @@ class Gradients:
         grads, tally = self._zeros(tuple(abstract.sums), tuple(abstract.maxima))
         for batch in batches:
             placed = placed if batch is batches[0] else self._place(batch.inputs, batch)
-            grads, tally = self._accumulate(params, grads, tally, placed)
+            grads, tally = self._program("accumulate", self._accumulate, placed)(params, grads, tally, placed)
         return grads, tally
 
     def lowered(self, params: Params, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
@@ -120,10 +123,26 @@ class Gradients:
             "logprobs": self._logprobs.lower(params, placed.inputs),
         }
 
+    def compile_ahead(self, params: Params, batches: Sequence[TrainBatch], *, scores: bool) -> None:
+        """Compiles the programs for microbatches shaped like `batches` in the background. The first call that needs one
+        waits for it. `scores`: that of log-probs, too."""
+        weights, shapes = jax.tree.map(_described, (params, list(batches)))
+        for batch in shapes:
+            lowered = functools.partial(self.lowered, weights, batch)
+            for name, tree in [("accumulate", batch), *([("logprobs", batch.inputs)] if scores else [])]:
+                if (key := (name, *_shapes(tree))) not in self._ahead:
+                    self._ahead[key] = self._background.submit(lambda f=lowered, name=name: f()[name].compile())
+
+    def _program(self, name: str, jitted: Callable[..., Any], tree: Any) -> Callable[..., Any]:
+        """The program for these arrays: what `compile_ahead` has for them, else `jitted`."""
+        compiled = self._ahead.get((name, *_shapes(tree))) if self._ahead else None
+        return jitted if compiled is None else compiled.result()
+
     def logprobs(self, params: Params, inputs: PackedTokens) -> Scores:
         """(log-probability of each token, entropy of its distribution), `[B, T]` float32. Meaningless where a token has
         no predecessor."""
-        return self._logprobs(params, self._place(inputs, inputs))
+        placed = self._place(inputs, inputs)
+        return self._program("logprobs", self._logprobs, placed)(params, placed)
 
     def scores(self, params: Params, microbatches: Sequence[Microbatch]) -> list[Scores]:
         """`logprobs` of each microbatch, computed by the devices that `accumulate` would have compute it. Raises
@@ -213,6 +232,17 @@ class Gradients:
         # The sum of what `accumulate` returned for two parts of a step; the first one is donated.
         self.add = jax.jit(add, donate_argnums=0, out_shardings=shardings)
         self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=shardings, compiler_options=options)
+
+
+def _described(array: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array, and where it lies if it is on devices."""
+    sharding = array.sharding if isinstance(array, jax.Array) else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def _shapes(tree: Any) -> tuple[object, ...]:
+    """Everything of a batch that a program is compiled for."""
+    return (jax.tree.structure(tree), *(x.shape for x in jax.tree.leaves(tree)))
 
 
 def on_every_device(tree: PyTree, mesh: Mesh) -> PyTree:

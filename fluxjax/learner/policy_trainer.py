@@ -157,6 +157,8 @@ class PolicyTrainer:
             portion.groups, portion.prepared, skip_idle=self._skip_idle, version=place.version
         )
         importance = self._config.algorithm.importance
+        scores = place.reference is not None or importance.whole
+        place.gradients.compile_ahead(place.params, composition.coming, scores=scores)
         if place.reference is not None:
             composition = with_reference(composition, place.logprobs(composition, place.reference))
         if importance.whole:

@@ -34,13 +34,19 @@ class ShapeBook:
     Sizes made for some number of devices are of no use to others: each number has entries of its own, and `most` counts
     them apart. Where microbatches of single devices and of all devices alternate (`odc`), `alone` of the `most` places
     belong to the former. The order of requests decides, so it is part of a run's state: `state` and `load_state`.
+
+    With `ahead`, a new entry is used from so many steps (`next_step`) later, to be compiled meanwhile; until then a
+    larger one is, where there is any. It doesn't matter how long compilations take: equal runs compute in equal sizes.
     """
 
     most: int = 32
     slack: float = 0.06
     alone: int = 0
+    ahead: int = 0
+    step: int = 0
     entries: dict[int, list[Sizes]] = dataclasses.field(default_factory=dict)  # by the number of devices
     served: dict[int, int] = dataclasses.field(default_factory=dict)  # requests since the last new entry, likewise
+    coming: list[tuple[int, Sizes, int]] = dataclasses.field(default_factory=list)  # devices, entry, its first step
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
@@ -50,6 +56,29 @@ class ShapeBook:
         if not self.alone:
             return self.most
         return self.alone if devices == 1 else max(self.most - self.alone, 1)
+
+    def next_step(self) -> None:
+        self.step += 1
+        self.coming = [(devices, sizes, first) for devices, sizes, first in self.coming if first > self.step]
+
+    def choose(
+        self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
+    ) -> tuple[Sizes, Sizes | None]:
+        """(the sizes of buffers now, new ones to be compiled for later); without `ahead`, what `fit` says."""
+        sizes = self.fit(needs, caps, cost, devices, exact)
+        if not self.ahead:
+            return sizes, None
+        new = not self.served[devices]
+        if not new and (devices, sizes) not in [(other, entry) for other, entry, _ in self.coming]:
+            return sizes, None
+        unready = [entry for other, entry, _ in self.coming if other == devices] + [sizes]
+        ready = [entry for entry in self._holding(needs, caps, devices) if entry not in unready]
+        if not ready:  # nothing is large enough: it is compiled now
+            self.coming = [known for known in self.coming if known[:2] != (devices, sizes)]
+            return sizes, None
+        if new:
+            self.coming.append((devices, sizes, self.step + self.ahead))
+        return min(ready, key=cost), sizes if new else None
 
     def fit(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
@@ -81,11 +110,10 @@ class ShapeBook:
 
     def found(self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1) -> Sizes | None:
         """The entry that serves a request; None where `fit` would make a new one."""
-        usable = self._usable(needs, caps, devices)
-        fitting = [sizes for sizes in usable if all(n <= sizes.get(name, 0) for name, n in needs.items())]
-        if not fitting:
+        usable, holding = self._usable(needs, caps, devices), self._holding(needs, caps, devices)
+        if not holding:
             return None
-        best = min(fitting, key=cost)
+        best = min(holding, key=cost)
         if len(usable) >= self.places(devices):
             return best
         fresh = cost(self._fresh(needs, caps, usable))
@@ -115,6 +143,11 @@ class ShapeBook:
         kind = [sizes for sizes in self.entries.get(devices, []) if (GIVEN in sizes) == (GIVEN in needs)]
         return [sizes for sizes in kind if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
 
+    def _holding(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
+        """The usable entries that are large enough."""
+        usable = self._usable(needs, caps, devices)
+        return [sizes for sizes in usable if all(n <= sizes.get(name, 0) for name, n in needs.items())]
+
     def _fresh(self, needs: Mapping[str, int], caps: Mapping[str, int], entries: Sequence[Sizes]) -> Sizes:
         columns = round_up(needs[BASE], caps.get(BASE, 0))
         sizes, cells = {BASE: columns}, _cells({**needs, BASE: columns})
@@ -134,14 +167,18 @@ class ShapeBook:
             sizes[name] = round_up(min(need, max(cap, needs.get(name, 0))) if cap else need, cap)
         return sizes
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, Any]:
         """The entries as plain JSON, which `load_state` takes."""
         entries = {str(devices): list(map(dict, entries)) for devices, entries in self.entries.items()}
-        return {"entries": entries, "served": {str(devices): count for devices, count in self.served.items()}}
+        served = {str(devices): count for devices, count in self.served.items()}
+        return {"entries": entries, "served": served, "step": self.step, "coming": list(map(list, self.coming))}
 
-    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         self.entries = {int(devices): list(map(dict, entries)) for devices, entries in state["entries"].items()}
-        self.served = {int(devices): count for devices, count in state.get("served", {}).items()}  # of late: not in all
+        # Of late: not in all checkpoints.
+        self.served = {int(devices): count for devices, count in state.get("served", {}).items()}
+        self.step = state.get("step", 0)
+        self.coming = [(devices, dict(sizes), first) for devices, sizes, first in state.get("coming", [])]
 
 
 def _cells(sizes: Mapping[str, int]) -> int:

@@ -320,7 +320,7 @@ def test_18_shapes_are_few_and_independent_of_history():
 
 
 def test_13_new_weights_take_the_place_of_the_old(monkeypatch, held_by) -> None:
-    """One weight at a time, or a few small ones, are on the device twice; an abstract model's engine has none until they come."""
+    """One weight or a few small ones are on the device twice; an abstract model's engine has none until they come."""
     asyncio.run(asyncio.wait_for(new_for_old(monkeypatch, held_by), HANG))
 
 
