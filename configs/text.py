@@ -4,7 +4,7 @@ python -m fluxjax.train --config=configs/text.py
 python -m fluxjax.train --config=configs/text.py:debug     (a few steps)
 
 Expect, on two CPU cores in a minute: held-out exact match from about 35 % after the warm start to between 55 and 93 %,
-71 % on average over five seeds (docs/log.md); it is still rising when the run ends.
+72 % on average over five seeds (docs/log.md); it is still rising when the run ends.
 """
 
 from fluxjax.config import Config, ConfigError, LossAggregation, Schedule, SourceConfig

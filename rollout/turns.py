@@ -26,6 +26,7 @@ from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Schedul
 
 SMALL_MODEL = 10**7  # weights: up to here a few rows cost as much as many, beyond it each row is computed at its price
 LEAST_ROWS = 32  # samples of a start or a round, for a small model
+LEAST_VIEW = 32  # cache entries read by a round, unless its samples can never have so many
 LEAST_TOKENS = 16  # a row of a prefill
 LEAST_AREA = 256  # rows x row length: for a small model less costs hardly less, and would be more shapes to compile
 LEAST_FEATURES = 16  # features of the vision tower
@@ -246,10 +247,14 @@ def _writes(
 
 def plan_round(scheduler: Scheduler, limits: EngineLimits) -> RoundPlan:
     slots_B = scheduler.to_decode()
-    longest = int((scheduler.table.prompt_N + scheduler.table.produced_N)[slots_B].max()) - 1
-    view_pages = doubling(pages_for(longest), 1, pages_for(limits.max_sequence_tokens))
+    table = scheduler.table
+    longest, most = (
+        int((table.prompt_N + tokens_N)[slots_B].max()) - 1 for tokens_N in (table.produced_N, table.limit_N)
+    )
+    least = min(LEAST_VIEW // PAGE_TOKENS, pages_for(most))
+    view_pages = doubling(pages_for(longest), least, pages_for(limits.max_sequence_tokens))
     size = doubling(len(slots_B), _least_rows(limits), limits.slots)
-    return slots_B, scheduler.table.round(slots_B, size, limits.steps_per_sync, view_pages)
+    return slots_B, table.round(slots_B, size, limits.steps_per_sync, view_pages)
 
 
 def _least_rows(limits: EngineLimits) -> int:
@@ -349,7 +354,7 @@ def _context(prefixes: Sequence[Prefix], rows: Sequence[int], B: int) -> Context
     """The context of each of `B` rows, of which the prefixes take so many each; None where no prefix has any."""
     if not any(prefix.context for prefix in prefixes):
         return None
-    most = doubling(max(len(prefix.context) for prefix in prefixes), 1)
+    most = doubling(max(len(prefix.context) for prefix in prefixes), LEAST_VIEW // PAGE_TOKENS)
     pages_BC, length_B = np.zeros((B, most), np.int32), np.zeros(B, np.int32)
     row = 0
     for prefix, count in zip(prefixes, rows, strict=True):

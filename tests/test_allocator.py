@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from fluxjax.run.trainer import SettledHeap
+from fluxjax.run.callbacks import SettledHeap
 
 PROGRAM = """
 import resource, sys
@@ -46,7 +46,7 @@ def test_what_a_run_keeps_is_taken_out_of_the_collectors_sight():
     try:
         for _ in range(5):
             kept.append([[]])
-            settled.on_step()
+            settled.count()
             seen.append(not any(kept[-1] is other for other in gc.get_objects()))
     finally:
         gc.unfreeze()

@@ -223,7 +223,8 @@ def test_a_new_entry_is_used_some_steps_later_and_a_larger_one_until_then():
     assert new["columns"] < 200
     assert small == [(large, new), *[(large, None)] * (AHEAD - 1), (new, None), (new, None)]
     book.choose({"columns": 2000}, {}, area)
-    assert book.choose({"columns": 400}, {}, area)[1]["columns"] < 500
+    found, coming = book.choose({"columns": 400}, {}, area)
+    assert found == large and coming is not None and coming["columns"] < 500
     found, coming = book.choose({"columns": 3000}, {}, area)
     assert found["columns"] >= 3000 and coming is None
 

@@ -24,7 +24,7 @@ from .fitted import fit_rows, lengths_between
 LONG = 1024  # packing.tokens_per_row from which on rows have other lengths: what short ones save is no program worth
 FEWER = 0.97  # of the tokens with padding: what microbatches with fewer rows must save
 SHORTEST = 16  # rows of other lengths have at least so much less than `packing.tokens_per_row`
-GRID = 3  # sizes of a buffer: its cap, half and a quarter of it; numbers of short rows: three quarters of these, too
+GRID = 3  # sizes of a buffer: its cap, half and a quarter of it; numbers of short rows: three quarters of it, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Budget:
         patches = grid(packing.patches_per_device, unit) if unit else (0,)
         rows = grid(packing.rows_per_device)
         if packing.tokens_per_row < LONG:
-            rows = tuple(sorted({*rows, *(-(-3 * size // 4) for size in rows[1:])}))
+            rows = tuple(sorted({*rows, -(-3 * rows[-1] // 4)}))
         return cls(packing.tokens_per_row, rows, patches, num_shards)
 
     def shapes(self) -> list[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ from models.decoder import Decoder
 from models.processing import Processor
 from rollout.jax_engine import JaxEngine
 
+from ..base.process import settle_heap
 from ..base.timeline import Timeline
 from ..base.types import Group, Prompt
 from ..config import Config, ReportConfig
@@ -51,6 +52,21 @@ class Callback:
     def on_evaluation(self, trainer: Run, step: int, accuracy: Mapping[str, float]) -> None: ...
     def on_checkpoint(self, trainer: Run, step: int) -> None: ...
     def on_fit_end(self, trainer: Run, result: TrainingResult) -> None: ...
+
+
+class SettledHeap(Callback):
+    """Settles the heap after steps 1, 2, 4, 8, ... of a process: new programs come ever more rarely."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def on_step(self, trainer: Run, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        self.count()
+
+    def count(self) -> None:
+        self._steps += 1
+        if self._steps.bit_count() == 1:
+            settle_heap()
 
 
 class Callbacks:

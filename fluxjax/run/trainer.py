@@ -24,7 +24,7 @@ from sharding.weights import like
 from ..algorithms import ALGORITHMS, AlgorithmModule
 from ..base.errors import DataError
 from ..base.event_loop import run_async, stop_on_signals
-from ..base.process import LARGE_MODEL, give_back_large_blocks, settle_heap, use_compile_cache
+from ..base.process import LARGE_MODEL, give_back_large_blocks, use_compile_cache
 from ..base.timeline import Timeline
 from ..base.types import PreparedPrompt, Prompt
 from ..batch.composer import Composer
@@ -47,7 +47,7 @@ from ..runtime.engine_pool import EnginePool, engine_count
 from ..runtime.held_out import HeldOut
 from ..runtime.runtime import Runtime
 from .build import build_weights, describe_model, sampling_params
-from .callbacks import Callback, Callbacks, Reporter, closing, opening
+from .callbacks import Callback, Callbacks, Reporter, SettledHeap, closing, opening
 from .checkpoint import Checkpoints, ResumeError
 from .evaluation import HeldOutEvaluator
 from .memory_check import settled_remat
@@ -441,18 +441,6 @@ class FluxTrainer:
 
 # Errors that a user can mend; any other is a defect and keeps its traceback.
 USER_ERRORS = (ConfigError, DataError, ResumeError, CoordinatorError, EngineError, OdcError, OSError)
-
-
-class SettledHeap(Callback):
-    """Settles the heap after steps 1, 2, 4, 8, ... of a process: new programs come ever more rarely."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-
-    def on_step(self, *_: object) -> None:
-        self._steps += 1
-        if self._steps.bit_count() == 1:
-            settle_heap()
 
 
 def main(config: Config) -> int:

@@ -43,6 +43,7 @@ import models
 import rollout.device
 from rollout import engine_weights
 from rollout.engine import EngineError, FinishReason
+from rollout.pages import PAGE_TOKENS
 from sharding.mesh import make_mesh
 
 PROMPT = text_prompt(7)
@@ -316,7 +317,14 @@ def test_18_shapes_are_few_and_independent_of_history():
     run(used, *requests)
     assert set(used.compiled_shapes) - warm_up <= set(fresh.compiled_shapes)
     programs = [program for program, _ in fresh.compiled_shapes]
-    assert sorted(programs) == ["decode", "decode", "prefill", "start"]  # sequences of one page, and of two
+    assert sorted(programs) == ["decode", "decode", "prefill", "start"]  # of one page, at first, and of two
+
+
+def test_18_samples_that_can_never_have_a_second_page_read_one():
+    serving = engine(build(TEXT))
+    run(serving, request("short", text_prompt(6), max_new_tokens=PAGE_TOKENS - 6))
+    run(serving, request("longer", text_prompt(6), max_new_tokens=PAGE_TOKENS))
+    assert [sizes[1] for program, sizes in serving.compiled_shapes if program == "decode"] == [1, 2]
 
 
 def test_13_new_weights_take_the_place_of_the_old(monkeypatch, held_by) -> None:

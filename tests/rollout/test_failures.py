@@ -109,7 +109,7 @@ def test_17_a_slot_that_is_not_finite_costs_its_request_and_slows_nobody():
 
         def spoil(plan):
             if len(turns) == 1:
-                page = next(s.pages[-1] for s in serving._scheduler.occupant if s and s.job.request.rid == "b")
+                page = next(s.pages[0] for s in serving._scheduler.occupant if s and s.job.request.rid == "b")
                 serving._device.cache = jax.tree.map(lambda x: x.at[:, page].set(np.nan), serving._device.cache)
             return work(plan)
 
