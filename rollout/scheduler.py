@@ -41,7 +41,7 @@ class SlotTable:
     def __init__(self, slots: int, max_sequence_tokens: int, pages: int) -> None:
         self.no_page = pages  # out of range: nothing is written there
         self.page_NC = np.full((slots, pages_for(max_sequence_tokens)), pages, np.int32)  # of each slot's entries
-        self.pages_N = np.zeros(slots, np.int32)  # how many of these are its pages; none: the rest is stale
+        self.pages_N = np.zeros(slots, np.int32)  # the first so many are its pages; 0: all are stale
         self.prompt_N = np.zeros(slots, np.int32)  # tokens of the prompt
         self.next_position_N = np.zeros(slots, np.int32)  # rotary position of the response's first token
         self.produced_N = np.zeros(slots, np.int32)  # tokens of the response, prefix included

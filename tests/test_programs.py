@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from learner_cases import alone, assert_equal, outcome, random_groups, tiny
 from learner_cases import learner as learner_on
 from packing_cases import MODEL, compose, make_config, make_groups
+from run_cases import flags, letters
 
 from fluxjax.algorithms import grpo
 from fluxjax.batch import rows
@@ -16,7 +19,10 @@ from fluxjax.batch.composer import Composer, shape_book
 from fluxjax.batch.composition import Item, Piece, tokens_of
 from fluxjax.batch.fitted import fit_rows, lengths_between
 from fluxjax.config import Strategy
+from fluxjax.config.cli import load
 from fluxjax.learner.learner import Learner
+from fluxjax.run.callbacks import Callback
+from fluxjax.run.trainer import FluxTrainer
 from sharding.mesh import make_mesh
 from sharding.spread.shapes import ShapeBook
 
@@ -198,6 +204,20 @@ def test_a_run_that_is_settled_rather_computes_one_more_microbatch_than_another_
     found = [other.program for other in composer.outline(*large)]
     assert len(found) == (1 if steps < 300 else 2)
     assert (set(found) == {outline.program}) == (steps >= 300)
+    again = [other.program for other in composer.outline(*large)]
+    assert len(again) == 1 and again != [outline.program], "where steps have grown, the program is worth it"
+
+
+def test_a_step_that_a_program_holds_is_not_divided():
+    """However much of it stays empty: that is for `ShapeBook.patience` to say."""
+    config = make_config(tokens_per_row=512, rows=1)
+    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    composer = Composer(config, 2, None, tiny(HEADS).config.text)
+    small, large, middle = (make_groups([[20]] * count, [[20, 20]] * count) for count in (2, 16, 4))
+    for _ in range(400):
+        composer.outline(*small)
+        composer.outline(*large)
+    assert len(composer.outline(*middle)) == 1
 
 
 # --- programs compiled ahead --------------------------------------------------------------------
@@ -221,7 +241,7 @@ def test_a_new_entry_is_used_some_steps_later_and_a_larger_one_until_then():
         assert again == book
     new = small[-1][0]
     assert new["columns"] < 200
-    assert small == [(large, new), *[(large, None)] * (AHEAD - 1), (new, None), (new, None)]
+    assert small == [*[(large, new)] * AHEAD, (new, None), (new, None)]
     book.choose({"columns": 2000}, {}, area)
     found, coming = book.choose({"columns": 400}, {}, area)
     assert found == large and coming is not None and coming["columns"] < 500
@@ -244,7 +264,7 @@ def test_what_was_compiled_ahead_computes_the_same(strategy, monkeypatch):
     shapes = []
     for step in range(AHEAD + 1):
         composition = composer.compose(*few)
-        assert bool(composition.coming) is (step == 0)
+        assert bool(composition.coming) is (step < AHEAD)
         learner.gradients.compile_ahead(learner.params, composition.coming, scores=True)
         shapes.append(shape_of(composition.batches[0]))
         if step == AHEAD:
@@ -266,3 +286,40 @@ def test_a_program_that_does_not_compile_fails_the_step_that_needs_it(monkeypatc
     learner.gradients.compile_ahead(learner.params, composition.batches, scores=False)
     with pytest.raises(MemoryError, match="no room for the program"):
         learner.step(composition.microbatches)
+
+
+def test_what_is_not_waited_for_is_not_compiled(monkeypatch):
+    """At the end of a run or a phase, minutes of compilation would be for nothing."""
+    learner = Learner(make_config(), tiny(HEADS), grpo.token_loss, mesh=make_mesh(1))
+    composer = Composer(make_config(), 1, MODEL.vision, learner.text)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*_):
+        begun.set()
+        assert go_on.wait(60)
+        raise RuntimeError("of no interest")
+
+    monkeypatch.setattr(learner.gradients, "lowered", slowly)
+    before = learner.gradients
+    for seed in (1, 2):
+        before.compile_ahead(learner.params, composer.compose(*random_groups(seed)).batches, scores=True)
+    assert begun.wait(60)
+    learner.reset(grpo.token_loss, temperature=0.5)
+    go_on.set()
+    assert learner.gradients is not before
+    assert [future.cancelled() for future in before._ahead.values()].count(False) == 1
+
+
+def test_programs_of_the_warm_start_serve_none_of_rl(tmp_path):
+    """They are of another loss: what RL asks for first is compiled at once, not beside a larger one that is new, too."""
+    own = letters(tmp_path) | {"steps": 2, "warm_start__steps": 3, "sharding__compile_ahead": 2}
+    config = load([f"--config={ROOT / 'configs' / 'text.py'}:debug", *flags(run_dir=tmp_path / "run", **own)])
+    served = []
+
+    class Watch(Callback):
+        def on_step(self, trainer, step, groups, metrics):
+            served.append(run.composer.shapes.served[1])
+
+    with FluxTrainer(config) as run:
+        assert run.fit(callbacks=[Watch()]).summary.complete
+    assert served == [0, 1]

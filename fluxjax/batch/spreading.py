@@ -66,7 +66,7 @@ class Spreading:
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """As few microbatches as the devices' memory allows, each with one row a device. Where new programs have become
-        rare, one more microbatch rather than a program for a step that is larger than all before.
+        rare, one more microbatch rather than a program for a step that is larger than all before; not twice in a row.
 
         With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt;
         otherwise each response is a sequence of its own. Raises ConfigError where no plan exists.
@@ -87,10 +87,13 @@ class Spreading:
             except PlanError as error:
                 failures.append(error)
                 continue
-            if self._shapes.settled(self._num_devices) and not self._all_compiled(parts) and count + 1 in counts:
-                with contextlib.suppress(PlanError):
-                    more = dealt(count + 1)
-                    return more if self._all_compiled(more) else parts
+            if count + 1 not in counts or not self._shapes.settled(self._num_devices) or all(map(self._held, parts)):
+                return parts
+            with contextlib.suppress(PlanError):
+                more = dealt(count + 1)
+                if all(self._compiled(part) is not None for part in more):
+                    self._shapes.divide(self._num_devices)
+                    return more
             return parts
         raise ConfigError(_explained(failures[0])) from failures[0]
 
@@ -122,8 +125,9 @@ class Spreading:
         free = Part(groups, pieces, self._plan(tokens, squares, room), self.room)
         return fallback or free if self._compiled(free) is None else free
 
-    def _all_compiled(self, parts: Sequence[Part]) -> bool:
-        return all(self._compiled(part) is not None for part in parts)
+    def _held(self, part: Part) -> bool:
+        """Whether some program is large enough, however much of it would be empty."""
+        return bool(self._shapes.holding(part.needs, part.caps, self._num_devices))
 
     def _compiled(self, part: Part) -> Sizes | None:
         return self._shapes.found(part.needs, part.caps, size_cost, self._num_devices)

@@ -235,7 +235,7 @@ class ShardingConfig:
     devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if that fits; odc: see hybrid
     tolerance: float = not_negative(0.025)  # flex_ulysses: accepted excess of the largest attention load over the least
     max_shapes: int = positive(32)  # at most so many shapes of microbatches are compiled, for each number of devices
-    compile_ahead: int = not_negative(0)  # steps that a new shape compiles beside, while a larger one serves; not odc
+    compile_ahead: int = not_negative(0)  # steps for which a new shape compiles in the background; 0: at once; not odc
     calibration: str = ""  # file of `python -m sharding.calibrate`; empty: flex_ulysses counts length**2, odc FLOPs
     balance: Balance = Balance.LB_MINI  # odc: how sequences are dealt to devices and microbatches
     hybrid: bool = False  # odc: parameters, gradients spread over devices_per_host devices; optimizer state over all

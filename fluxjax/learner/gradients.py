@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -51,8 +51,15 @@ class Gradients:
     """
 
     def __init__(
-        self, config: Config, model: Decoder, phase: TrainingPhase, mesh: Mesh, links: Links | None = None
+        self,
+        config: Config,
+        model: Decoder,
+        phase: TrainingPhase,
+        mesh: Mesh,
+        links: Links | None = None,
+        background: concurrent.futures.ThreadPoolExecutor | None = None,
     ) -> None:
+        """`background` compiles ahead; None: one of its own."""
         self._config, self._model, self._phase, self._links = config, model, phase, links
         self.mesh = mesh
         self._dtype = config.optim.gradients_dtype.value  # in which they are summed
@@ -67,11 +74,16 @@ class Gradients:
         )
         self._compile()
         self._ahead: dict[tuple[object, ...], concurrent.futures.Future[jax.stages.Compiled]] = {}  # by program, shape
-        self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._background = background or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     def on(self, devices: Sequence[Any]) -> Gradients:
         """The same on other devices of this process."""
-        return Gradients(self._config, self._model, self._phase, make_mesh(devices=devices))
+        mesh = make_mesh(devices=devices)
+        return Gradients(self._config, self._model, self._phase, mesh, background=self._background)
+
+    def close(self) -> None:
+        """Ends the compilations that nobody waits for, but for the one under way."""
+        self._background.shutdown(wait=False, cancel_futures=True)
 
     def on_mesh(self, params: Params) -> Params:
         """Parameters, or gradients, of another mesh laid out on this one."""
@@ -111,27 +123,33 @@ class Gradients:
             grads, tally = self._program("accumulate", self._accumulate, placed)(params, grads, tally, placed)
         return grads, tally
 
-    def lowered(self, params: Params, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
-        """The programs that microbatches shaped like `batch` run on the mesh, by name, not compiled yet. Parameters and
-        batch may be abstract."""
+    def lowered(
+        self, params: Params, batch: TrainBatch, names: Collection[str] = ("accumulate", "logprobs")
+    ) -> dict[str, jax.stages.Lowered]:
+        """The programs of these names that microbatches shaped like `batch` run on the mesh, not compiled yet.
+        Parameters and batch may be abstract."""
         placed = self._place(batch.inputs, batch)
+        programs: dict[str, jax.stages.Lowered] = {}
+        if "logprobs" in names:
+            programs["logprobs"] = self._logprobs.lower(params, placed.inputs)
+        if "accumulate" not in names:
+            return programs
         _, tally, _ = jax.eval_shape(self._loss_and_grad, params, placed)
         tally = on_every_device(tally, self.mesh)
         grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self._dtype, sharding=x.sharding), params)
-        return {
-            "accumulate": self._accumulate.lower(params, grads, tally, placed),
-            "logprobs": self._logprobs.lower(params, placed.inputs),
-        }
+        return {"accumulate": self._accumulate.lower(params, grads, tally, placed), **programs}
 
     def compile_ahead(self, params: Params, batches: Sequence[TrainBatch], *, scores: bool) -> None:
         """Compiles the programs for microbatches shaped like `batches` in the background. The first call that needs one
         waits for it. `scores`: that of log-probs, too."""
         weights, shapes = jax.tree.map(_described, (params, list(batches)))
         for batch in shapes:
-            lowered = functools.partial(self.lowered, weights, batch)
             for name, tree in [("accumulate", batch), *([("logprobs", batch.inputs)] if scores else [])]:
                 if (key := (name, *_shapes(tree))) not in self._ahead:
-                    self._ahead[key] = self._background.submit(lambda f=lowered, name=name: f()[name].compile())
+                    self._ahead[key] = self._background.submit(self._compiled, weights, batch, name)
+
+    def _compiled(self, params: Params, batch: TrainBatch, name: str) -> jax.stages.Compiled:
+        return self.lowered(params, batch, [name])[name].compile()
 
     def _program(self, name: str, jitted: Callable[..., Any], tree: Any) -> Callable[..., Any]:
         """The program for these arrays: what `compile_ahead` has for them, else `jitted`."""

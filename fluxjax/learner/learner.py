@@ -101,6 +101,8 @@ class Learner:
         self._optimizer = optimizer(optim, self._schedule)
         built_for = phase, config.algorithm, config.model, config.sharding, config.optim.gradients_dtype
         if self._built_for != built_for:  # else `fit` again would compile again what there is
+            if self._built_for is not None:
+                self.gradients.close()
             self.gradients = Gradients(config, self._model, phase, self.mesh, self._links)
             self._built_for = phase, *copy.deepcopy(built_for[1:])
         self._compile_update()

@@ -255,6 +255,7 @@ class FluxTrainer:
     def close(self) -> None:
         """Ends threads and waits for checkpoints under way. The end of `with trainer:` calls it."""
         self._close_source()
+        self.learner.gradients.close()
         self.checkpoints.close()
         for engine in self.engines:
             run_async(engine.close())
@@ -330,6 +331,8 @@ class FluxTrainer:
                     self.metrics.log("warm_start", step, metrics)
                     self.display.step(step, metrics, {})
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
+        if config.sharding.compile_ahead:  # RL's programs are others: none is there yet to serve in another's place
+            self.composer.shapes.begin_anew()
         if config.algorithm.kl_coefficient:
             self.reference = self.learner.params
         if total:  # a run that is killed before its first periodic checkpoint need not repeat the warm start

@@ -47,6 +47,7 @@ class ShapeBook:
     entries: dict[int, list[Sizes]] = dataclasses.field(default_factory=dict)  # by the number of devices
     served: dict[int, int] = dataclasses.field(default_factory=dict)  # requests since the last new entry, likewise
     coming: list[tuple[int, Sizes, int]] = dataclasses.field(default_factory=list)  # devices, entry, its first step
+    divided: dict[int, int] = dataclasses.field(default_factory=dict)  # `served` when a step was last divided, likewise
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
@@ -64,7 +65,7 @@ class ShapeBook:
     def choose(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> tuple[Sizes, Sizes | None]:
-        """(the sizes of buffers now, new ones to be compiled for later); without `ahead`, what `fit` says."""
+        """(the sizes of buffers now, new ones that are to be compiled for later); without `ahead`, what `fit` says."""
         sizes = self.fit(needs, caps, cost, devices, exact)
         if not self.ahead:
             return sizes, None
@@ -72,13 +73,13 @@ class ShapeBook:
         if not new and (devices, sizes) not in [(other, entry) for other, entry, _ in self.coming]:
             return sizes, None
         unready = [entry for other, entry, _ in self.coming if other == devices] + [sizes]
-        ready = [entry for entry in self._holding(needs, caps, devices) if entry not in unready]
+        ready = [entry for entry in self.holding(needs, caps, devices) if entry not in unready]
         if not ready:  # nothing is large enough: it is compiled now
             self.coming = [known for known in self.coming if known[:2] != (devices, sizes)]
             return sizes, None
         if new:
             self.coming.append((devices, sizes, self.step + self.ahead))
-        return min(ready, key=cost), sizes if new else None
+        return min(ready, key=cost), sizes
 
     def fit(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
@@ -97,7 +98,7 @@ class ShapeBook:
         if found is not None:
             self.served[devices] = self.served.get(devices, 0) + 1
             return found
-        self.served[devices] = 0
+        self.served[devices] = self.divided[devices] = 0
         if len(entries) < places - 1:
             sizes = dict(needs) if exact else self._fresh(needs, caps, usable)
         else:  # what has no cap grows
@@ -110,7 +111,7 @@ class ShapeBook:
 
     def found(self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1) -> Sizes | None:
         """The entry that serves a request; None where `fit` would make a new one."""
-        usable, holding = self._usable(needs, caps, devices), self._holding(needs, caps, devices)
+        usable, holding = self._usable(needs, caps, devices), self.holding(needs, caps, devices)
         if not holding:
             return None
         best = min(holding, key=cost)
@@ -125,8 +126,17 @@ class ShapeBook:
         return self.slack * (1 + self.served.get(devices, 0) / SETTLED)
 
     def settled(self, devices: int) -> bool:
-        """Whether new entries have become rare: one more would hardly be used again."""
-        return self.served.get(devices, 0) >= 3 * SETTLED
+        """Whether requests that no entry is large enough for have become rare: a new one would hardly be used again."""
+        return self.served.get(devices, 0) >= self.divided.get(devices, 0) + 3 * SETTLED
+
+    def divide(self, devices: int) -> None:
+        """Takes note that requests were made smaller in the place of a new entry: the next ones within some time get
+        theirs, as lengths may have grown for good."""
+        self.divided[devices] = self.served.get(devices, 0)
+
+    def begin_anew(self) -> None:
+        """Forgets what was compiled."""
+        self.entries, self.served, self.divided, self.coming = {}, {}, {}, []
 
     def columns(self, devices: int, least: int, most: int, rows: int = 0) -> list[int]:
         """The columns of entries for so many devices, ascending, from `least` to `most`, with so many rows (0: without
@@ -143,7 +153,7 @@ class ShapeBook:
         kind = [sizes for sizes in self.entries.get(devices, []) if (GIVEN in sizes) == (GIVEN in needs)]
         return [sizes for sizes in kind if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
 
-    def _holding(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
+    def holding(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
         """The usable entries that are large enough."""
         usable = self._usable(needs, caps, devices)
         return [sizes for sizes in usable if all(n <= sizes.get(name, 0) for name, n in needs.items())]
@@ -171,12 +181,15 @@ class ShapeBook:
         """The entries as plain JSON, which `load_state` takes."""
         entries = {str(devices): list(map(dict, entries)) for devices, entries in self.entries.items()}
         served = {str(devices): count for devices, count in self.served.items()}
-        return {"entries": entries, "served": served, "step": self.step, "coming": list(map(list, self.coming))}
+        divided = {str(devices): count for devices, count in self.divided.items()}
+        coming = list(map(list, self.coming))
+        return {"entries": entries, "served": served, "divided": divided, "step": self.step, "coming": coming}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.entries = {int(devices): list(map(dict, entries)) for devices, entries in state["entries"].items()}
         # Of late: not in all checkpoints.
         self.served = {int(devices): count for devices, count in state.get("served", {}).items()}
+        self.divided = {int(devices): count for devices, count in state.get("divided", {}).items()}
         self.step = state.get("step", 0)
         self.coming = [(devices, dict(sizes), first) for devices, sizes, first in state.get("coming", [])]
 
