@@ -311,7 +311,7 @@ def test_what_is_not_waited_for_is_not_compiled(monkeypatch):
 
 
 def test_programs_of_the_warm_start_serve_none_of_rl(tmp_path):
-    """They are of another loss: what RL asks for first is compiled at once, not beside a larger one that is new, too."""
+    """They are of another loss: what RL asks for first is compiled at once, not beside a larger new one."""
     own = letters(tmp_path) | {"steps": 2, "warm_start__steps": 3, "sharding__compile_ahead": 2}
     config = load([f"--config={ROOT / 'configs' / 'text.py'}:debug", *flags(run_dir=tmp_path / "run", **own)])
     served = []
