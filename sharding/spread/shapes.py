@@ -127,11 +127,11 @@ class ShapeBook:
 
     def settled(self, devices: int) -> bool:
         """Whether requests that no entry is large enough for have become rare: a new one would hardly be used again."""
-        return self.served.get(devices, 0) >= self.divided.get(devices, 0) + 3 * SETTLED
+        return self.served.get(devices, 0) >= max(3 * SETTLED, self.divided.get(devices, 0) + SETTLED // 2)
 
     def divide(self, devices: int) -> None:
-        """Takes note that requests were made smaller in the place of a new entry: the next ones within some time get
-        theirs, as lengths may have grown for good."""
+        """Takes note that requests were made smaller in the place of a new entry. If others follow soon, lengths have
+        grown for good: they get theirs."""
         self.divided[devices] = self.served.get(devices, 0)
 
     def begin_anew(self) -> None:
