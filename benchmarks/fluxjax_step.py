@@ -34,7 +34,7 @@ from compile_clock import CompileClock
 
 import models
 from fluxjax.algorithms import ALGORITHMS
-from fluxjax.base.process import keep_freed_memory, settle_heap
+from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import Group, MediaKind, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Config
@@ -45,6 +45,7 @@ from fluxjax.data.sources import Source, open_sources
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.run.build import build_model
+from fluxjax.run.callbacks import SettledHeap
 from fluxjax.sizing.programs import cache_tokens
 from models.config import Qwen25VLConfig
 from models.decoder import parameter_count
@@ -116,7 +117,7 @@ class Steps:
             self.learner = learner
             self.composer = Composer(config, learner.mesh.size, self.vision, learner.text)
             self.trainer = PolicyTrainer(config, learner, self.composer, reference)
-        self.step_number = 0
+        self.step_number, self.heap = 0, SettledHeap()
 
     async def run(self) -> dict[str, Any]:
         """One step, or one stage of it. Returns its seconds, and what it worked through."""
@@ -137,8 +138,7 @@ class Steps:
             if self.stage == "step":
                 with watch("sync"):
                     await self.engine.update_weights(self.learner.version, self.trainer.weights())
-        if self.step_number.bit_count() == 1:  # as in `fluxjax.train`
-            settle_heap()
+        self.heap.count()  # as `fluxjax.train` does
         responses = [sample.response for group in groups for sample in group.samples]
         return {
             "seconds": watch.take(),

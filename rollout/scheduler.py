@@ -56,9 +56,8 @@ class SlotTable:
         self.forbidden_ids_NI = np.full((slots, LEAST_IDS), -1, np.int32)
 
     def assign(self, request: GenerateRequest, samples: list[int], slots: list[int], prefixes: list[tuple]) -> None:
-        """Gives free slots to samples of one request, which begin with these tokens. They have no pages yet."""
+        """Gives free slots to samples of one request, which begin with these tokens."""
         sampling = request.sampling
-        self.pages_N[slots] = 0
         self.prompt_N[slots] = len(request.prompt)
         self.next_position_N[slots] = request.prompt.next_position
         self.produced_N[slots] = list(map(len, prefixes))

@@ -142,6 +142,8 @@ class Gradients:
     def compile_ahead(self, params: Params, batches: Sequence[TrainBatch], *, scores: bool) -> None:
         """Compiles the programs for microbatches shaped like `batches` in the background. The first call that needs one
         waits for it. `scores`: that of log-probs, too."""
+        if not batches:  # nearly every step
+            return
         weights, shapes = jax.tree.map(_described, (params, list(batches)))
         for batch in shapes:
             for name, tree in [("accumulate", batch), *([("logprobs", batch.inputs)] if scores else [])]:
