@@ -1,0 +1,5 @@
+"""An extension of SGLang: its Qwen2.5-VL server takes media as the trainer computed them, pixel for pixel.
+
+Start a server with this folder's parent on its PYTHONPATH and `SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE=fluxjax_media`
+(`rollout.launch` does). It needs nothing of fluxjax: the folder may be copied to another host.
+"""

@@ -1,0 +1,86 @@
+# pyright: reportMissingImports=false
+"""Patches and positions out of a request's JSON, as `rollout.wire` wrote them, in place of images to decode.
+
+An entry of `image_data` or `video_data` is a string: `FORMAT`, then `{"key": ..., "patches": ..., "grid_thw": ...,
+"positions": ..., "position_delta": ...}`. Of several samples of one prompt only the first has patches. A server without
+this extension answers that it is no image.
+"""
+
+import base64
+import collections
+import json
+import os
+from typing import Any, ClassVar
+
+import torch
+from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
+
+FORMAT = "data:application/x-fluxjax+json,"
+KEPT_BYTES = int(os.environ.get("FLUXJAX_MEDIA_BYTES", 1 << 30))  # of patches, for the other samples of their prompts
+DTYPES = {"float32": torch.float32, "int32": torch.int32}
+
+
+class GivenPatches(QwenVLImageProcessor):
+    """SGLang's processor for Qwen2.5-VL, which also takes patches. All else is left to it."""
+
+    models: ClassVar = [Qwen2_5_VLForConditionalGeneration]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
+        self._bytes = 0
+
+    async def process_mm_data_async(
+        self, image_data: Any, input_text: Any, request_obj: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        image_data = [self._given(entry, input_text, "") for entry in image_data or []] or image_data
+        if request_obj.video_data:
+            request_obj.video_data = [self._given(entry, input_text, "_videos") for entry in request_obj.video_data]
+        return await super().process_mm_data_async(image_data, input_text, request_obj, *args, **kwargs)
+
+    def _given(self, entry: Any, input_ids: Any, kind: str) -> Any:
+        """What Hugging Face's processor would return for these media, if `entry` has our format."""
+        if not isinstance(entry, str) or not entry.startswith(FORMAT):
+            return entry
+        entry = json.loads(entry[len(FORMAT) :])
+        key = entry["key"]
+        if "patches" in entry:
+            self._keep(key, {name: _tensor(entry[name]) for name in ("patches", "grid_thw")})
+        if key not in self._kept:
+            raise ValueError(f"media {key} are not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
+        self._kept.move_to_end(key)
+        grids = self._kept[key]["grid_thw"].long()
+        given = {
+            "format": "processor_output",
+            f"pixel_values{kind}": self._kept[key]["patches"],
+            # Of this sample: its prompt, and what it had before. The same on image and video.
+            "mrope_positions": _tensor(entry["positions"]).long(),
+            "mrope_position_delta": torch.tensor([[entry["position_delta"]]]),
+        }
+        if not kind:
+            return {**given, "image_grid_thw": grids}
+        # Every frame pair is a video of its own here. SGLang's layers of full attention join those of one video, where
+        # the model's authors, and transformers, keep them apart.
+        frames = grids.repeat_interleave(grids[:, 0], dim=0)
+        frames[:, 0] = 1
+        tokens = (torch.as_tensor(input_ids) == self.mm_tokens.video_token_id).nonzero().flatten()
+        counts = (frames.prod(dim=1) // self._spatial_merge_size**2).tolist()
+        if len(tokens) != sum(counts):
+            raise ValueError(f"{len(tokens)} video tokens for frames of {sum(counts)}")
+        offsets = [(int(run[0]), int(run[-1])) for run in tokens.split(counts)]
+        return {**given, "video_grid_thw": frames, "offsets": offsets}
+
+    def _keep(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
+        if key in self._kept:
+            return
+        self._kept[key] = tensors
+        self._bytes += tensors["patches"].nbytes
+        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= oldest["patches"].nbytes
+
+
+def _tensor(value: dict[str, Any]) -> torch.Tensor:
+    data = bytearray(base64.b64decode(value["data"], validate=True))
+    return torch.frombuffer(data, dtype=DTYPES[value["dtype"]]).reshape(value["shape"])

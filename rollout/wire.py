@@ -1,0 +1,280 @@
+"""Requests and replies as JSON of SGLang's native `/generate`, both ways: what a client sends, a server can read.
+
+The samples of a request travel together, as a batch: sample `i` of the batch has its own prompt and prefix as
+`input_ids`, its own `rid`, and its draw in `custom_params`, which SGLang ignores and `rollout.serve` repeats draws by.
+
+Media travel as the trainer computes on them: patches, grids and rotary positions, in raster order as Hugging Face's
+processors return them, beside prompts whose placeholders are expanded. Their `format` is known to `rollout.serve` and
+to SGLang with our extension (`rollout/sglang_plugin`); only the first sample carries the patches, the others their key.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from models.config import AnyConfig, PatchLayout, Qwen25VLConfig
+from models.inputs import ModelInput
+from models.processing.vision_input import pack_patches
+
+from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
+
+Json: TypeAlias = dict[str, Any]
+FORMAT = "data:application/x-fluxjax+json,"  # SGLang's contract has strings; another server says that it is no image
+NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
+DTYPES = ("float32", "int32")
+FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def request_body(request: GenerateRequest, rids: Mapping[int, str], config: AnyConfig, *, interval: int) -> Json:
+    """The body of `POST /generate` for the samples that are keys of `rids`; it streams, an event an `interval` tokens.
+
+    `request` must be `rollout.requests.checked`. Raises EngineError for media that the format can't express.
+    """
+    prompt, samples = request.prompt, list(rids)
+    prefixes = [request.prefix_ids[i] if request.prefix_ids else () for i in samples]
+    ids = prompt.token_ids_T.tolist()
+    body: Json = {
+        "rid": list(rids.values()),
+        "input_ids": [[*ids, *prefix] for prefix in prefixes],
+        "sampling_params": [
+            _sampling_json(request, i, len(prefix), interval) for i, prefix in zip(samples, prefixes, strict=True)
+        ],
+        "return_logprob": True,
+        "stream": True,
+    }
+    if prompt.vision is not None:
+        assert isinstance(config, Qwen25VLConfig)  # others refuse media
+        for field, media in _media(prompt, config).items():
+            body[field] = [
+                [
+                    FORMAT
+                    + json.dumps({**({"key": media["key"]} if place else media), **_positions(prompt, len(prefix))})
+                ]
+                for place, prefix in enumerate(prefixes)
+            ]
+    return body
+
+
+def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: int) -> Json:
+    sampling = request.sampling
+    return {
+        "max_new_tokens": sampling.max_new_tokens - begun,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": not sampling.stop_ids,  # where there are stop ids, SGLang would ignore these, too
+        "logit_bias": {str(id): NEVER for id in sampling.forbidden_ids} or None,
+        "stream_interval": interval,
+        "skip_special_tokens": False,
+        "sampling_seed": _signed(request.seed),
+        "custom_params": {"sample": sample, "begun": begun},
+    }
+
+
+def _signed(seed: int) -> int:
+    """The lowest 64 bits, as SGLang takes them."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _positions(prompt: ModelInput, begun: int) -> Json:
+    """The rotary positions of a prompt and of `begun` generated tokens behind it."""
+    following = np.broadcast_to(prompt.next_position + np.arange(begun, dtype=np.int32), (3, begun))
+    return {
+        "positions": array_json(np.concatenate([prompt.positions_3T, following], axis=1)),
+        "position_delta": prompt.next_position - len(prompt),
+    }
+
+
+def _media(prompt: ModelInput, config: Qwen25VLConfig) -> dict[str, Json]:
+    """The images and the videos of a prompt, by their field: patches in raster order, and a grid for each medium."""
+    vision, unit = prompt.vision, config.vision.merge_unit
+    assert vision is not None
+    blocks_MX = vision.patches_PX.reshape(len(vision.patches_PX) // unit, -1)
+    frames_M = vision.frame_segments_P[::unit]
+    shown = prompt.feature_index_T >= 0
+    found: dict[str, Json] = {}
+    for field, name in FIELDS.items():
+        token = getattr(config, name)
+        of_kind = shown & (prompt.token_ids_T == token)
+        if not of_kind.any():
+            continue
+        grids = [
+            _grid(prompt, frames_M, run, field, unit)
+            for run in np.split(np.flatnonzero(of_kind), np.flatnonzero(np.diff(np.flatnonzero(of_kind)) > 1) + 1)
+        ]
+        patches = np.ascontiguousarray(blocks_MX[prompt.feature_index_T[of_kind]]).reshape(
+            -1, vision.patches_PX.shape[1]
+        )
+        grid_thw = np.asarray(grids, np.int32)
+        key = hashlib.sha256(patches.tobytes() + grid_thw.tobytes()).hexdigest()
+        found[field] = {"key": key, "patches": array_json(patches), "grid_thw": array_json(grid_thw)}
+    if int(shown.sum()) != sum(media["patches"]["shape"][0] // unit for media in found.values()):
+        raise EngineError("the prompt shows media at tokens that are neither image nor video placeholders")
+    return found
+
+
+def _grid(prompt: ModelInput, frames_M: np.ndarray, run: np.ndarray, field: str, unit: int) -> tuple[int, int, int]:
+    """(frame pairs, patch rows, patch columns) of the medium that this run of placeholder tokens shows."""
+    vision = prompt.vision
+    assert vision is not None
+    frames = np.unique(frames_M[prompt.feature_index_T[run]])
+    rows, columns = vision.positions_P2[vision.frame_segments_P == frames[0]].max(axis=0) + 1
+    grid = (len(frames), int(rows), int(columns))
+    if int(np.prod(grid)) != len(run) * unit or (field == "image_data" and len(frames) != 1):
+        raise EngineError(
+            f"tokens {run[0]} .. {run[-1]} of the prompt show {len(frames)} frame pairs of {rows} x {columns} patches: "
+            "media that follow each other need a token between them"
+        )
+    return grid
+
+
+# --- what a server reads --------------------------------------------------------------------------
+
+
+class BadRequest(ValueError):
+    """A body that no request can be read from; the message names the field."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Incoming:
+    """One `GenerateRequest` of a body, and the place in the body's batch and the rid of each of its samples."""
+
+    request: GenerateRequest
+    places: tuple[int, ...]
+    rids: tuple[str, ...]
+
+
+def our_media(entry: Any) -> Json | None:
+    """The media in an entry of `image_data` or `video_data`, if it has our format. Raises BadRequest."""
+    if not isinstance(entry, str) or not entry.startswith(FORMAT):
+        return None
+    try:
+        media = json.loads(entry[len(FORMAT) :])
+    except ValueError as error:
+        raise BadRequest(f"media: {error}") from None
+    if not isinstance(media, dict) or not isinstance(media.get("key"), str):
+        raise BadRequest("media: an object with a key is wanted")
+    return media
+
+
+def array_json(array: np.ndarray) -> Json:
+    return {
+        "dtype": str(array.dtype),
+        "shape": list(array.shape),
+        "data": base64.b64encode(np.ascontiguousarray(array).data).decode("ascii"),
+    }
+
+
+def array_of(name: str, value: Any) -> np.ndarray:
+    """The array that `array_json` wrote. Raises BadRequest."""
+    try:
+        dtype, shape, data = value["dtype"], value["shape"], base64.b64decode(value["data"], validate=True)
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is none of {DTYPES}")
+        return np.frombuffer(data, dtype).reshape(shape)
+    except (TypeError, KeyError, ValueError) as error:
+        raise BadRequest(f"{name}: {error}") from None
+
+
+def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], config: Qwen25VLConfig) -> ModelInput:
+    """The prompt of a sample whose media came in our format: `ids` without the last `begun`. `media` has the entry of
+    each field of `FIELDS` that has one, complete with patches. Raises BadRequest."""
+    ids_T = np.asarray(ids[: len(ids) - begun], np.int32)
+    first = next(iter(media.values()))
+    positions = array_of("positions", first.get("positions"))
+    if positions.shape != (3, len(ids)):
+        raise BadRequest(f"positions has the shape {positions.shape}; {len(ids)} tokens need (3, {len(ids)})")
+    unit = config.vision.merge_unit
+    runs: list[tuple[int, np.ndarray, tuple[int, ...]]] = []  # first token, patches in raster order, grid
+    for field, entry in media.items():
+        patches, grids = (array_of(f"{field}.{name}", entry.get(name)) for name in ("patches", "grid_thw"))
+        if patches.ndim != 2 or grids.ndim != 2 or grids.shape[1] != 3:
+            raise BadRequest(
+                f"{field}: patches {patches.shape} and grid_thw {grids.shape} must be [P, X] and [media, 3]"
+            )
+        places = np.flatnonzero(ids_T == getattr(config, FIELDS[field]))
+        sizes = grids.prod(axis=1)
+        if sizes.sum() != len(patches) or len(places) * unit != len(patches):
+            raise BadRequest(
+                f"{field}: {len(patches)} patches, grids of {int(sizes.sum())}, and {len(places)} placeholder tokens "
+                f"of {unit} patches each; all must be as many"
+            )
+        ends = np.cumsum(sizes)
+        for start, end, grid in zip(ends - sizes, ends, grids.tolist(), strict=True):
+            runs.append((int(places[start // unit]), patches[start:end], tuple(grid)))
+    runs.sort(key=lambda run: run[0])
+    try:
+        vision, feature_order = pack_patches(
+            np.concatenate([patches for _, patches, _ in runs]),
+            [grid for *_, grid in runs],
+            PatchLayout.of(config.vision),
+        )
+    except ValueError as error:
+        raise BadRequest(f"grid_thw: {error}") from None
+    feature_index = np.full(len(ids_T), -1, np.int32)
+    start = 0
+    for place, patches, _ in runs:
+        count = len(patches) // unit
+        feature_index[place : place + count] = feature_order[start : start + count]
+        start += count
+    following = int(first.get("position_delta", 0)) + len(ids_T)
+    return ModelInput(ids_T, np.ascontiguousarray(positions[:, : len(ids_T)]), feature_index, following, vision)
+
+
+def sampling_of(params: Mapping[str, Any], begun: int) -> SamplingParams:
+    """`sampling_params` of a body; what they leave out is as in SGLang. Raises BadRequest for what an embedded engine
+    can't do."""
+    known = {
+        "max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "logit_bias", "n",
+        "stream_interval", "skip_special_tokens", "sampling_seed", "custom_params",
+    }  # fmt: skip
+    if unknown := sorted(set(params) - known):
+        raise BadRequest(f"sampling_params.{unknown[0]} is not known here; there are {', '.join(sorted(known))}")
+    bias = params.get("logit_bias") or {}
+    if any(value > NEVER / 10 for value in bias.values()):
+        raise BadRequest(f"sampling_params.logit_bias: only {NEVER:g} is possible, which forbids a token")
+    top_k = params.get("top_k", -1)
+    return SamplingParams(
+        max_new_tokens=params.get("max_new_tokens", 128) + begun,
+        temperature=params.get("temperature", 1.0),
+        top_p=params.get("top_p", 1.0),
+        top_k=0 if top_k == -1 else top_k,
+        stop_ids=tuple(params.get("stop_token_ids") or ()),
+        forbidden_ids=tuple(int(id) for id in bias),
+    )
+
+
+# --- replies --------------------------------------------------------------------------------------
+
+
+def finish_json(finish: FinishReason | None, ids: Sequence[int]) -> Json | None:
+    match finish:
+        case None:
+            return None
+        case FinishReason.STOP:
+            return {"type": "stop", "matched": ids[-1] if ids else None}
+        case FinishReason.LENGTH:
+            return {"type": "length", "length": len(ids)}
+        case FinishReason.ABORT:
+            return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+def spans_json(versions: Sequence[int]) -> list[Json]:
+    """`weight_versions` of a reply: runs of output tokens of one version."""
+    spans: list[Json] = []
+    for token, version in enumerate(versions):
+        if not spans or spans[-1]["version"] != str(version):
+            spans.append({"version": str(version), "start": token, "end": token})
+        spans[-1]["end"] = token + 1
+    return spans
