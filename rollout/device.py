@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,10 @@ from jaxtyping import PyTree
 
 import models
 from models.decoder import Decoder, is_abstract, shapes_only
+from models.hf import tensor_names
+from models.tensor_names import TensorName
 from sharding.walk import Walk
+from sharding.weights import by_path
 
 from .engine import EngineError
 from .engine_weights import EngineLayout, LayerParams, check_finite, split_layers
@@ -49,6 +52,14 @@ def _by_name(tree: PyTree) -> dict[str, Any]:
 
 def _ids(sampling: SlotSampling) -> tuple[int, int]:
     return sampling.stop_ids_BI.shape[1], sampling.forbidden_ids_BI.shape[1]
+
+
+def _as_on_disk(
+    weights: Sequence[tuple[TensorName, Sequence[jax.Array] | jax.Array]],
+) -> Iterator[tuple[str, np.ndarray]]:
+    for entry, layers in weights:
+        for name, value in zip(entry.full_names, layers, strict=True):
+            yield name, entry.to_disk(np.asarray(value))
 
 
 class DeviceState:
@@ -98,6 +109,22 @@ class DeviceState:
         """Serves the weights that `other` serves; where both are on the same device, the very arrays."""
         if other.params is not None:
             self.params = jax.block_until_ready(jax.device_put(other.params, self._by_layers))
+
+    def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, tensor) of every weight as a Hugging Face checkpoint has it, in the dtype that is served. The weights
+        are those of now, and stay in memory until the iterator has ended."""
+        params = self.params
+        if params is None:
+            raise EngineError("the engine has no weights")
+        layers = [by_path(layer) for layer in params["layers"]]
+        others = by_path({name: value for name, value in params.items() if name != "layers"})
+        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array]] = []
+        for entry in tensor_names(self._abstract.config):
+            if entry.path[0] == "layers":
+                held.append((entry, [layer[entry.path[1:]] for layer in layers]))
+            else:
+                held.append((entry, others[entry.path] if entry.stacked else [others[entry.path]]))
+        return _as_on_disk(held)
 
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights (`split_layers`). Raises EngineError, which names the tensor, where names, shapes or

@@ -40,7 +40,8 @@ class GenerateRequest:
     `seed` makes the draw reproducible: token `t` of sample `i` depends on `(seed, i, t)` and the weights only,
     never on what else the engine is doing. `prefix_ids` continues responses begun earlier (partial rollouts,
     migration): they are prefilled after the prompt and not returned again, but count: token indices go on from
-    them, and `max_new_tokens` bounds the response with its prefix.
+    them, and `max_new_tokens` bounds the response with its prefix. `samples` are the numbers that draws depend on:
+    those of a part of a request draw what the whole request would.
     """
 
     rid: str
@@ -49,6 +50,7 @@ class GenerateRequest:
     n: int = 1
     seed: int = 0
     prefix_ids: tuple[tuple[int, ...], ...] = ()  # empty, or one tuple for each sample
+    samples: tuple[int, ...] = ()  # empty: 0 .. n - 1; else `n` different ones, not negative
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,10 +15,11 @@ import dataclasses
 import functools
 import itertools
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, TypeVarTuple
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from models.config import Qwen25VLConfig
@@ -163,6 +164,19 @@ class JaxEngine:
                 raise
             self._version = version
             self._scheduler.invalidate()
+
+    async def rename_weights(self, version: int) -> None:
+        """Calls the weights that are served `version` from the next token on."""
+        async with self._between_turns():
+            self._version = version
+
+    async def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, tensor) of every weight as served, by name and in the layout of a Hugging Face checkpoint.
+
+        Each is copied to the host when it is asked for, in any thread; until the last one, an update would not free
+        the memory of those it replaces. Raises EngineError where the engine has no weights."""
+        async with self._between_turns():
+            return self._device.disk_tensors()
 
     async def copy_weights(self, other: JaxEngine) -> None:
         """Serves, as the same version, the weights that `other` serves, which has the same model."""

@@ -15,7 +15,7 @@ import math
 import reprlib
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ import numpy as np
 from models.config import VisionConfig
 from models.inputs import ModelInput, VisionInput
 
-from .engine import EngineError, GenerateRequest, SamplingParams, TokenChunk
+from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .pages import PAGE_TOKENS, pages_for
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
@@ -65,7 +65,7 @@ def checked(request: Any, limits: EngineLimits) -> GenerateRequest:
 
 
 def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
-    sampling = _sampling(request.sampling, limits.vocabulary)
+    sampling = checked_sampling(request.sampling, limits.vocabulary)
     prompt = _prompt(request.prompt, limits, sampling.max_new_tokens)
     n = _integer("n", request.n, 1, MOST_SAMPLES)
     total = len(prompt) + sampling.max_new_tokens
@@ -87,10 +87,22 @@ def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
     for i, prefix in enumerate(prefixes):
         if prefix:
             _in_vocabulary(f"prefix_ids[{i}]", min(prefix), max(prefix), limits.vocabulary)
-    return GenerateRequest(request.rid, prompt, sampling, n, _integer("seed", request.seed, None, None), prefixes)
+    samples = _ids("samples", request.samples)
+    if samples and (len(set(samples)) != n or len(samples) != n or min(samples) < 0):
+        raise ValueError(f"samples={_shown(samples)} must be n={n} different numbers, none of them negative")
+    seed = _integer("seed", request.seed, None, None)
+    return GenerateRequest(request.rid, prompt, sampling, n, seed, prefixes, samples)
 
 
-def _sampling(sampling: Any, vocabulary: int) -> SamplingParams:
+def ended_before(ids: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
+    """The reason for which a response with these tokens is whole already; None where it goes on."""
+    if ids and ids[-1] in sampling.stop_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(ids) >= sampling.max_new_tokens else None
+
+
+def checked_sampling(sampling: Any, vocabulary: int) -> SamplingParams:
+    """The sampling of a request in plain types. Raises ValueError, a line that names the field."""
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling must be SamplingParams, not {_shown(sampling)}")
     temperature, top_p = (_number(name, getattr(sampling, name)) for name in ("temperature", "top_p"))

@@ -28,7 +28,7 @@ class SlotSampling:
     stop_ids_BI: Int[AnyArray, "B I"]
     forbidden_ids_BI: Int[AnyArray, "B J"]
     seed_B2: UInt32[AnyArray, "B 2"]  # the words of the request's seed, high first
-    sample_B: Int[AnyArray, " B"]  # index of the sample in its request
+    sample_B: Int[AnyArray, " B"]  # number of the sample in its request
 
 
 def seed_words(seed: int) -> tuple[int, int]:

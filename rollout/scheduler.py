@@ -27,7 +27,7 @@ import numpy as np
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
 from .pages import PAGE_TOKENS, PagePool, pages_for
 from .programs import DecodeRound, doubling
-from .requests import EngineLimits, checked
+from .requests import EngineLimits, checked, ended_before
 from .sampling import SlotSampling, seed_words
 
 LEAST_IDS = 8  # stop and forbidden ids a slot; doubled when a request brings more
@@ -68,7 +68,7 @@ class SlotTable:
         self.top_p_N[slots] = sampling.top_p
         self.top_k_N[slots] = sampling.top_k
         self.seed_N2[slots] = seed_words(request.seed)
-        self.sample_N[slots] = samples
+        self.sample_N[slots] = [request.samples[i] for i in samples] if request.samples else samples
         self.stop_ids_NI = _with_ids(self.stop_ids_NI, slots, sampling.stop_ids)
         self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slots, sampling.forbidden_ids)
 
@@ -246,13 +246,11 @@ class Scheduler:
         job.samples = [RunningSample(job, index) for index in range(request.n)]
         done: list[Delivery] = []
         for sample in job.samples:
-            prefix = job.prefix(sample.index)
-            if prefix and prefix[-1] in request.sampling.stop_ids:
-                done.append(self._end_with(sample, FinishReason.STOP))
-            elif len(prefix) >= request.sampling.max_new_tokens:
-                done.append(self._end_with(sample, FinishReason.LENGTH))
-            else:
+            finish = ended_before(job.prefix(sample.index), request.sampling)
+            if finish is None:
                 self.waiting.append(sample)
+            else:
+                done.append(self._end_with(sample, finish))
         return job, done
 
     def next_turn(self) -> None:

@@ -29,6 +29,7 @@ Json: TypeAlias = dict[str, Any]
 FORMAT = "data:application/x-fluxjax+json,"  # SGLang's contract has strings; another server says that it is no image
 NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
 DTYPES = ("float32", "int32")
+MOST_GRID = 1 << 16  # patches on a side, or frame pairs; three sides do not overflow
 FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
 
@@ -78,7 +79,7 @@ def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: 
         "stream_interval": interval,
         "skip_special_tokens": False,
         "sampling_seed": _signed(request.seed),
-        "custom_params": {"sample": sample, "begun": begun},
+        "custom_params": {"sample": request.samples[sample] if request.samples else sample, "begun": begun},
     }
 
 
@@ -107,18 +108,19 @@ def _media(prompt: ModelInput, config: Qwen25VLConfig) -> dict[str, Json]:
     for field, name in FIELDS.items():
         token = getattr(config, name)
         of_kind = shown & (prompt.token_ids_T == token)
-        if not of_kind.any():
+        places = np.flatnonzero(of_kind)
+        if not len(places):
             continue
-        grids = [
-            _grid(prompt, frames_M, run, field, unit)
-            for run in np.split(np.flatnonzero(of_kind), np.flatnonzero(np.diff(np.flatnonzero(of_kind)) > 1) + 1)
-        ]
-        patches = np.ascontiguousarray(blocks_MX[prompt.feature_index_T[of_kind]]).reshape(
-            -1, vision.patches_PX.shape[1]
-        )
-        grid_thw = np.asarray(grids, np.int32)
-        key = hashlib.sha256(patches.tobytes() + grid_thw.tobytes()).hexdigest()
-        found[field] = {"key": key, "patches": array_json(patches), "grid_thw": array_json(grid_thw)}
+        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        grids = [_grid(prompt, frames_M, run, field, unit) for run in runs]
+        frames = [frame for run, grid in zip(runs, grids, strict=True) for frame in np.split(run, grid[0])]
+        arrays = {
+            "patches": blocks_MX[prompt.feature_index_T[places]].reshape(-1, vision.patches_PX.shape[1]),
+            "grid_thw": np.asarray(grids, np.int32),
+            "offsets": np.asarray([(frame[0], frame[-1]) for frame in frames], np.int32),  # of each frame pair's tokens
+        }
+        key = hashlib.sha256(b"".join(array.tobytes() for array in arrays.values())).hexdigest()
+        found[field] = {"key": key, **{name: array_json(array) for name, array in arrays.items()}}
     if int(shown.sum()) != sum(media["patches"]["shape"][0] // unit for media in found.values()):
         raise EngineError("the prompt shows media at tokens that are neither image nor video placeholders")
     return found
@@ -183,7 +185,7 @@ def array_of(name: str, value: Any) -> np.ndarray:
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is none of {DTYPES}")
         return np.frombuffer(data, dtype).reshape(shape)
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise BadRequest(f"{name}: {error}") from None
 
 
@@ -192,19 +194,24 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
     each field of `FIELDS` that has one, complete with patches. Raises BadRequest."""
     ids_T = np.asarray(ids[: len(ids) - begun], np.int32)
     first = next(iter(media.values()))
-    positions = array_of("positions", first.get("positions"))
+    positions, delta = array_of("positions", first.get("positions")), first.get("position_delta")
+    if type(delta) is not int:
+        raise BadRequest("position_delta must be an integer")
     if positions.shape != (3, len(ids)):
         raise BadRequest(f"positions has the shape {positions.shape}; {len(ids)} tokens need (3, {len(ids)})")
     unit = config.vision.merge_unit
     runs: list[tuple[int, np.ndarray, tuple[int, ...]]] = []  # first token, patches in raster order, grid
     for field, entry in media.items():
         patches, grids = (array_of(f"{field}.{name}", entry.get(name)) for name in ("patches", "grid_thw"))
-        if patches.ndim != 2 or grids.ndim != 2 or grids.shape[1] != 3:
+        if patches.ndim != 2 or grids.ndim != 2 or grids.shape[1] != 3 or grids.dtype != np.int32:
             raise BadRequest(
-                f"{field}: patches {patches.shape} and grid_thw {grids.shape} must be [P, X] and [media, 3]"
+                f"{field}: patches {patches.shape} and grid_thw {grids.dtype} {grids.shape} must be [P, X] and "
+                "int32 [media, 3]"
             )
         places = np.flatnonzero(ids_T == getattr(config, FIELDS[field]))
-        sizes = grids.prod(axis=1)
+        sizes = grids.astype(np.int64).prod(axis=1)
+        if not ((grids > 0) & (grids < MOST_GRID)).all() or (sizes % unit).any():
+            raise BadRequest(f"{field}.grid_thw must have sides of 1 to {MOST_GRID - 1}, {unit} patches to a token")
         if sizes.sum() != len(patches) or len(places) * unit != len(patches):
             raise BadRequest(
                 f"{field}: {len(patches)} patches, grids of {int(sizes.sum())}, and {len(places)} placeholder tokens "
@@ -212,7 +219,10 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
             )
         ends = np.cumsum(sizes)
         for start, end, grid in zip(ends - sizes, ends, grids.tolist(), strict=True):
-            runs.append((int(places[start // unit]), patches[start:end], tuple(grid)))
+            shown = places[start // unit : end // unit]
+            if shown[-1] - shown[0] >= len(shown):
+                raise BadRequest(f"{field}: the placeholder tokens of a medium of {len(shown)} don't stand together")
+            runs.append((int(shown[0]), patches[start:end], tuple(grid)))
     runs.sort(key=lambda run: run[0])
     try:
         vision, feature_order = pack_patches(
@@ -228,8 +238,8 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
         count = len(patches) // unit
         feature_index[place : place + count] = feature_order[start : start + count]
         start += count
-    following = int(first.get("position_delta", 0)) + len(ids_T)
-    return ModelInput(ids_T, np.ascontiguousarray(positions[:, : len(ids_T)]), feature_index, following, vision)
+    positions_3T = np.ascontiguousarray(positions[:, : len(ids_T)])
+    return ModelInput(ids_T, positions_3T, feature_index, delta + len(ids_T), vision)
 
 
 def sampling_of(params: Mapping[str, Any], begun: int) -> SamplingParams:
@@ -242,17 +252,39 @@ def sampling_of(params: Mapping[str, Any], begun: int) -> SamplingParams:
     if unknown := sorted(set(params) - known):
         raise BadRequest(f"sampling_params.{unknown[0]} is not known here; there are {', '.join(sorted(known))}")
     bias = params.get("logit_bias") or {}
-    if any(value > NEVER / 10 for value in bias.values()):
+    if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):
+        raise BadRequest("sampling_params.logit_bias must have a value for each of some token ids")
+    if not all(isinstance(value, int | float) and value <= NEVER / 10 for value in bias.values()):
         raise BadRequest(f"sampling_params.logit_bias: only {NEVER:g} is possible, which forbids a token")
-    top_k = params.get("top_k", -1)
+    stop = params.get("stop_token_ids") or []
+    if not isinstance(stop, list) or any(type(id) is not int for id in stop):
+        raise BadRequest("sampling_params.stop_token_ids must be a list of integers")
+    top_k = _integer(params, "top_k", -1)
     return SamplingParams(
-        max_new_tokens=params.get("max_new_tokens", 128) + begun,
-        temperature=params.get("temperature", 1.0),
-        top_p=params.get("top_p", 1.0),
+        max_new_tokens=_integer(params, "max_new_tokens", 128) + begun,
+        temperature=_number(params, "temperature", 1.0),
+        top_p=_number(params, "top_p", 1.0),
         top_k=0 if top_k == -1 else top_k,
-        stop_ids=tuple(params.get("stop_token_ids") or ()),
+        stop_ids=tuple(stop),
         forbidden_ids=tuple(int(id) for id in bias),
     )
+
+
+def _integer(params: Mapping[str, Any], name: str, otherwise: int) -> int:
+    value = params.get(name, otherwise)
+    if type(value) is not int:
+        raise BadRequest(f"sampling_params.{name} must be an integer")
+    return value
+
+
+def _number(params: Mapping[str, Any], name: str, otherwise: float) -> float:
+    value = params.get(name, otherwise)
+    try:
+        if type(value) in (int, float):
+            return float(value)
+    except OverflowError:
+        pass
+    raise BadRequest(f"sampling_params.{name} must be a number")
 
 
 # --- replies --------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 SIMULATED = [f"configs/simulation.py{variant}" for variant in ("", ":7b", ":14b", ":32b", ":1024", ":faults")]
 REAL = [f"configs/{name}.py" for name in ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")]
-SHIPPED = ["configs/vlm.py", "configs/vlm.py:debug", "configs/text.py", "configs/text.py:debug", *REAL]
+FLEET = [f"configs/vlm_sglang.py{variant}" for variant in ("", ":serve")]
+SHIPPED = ["configs/vlm.py", "configs/vlm.py:debug", "configs/text.py", "configs/text.py:debug", *REAL, *FLEET]
 
 
 @pytest.mark.parametrize("selected", SHIPPED + SIMULATED)

@@ -69,6 +69,7 @@ def held_back(trainer: FluxTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "abort", abort_noted)
 
     for engine in trainer.engines:
+        assert isinstance(engine, JaxEngine)
         hold(engine)
 
 

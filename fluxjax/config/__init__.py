@@ -28,6 +28,7 @@ from .scheduling import (
 from .scheduling import Importance as Importance
 from .scheduling import ImportanceLevel as ImportanceLevel
 from .scheduling import Order as Order
+from .servers import RolloutEngine, ServersConfig
 
 
 class Strategy(enum.Enum):
@@ -173,6 +174,7 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(slots=True)
 class RolloutConfig:
+    engine: RolloutEngine = RolloutEngine.JAX
     prompts_per_step: int = positive(32)
     group_size: int = positive(8)
     max_new_tokens: int = positive(16)
@@ -184,7 +186,7 @@ class RolloutConfig:
     )
     top_p: float = within(1.0, "(0, 1]")  # 1: off
     top_k: int = bounded(0, lambda value: 0 <= value < 2**31, "be below 2**31 and not negative")  # 0: off
-    slots: int = positive(256)  # samples decoded at once by the embedded engine
+    slots: int = positive(256)  # samples decoded at once by an engine
     max_sequence_tokens: int = positive(128)  # prompt plus response
     # Tokens in the KV cache of each embedded engine, shared by its slots. 0: as many as all slots may need, within
     # kv_fraction of the device memory that is free before the first request (on CPUs, which don't tell: within 4 GiB).
@@ -292,6 +294,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     warm_start: WarmStartConfig = dataclasses.field(default_factory=WarmStartConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    servers: ServersConfig = dataclasses.field(default_factory=ServersConfig)
     policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
     tail_batching: TailBatchingConfig = dataclasses.field(default_factory=TailBatchingConfig)
     april: AprilConfig = dataclasses.field(default_factory=AprilConfig)
@@ -313,6 +316,7 @@ class Config:
         """Raises `ConfigError` for settings that cannot work, naming the field, its value and the fix."""
         check_fields(self)
         self.validate_scheduling()
+        self._validate_servers()
         if self.algorithm.name is Algorithm.SFT:
             raise ConfigError("algorithm.name is sft; it serves the warm start (warm_start.steps), RL needs grpo")
         if self.rollout.group_size < 2:
@@ -349,6 +353,26 @@ class Config:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
         if not self.model.path:
             self.model.validate_tiny()
+
+    def _validate_servers(self) -> None:
+        if self.rollout.engine is RolloutEngine.JAX:
+            return
+        engine, servers = self.rollout.engine.value, self.servers
+        servers.validate()
+        if self.policy.engines > servers.servers:
+            raise ConfigError(
+                f"policy.engines is {self.policy.engines}, but there are {servers.servers} servers (servers.count or "
+                "servers.addresses); leave it at 0, an engine a server"
+            )
+        for name in ("parallelism", "stream_trainer"):
+            if getattr(self, name).enabled:
+                raise ConfigError(f"{name}.enabled needs rollout.engine=jax; {engine} servers keep their devices")
+        if self.parallelism.degree > 1:
+            flag = "--tp" if self.rollout.engine is RolloutEngine.SERVE else "--tp-size"
+            raise ConfigError(
+                f"parallelism.degree is {self.parallelism.degree}, which is for rollout.engine=jax; give servers.flags "
+                f"('{flag}', '{self.parallelism.degree}')"
+            )
 
     def validate_scheduling(self) -> None:
         """Raises `ConfigError` for policies, and for what they consult, that cannot work together."""

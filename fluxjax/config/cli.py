@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 from absl import flags
 from ml_collections import config_flags
 
-from . import Config, ConfigError, Importance, ModelConfig, Policy, SourceConfig, Strategy, renamed
+from . import Config, ConfigError, Importance, ModelConfig, Policy, RolloutEngine, SourceConfig, Strategy, renamed
 from .bounds import Section, children, flatten, lies_in
 
 
@@ -77,6 +77,8 @@ NEEDS = (
     _when(_POLICY, (Policy.TAIL_BATCHING,), "tail_batching", *_of("schedules", "tail_prompts", "tail_responses")),
     _when(_POLICY, (Policy.APRIL,), "april"),
     _when(_POLICY, (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
+    _when("rollout.engine", (RolloutEngine.SERVE, RolloutEngine.SGLANG), "servers"),
+    _when("rollout.engine", (RolloutEngine.JAX,), "rollout.kv_fraction"),
     _when("policy.dynamic_sampling", (True,), "policy.max_num_gen_batches"),
     _when("stream_trainer.enabled", (True,), *_of("stream_trainer", "first", "last", "every", "chunk")),
     _when("speculative_sync.enabled", (True,), "speculative_sync.confidence"),

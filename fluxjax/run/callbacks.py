@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from models.decoder import Decoder
 from models.processing import Processor
-from rollout.jax_engine import JaxEngine
+from rollout.engine import Engine
 
 from ..base.process import settle_heap
 from ..base.timeline import Timeline
@@ -29,7 +29,7 @@ class Run(Protocol):
     run_dir: pathlib.Path
     processor: Processor
     learner: Learner
-    engine: JaxEngine
+    engine: Engine
     coordinator: Coordinator
     timeline: Timeline
     summary: Summary

@@ -16,19 +16,19 @@ import jax
 import models
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count, shapes_only
-from rollout.engine import EngineError
+from rollout.engine import Engine, EngineError
 from sharding.mesh import MeshError, make_mesh
 from sharding.odc import OdcError
 from sharding.weights import like
 
 from ..algorithms import ALGORITHMS, AlgorithmModule
 from ..base.errors import DataError
-from ..base.event_loop import run_async, stop_on_signals
+from ..base.event_loop import on_all, run_async, stop_on_signals
 from ..base.process import LARGE_MODEL, give_back_large_blocks, use_compile_cache
 from ..base.timeline import Timeline
 from ..base.types import PreparedPrompt, Prompt
 from ..batch.composer import Composer
-from ..config import Config, ConfigError, run_folder
+from ..config import Config, ConfigError, RolloutEngine, run_folder
 from ..config.cli import remarks
 from ..coordinator import CoordinatorError, SchedulingPolicy
 from ..coordinator.factory import make_coordinator
@@ -44,6 +44,7 @@ from ..report.display import Display
 from ..report.metrics import MetricsLog, Summary, TrainingResult, read
 from ..rewards import Scorer
 from ..runtime.engine_pool import EnginePool, engine_count
+from ..runtime.fleet_pool import FleetPool
 from ..runtime.held_out import HeldOut
 from ..runtime.runtime import Runtime
 from .build import build_weights, describe_model, sampling_params
@@ -130,9 +131,14 @@ class FluxTrainer:
             # --- fleet --------------------------------------------------------------------------
             config.policy.engines = engine_count(config, jax.local_devices())
             config.validate_scheduling()  # now that their number is known
-            self.pool = EnginePool(config, self._model)
+            self.pool: EnginePool | FleetPool
+            # Who looks at a run that goes on leaves its servers alone.
+            if config.rollout.engine is RolloutEngine.JAX or read_only:
+                self.pool = EnginePool(config, self._model)
+            else:
+                self.pool = FleetPool(config, self._model, self._server_checkpoint(), self.run_dir / "servers")
             self.engines = self.pool.engines  # one list that changes with their degree
-            self.engine = self.engines[0]  # the one that evaluates
+            self.engine: Engine = self.engines[0]  # the one that evaluates
             self.sampling = sampling_params(config, self.processor)
             self.rewards = Scorer(config.data.sources, self.processor.decode)
 
@@ -257,8 +263,7 @@ class FluxTrainer:
         self._close_source()
         self.learner.gradients.close()
         self.checkpoints.close()
-        for engine in self.engines:
-            run_async(engine.close())
+        self.pool.close()
 
     def __enter__(self) -> FluxTrainer:
         return self
@@ -291,11 +296,11 @@ class FluxTrainer:
         with self.display, contextlib.closing(self.metrics):
             for line in (opening(summary, self.sources, self.run_dir, resumed), *remarks(config)):
                 self.display.note(line)
+            self.pool.start()
             if resumed is None:
                 await self._warm_start()
             await self.pool.set_parallelism(config.parallelism.degree)  # where the coordinator begins
-            for engine in self.engines:
-                await engine.update_weights(self.learner.version, self.learner.params)
+            await on_all(self.engines, lambda engine: engine.update_weights(self.learner.version, self.learner.params))
             finish = await self._reinforce(callbacks)
             summary.steps, summary.complete = finish.step, finish.complete
             if finish.complete:
@@ -342,7 +347,8 @@ class FluxTrainer:
     async def _reinforce(self, callbacks: Callbacks) -> Finish:
         config = self.config
         self.display.phase("RL", config.steps, done=self.coordinator.step)
-        trainer = PolicyTrainer(config, self.learner, self.composer, self.reference, self.engines, self.algorithm)
+        lent = self.pool.engines if isinstance(self.pool, EnginePool) else ()  # of servers, none is
+        trainer = PolicyTrainer(config, self.learner, self.composer, self.reference, lent, self.algorithm)
         reporter = Reporter(
             config.report,
             run_dir=self.run_dir,
@@ -392,6 +398,15 @@ class FluxTrainer:
             pictures.timeline(stages, self.run_dir / "timeline.png")
 
     # --- parts ----------------------------------------------------------------------------------
+
+    def _server_checkpoint(self) -> pathlib.Path:
+        """A folder that rollout servers can start from. Their weights come later, so any will do."""
+        if self.config.model.path:
+            return pathlib.Path(self.config.model.path)
+        folder = self.run_dir / "servers" / "model"
+        models.save(self.model, folder)
+        self.processor.save(folder)
+        return folder
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """For the runtime: starts a checkpoint; see `runtime.ports.Checkpointer`."""

@@ -15,14 +15,18 @@ from models.decoder import Decoder
 from rollout.jax_engine import JaxEngine
 from rollout.throughput import Profile, ProfileError, sizes
 
+from ..base.event_loop import run_async
 from ..batch.composer import Composer
-from ..config import Config, ConfigError, Policy
+from ..config import Config, ConfigError, Policy, RolloutEngine
 
 
 def engine_count(config: Config, devices: Sequence[Any]) -> int:
-    """The engines of a run on these devices of its process: as configured, or as many as there are accelerators for."""
+    """The engines of a run on these devices of its process: as configured, or one a server, or as many as there are
+    accelerators for."""
     if config.policy.engines:
         return config.policy.engines
+    if config.rollout.engine is not RolloutEngine.JAX:
+        return config.servers.servers
     if devices[0].platform == "cpu":
         return 1  # its devices are the same cores
     return max(min(len(devices), config.sharding.devices or len(devices)) // config.parallelism.degree, 1)
@@ -75,6 +79,13 @@ class EnginePool:
             compute_dtype=self._config.model.compute_dtype.value,
             devices=devices,
         )
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def close(self) -> None:
+        for engine in self.engines:
+            run_async(engine.close())
 
     @property
     def _a_device(self) -> int:

@@ -199,6 +199,9 @@ class Processor:
                 f"the text marks {len(marks)} media ({', '.join(marks) or 'none'}), "
                 f"{len(kinds)} were given ({', '.join(kinds) or 'none'}); it needs one mark for each, in order"
             )
+        self._check_vision(media)
+
+    def _check_vision(self, media: Sequence[tuple[str, Source]]) -> None:
         if media and not self.vision:
             raise PromptError("this checkpoint reads text only, but media were given", "media for a text-only model")
 
@@ -216,7 +219,12 @@ class Processor:
 
     def _build(self, text: str, media: Sequence[tuple[str, Source]]) -> ModelInput:
         """The model input of a text that holds one unexpanded placeholder token for each medium."""
-        ids = np.array(self.encode(text), np.int32)
+        return self.prepare_ids(self.encode(text), media)
+
+    def prepare_ids(self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
+        """Like `prepare`, of a tokenised prompt that holds one unexpanded placeholder for each medium, in order."""
+        ids = np.array(token_ids, np.int32)
+        self._check_vision(media)
         if not self.vision:
             positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids))).copy()
             return ModelInput(ids, positions, np.full(len(ids), -1, np.int32), len(ids))

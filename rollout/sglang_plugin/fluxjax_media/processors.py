@@ -2,17 +2,19 @@
 """Patches and positions out of a request's JSON, as `rollout.wire` wrote them, in place of images to decode.
 
 An entry of `image_data` or `video_data` is a string: `FORMAT`, then `{"key": ..., "patches": ..., "grid_thw": ...,
-"positions": ..., "position_delta": ...}`. Of several samples of one prompt only the first has patches. A server without
-this extension answers that it is no image.
+"offsets": ..., "positions": ..., "position_delta": ...}`. Of several samples of one prompt only the first has patches.
+A server without this extension answers that it is no image.
 """
 
 import base64
 import collections
+import hashlib
 import json
 import os
 from typing import Any, ClassVar
 
 import torch
+from sglang.srt.managers.schedule_batch import MultimodalInputFormat
 from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
@@ -27,6 +29,8 @@ class GivenPatches(QwenVLImageProcessor):
     models: ClassVar = [Qwen2_5_VLForConditionalGeneration]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if os.environ.get("SGLANG_VLM_CACHE_SIZE_MB") != "0":
+            raise RuntimeError("set SGLANG_VLM_CACHE_SIZE_MB=0: SGLang keeps features of images through weight updates")
         super().__init__(*args, **kwargs)
         self._kept: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
         self._bytes = 0
@@ -34,19 +38,19 @@ class GivenPatches(QwenVLImageProcessor):
     async def process_mm_data_async(
         self, image_data: Any, input_text: Any, request_obj: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        image_data = [self._given(entry, input_text, "") for entry in image_data or []] or image_data
+        image_data = [self._given(entry, "") for entry in image_data or []] or image_data
         if request_obj.video_data:
-            request_obj.video_data = [self._given(entry, input_text, "_videos") for entry in request_obj.video_data]
+            request_obj.video_data = [self._given(entry, "_videos") for entry in request_obj.video_data]
         return await super().process_mm_data_async(image_data, input_text, request_obj, *args, **kwargs)
 
-    def _given(self, entry: Any, input_ids: Any, kind: str) -> Any:
+    def _given(self, entry: Any, kind: str) -> Any:
         """What Hugging Face's processor would return for these media, if `entry` has our format."""
         if not isinstance(entry, str) or not entry.startswith(FORMAT):
             return entry
         entry = json.loads(entry[len(FORMAT) :])
         key = entry["key"]
         if "patches" in entry:
-            self._keep(key, {name: _tensor(entry[name]) for name in ("patches", "grid_thw")})
+            self._keep(key, {name: _tensor(entry[name]) for name in ("patches", "grid_thw", "offsets")})
         if key not in self._kept:
             raise ValueError(f"media {key} are not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
         self._kept.move_to_end(key)
@@ -54,6 +58,7 @@ class GivenPatches(QwenVLImageProcessor):
         given = {
             "format": "processor_output",
             f"pixel_values{kind}": self._kept[key]["patches"],
+            "offsets": self._kept[key]["offsets"].long(),  # first and last token of each frame pair
             # Of this sample: its prompt, and what it had before. The same on image and video.
             "mrope_positions": _tensor(entry["positions"]).long(),
             "mrope_position_delta": torch.tensor([[entry["position_delta"]]]),
@@ -64,12 +69,20 @@ class GivenPatches(QwenVLImageProcessor):
         # the model's authors, and transformers, keep them apart.
         frames = grids.repeat_interleave(grids[:, 0], dim=0)
         frames[:, 0] = 1
-        tokens = (torch.as_tensor(input_ids) == self.mm_tokens.video_token_id).nonzero().flatten()
-        counts = (frames.prod(dim=1) // self._spatial_merge_size**2).tolist()
-        if len(tokens) != sum(counts):
-            raise ValueError(f"{len(tokens)} video tokens for frames of {sum(counts)}")
-        offsets = [(int(run[0]), int(run[-1])) for run in tokens.split(counts)]
-        return {**given, "video_grid_thw": frames, "offsets": offsets}
+        times = given["mrope_positions"][0, given["offsets"][:, 0]]
+        return {**given, "video_grid_thw": frames, "second_per_grid_ts": times}
+
+    def _postprocess_mm_items_before_transport(self, mm_items: list[Any], *, images: Any) -> list[Any]:
+        """Tells media apart that have the same pixels. SGLang's own hash is of the pixels alone: it would take the
+        features of one shape for those of another, and dies where an image and a frame of a video are the same."""
+        mm_items = super()._postprocess_mm_items_before_transport(mm_items, images=images)
+        for item in mm_items:
+            if item.format is MultimodalInputFormat.PROCESSOR_OUTPUT:
+                shape = [item.modality.name, *map(str, sorted(item.model_specific_data.items()))]
+                digest = hashlib.sha256(" ".join(shape).encode())
+                digest.update(item.feature.contiguous().numpy().data)
+                item.hash = int.from_bytes(digest.digest()[:8], "big")
+        return mm_items
 
     def _keep(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
         if key in self._kept:

@@ -1,0 +1,54 @@
+"""The settings of rollout servers."""
+
+import dataclasses
+import enum
+from urllib.parse import urlsplit
+
+from ..base.errors import ConfigError
+from .bounds import positive
+
+
+class RolloutEngine(enum.Enum):
+    JAX = "jax"  # the embedded engine, in this process
+    SERVE = "serve"  # the embedded engine in processes of its own, python -m rollout.serve
+    SGLANG = "sglang"  # SGLang servers
+
+
+_OURS = ("--model", "--model-path", "--host", "--port", "--weight-version", "--dtype")  # flags that the run sets
+
+
+@dataclasses.dataclass(slots=True)
+class ServersConfig:
+    """Rollout servers, where rollout.engine is serve or sglang."""
+
+    count: int = positive(1)  # that the run starts on its host; without effect where there are addresses
+    addresses: tuple[str, ...] = ()  # of servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN for them
+    flags: tuple[str, ...] = ()  # for each server that the run starts: ("--tp-size", "2")
+    environment: tuple[str, ...] = ()  # for each server that the run starts: ("CUDA_VISIBLE_DEVICES=0,1",)
+    python: str = ""  # the interpreter that has SGLang; empty: the run's own
+    patience: float = positive(10.0)  # seconds without an answer after which a server is taken for hung
+    start_seconds: float = positive(600.0)  # that a server may take to start, or to come back
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for servers that can't be started or reached."""
+        for address in self.addresses:
+            parts = urlsplit(address)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+                raise ConfigError(f"servers.addresses has {address!r}; an address is like http://127.0.0.1:30000")
+        if twice := {address for address in self.addresses if self.addresses.count(address) > 1}:
+            raise ConfigError(f"servers.addresses has {sorted(twice)[0]} twice")
+        for flag in self.flags:
+            if flag.partition("=")[0] in _OURS:
+                raise ConfigError(f"servers.flags has {flag}, which the run sets itself; leave it out")
+        for entry in self.environment:
+            if not entry.partition("=")[0] or "=" not in entry:
+                raise ConfigError(f"servers.environment has {entry!r}; an entry is like NAME=value")
+        if self.addresses and (self.flags or self.environment or self.python):
+            raise ConfigError(
+                "servers.addresses are of servers that others start; servers.flags, servers.environment and "
+                "servers.python are for servers that the run starts: leave them out"
+            )
+
+    @property
+    def servers(self) -> int:
+        return len(self.addresses) or self.count

@@ -1,0 +1,169 @@
+"""One call of `POST /generate` under way: its samples' tokens as they come, and the reply that is made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from .engine import FinishReason, TokenChunk
+from .requests import TokenStream
+from .serve_requests import Body, Sample
+from .wire import Incoming, Json, finish_json, spans_json
+
+
+def error_json(message: str, status: int) -> Json:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "code": status}}
+
+
+def error_response(message: str, status: int) -> JSONResponse:
+    return JSONResponse(error_json(message, status), status)
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a sample has so far."""
+
+    sample: Sample
+    engine_id: str = ""  # by which the engine can abort it; empty until it was submitted
+    prompt_tokens: int = 0  # with those begun earlier; placeholders expanded
+    aborted: bool = False  # perhaps before it was submitted
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[tuple[float, int, None]] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    finish: FinishReason | None = None
+    told: int = 0  # tokens of the last event
+    complete: bool = False  # the last event was the final one
+
+    def add(self, chunk: TokenChunk) -> None:
+        self.token_ids += chunk.token_ids
+        self.logprobs += [(logprob, id, None) for logprob, id in zip(chunk.logprobs, chunk.token_ids, strict=True)]
+        self.versions += chunk.versions
+        self.finish = chunk.finish
+
+    def due(self) -> bool:
+        """An event is to be sent: the first token, `interval` more, or the end."""
+        if self.finish is not None:
+            return not self.complete
+        return len(self.token_ids) - self.told >= (self.sample.interval if self.told else 1)
+
+    def as_json(self, version: int, decode: Callable[[Sequence[int], bool], str]) -> Json:
+        """The reply, or an event: all tokens so far. Text comes with the last one only."""
+        self.told, self.complete = len(self.token_ids), self.finish is not None
+        meta: Json = {
+            "id": self.sample.rid,
+            "finish_reason": finish_json(self.finish, self.token_ids),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.told,
+            "cached_tokens": 0,
+            "weight_version": str(version),
+            "input_token_logprobs": [],
+            "output_token_logprobs": self.logprobs,
+        }
+        if self.complete:
+            meta["weight_versions"] = spans_json(self.versions)
+        text = decode(self.token_ids, self.sample.skip_special_tokens) if self.complete else ""
+        return {"text": text, "output_ids": self.token_ids, "meta_info": meta}
+
+
+class Call(Response):
+    """The reply to a body. A client that goes away, or a cancelled reply, ends the samples."""
+
+    def __init__(
+        self,
+        body: Body,
+        version: Callable[[], int],
+        decode: Callable[[Sequence[int], bool], str],
+        leave: Callable[[Call], None],
+    ) -> None:
+        super().__init__()
+        self.body = body
+        self.answers = [Answer(sample) for sample in body.samples]
+        self._version, self._decode, self._leave = version, decode, leave
+        self._streams: list[tuple[Incoming, TokenStream]] = []
+        self._news = asyncio.Event()
+
+    def submit(self, incoming: Sequence[Incoming], generate: Callable[..., TokenStream]) -> None:
+        """Queues all requests, or none: raises EngineError for one that can't be served."""
+        for part in incoming:
+            self._streams.append((part, generate(part.request)))
+            prompt = len(part.request.prompt)
+            for index, place in enumerate(part.places):
+                answer = self.answers[place]
+                answer.engine_id = f"{part.request.rid}/{index}"
+                answer.prompt_tokens = prompt + answer.sample.begun
+
+    async def close(self) -> None:
+        """Ends what is still running. It may be called again."""
+        self._leave(self)
+        streams, self._streams = self._streams, []
+        for _, stream in streams:
+            await stream.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        collecting = [asyncio.create_task(self._collect(part, stream)) for part, stream in self._streams]
+        for task in collecting:
+            task.add_done_callback(lambda _: self._news.set())
+        tasks = [asyncio.create_task(self._reply(collecting, send)), asyncio.create_task(_disconnected(receive))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                await tasks[0]
+        finally:
+            for task in (*tasks, *collecting):
+                task.cancel()
+            await asyncio.gather(*tasks, *collecting, return_exceptions=True)
+            await self.close()
+
+    async def _collect(self, part: Incoming, stream: TokenStream) -> None:
+        async for chunk in stream:
+            self.answers[part.places[chunk.sample]].add(chunk)
+            self._news.set()
+
+    async def _reply(self, collecting: Sequence[asyncio.Task[None]], send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        if not self.body.stream:
+            headers = [(b"content-type", b"application/json")]
+            await asyncio.gather(*collecting, return_exceptions=True)
+        else:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._events(collecting, send)
+        lost = next((str(task.exception()) for task in collecting if task.exception() is not None), "")
+        if self.body.stream:
+            end = _event(error_json(lost, 500)) if lost else b""
+            await send({"type": "http.response.body", "body": end + b"data: [DONE]\n\n", "more_body": False})
+            return
+        replies = [self._json(answer) for answer in self.answers]
+        content = error_json(lost, 500) if lost else replies if self.body.batch else replies[0]
+        await send({"type": "http.response.start", "status": 500 if lost else 200, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(content).encode(), "more_body": False})
+
+    async def _events(self, collecting: Sequence[asyncio.Task[None]], send: Send) -> None:
+        """Sends what there is. What comes while a slow client takes it goes into one event."""
+        while True:
+            self._news.clear()
+            over = all(task.done() for task in collecting)
+            for place, answer in enumerate(self.answers):
+                if answer.due():
+                    event = self._json(answer) | ({"index": place} if self.body.batch else {})
+                    await send({"type": "http.response.body", "body": _event(event), "more_body": True})
+            if over:
+                return
+            await self._news.wait()
+
+    def _json(self, answer: Answer) -> Json:
+        return answer.as_json(self._version(), self._decode)
+
+
+def _event(content: Json) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

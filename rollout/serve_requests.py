@@ -1,0 +1,309 @@
+"""Bodies of `POST /generate` as the engine's requests: what `rollout.wire` writes, and what any client of SGLang sends.
+
+A body is read in two steps, so that it can be aborted in between: its JSON (`read_body`), and its media, which take
+decoding (`RequestReader`). Samples that differ in nothing but their number and what they have so far become one
+request, whose prompt is prefilled once. Whatever is wrong with a body raises `wire.BadRequest`, which names the field.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import json
+import os
+import secrets
+import threading
+import uuid
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from models.config import AnyConfig, Qwen25VLConfig
+from models.inputs import ModelInput
+from models.processing import Processor
+
+from .engine import GenerateRequest, SamplingParams
+from .requests import checked_sampling
+from .wire import FIELDS, BadRequest, Incoming, Json, array_of, given_prompt, our_media, sampling_of
+
+MOST = (1 << 31) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One sample of a body. The last `begun` of its `ids` were generated earlier."""
+
+    rid: str
+    ids: tuple[int, ...]
+    begun: int
+    number: int  # that draws depend on
+    seed: int
+    sampling: SamplingParams
+    interval: int  # tokens between two events of a stream
+    skip_special_tokens: bool
+    media: Mapping[str, tuple[str, ...]]  # the entries of each field of `FIELDS`
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    samples: tuple[Sample, ...]
+    batch: bool  # the reply is a list, and events have an index
+    stream: bool
+
+
+def read_json_object(raw: bytes) -> Json:
+    """The object of a request; empty for an empty body."""
+    try:
+        content = json.loads(raw) if raw else {}
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise BadRequest(f"the body must be an object, not a {type(content).__name__}")
+    return content
+
+
+def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
+    """A body without its media. `eos_ids` end a response where the body says neither `stop_token_ids` nor
+    `ignore_eos`."""
+    content = read_json_object(raw)
+    ids = content.get("input_ids")
+    if not isinstance(ids, list) or not ids:
+        raise BadRequest("input_ids must be a list of token ids, or a list of such lists")
+    batch, seed = isinstance(ids[0], list), secrets.randbits(63)
+    n = len(ids) if batch else 1
+    rids = _column(content, "rid", n, batch)
+    sampling = _column(content, "sampling_params", n, batch)
+    media = {field: _column(content, field, n, batch) for field in FIELDS}
+    samples = []
+    for place, tokens in enumerate(ids if batch else [ids]):
+        rid = uuid.uuid4().hex if rids[place] is None else rids[place]
+        if not isinstance(rid, str) or not rid:
+            raise BadRequest("rid must be a string that is not empty")
+        if not isinstance(tokens, list) or not tokens or set(map(type, tokens)) != {int}:
+            raise BadRequest(f"input_ids of {rid!r} must be a list of integers that is not empty")
+        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise BadRequest(f"input_ids of {rid!r}: there are ids outside of the vocabulary of {vocabulary}")
+        params = {} if sampling[place] is None else sampling[place]
+        if not isinstance(params, dict):
+            raise BadRequest(f"sampling_params of {rid!r} must be an object")
+        entries = {field: _entries(field, column[place]) for field, column in media.items() if column[place]}
+        samples.append(_sample(rid, tuple(tokens), params, entries, place, seed, vocabulary, eos_ids))
+    if len({sample.rid for sample in samples}) < n:
+        raise BadRequest("rid: two samples have the same one")
+    return Body(tuple(samples), batch, content.get("stream") is True)
+
+
+def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
+    """A field's value for each sample. A batch may have one object of sampling parameters for all."""
+    value = content.get(name)
+    if not batch or value is None or isinstance(value, dict):
+        return [value] * n
+    if not isinstance(value, list) or len(value) != n:
+        raise BadRequest(f"{name} must be a list with one entry for each of the {n} input_ids")
+    return value
+
+
+def _entries(field: str, value: Any) -> tuple[str, ...]:
+    entries = value if isinstance(value, list) else [value]
+    if not all(isinstance(entry, str) for entry in entries):
+        raise BadRequest(f"{field} must have strings: base64, data URIs or paths")
+    return tuple(entries)
+
+
+def _sample(
+    rid: str,
+    ids: tuple[int, ...],
+    params: Json,
+    media: Mapping[str, tuple[str, ...]],
+    place: int,
+    seed: int,
+    vocabulary: int,
+    eos_ids: tuple[int, ...],
+) -> Sample:
+    custom = params.get("custom_params")
+    custom = {} if custom is None else custom
+    if not isinstance(custom, dict):
+        raise BadRequest("sampling_params.custom_params must be an object")
+    begun = _integer("custom_params.begun", custom.get("begun", 0), 0, len(ids) - 1)
+    given = params.get("sampling_seed")  # without one, the samples of a prompt must differ all the same
+    number = _integer("custom_params.sample", custom.get("sample", place if given is None else 0), 0, MOST)
+    interval = params.get("stream_interval")
+    _integer("n", params.get("n", 1), 1, 1)
+    sampling = sampling_of(params, begun)
+    try:
+        sampling = checked_sampling(sampling, vocabulary)
+    except ValueError as error:
+        raise BadRequest(f"sampling_params of {rid!r}: {error}") from None
+    if params.get("ignore_eos"):
+        sampling = dataclasses.replace(sampling, stop_ids=())
+    elif not sampling.stop_ids:
+        sampling = dataclasses.replace(sampling, stop_ids=eos_ids)
+    return Sample(
+        rid,
+        ids,
+        begun,
+        number,
+        seed if given is None else _integer("sampling_seed", given, -(1 << 63), (1 << 64) - 1),
+        sampling,
+        1 if interval is None else _integer("stream_interval", interval, 1, MOST),
+        params.get("skip_special_tokens") is not False,
+        media,
+    )
+
+
+def _integer(name: str, value: Any, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise BadRequest(f"sampling_params.{name} must be an integer of {least} .. {most}")
+    return value
+
+
+class MediaStore:
+    """Media in our format by their key, for the samples that come without patches. Beyond `capacity` bytes, those that
+    were not asked for longest go; the newest stays. Threads may share it."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity, self._bytes = capacity, 0
+        self._kept: collections.OrderedDict[str, Json] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, media: Json) -> None:
+        """Keeps media with patches that were read once: what can't be read must not take a key."""
+        with self._lock:
+            if (old := self._kept.pop(media["key"], None)) is not None:
+                self._bytes -= _size(old)
+            self._kept[media["key"]] = media
+            self._bytes += _size(media)
+            while self._bytes > self._capacity and len(self._kept) > 1:
+                _, oldest = self._kept.popitem(last=False)
+                self._bytes -= _size(oldest)
+
+    def get(self, key: str) -> Json:
+        with self._lock:
+            if key not in self._kept:
+                raise BadRequest(f"media {key!r} are not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
+            self._kept.move_to_end(key)
+            return self._kept[key]
+
+
+def _size(media: Json) -> int:
+    return len(media["patches"]["data"])
+
+
+class RequestReader:
+    """Prepares the prompts of bodies for one model; `capacity` bytes of media are kept."""
+
+    def __init__(self, config: AnyConfig, processor: Processor, capacity: int) -> None:
+        self._config, self._processor = config, processor
+        self._store = MediaStore(capacity)
+
+    def requests(self, body: Body) -> list[Incoming]:
+        """The requests that a body makes, none of them checked by the engine yet. It decodes media: call it in a
+        thread."""
+        sent: dict[str, Json] = {}  # only one sample of a batch has the patches
+        ours = [self._ours(sample, sent) for sample in body.samples]
+        shown = list(map(_prompt_key, body.samples, ours))
+        groups: dict[Hashable, list[int]] = {}
+        seen: collections.Counter[Hashable] = collections.Counter()  # samples of one request have different numbers
+        for place, sample in enumerate(body.samples):
+            alike = (shown[place], sample.sampling, sample.seed)
+            groups.setdefault((alike, seen[alike, sample.number]), []).append(place)
+            seen[alike, sample.number] += 1
+        prompts: dict[Hashable, ModelInput] = {}
+        incoming = []
+        for places in groups.values():
+            samples = [body.samples[place] for place in places]
+            first, key = samples[0], shown[places[0]]
+            if key not in prompts:
+                prompts[key] = self._prompt(first, ours[places[0]], sent)
+            request = GenerateRequest(
+                f"{first.rid}/",  # never the name of a sample, which has a number behind it
+                prompts[key],
+                first.sampling,
+                n=len(samples),
+                seed=first.seed,
+                prefix_ids=tuple(sample.ids[len(sample.ids) - sample.begun :] for sample in samples),
+                samples=tuple(sample.number for sample in samples),
+            )
+            incoming.append(Incoming(request, tuple(places), tuple(sample.rid for sample in samples)))
+        return incoming
+
+    def _ours(self, sample: Sample, sent: dict[str, Json]) -> dict[str, Json]:
+        """The media of a sample in our format, by field; those that come with patches are added to `sent`."""
+        found: dict[str, Json] = {}
+        for field, entries in sample.media.items():
+            ours = [media for media in map(our_media, entries) if media is not None]
+            if ours and len(entries) > 1:
+                raise BadRequest(f"{field}: one entry in our format has all media of a sample")
+            for media in ours:
+                found[field] = media
+                if "patches" in media:
+                    sent[media["key"]] = media
+        if found and len(found) < len(sample.media):
+            raise BadRequest(f"{' and '.join(sample.media)}: all media of a sample must have one format")
+        return found
+
+    def _prompt(self, sample: Sample, ours: Mapping[str, Json], sent: Mapping[str, Json]) -> ModelInput:
+        if not ours:
+            return self._decoded(sample)
+        if not isinstance(self._config, Qwen25VLConfig):
+            raise BadRequest(f"{', '.join(ours)}: the model reads text only")
+        whole = {}
+        for field, media in ours.items():
+            patches = sent.get(media["key"]) or self._store.get(media["key"])
+            whole[field] = {**media, "patches": patches["patches"], "grid_thw": patches.get("grid_thw")}
+        prompt = given_prompt(sample.ids, sample.begun, whole, self._config)
+        for media in whole.values():
+            if media["key"] in sent:
+                self._store.put({name: media[name] for name in ("key", "patches", "grid_thw")})
+        return prompt
+
+    def _decoded(self, sample: Sample) -> ModelInput:
+        """A prompt with ordinary images and videos, whose placeholders are not expanded."""
+        tokens = {}
+        if self._processor.vision:
+            tokens = {self._processor.tokenizer.token_to_id(f"<|{kind}_pad|>"): kind for kind in ("image", "video")}
+        elif sample.media:
+            raise BadRequest(f"{', '.join(sample.media)}: the model reads text only")
+        ids = sample.ids[: len(sample.ids) - sample.begun]
+        kinds = [tokens[id] for id in ids if id in tokens]
+        for kind in ("image", "video"):
+            entries = sample.media.get(f"{kind}_data", ())
+            if kinds.count(kind) != len(entries):
+                raise BadRequest(
+                    f"{kind}_data of {sample.rid!r}: {len(entries)} for {kinds.count(kind)} placeholders in input_ids; "
+                    "each needs one, and the server expands it"
+                )
+        left = {kind: iter(sample.media.get(f"{kind}_data", ())) for kind in ("image", "video")}
+        try:
+            return self._processor.prepare_ids(ids, [(kind, _source(next(left[kind]))) for kind in kinds])
+        except ValueError as error:  # of media and prompts
+            raise BadRequest(f"media of {sample.rid!r}: {error}") from None
+
+
+def _prompt_key(sample: Sample, ours: Mapping[str, Json]) -> Hashable:
+    """Equal for samples of one prompt."""
+    prompt = len(sample.ids) - sample.begun
+    media: Hashable = tuple(sorted(sample.media.items()))
+    if ours:
+        media = tuple((field, entry["key"], _positions(entry, prompt)) for field, entry in sorted(ours.items()))
+    return sample.ids[:prompt], media
+
+
+def _positions(media: Json, prompt: int) -> Hashable:
+    positions, delta = array_of("positions", media.get("positions")), media.get("position_delta")
+    if positions.ndim != 2 or type(delta) is not int:
+        raise BadRequest("positions must be [3, tokens], position_delta an integer")
+    return positions[:, :prompt].tobytes(), delta
+
+
+def _source(entry: str) -> str | bytes:
+    """The path or the content that an entry of `image_data` or `video_data` means."""
+    if not entry.startswith("data:"):
+        if len(entry) < 4096 and os.path.isfile(entry):
+            return entry
+        if "://" in entry[:16]:
+            raise BadRequest(f"image_data and video_data: nothing is fetched from {entry[:80]!r}")
+    try:
+        return base64.b64decode(entry.partition(",")[2] if entry.startswith("data:") else entry, validate=True)
+    except ValueError as error:
+        raise BadRequest(f"image_data and video_data: {entry[:80]!r} is no file and no base64: {error}") from None

@@ -1,0 +1,101 @@
+"""A version of the weights as servers of this host read it: a checkpoint folder in shared memory, with checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from models.config import AnyConfig
+from models.folder import write_json
+from models.hf import SINGLE, disk_tensors, stored
+from models.hf_config import write_config
+from models.weight_file import write_weights
+
+from .checksums import Checksums
+
+SHARED_MEMORY = pathlib.Path("/dev/shm")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Published:
+    version: int
+    folder: pathlib.Path
+    checksums: Checksums
+    bytes: int
+
+
+class SharedFolders:
+    """Writes versions into shared memory (a temporary folder where there is none), each once. From any thread.
+
+    `dtype` is what servers compute in: weights are cast on their way. `close` removes everything.
+    """
+
+    def __init__(self, config: AnyConfig, dtype: DTypeLike) -> None:
+        self._config, self._dtype = config, np.dtype(dtype)
+        where = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        self._root = pathlib.Path(tempfile.mkdtemp(prefix="fluxjax-weights-", dir=where))
+        self._written: list[tuple[Published, list[weakref.ref[Any]]]] = []  # and the arrays that each is made of
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def write(self, version: int, params: Mapping[str, Any]) -> Published:
+        """Writes one tensor after the other; not again, where these very arrays were written as this version. Raises
+        OSError, which names the folder, where there is no room; nothing of the version is left then. Blocks."""
+        with self._lock:
+            arrays = jax.tree.leaves(params)
+            for published, seen in self._written:
+                if published.version == version and all(
+                    ref() is array for ref, array in zip(seen, arrays, strict=True)
+                ):
+                    return published
+            self._count += 1
+            published = self._write(self._root / f"v{version}-{self._count}", version, params)
+            self._written.append((published, list(map(weakref.ref, arrays))))
+            return published
+
+    def _write(self, folder: pathlib.Path, version: int, params: Mapping[str, Any]) -> Published:
+        contents = stored(self._config, dict(params), self._dtype)
+        size = sum(tensor.nbytes for tensor in contents)
+        free = shutil.disk_usage(self._root).free
+        if size > free:
+            raise OSError(
+                f"{folder}: version {version} needs {size / 2**20:.0f} MiB of shared memory, {free / 2**20:.0f} are "
+                "free; raise the limit of /dev/shm (docker: --shm-size)"
+            )
+        checksums = Checksums()
+
+        def tensors() -> Iterator[np.ndarray]:
+            for name, value in disk_tensors(self._config, dict(params)):
+                tensor = value.astype(self._dtype, copy=False)
+                checksums.add(name, tensor)
+                yield tensor
+
+        folder.mkdir(exist_ok=True)
+        try:
+            write_weights(folder / SINGLE, contents, tensors())
+            write_json(folder / "config.json", write_config(self._config))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return Published(version, folder, checksums, size)
+
+    def keep(self, wanted: Sequence[Published]) -> None:
+        """Removes all others but the newest before them, which a server that is coming up may be reading."""
+        with self._lock:
+            others = [published for published, _ in self._written if published not in wanted]
+            for published in others[:-1]:
+                shutil.rmtree(published.folder, ignore_errors=True)
+            self._written = [entry for entry in self._written if entry[0] not in others[:-1]]
+
+    def close(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)

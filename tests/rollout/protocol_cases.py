@@ -1,0 +1,187 @@
+"""What the protocol suite asks of every engine: models, prompts with real media, and the engines themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+from rollout_cases import build
+
+import models
+from fluxjax.config import ModelConfig
+from fluxjax.run.build import tiny_model, tiny_vision
+from models.config import PatchLayout, Qwen25VLConfig
+from models.decoder import Decoder
+from models.inputs import ModelInput
+from models.processing import Processor
+from models.processing.tiny import build as build_processor
+from rollout.engine import Engine
+from rollout.fleet import Fleet, FleetOptions
+from rollout.fleet_engine import FleetEngine
+from rollout.jax_engine import JaxEngine
+from rollout.local_server import LocalServer, ServerCommand
+from rollout.requests import EngineLimits
+from rollout.sglang import ServerClient
+from rollout.weights.published import SharedFolders
+
+ROOT = pathlib.Path(__file__).parents[2]
+SLOTS, LONGEST = 16, 256
+# SGLang on a CPU without AMX, as configs/vlm_sglang.py starts it.
+SGLANG_FLAGS = ("--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "16384")
+SGLANG_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+versions = itertools.count(1)
+
+
+@functools.cache
+def processor(kind: str) -> Processor:
+    text = ["abcdefghijklmnopqrstuvwxyz 0123456789.?"]
+    if kind == "text":
+        return build_processor(text)
+    settings = _settings(kind)
+    layout = PatchLayout.of(tiny_vision(settings))
+    return build_processor(text, layout=layout, min_pixels=28 * 28, max_pixels=28 * 28 * 16)
+
+
+def _settings(kind: str) -> ModelConfig:
+    if kind == "text":
+        return ModelConfig(vision=False, tie_word_embeddings=True)
+    return ModelConfig(patch_size=14, window_size=56, mrope_section=(2, 3, 3))  # SGLang knows patches of 14 only
+
+
+def model(kind: str, seed: int = 0) -> Decoder:
+    """A model whose next-token distributions are far from uniform."""
+    settings = _settings(kind)
+    return build(tiny_model(settings, processor(kind), tiny_vision(settings) if kind == "vl" else None), seed)
+
+
+def picture(height: int, width: int, seed: int, blank: bool = False) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(np.full_like(pixels, 128) if blank else pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def clip(frames: int, height: int, width: int, seed: int, rate: int = 8) -> bytes:
+    """An h264 file in which coarse noise moves to the side."""
+    file = io.BytesIO()
+    noise = np.random.default_rng(seed).integers(0, 256, (height // 14, width // 14, 3), dtype=np.uint8)
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for number in range(frames):
+            pixels = np.kron(np.roll(noise, number, axis=1), np.ones((14, 14, 1), np.uint8))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+@functools.cache
+def prompts(kind: str) -> dict[str, ModelInput]:
+    """Prompts by name: text, image, several images, video, and all of it in one."""
+    prepare = processor(kind).prepare
+    found = {"text": prepare("what is this?"), "long text": prepare("to be or not to be " * 4)}
+    if kind == "text":
+        return found
+    shots = [picture(56, 84, 0), picture(84, 28, 1), picture(56, 56, 2)]
+    images = [("image", shot) for shot in shots]
+    film, other = ("video", clip(16, 56, 84, 3)), ("video", clip(9, 84, 56, 4))
+    return found | {
+        "image": prepare("what is <image> there", images[:1]),
+        "images": prepare("<image> and <image>? no <image>", images),
+        "video": prepare("see <video> now", [film]),
+        "mixed": prepare("<video> <image> <video> and <image>", [film, images[0], other, images[1]]),
+    }
+
+
+@dataclasses.dataclass
+class Subject:
+    """An engine that the suite is run against. `client` reaches its server, if it has one."""
+
+    name: str
+    kind: str
+    engine: Engine
+    process: LocalServer | None = None
+    fleet: Fleet | None = None
+
+    def client(self) -> ServerClient:
+        assert self.process is not None
+        return ServerClient(self.process.address)
+
+    async def serve(self, seed: int = 0) -> tuple[Decoder, int]:
+        """The engine serves the model of this seed. Returns it, and its version."""
+        wanted, version = model(self.kind, seed), next(versions)
+        await self.engine.update_weights(version, models.split(wanted)[1])
+        return wanted, version
+
+
+def sglang_python() -> str:
+    """The interpreter of an environment that has SGLang; skips where there is none."""
+    python = os.environ.get("FLUXJAX_SGLANG_PYTHON", "")
+    if not python:
+        pytest.skip("FLUXJAX_SGLANG_PYTHON names no environment with SGLang: bash scripts/test_sglang.sh makes one")
+    return python
+
+
+def limits(kind: str) -> EngineLimits:
+    config = model(kind).config
+    vision = config.vision if isinstance(config, Qwen25VLConfig) else None
+    return EngineLimits(SLOTS, LONGEST, config.text.vocab_size, vision)
+
+
+@contextlib.contextmanager
+def checkpoint(kind: str, folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    models.save(model(kind), folder)
+    processor(kind).save(folder)
+    yield folder
+
+
+def command(name: str, folder: pathlib.Path) -> ServerCommand:
+    """How a server of this kind is started on a CPU."""
+    if name == "serve":
+        sizes = ("--slots", str(SLOTS), "--max-sequence-tokens", str(LONGEST), "--dtype", "float32")
+        return ServerCommand("serve", str(folder), sys.executable, sizes, {"PYTHONPATH": str(ROOT)})
+    flags = (*SGLANG_FLAGS, "--dtype", "float32", "--max-running-requests", str(SLOTS))
+    return ServerCommand("sglang", str(folder), sglang_python(), flags, SGLANG_ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def subject(name: str, kind: str, folder: pathlib.Path) -> Iterator[Subject]:
+    whole = model(kind)
+    if name == "jax":
+        engine = JaxEngine(whole, slots=SLOTS, max_sequence_tokens=LONGEST)
+        yield Subject(name, kind, engine)
+        return
+    with checkpoint(kind, folder / "model") as saved:
+        process = LocalServer(command(name, saved), folder / "server.log")
+        fleet = Fleet(
+            whole.config,
+            limits(kind),
+            SharedFolders(whole.config, "float32"),
+            processes=[process],
+            options=FleetOptions(start_seconds=300.0, interval=4),
+        )
+        with contextlib.closing(fleet):
+            yield Subject(name, kind, FleetEngine(fleet, 0), process, fleet)
+
+
+def sampling(kind: str, **how: Any) -> dict[str, Any]:
+    """Settings as a run has them: ends at the end token, never draws a media token."""
+    return {"stop_ids": processor(kind).eos_ids, "forbidden_ids": processor(kind).media_token_ids, **how}

@@ -1,0 +1,197 @@
+"""A rollout server over a tiny model in the test's own event loop, its clients, and what they send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import io
+import json
+import pathlib
+import re
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import aiohttp
+import numpy as np
+import uvicorn
+from PIL import Image
+from rollout_cases import HANG, LONGEST, TEXT, VL, build, collect
+
+import models
+from models.config import PatchLayout
+from models.inputs import ModelInput
+from models.processing import Processor, tiny
+from rollout import wire
+from rollout.engine import GenerateRequest, SamplingParams
+from rollout.jax_engine import JaxEngine
+from rollout.requests import EngineLimits, checked
+from rollout.serve_app import RolloutServer
+
+TEXTS = ["abcdefghijklmnopqrstuvwxyz ?"]
+
+
+def checkpoint(folder: pathlib.Path, config: Any, processor: Processor, seed: int = 0) -> pathlib.Path:
+    text = dataclasses.replace(config.text, vocab_size=processor.tokenizer.get_vocab_size())
+    models.save(build(dataclasses.replace(config, text=text), seed), folder)
+    processor.save(folder)
+    return folder
+
+
+def checkpoints(root: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Checkpoint folders: a vision-language model, the same with other weights, and a text model."""
+    processor = tiny.build(TEXTS, layout=PatchLayout.of(VL.vision), max_pixels=16 * 16, min_pixels=8 * 8)
+    names = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
+    ids = {f"{name}_token_id": processor.tokenizer.token_to_id(f"<|{token}|>") for name, token in names.items()}
+    vl = dataclasses.replace(VL, **ids)
+    return {
+        "vl": checkpoint(root / "vl", vl, processor),
+        "other": checkpoint(root / "other", vl, processor, seed=1),
+        "text": checkpoint(root / "text", TEXT, tiny.build(TEXTS)),
+    }
+
+
+def png(height: int, width: int, seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def clip(frames: int, seed: int) -> bytes:
+    import av
+
+    rng, file = np.random.default_rng(seed), io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=2)
+        stream.width, stream.height, stream.pix_fmt = 16, 16, "yuv420p"
+        for _ in range(frames):
+            frame = av.VideoFrame.from_ndarray(rng.integers(0, 255, (16, 16, 3), np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+PICTURE, SECOND, CLIP = png(16, 16, 0), png(8, 16, 1), clip(4, 2)
+PROMPTS = {
+    "text": ("what is this?", []),
+    "image": ("what <image> is", [("image", PICTURE)]),
+    "video": ("see <video> now", [("video", CLIP)]),
+    "mixed": ("a <image> b <video> c <image>", [("image", PICTURE), ("video", CLIP), ("image", SECOND)]),
+}
+SAMPLING = SamplingParams(max_new_tokens=10, temperature=0.9, forbidden_ids=(3, 4, 5, 6, 7))
+
+
+class SlowEngine(JaxEngine):
+    """An engine whose turns take long enough that something may happen in between."""
+
+    async def _new_tokens(self) -> Any:
+        await asyncio.sleep(0.03)
+        return await super()._new_tokens()
+
+
+@dataclasses.dataclass
+class Served:
+    """A server, and its clients."""
+
+    engine: JaxEngine
+    server: RolloutServer
+    client: aiohttp.ClientSession
+    processor: Processor
+    config: Any
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self.client.post(path, json=body) as reply:
+            raw = await reply.read()
+            return reply.status, json.loads(raw) if reply.content_type == "application/json" else raw.decode()
+
+    async def get(self, path: str) -> Any:
+        async with self.client.get(path) as reply:
+            assert reply.status == 200
+            return await reply.json() if reply.content_type == "application/json" else await reply.text()
+
+    async def ok(self, path: str, body: Any = None) -> Any:
+        status, reply = await self.post(path, body)
+        assert status == 200, reply
+        return reply
+
+    async def events(self, body: Any) -> AsyncIterator[dict[str, Any]]:
+        async with self.client.post("/generate", json=body) as reply:
+            assert reply.status == 200, await reply.text()
+            async for line in reply.content:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+                else:
+                    assert line in (b"\n", b"data: [DONE]\n"), line
+
+    def prompt(self, name: str) -> ModelInput:
+        return self.processor.prepare(*PROMPTS[name])
+
+    def body(self, request: GenerateRequest, samples: Any = None, **changes: Any) -> dict[str, Any]:
+        """As our client would write it; rids are those of the request, with the number of the sample."""
+        vision = self.config.vision if self.processor.vision else None
+        limits = EngineLimits(16, LONGEST, self.config.text.vocab_size, vision)
+        rids = {i: f"{request.rid}-{i}" for i in samples or range(request.n)}
+        return wire.request_body(checked(request, limits), rids, self.config, interval=1) | changes
+
+    def request(self, name: str = "text", rid: str = "r", n: int = 1, **how: Any) -> GenerateRequest:
+        given = {field: how.pop(field) for field in ("prefix_ids", "seed") if field in how}
+        return GenerateRequest(rid, self.prompt(name), dataclasses.replace(SAMPLING, **how), n, **given)
+
+    async def in_process(self, request: GenerateRequest) -> list[Any]:
+        return await collect(self.engine.generate(request), request.n)
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: pathlib.Path, kind: type[JaxEngine] = JaxEngine, **options: Any) -> AsyncIterator[Served]:
+    model, processor = models.load(folder), Processor.load(folder)
+    engine = kind(model, slots=16, max_sequence_tokens=LONGEST, steps_per_sync=3)
+    server = RolloutServer(engine, model.config, processor, **options)
+    listening = socket.create_server(("127.0.0.1", 0))
+    http = uvicorn.Server(uvicorn.Config(server.app, log_config=None, lifespan="off", ws="none", access_log=False))
+    task = asyncio.create_task(http.serve([listening]))
+    headers = {"Authorization": f"Bearer {options['token']}"} if "token" in options else {}
+    try:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        async with aiohttp.ClientSession(address, headers=headers) as client:
+            yield Served(engine, server, client, processor, model.config)
+        await server.stop(5)
+    finally:
+        http.should_exit = True
+        await task
+        await engine.close()
+
+
+def run(test: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(test, HANG))
+
+
+def same(reply: dict[str, Any], answer: Any) -> None:
+    meta = reply["meta_info"]
+    assert reply["output_ids"] == list(answer.ids)
+    assert [entry[0] for entry in meta["output_token_logprobs"]] == list(answer.logprobs)  # bit for bit
+    assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[id, None] for id in answer.ids]
+    assert meta["finish_reason"] == wire.finish_json(answer.finish, answer.ids)
+    assert meta["completion_tokens"] == len(answer.ids)
+
+
+async def refused(served: Served, body: Any, complaint: str, path: str = "/generate") -> None:
+    status, reply = await served.post(path, body)
+    assert status == 400 and reply["error"]["code"] == 400, reply
+    assert reply["error"]["type"] == "invalid_request_error"
+    assert re.search(complaint, reply["error"]["message"], re.DOTALL), reply
+
+
+async def begun(stream: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    """The first event of a stream."""
+    return await anext(stream)
+
+
+async def last(stream: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    return [event async for event in stream][-1]
+
+
+def single(served: Served, rid: str, tokens: int = 40, **changes: Any) -> dict[str, Any]:
+    body = served.body(served.request(rid=rid, max_new_tokens=tokens))
+    return {key: value[0] if isinstance(value, list) else value for key, value in body.items()} | {"rid": rid} | changes

@@ -1,0 +1,284 @@
+"""The protocol of rollout engines, in numbered rules, against the engine in this process, `rollout.serve` and SGLang.
+
+SGLang needs an environment of its own: `bash scripts/test_sglang.sh` makes it and runs this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import rollout_cases
+from protocol_cases import LONGEST, Subject, clip, model, picture, processor, prompts, sampling, subject
+from rollout_cases import Answer, collect, full_logits, full_logprobs, request
+
+from models.decoder import Decoder
+from models.inputs import ModelInput
+from rollout.engine import EngineError, FinishReason
+
+Result = TypeVar("Result")
+GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
+KINDS = [
+    pytest.param(("jax", "vl"), id="jax-vl", marks=pytest.mark.slow),
+    pytest.param(("jax", "text"), id="jax-text", marks=pytest.mark.slow),
+    pytest.param(("serve", "vl"), id="serve-vl", marks=[pytest.mark.slow, pytest.mark.long]),
+    pytest.param(("serve", "text"), id="serve-text", marks=[pytest.mark.slow, pytest.mark.long]),
+    pytest.param(("sglang", "vl"), id="sglang-vl", marks=[pytest.mark.slow, pytest.mark.long]),
+    pytest.param(("sglang", "text"), id="sglang-text", marks=[pytest.mark.slow, pytest.mark.long]),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    name, kind = request.param
+    with subject(name, kind, tmp_path_factory.mktemp(f"{name}-{kind}")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_cases, "LONGEST", LONGEST)  # of the forward pass that answers are compared with
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    return asyncio.run(asyncio.wait_for(work, rollout_cases.HANG))
+
+
+def gap(whole: Decoder, prompt: ModelInput, answer: Answer, prefix: tuple[int, ...] = (), **how: Any) -> float:
+    """The largest distance of an answer's log-probs from the trainer's."""
+    never = how.get("forbidden_ids", ())
+    expected = full_logprobs(whole, prompt, [*prefix, *answer.ids], how.get("temperature") or 1.0, never)
+    return float(np.abs(np.asarray(answer.logprobs) - expected[len(prefix) :]).max(initial=0.0))
+
+
+def test_rule_1_greedy_tokens_are_those_of_the_model(engine: Subject) -> None:
+    async def work() -> None:
+        whole, _ = await engine.serve()
+        for name, prompt in prompts(engine.kind).items():
+            how = sampling(engine.kind, max_new_tokens=12, temperature=0.0)
+            (answer,) = await collect(engine.engine.generate(request(name, prompt, **how)), 1)
+            logits = full_logits(whole, prompt, answer.ids)
+            logits[:, list(how["forbidden_ids"])] = -np.inf
+            assert list(answer.ids) == logits.argmax(axis=1).tolist(), name
+            assert gap(whole, prompt, answer, **how) < GAP
+
+    run(work())
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}], ids=str)
+def test_rule_2_log_probs_are_the_trainers(engine: Subject, how: dict[str, Any]) -> None:
+    """Those of softmax(logits / temperature) without forbidden tokens, not renormalised for top-p and top-k."""
+
+    async def work() -> None:
+        whole, version = await engine.serve()
+        for name, prompt in prompts(engine.kind).items():
+            given = sampling(engine.kind, max_new_tokens=16, **how)
+            for answer in await collect(engine.engine.generate(request(name, prompt, n=3, seed=1, **given)), 3):
+                assert gap(whole, prompt, answer, **given) < GAP, name
+                assert set(answer.versions) == {version}
+                assert not set(answer.ids) & set(given["forbidden_ids"])
+
+    run(work())
+
+
+def test_rule_3_a_stop_token_ends_a_response_and_is_its_last(engine: Subject) -> None:
+    async def work() -> list[Answer]:
+        await engine.serve()
+        stop = processor(engine.kind).eos_ids
+        how = sampling(engine.kind, max_new_tokens=150, temperature=3.0)
+        answers = await collect(engine.engine.generate(request("stop", prompts(engine.kind)["text"], n=8, **how)), 8)
+        for answer in answers:
+            ended = [token in stop for token in answer.ids]
+            assert ended[:-1] == [False] * (len(ended) - 1)
+            assert ended[-1] == (answer.finish is FinishReason.STOP) != (len(answer.ids) == 150)
+        return answers
+
+    assert FinishReason.STOP in {answer.finish for answer in run(work())}
+
+
+def test_rule_4_a_response_goes_on_from_its_prefix(engine: Subject) -> None:
+    """The prefix is not returned again, but counts. A whole response ends at once, with nothing new."""
+
+    async def work() -> None:
+        whole, _ = await engine.serve()
+        stop = processor(engine.kind).eos_ids[0]
+        prefixes = ((20, 21, 22), (), (15,) * 10, (20, stop))
+        for name, prompt in prompts(engine.kind).items():
+            how = sampling(engine.kind, max_new_tokens=10, temperature=0.9)
+            stream = engine.engine.generate(request(name, prompt, n=4, prefix=prefixes, **how))
+            answers = await collect(stream, 4)
+            for prefix, answer in zip(prefixes[:2], answers, strict=False):
+                assert len(answer.ids) == 10 - len(prefix) or answer.finish is FinishReason.STOP
+                assert gap(whole, prompt, answer, prefix, **how) < GAP, name
+            assert [(a.ids, a.finish) for a in answers[2:]] == [((), FinishReason.LENGTH), ((), FinishReason.STOP)]
+
+    run(work())
+
+
+def test_rule_5_an_abort_keeps_what_was_generated(engine: Subject) -> None:
+    async def work() -> None:
+        whole, _ = await engine.serve()
+        prompt, how = prompts(engine.kind)["long text"], {"max_new_tokens": 150}
+        await collect(engine.engine.generate(request("warm", prompt, n=3, max_new_tokens=3)), 3)  # compiled by now
+        task = asyncio.create_task(collect(engine.engine.generate(request("a-1", prompt, n=3, **how)), 3))
+        other = asyncio.create_task(collect(engine.engine.generate(request("a-10", prompt, **how)), 1))
+        await asyncio.sleep(0.2)
+        await engine.engine.abort("nobody")
+        await engine.engine.abort("a-1/1")
+        await asyncio.sleep(0.2)
+        await engine.engine.abort("a-1")
+        for answer in await task:
+            assert answer.finish in (FinishReason.ABORT, FinishReason.LENGTH)
+            assert gap(whole, prompt, answer) < GAP
+        (untouched,) = await other
+        assert (untouched.finish, len(untouched.ids)) == (FinishReason.LENGTH, 150)  # a-10 begins as a-1 does
+
+    run(work())
+
+
+def test_rule_6_nothing_is_generated_while_paused(engine: Subject) -> None:
+    async def work() -> None:
+        whole, _ = await engine.serve()
+        prompt = prompts(engine.kind)["text"]
+        running = asyncio.create_task(collect(engine.engine.generate(request("r", prompt, max_new_tokens=150)), 1))
+        await asyncio.sleep(0.3)
+        await engine.engine.pause()
+        waiting = asyncio.create_task(collect(engine.engine.generate(request("w", prompt, max_new_tokens=3)), 1))
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        await engine.engine.resume()
+        for answer in [*await running, *await waiting]:
+            assert answer.finish is FinishReason.LENGTH
+            assert gap(whole, prompt, answer) < GAP
+
+    run(work())
+
+
+def test_rule_7_after_an_update_all_is_of_the_new_weights(engine: Subject) -> None:
+    """Also what is kept of prompts that were seen before: the features of their images."""
+
+    async def work() -> None:
+        for seed in (1, 2, 1):
+            whole, version = await engine.serve(seed)
+            for name, prompt in prompts(engine.kind).items():
+                (answer,) = await collect(engine.engine.generate(request(name, prompt, max_new_tokens=6)), 1)
+                assert gap(whole, prompt, answer) < GAP, (seed, name)
+                assert set(answer.versions) == {version} == {engine.engine.stats().version}
+
+    run(work())
+
+
+def test_rule_8_tokens_know_their_weights_across_an_update(engine: Subject) -> None:
+    async def work() -> None:
+        old, before = await engine.serve(3)
+        names = [name for name in prompts(engine.kind) if name != "text"]
+        how = {"max_new_tokens": 140, "temperature": 1.0}
+        for name in names:  # compiled, where anything is
+            await collect(engine.engine.generate(request(f"warm {name}", prompts(engine.kind)[name], **how)), 1)
+        for delay in (0.1, 0.05, 0.2, 0.4, 0.8):  # machines differ
+            tasks = [
+                asyncio.create_task(collect(engine.engine.generate(request(n, prompts(engine.kind)[n], **how)), 1))
+                for n in names
+            ]
+            await asyncio.sleep(delay)
+            new, after = await engine.serve(4)
+            answers = [answer for task in tasks for answer in await task]
+            firsts = [answer.versions.count(before) for answer in answers]
+            if any(0 < first < 140 for first in firsts):
+                break
+            old, before = await engine.serve(3)
+        else:
+            pytest.fail("no response was ever under way")
+        for name, answer, first in zip(names, answers, firsts, strict=True):
+            assert answer.versions == (before,) * first + (after,) * (140 - first)
+            parts = [full_logprobs(whole, prompts(engine.kind)[name], answer.ids) for whole in (old, new)]
+            expected = np.concatenate([parts[0][:first], parts[1][first:]])
+            np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=GAP)
+
+    run(work())
+
+
+def test_rule_9_a_bad_request_is_refused_and_harms_nobody(engine: Subject) -> None:
+    async def work() -> None:
+        whole, _ = await engine.serve()
+        good = prompts(engine.kind)["text"]
+        vocabulary = whole.config.text.vocab_size
+        with pytest.raises(EngineError, match="vocabulary"):
+            engine.engine.generate(request("x", good, prefix=((vocabulary,),), max_new_tokens=4))
+        with pytest.raises(EngineError, match="max_sequence_tokens"):
+            engine.engine.generate(request("x", good, max_new_tokens=LONGEST))
+        with pytest.raises(EngineError, match="temperature"):
+            engine.engine.generate(request("x", good, max_new_tokens=4, temperature=float("nan")))
+        (answer,) = await collect(engine.engine.generate(request("x", good, max_new_tokens=4)), 1)
+        assert gap(whole, good, answer) < GAP
+
+    run(work())
+
+
+def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
+    async def work() -> None:
+        await engine.serve()
+        prompt = prompts(engine.kind)["text"]
+        task = asyncio.create_task(collect(engine.engine.generate(request("b", prompt, n=8, max_new_tokens=150)), 8))
+        while not engine.engine.stats().running:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="running"):
+            await engine.engine.sleep()
+        await task
+        await engine.engine.sleep()
+        await engine.engine.wake()
+        await engine.serve()  # what a server has after sleeping is up to its settings
+        (answer,) = await collect(engine.engine.generate(request("c", prompt, max_new_tokens=4)), 1)
+        assert gap(model(engine.kind), prompt, answer) < GAP
+
+    run(work())
+
+
+def test_rule_11_media_of_the_same_pixels_are_told_apart(engine: Subject) -> None:
+    """By their shape, their time, and whether they are images or frames."""
+    if engine.kind == "text":
+        pytest.skip("has no media")
+    prepare = processor(engine.kind).prepare
+    film = clip(16, 56, 56, 5)
+    shapes = [(28, 112), (56, 56), (112, 28)]
+    asked = [prepare("<image> here", [("image", picture(*shape, 0, blank=True))]) for shape in shapes]
+    blank = np.zeros_like(prepare("<video>", [("video", film)]).vision.patches_PX)  # type: ignore[union-attr]
+    slow = prepare("<video> here", [("video", clip(16, 56, 56, 5, rate=2))])
+    fast = prepare("<video> here", [("video", film)])
+    asked += [slow, fast, *(_with_pixels(prompt, blank) for prompt in (slow, fast))]
+    asked.append(prepare("<image> <video>", [("image", picture(56, 56, 0, blank=True)), ("video", film)]))
+    asked.append(_with_pixels(asked[-1], np.zeros((len(blank) + 16, blank.shape[1]), np.float32)))
+
+    async def work() -> None:
+        whole, _ = await engine.serve()
+        streams = [engine.engine.generate(request(f"{i}", p, max_new_tokens=4)) for i, p in enumerate(asked)]
+        answers = await asyncio.gather(*(collect(stream, 1) for stream in streams))  # together: batches mix them
+        for number, (prompt, (answer,)) in enumerate(zip(asked, answers, strict=True)):
+            assert gap(whole, prompt, answer) < GAP, number
+
+    run(work())
+
+
+def _with_pixels(prompt: ModelInput, patches_PX: np.ndarray) -> ModelInput:
+    assert prompt.vision is not None
+    return dataclasses.replace(prompt, vision=dataclasses.replace(prompt.vision, patches_PX=patches_PX))
+
+
+def test_rule_12_generated_placeholders_are_text(engine: Subject) -> None:
+    """A model that may draw media tokens draws them as words; a response with some goes on elsewhere as it was."""
+    if engine.kind == "text":
+        pytest.skip("has no media")
+
+    async def work() -> None:
+        whole, _ = await engine.serve()
+        drawn = processor(engine.kind).media_token_ids
+        prompt = prompts(engine.kind)["mixed"]
+        prefix = (*drawn, *drawn[::-1], 20)
+        (answer,) = await collect(engine.engine.generate(request("p", prompt, prefix=(prefix,), max_new_tokens=20)), 1)
+        assert gap(whole, prompt, answer, prefix) < GAP
+
+    run(work())

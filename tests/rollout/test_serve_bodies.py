@@ -1,0 +1,246 @@
+"""Whatever a client of `rollout.serve` sends is answered, what is wrong with 4xx, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+import pathlib
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_cases import HANG, VL
+from serve_cases import (
+    Served,
+    checkpoints,
+    refused,
+    run,
+    serving,
+    single,
+)
+
+from rollout import wire
+from rollout.serve_app import weight_version
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    return checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def vl(folders: dict[str, pathlib.Path]) -> pathlib.Path:
+    return folders["vl"]
+
+
+def test_only_those_with_the_token_are_served(vl):
+    async def test() -> None:
+        async with serving(vl, token="secret") as served:
+            await served.ok("/generate", single(served, "r", stream=False))
+            for value in ("", "Bearer", "Bearer secre", "Bearer secret2", "secret", "Bearer ü"):
+                for path in ("/generate", "/nothing", "/metrics", "/health/"):
+                    async with served.client.post(path, json={}, headers={"Authorization": value}) as reply:
+                        assert reply.status == 401 and "secret" not in await reply.text()
+                async with served.client.get("/health", headers={"Authorization": value}) as reply:
+                    assert reply.status == 200
+
+    run(test())
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": None}, "input_ids must be"),
+    ({"input_ids": []}, "input_ids must be"),
+    ({"input_ids": [[]]}, "input_ids of"),
+    ({"input_ids": [[1], 2], "rid": None}, "must be a list of integers"),
+    ({"input_ids": [1.5]}, "must be a list of integers"),
+    ({"input_ids": [True]}, "must be a list of integers"),
+    ({"input_ids": [10**30]}, "vocabulary of"),
+    ({"input_ids": [-1]}, "vocabulary of"),
+    ({"input_ids": [1, 60]}, "vocabulary of"),
+    ({"input_ids": [8] * 100}, "exceed rollout.max_sequence_tokens=64"),
+    ({"rid": ""}, "rid must be"),
+    ({"rid": 3}, "rid must be"),
+    ({"input_ids": [[8], [9]], "rid": ["a", "a"]}, "two samples"),
+    ({"input_ids": [[8], [9]], "rid": ["a"]}, "rid must be a list with one entry for each of the 2 input_ids"),
+    ({"input_ids": [[8], [9]], "rid": "a"}, "rid must be a list"),
+    ({"sampling_params": 3}, "sampling_params of"),
+    ({"sampling_params": {"frequency_penalty": 1}}, "frequency_penalty is not known"),
+    ({"sampling_params": {"n": 2}}, "n must be an integer of 1 .. 1"),
+    ({"sampling_params": {"max_new_tokens": "3"}}, "max_new_tokens must be an integer"),
+    ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens=0"),
+    ({"sampling_params": {"max_new_tokens": 2**40}}, "max_new_tokens="),
+    ({"sampling_params": {"temperature": -1}}, "temperature="),
+    ({"sampling_params": {"temperature": [1]}}, "temperature must be a number"),
+    ({"sampling_params": {"temperature": 10**400}}, "temperature must be a number"),
+    ({"sampling_params": {"temperature": float("nan")}}, "temperature=nan must be finite"),
+    ({"sampling_params": {"top_p": 0}}, "top_p="),
+    ({"sampling_params": {"top_k": -2}}, "top_k="),
+    ({"sampling_params": {"stop_token_ids": [{}]}}, "stop_token_ids must be a list"),
+    ({"sampling_params": {"stop_token_ids": 3}}, "stop_token_ids must be a list"),
+    ({"sampling_params": {"logit_bias": {"3": -5}}}, "which forbids a token"),
+    ({"sampling_params": {"logit_bias": {"3": float("nan")}}}, "which forbids a token"),
+    ({"sampling_params": {"logit_bias": {"x": -1e30}}}, "some token ids"),
+    ({"sampling_params": {"logit_bias": [3]}}, "some token ids"),
+    ({"sampling_params": {"logit_bias": {str(id): -1e30 for id in range(60)}}}, "every token"),
+    ({"sampling_params": {"stream_interval": 0}}, "stream_interval must be"),
+    ({"sampling_params": {"sampling_seed": "1"}}, "sampling_seed must be"),
+    ({"sampling_params": {"custom_params": [1]}}, "custom_params must be"),
+    ({"sampling_params": {"custom_params": {"sample": -1}}}, "custom_params.sample must be"),
+    ({"sampling_params": {"custom_params": {"begun": 3}}}, "custom_params.begun must be"),
+    ({"image_data": [3]}, "image_data must have strings"),
+    ({"image_data": ["x" * 5000]}, "image_data of.*1 for 0 placeholders"),
+    ({"input_ids": [8, 6, 9]}, "image_data of.*0 for 1 placeholders"),
+    ({"image_data": [wire.FORMAT + "{"]}, "media: "),
+    ({"image_data": [wire.FORMAT + '{"key": "k"}']}, "positions"),
+    ({"image_data": [wire.FORMAT + '{"key": "k"}', "x"]}, "one entry in our format"),
+]
+
+
+def test_bad_bodies_are_refused_by_the_name_of_the_field(vl):
+    async def test() -> None:
+        async with serving(vl) as served:
+            plain = {"input_ids": [8, 9, 10], "sampling_params": {"max_new_tokens": 2}}
+            for changes, complaint in BAD:
+                await refused(served, plain | changes, complaint)
+            for raw in (b"", b"[1", b"[]", b"3", b"\xff", b"[" * 10**5, b'{"rid": ' + b"9" * 10**4 + b"}"):
+                for path in ("/generate", "/abort_request", "/update_weights_from_disk", "/update_weight_version"):
+                    async with served.client.post(path, data=raw) as reply:
+                        assert reply.status == 400, (raw[:20], await reply.text())
+            await served.ok("/generate", plain)
+            assert served.engine.stats().running == served.engine.stats().waiting == 0
+
+    run(test())
+
+
+def test_a_batch_with_one_bad_request_leaves_no_trace(vl):
+    async def test() -> None:
+        async with serving(vl) as served:
+            await served.ok("/pause_generation", {"mode": "in_place"})
+            long = {"input_ids": [[8], [9] * 60], "rid": ["a", "b"], "sampling_params": {"max_new_tokens": 9}}
+            await refused(served, long, "request 'b/'.*exceed rollout.max_sequence_tokens")
+            assert served.engine.stats().waiting == 0 and not served.server._answers
+
+    run(test())
+
+
+def test_media_in_our_format_that_do_not_fit_are_refused(vl):
+    async def test() -> None:
+        async with serving(vl) as served:
+            good = single(served, "r", 4) | served_media(served, "mixed")
+            await served.ok("/generate", good)
+
+            def changed(field: str, **changes: Any) -> dict[str, Any]:
+                media = json.loads(good[field][0][len(wire.FORMAT) :])
+                return good | {field: [wire.FORMAT + json.dumps(media | {"key": uuid.uuid4().hex} | changes)]}
+
+            def ints(*shape: int, value: int = 2) -> Any:
+                return wire.array_json(np.full(shape, value, np.int32))
+
+            def floats(*shape: int) -> Any:
+                return wire.array_json(np.full(shape, np.nan, np.float32))
+
+            for body, complaint in [
+                (good | {"input_ids": good["input_ids"][:-1]}, "positions has the shape"),
+                (changed("image_data", grid_thw=ints(2, 3)), "grids of 16"),
+                (changed("image_data", grid_thw=ints(2, 3, value=0)), "grid_thw must have sides"),
+                (changed("image_data", grid_thw=ints(2, 3, value=-4)), "grid_thw must have sides"),
+                (changed("image_data", grid_thw=ints(6)), "must be .P, X. and int32"),
+                (changed("image_data", grid_thw=floats(2, 3)), "must be .P, X."),
+                (changed("image_data", grid_thw=None), "grid_thw"),
+                (changed("video_data", patches={"dtype": "int32", "shape": [10**30], "data": ""}), "patches"),
+                (changed("video_data", patches={"dtype": "object", "shape": [1], "data": ""}), "none of"),
+                (changed("video_data", patches=ints(4, 4)), "video_data"),
+                (changed("image_data", positions=ints(3, 2)), "positions has the shape"),
+                (changed("image_data", positions=None), "positions"),
+                (changed("image_data", position_delta=1.5), "position_delta"),
+                (changed("image_data", position_delta=2**40), "next_position"),
+                (changed("image_data", patches=floats(24, VL.vision.patch_values)), "NaN or infinity"),
+                (good | {"video_data": ["x"]}, "must have one format"),
+            ]:  # fmt: skip
+                await refused(served, body, complaint)
+            await served.ok("/generate", good)
+
+    run(test())
+
+
+def served_media(served: Served, name: str) -> dict[str, Any]:
+    body = served.body(served.request(name, rid="m", max_new_tokens=4), stream=False)
+    return {key: value[0] if isinstance(value, list) else value for key, value in body.items()}
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every part of a JSON value."""
+    found = [path]
+    items = value.items() if isinstance(value, dict) else enumerate(value[:4]) if isinstance(value, list) else ()
+    for key, inner in items:
+        found += places(inner, (*path, key))
+    return found
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    value = copy.copy(value)
+    value[path[0]] = replaced(value[path[0]], path[1:], new)
+    return value
+
+
+@pytest.fixture(scope="module")
+def live(vl):
+    """A server that goes on between the examples of a test: `(served, run)`."""
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        served = runner.run(stack.enter_async_context(serving(vl)))
+        yield served, runner.run
+        runner.run(stack.aclose())
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_body_is_answered_and_the_server_goes_on(live, data):
+    served, run = live
+    name = data.draw(st.sampled_from(["text", "image", "mixed"]))
+    good = served.body(served.request(name, rid="f", n=2, max_new_tokens=3), stream=data.draw(st.booleans()))
+    body: Any = good
+    for field in (set(good) & set(wire.FIELDS)) if data.draw(st.booleans()) else ():
+        media = json.loads(good[field][0][0][len(wire.FORMAT) :])
+        media = replaced(media, data.draw(st.sampled_from(places(media))), data.draw(JUNK))
+        body = replaced(body, (field, 0, 0), wire.FORMAT + json.dumps(media))
+    for _ in range(data.draw(st.integers(0, 2))):
+        body = replaced(body, data.draw(st.sampled_from(places(body))), data.draw(JUNK))
+    status, reply = run(asyncio.wait_for(served.post("/generate", body), HANG))
+    assert status in (200, 400), reply
+    assert status == 400 or body != good or "error" not in reply
+    assert run(served.get("/health")) == ""
+    assert not served.server._answers
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(path=st.sampled_from(["/abort_request", "/pause_generation", "/continue_generation", "/update_weight_version",
+                             "/update_weights_from_disk", "/weights_checker"]),
+       body=JUNK | st.dictionaries(st.sampled_from(["rid", "abort_all", "mode", "model_path", "weight_version",
+                                                    "new_version", "action"]), JUNK))  # fmt: skip
+def test_any_command_is_answered(live, path, body):
+    served, run = live
+    status, reply = run(asyncio.wait_for(served.post(path, body), HANG))
+    assert status in (200, 400), reply
+    run(served.ok("/continue_generation"))
+
+
+@given(st.integers(0, 10**18 - 1))
+def test_versions_are_written_as_they_were_read(number):
+    assert weight_version(str(number)) == number
