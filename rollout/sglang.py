@@ -157,6 +157,8 @@ class ServerClient:
     async def _reach(
         self, method: str, route: str, body: Json | None, seconds: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session is not None and self._session.closed:
+            raise ServerError(f"{self.address}{route}: its server has come up elsewhere, or the fleet is closed")
         if self._session is None:
             # Each stream is a connection; how many there are is up to whoever asks.
             connector = aiohttp.TCPConnector(limit=0)

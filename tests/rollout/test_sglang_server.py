@@ -1,0 +1,212 @@
+"""What SGLang does behind the protocol: streams, pauses, weights that did not arrive, images of its own, its death.
+
+Every test needs `bash scripts/test_sglang.sh`, which runs this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import rollout_cases
+from protocol_cases import LONGEST, ROOT, Subject, model, picture, processor, prompts, sglang_python, subject
+from rollout_cases import collect, full_logprobs, request
+
+import models
+from models.hf import disk_tensors
+from rollout import wire
+from rollout.engine import FinishReason
+from rollout.requests import checked
+from rollout.sglang import Refused, SampleReply, ServerClient
+from rollout.weights.checksums import Checksums, WeightsMismatch
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+Result = TypeVar("Result")
+GAP = 1e-4  # absolute, float32
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    with subject("sglang", "vl", tmp_path_factory.mktemp("sglang")) as made:
+
+        async def started() -> None:
+            await made.serve()
+            await collect(made.engine.generate(request("first", prompts("vl")["text"], max_new_tokens=1)), 1)
+
+        run(started())
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_cases, "LONGEST", LONGEST)
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    return asyncio.run(asyncio.wait_for(work, rollout_cases.HANG))
+
+
+def plain(rid: str, ids: list[int], **how: Any) -> dict[str, Any]:
+    """A body without anything of ours."""
+    sampling = {"temperature": 0, "ignore_eos": True, **how}
+    return {"rid": rid, "input_ids": ids, "return_logprob": True, "sampling_params": sampling}
+
+
+async def with_client(server: Subject, work: Callable[[ServerClient], Awaitable[None]]) -> None:
+    client = server.client()
+    try:
+        await work(client)
+    finally:
+        await client.close()
+
+
+async def ask(client: ServerClient, body: dict[str, Any]) -> Any:
+    return await client._order("/generate", body, seconds=60.0)
+
+
+def test_streaming_equals_not_streaming(server: Subject) -> None:
+    async def work(client: ServerClient) -> None:
+        await server.serve()
+        for name, prompt in prompts("vl").items():
+            asked = checked(request(name, prompt, max_new_tokens=12, temperature=0.0), server.fleet.limits)  # type: ignore[union-attr]
+            body = wire.request_body(asked, {0: f"stream-{name}"}, model("vl").config, interval=3)
+            reply = SampleReply(f"stream-{name}")
+            version = server.engine.stats().version
+            ended = [r async for r in client.generate(body, [reply], model("vl").config.text.vocab_size, version)]
+            assert ended == [reply]
+            whole = (await ask(client, {**body, "stream": False, "rid": [f"whole-{name}"]}))[0]
+            assert whole["output_ids"] == reply.ids
+            logprobs = [entry[0] for entry in whole["meta_info"]["output_token_logprobs"]]
+            np.testing.assert_allclose(logprobs, reply.logprobs, rtol=0, atol=GAP)
+
+    run(with_client(server, work))
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_pause_modes(server: Subject, mode: Any) -> None:
+    """`abort` ends what runs with what it has; the others go on where they were."""
+
+    async def work(client: ServerClient) -> None:
+        whole, _ = await server.serve()
+        prompt = prompts("vl")["text"]
+        ids = prompt.token_ids_T.tolist()
+        body = plain(f"paused-{mode}", ids, max_new_tokens=200, temperature=1.0)
+        running = asyncio.create_task(ask(client, body))
+        await asyncio.sleep(0.5)
+        await client.pause(mode)
+        waiting = asyncio.create_task(ask(client, plain(f"later-{mode}", ids, max_new_tokens=2)))
+        await asyncio.sleep(1.0)
+        assert not waiting.done() and running.done() == (mode == "abort")
+        await client.resume()
+        answer = await running
+        assert answer["meta_info"]["finish_reason"]["type"] == ("abort" if mode == "abort" else "length")
+        logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        expected = full_logprobs(whole, prompt, answer["output_ids"])
+        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=GAP)
+        assert len((await waiting)["output_ids"]) == 2
+
+    run(with_client(server, work))
+
+
+def test_an_image_to_decode_gives_what_ours_give(server: Subject) -> None:
+    """One unexpanded placeholder an image, decoded and normalised by SGLang itself: the same pixels."""
+
+    async def work(client: ServerClient) -> None:
+        await server.serve()
+        shots = [picture(56, 84, 0), picture(84, 28, 1)]
+        prompt = processor("vl").prepare("<image> and <image>", [("image", shot) for shot in shots])
+        pad = model("vl").config.image_token_id  # type: ignore[union-attr]
+        ids = prompt.token_ids_T.tolist()
+        short = [id for place, id in enumerate(ids) if id != pad or ids[place - 1] != pad]
+        assert short.count(pad) == 2
+        body = plain("decoded", short, max_new_tokens=8) | {"image_data": [base64.b64encode(s).decode() for s in shots]}
+        answer = await ask(client, body)
+        assert answer["meta_info"]["prompt_tokens"] == len(ids)
+        logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        expected = full_logprobs(model("vl"), prompt, answer["output_ids"])
+        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=GAP)
+
+    run(with_client(server, work))
+
+
+def test_weights_that_did_not_arrive_are_noticed(server: Subject, tmp_path: pathlib.Path) -> None:
+    """SGLang reports success for a checkpoint that lacks a tensor; the checksums do not."""
+
+    async def work(client: ServerClient) -> None:
+        await server.serve(5)
+        sums = Checksums()
+        wanted = model("vl", 6)
+        models.save(wanted, tmp_path / "whole")
+        for name, tensor in disk_tensors(wanted.config, models.split(wanted)[1]):
+            sums.add(name, tensor)
+        cut = _without(tmp_path, "model.layers.1.mlp.up_proj.weight")
+        await client.pause("retract")
+        await client.update_from_disk(str(cut), 1)
+        with pytest.raises(WeightsMismatch, match=r"model\.layers\.1\.mlp\.gate_up_proj\.weight has the checksum"):
+            sums.check(await client.checksums(), client.address)
+        await client.update_from_disk(str(tmp_path / "whole"), 2)
+        sums.check(await client.checksums(), client.address)
+        with pytest.raises(Refused, match="no-such-folder"):
+            await client.update_from_disk(str(tmp_path / "no-such-folder"), 3)
+        await client.resume()
+        whole, _ = await server.serve()  # the fleet did not know of this
+        (answer,) = await collect(server.engine.generate(request("a", prompts("vl")["image"], max_new_tokens=4)), 1)
+        np.testing.assert_allclose(
+            answer.logprobs, full_logprobs(whole, prompts("vl")["image"], answer.ids), rtol=0, atol=GAP
+        )
+
+    run(with_client(server, work))
+
+
+def _without(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """A copy of the checkpoint in `folder / "whole"` that lacks a tensor."""
+    from safetensors.numpy import load_file, save_file
+
+    cut = folder / "cut"
+    cut.mkdir()
+    tensors = load_file(folder / "whole" / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, cut / "model.safetensors", {"format": "pt"})
+    (cut / "config.json").write_bytes((folder / "whole" / "config.json").read_bytes())
+    return cut
+
+
+def test_a_killed_server_loses_nothing_and_comes_back(server: Subject) -> None:
+    async def work() -> None:
+        whole, version = await server.serve(7)
+        prompt = prompts("vl")["mixed"]
+        task = asyncio.create_task(collect(server.engine.generate(request("k", prompt, n=3, max_new_tokens=150)), 3))
+        await asyncio.sleep(0.4)
+        assert not task.done() and server.process is not None
+        os.killpg(server.process.pid, signal.SIGKILL)
+        for answer in await task:  # there is no other server: they wait for this one
+            assert (answer.finish, len(answer.ids), set(answer.versions)) == (FinishReason.LENGTH, 150, {version})
+            np.testing.assert_allclose(answer.logprobs, full_logprobs(whole, prompt, answer.ids), rtol=0, atol=GAP)
+
+    run(work())
+
+
+def test_training_with_two_servers(tmp_path: pathlib.Path) -> None:
+    """The shipped configuration, as a user runs it."""
+    before = set(pathlib.Path("/dev/shm").glob("fluxjax-weights-*"))  # of other tests
+    command = [
+        *(sys.executable, "-m", "fluxjax.train", "--config=configs/vlm_sglang.py:debug"),
+        f"--config.servers.python={sglang_python()}",
+        f"--config.run_dir={tmp_path / 'run'}",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 5 and summary["complete"]
+    assert 0 < summary["logprob_gap_max"] < GAP
+    assert set(pathlib.Path("/dev/shm").glob("fluxjax-weights-*")) <= before
