@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,22 +72,15 @@ class SharedFolders:
                 f"{folder}: version {version} needs {size / 2**20:.0f} MiB of shared memory, {free / 2**20:.0f} are "
                 "free; raise the limit of /dev/shm (docker: --shm-size)"
             )
-        checksums = Checksums()
-
-        def tensors() -> Iterator[np.ndarray]:
-            for name, value in disk_tensors(self._config, dict(params)):
-                tensor = value.astype(self._dtype, copy=False)
-                checksums.add(name, tensor)
-                yield tensor
-
+        tensors = (value.astype(self._dtype, copy=False) for _, value in disk_tensors(self._config, dict(params)))
         folder.mkdir(exist_ok=True)
         try:
-            write_weights(folder / SINGLE, contents, tensors())
+            write_weights(folder / SINGLE, contents, tensors)
             write_json(folder / "config.json", write_config(self._config))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return Published(version, folder, checksums, size)
+        return Published(version, folder, Checksums(folder / SINGLE, self._config.text.num_kv_heads), size)
 
     def keep(self, wanted: Sequence[Published]) -> None:
         """Removes all others but the newest before them, which a server that is coming up may be reading."""

@@ -62,8 +62,9 @@ def processor(kind: str) -> Processor:
 
 def _settings(kind: str) -> ModelConfig:
     if kind == "text":
-        return ModelConfig(vision=False, tie_word_embeddings=True)
-    return ModelConfig(patch_size=14, window_size=56, mrope_section=(2, 3, 3))  # SGLang knows patches of 14 only
+        return ModelConfig(vision=False, tie_word_embeddings=True, intermediate_size=128)
+    # SGLang knows patches of 14 only.
+    return ModelConfig(patch_size=14, window_size=56, mrope_section=(2, 3, 3), intermediate_size=128)
 
 
 def model(kind: str, seed: int = 0) -> Decoder:
@@ -153,24 +154,27 @@ def checkpoint(kind: str, folder: pathlib.Path) -> Iterator[pathlib.Path]:
     yield folder
 
 
-def command(name: str, folder: pathlib.Path) -> ServerCommand:
+def command(name: str, folder: pathlib.Path, ranks: int = 1) -> ServerCommand:
     """How a server of this kind is started on a CPU."""
     if name == "serve":
         sizes = ("--slots", str(SLOTS), "--max-sequence-tokens", str(LONGEST), "--dtype", "float32")
         return ServerCommand("serve", str(folder), sys.executable, sizes, {"PYTHONPATH": str(ROOT)})
-    flags = (*SGLANG_FLAGS, "--dtype", "float32", "--max-running-requests", str(SLOTS))
-    return ServerCommand("sglang", str(folder), sglang_python(), flags, SGLANG_ENVIRONMENT)
+    flags = (*SGLANG_FLAGS, "--dtype", "float32", "--max-running-requests", str(SLOTS), "--tp-size", str(ranks))
+    environment = {**SGLANG_ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
+    return ServerCommand(
+        "sglang", str(folder), sglang_python(), flags, environment if ranks > 1 else SGLANG_ENVIRONMENT
+    )
 
 
 @contextlib.contextmanager
-def subject(name: str, kind: str, folder: pathlib.Path) -> Iterator[Subject]:
+def subject(name: str, kind: str, folder: pathlib.Path, ranks: int = 1) -> Iterator[Subject]:
     whole = model(kind)
     if name == "jax":
         engine = JaxEngine(whole, slots=SLOTS, max_sequence_tokens=LONGEST)
         yield Subject(name, kind, engine)
         return
     with checkpoint(kind, folder / "model") as saved:
-        process = LocalServer(command(name, saved), folder / "server.log")
+        process = LocalServer(command(name, saved, ranks), folder / "server.log")
         fleet = Fleet(
             whole.config,
             limits(kind),

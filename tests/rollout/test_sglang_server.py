@@ -23,7 +23,6 @@ from protocol_cases import LONGEST, ROOT, Subject, model, picture, processor, pr
 from rollout_cases import collect, full_logprobs, request
 
 import models
-from models.hf import disk_tensors
 from rollout import wire
 from rollout.engine import FinishReason
 from rollout.requests import checked
@@ -144,11 +143,9 @@ def test_weights_that_did_not_arrive_are_noticed(server: Subject, tmp_path: path
 
     async def work(client: ServerClient) -> None:
         await server.serve(5)
-        sums = Checksums()
         wanted = model("vl", 6)
         models.save(wanted, tmp_path / "whole")
-        for name, tensor in disk_tensors(wanted.config, models.split(wanted)[1]):
-            sums.add(name, tensor)
+        sums = Checksums(tmp_path / "whole" / "model.safetensors", wanted.config.text.num_kv_heads)
         cut = _without(tmp_path, "model.layers.1.mlp.up_proj.weight")
         await client.pause("retract")
         await client.update_from_disk(str(cut), 1)
@@ -194,6 +191,31 @@ def test_a_killed_server_loses_nothing_and_comes_back(server: Subject) -> None:
             np.testing.assert_allclose(answer.logprobs, full_logprobs(whole, prompt, answer.ids), rtol=0, atol=GAP)
 
     run(work())
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank is bound to a core of its own")
+def test_weights_over_two_ranks(tmp_path: pathlib.Path) -> None:
+    """What each rank holds is told from the whole tensors; a wrong one is noticed there, too."""
+    with subject("sglang", "vl", tmp_path, ranks=2) as divided:
+
+        async def work() -> None:
+            whole, _ = await divided.serve(8)
+            for name, prompt in prompts("vl").items():
+                (answer,) = await collect(divided.engine.generate(request(name, prompt, max_new_tokens=4)), 1)
+                expected = full_logprobs(whole, prompt, answer.ids)
+                np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=GAP)
+            client = divided.client()
+            held = await client.checksums()
+            await client.close()
+            assert len(held) == 2
+            models.save(whole, tmp_path / "whole")
+            sums = Checksums(tmp_path / "whole" / "model.safetensors", whole.config.text.num_kv_heads)
+            sums.check(held, "server")
+            held[1] = {**held[1], "model.layers.0.self_attn.o_proj.weight": "0" * 16}
+            with pytest.raises(WeightsMismatch, match=r"server, rank 1: .*o_proj"):
+                sums.check(held, "server")
+
+        run(work())
 
 
 def test_training_with_two_servers(tmp_path: pathlib.Path) -> None:
