@@ -20,7 +20,7 @@ ENVIRONMENT = (
     "HF_HUB_OFFLINE=1",
     "TOKENIZERS_PARALLELISM=false",
 )
-FLAGS = ("--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "32768", "--sleep-on-idle")
+FLAGS = ("--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle")
 
 
 def get_config(variant: str = "") -> Config:
@@ -41,6 +41,7 @@ def get_config(variant: str = "") -> Config:
         return config
     config.rollout.engine = RolloutEngine.SGLANG
     config.rollout.slots = 64  # of each server
+    config.rollout.kv_tokens = 32768
     config.servers.python = ".sglang/bin/python"
     config.servers.environment = ENVIRONMENT
     config.servers.flags = FLAGS

@@ -18,17 +18,17 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from models.config import AnyConfig
 
 from . import wire
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, TokenChunk
-from .fleet_job import FleetJob, Server
+from .fleet_job import Attempt, FleetJob, Server, ServerStatus
 from .local_server import LocalServer
 from .requests import EngineLimits, ended_before
-from .sglang import CONNECT, SampleReply, ServerClient, ServerError
+from .sglang import CONNECT, Refused, SampleReply, ServerClient, ServerError
 from .weights.published import Published, SharedFolders
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class FleetOptions:
     look_every: float = 1.0  # seconds between two looks at a server
     attempts: int = 4  # servers that a request may lose before it fails
     token: str = ""  # that servers beyond this host ask for
-    interval: int = 16  # tokens between two looks at a response; those since the last one are lost with a server
+    interval: int = 16  # tokens between two looks at a response, at least; those since then are lost with a server
 
 
 class Fleet:
@@ -80,16 +80,18 @@ class Fleet:
         self._changed = asyncio.Event()  # replaced each time it is set
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
+        self._lock = threading.RLock()  # of the two below, and of what is given to the loop
         self._closed = False
 
     def start(self) -> None:
         """Starts the servers; the first use does, too. It may be called again."""
-        if self._closed:
-            raise EngineError("the fleet is closed")
-        if self._thread.ident is None:
-            self._thread.start()
-            for member in self._first:
-                self.join(member)
+        with self._lock:
+            if self._closed:
+                raise EngineError("the fleet is closed")
+            if self._thread.ident is None:
+                self._thread.start()
+                for member in self._first:
+                    self.join(member)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -97,30 +99,30 @@ class Fleet:
 
     def call(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
         """Runs in the fleet's thread."""
-        try:
-            self.start()
-        except EngineError:
-            work.close()
-            raise
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            try:
+                self.start()
+            except EngineError:
+                work.close()
+                raise
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Ends servers of this fleet, and whatever still runs. It may be called again."""
-        if not self._closed and self._thread.ident is not None:
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        self._closed = True
-        self._loop.close()
-        self._folders.close()
+        """Ends servers of this fleet, and whatever still runs: requests fail. It may be called again."""
+        with self._lock:
+            if not self._closed and self._thread.ident is not None:
+                asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+            self._closed = True
+            self._loop.close()
+            self._folders.close()
 
     async def _close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for server in self._servers:
-            await server.client.close()
-        await asyncio.gather(*(asyncio.to_thread(s.process.stop) for s in self._servers if s.process))
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # requests and orders, too
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.shutdown_default_executor()
 
     # --- membership -----------------------------------------------------------------------------
@@ -150,7 +152,9 @@ class Fleet:
             raise EngineError(f"no {name} in the fleet; there are {', '.join(s.name for s in self._servers)}")
         server.leaving = True
         self._servers.remove(server)
+        server.reason = "left"
         self._lower(server)
+        server.suspect()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
@@ -166,6 +170,14 @@ class Fleet:
     # --- the life of a server -------------------------------------------------------------------
 
     async def _look_after(self, server: Server) -> None:
+        try:
+            await self._live(server)
+        finally:  # also of those that left
+            await server.client.close()
+            if server.process is not None:
+                await asyncio.to_thread(server.process.stop)
+
+    async def _live(self, server: Server) -> None:
         trouble = 0  # in a row
         while not server.leaving:
             began = time.monotonic()
@@ -174,38 +186,41 @@ class Fleet:
                 trouble = 0
                 await self._watch(server)
             except EngineError as error:
-                reason = str(error)
-            except Exception as error:  # weights that did not arrive, a full disk: no restart mends that
-                self._fatal = error
-                reason = str(error)
+                server.reason = str(error)
+            except Exception as error:
+                self._fail(error)
+                server.reason = str(error)
             else:
-                reason = "left"
-            server.reason = reason
+                return
             self._lower(server)
             if server.leaving or self._fatal is not None:
-                break
-            log.warning("%r is lost: %s", server, reason)
+                return
+            log.info("%r is lost: %s", server, server.reason)  # who shows `servers` tells users
             if server.process is not None:
                 await asyncio.to_thread(server.process.kill)
             server.restarts += 1
             trouble += 1
             if trouble > 1:  # it did not even come up
-                await asyncio.sleep(max(0.0, min(2.0**trouble, 30.0) - (time.monotonic() - began)))
-        if server.process is not None:
-            await asyncio.to_thread(server.process.stop)
-        self._tell()
+                server.suspected.clear()
+                with contextlib.suppress(TimeoutError):
+                    wait = max(0.0, min(2.0**trouble, 30.0) - (time.monotonic() - began))
+                    await asyncio.wait_for(server.suspected.wait(), wait)
 
     async def _raise_up(self, server: Server) -> None:
         if server.process is not None:
             await server.client.close()
-            server.process.start()
+            server.process.start()  # in this thread: Linux takes it for the parent that the process is bound to
             server.client = ServerClient(server.process.address, token=self.options.token)
         deadline = time.monotonic() + self.options.start_seconds
         while True:
-            self._check_process(server)
+            server.check_process()
+            if server.leaving:
+                return
             try:
                 await server.client.load(CONNECT)
                 break
+            except Refused:  # no waiting helps
+                raise
             except EngineError as error:
                 if time.monotonic() > deadline:
                     raise ServerError(
@@ -215,9 +230,9 @@ class Fleet:
         server.holds = None
         server.served.clear()
         server.down.clear()
-        server.suspected.clear()
         server.trouble = ""
         await self._bring(server)
+        server.cleared = server.doubts
         server.up = True
         self._tell()
 
@@ -227,16 +242,30 @@ class Fleet:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(server.suspected.wait(), self.options.look_every)
             server.suspected.clear()
-            self._check_process(server)
+            server.check_process()
             if server.trouble:
                 raise ServerError(server.trouble)
-            if not server.lock.locked():  # while its weights change, it may be silent
-                server.load = await server.client.load(self.options.patience)
+            changing = server.lock.locked()  # its weights, say: it may be silent
+            try:
+                if not changing:
+                    await server.look(self.options.patience)
+                    self._tell()
+            except ServerError:
+                if not (changing := server.lock.locked()):
+                    raise
+            excused = changing or self._paused[server.seat]
+            server.check_silence(excused, self.options.patience, self.options.start_seconds)
 
-    def _check_process(self, server: Server) -> None:
-        if server.process is not None and (status := server.process.ended()) is not None:
-            raise ServerError(f"its process ended with status {status}; its log, {server.process.log}, ends with:\n"
-                              f"{server.process.last_words()}")  # fmt: skip
+    def _lose(self, server: Server, why: str) -> None:
+        """Ends this life of a server: the next one gets the weights and the orders of its seat."""
+        server.trouble = why
+        server.suspect()
+        self._lower(server)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends it all: weights that did not arrive, a full disk. No restart mends that."""
+        self._fatal = self._fatal or error
+        self._tell()
 
     def _lower(self, server: Server) -> None:
         server.up = False
@@ -256,9 +285,9 @@ class Fleet:
             try:
                 await self._bring(server)
             except EngineError as error:
-                server.trouble = f"it did not take version {version} of the weights: {error}"
-                server.suspected.set()
-                self._lower(server)
+                self._lose(server, f"it did not take version {version} of the weights: {error}")
+            except Exception as error:
+                self._fail(error)
 
         await asyncio.gather(*(bring(server) for server in self._servers if server.seat == seat and server.up))
         self._folders.keep([published for published in self._wanted if published is not None])
@@ -267,15 +296,19 @@ class Fleet:
     async def _bring(self, server: Server) -> None:
         """Brings a server to the weights of its seat, and proves it, before it generates anything with them."""
         async with server.lock:
-            while (wanted := self._wanted[server.seat]) is not None and server.holds is not wanted:
-                await server.client.pause("retract")
-                server.holds = None
-                await server.client.update_from_disk(str(wanted.folder), wanted.version)
-                wanted.checksums.check(await server.client.checksums(), server.client.address)
-                server.served.add(wanted.version)
-                server.holds = wanted
-            if not self._paused[server.seat]:
-                await server.client.resume()
+            while True:
+                wanted = self._wanted[server.seat]
+                if wanted is not None and server.holds is not wanted:
+                    try:
+                        await server.update(wanted)
+                    except Exception:
+                        if self._wanted[server.seat] is wanted:  # else its folder may be gone
+                            raise
+                    continue
+                if not self._paused[server.seat]:
+                    await server.client.resume()
+                if self._wanted[server.seat] is wanted:  # still
+                    return
 
     def _raise_fatal(self) -> None:
         if self._fatal is not None:
@@ -301,14 +334,14 @@ class Fleet:
         await self._on_seat(seat, lambda server: server.client.wake())
 
     async def _on_seat(self, seat: int, order: Callable[[Server], Awaitable[None]]) -> None:
-        """Gives an order to the seat's servers at once. One that can't be reached is looked at."""
+        """Gives an order to the seat's servers at once. One that does not take it is lost."""
 
         async def give(server: Server) -> None:
             try:
                 async with server.lock:
                     await order(server)
-            except ServerError:
-                server.suspected.set()
+            except ServerError as error:
+                self._lose(server, str(error))
 
         await asyncio.gather(*(give(server) for server in self._servers if server.seat == seat and server.up))
 
@@ -325,6 +358,14 @@ class Fleet:
             tokens_prefilled=0,
         )
 
+    def servers(self) -> list[ServerStatus]:
+        """The servers as they are now; from any thread."""
+        return [server.status() for server in list(self._servers)]
+
+    def busy(self) -> dict[str, list[tuple[float, float]]]:
+        """When each server ran samples, by `time.perf_counter`; from any thread."""
+        return {server.name: server.busy_times() for server in list(self._servers)}
+
     # --- requests -------------------------------------------------------------------------------
 
     async def serve(self, seat: int, request: GenerateRequest, put: Callable[[TokenChunk], None]) -> None:
@@ -333,7 +374,6 @@ class Fleet:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
         job = self._jobs[request.rid] = FleetJob(request, seat, put)
         try:
-            lost: list[str] = []
             while self._settle(job):
                 server = await self._server_for(job)
                 if server is None:  # aborted while there was none
@@ -341,10 +381,11 @@ class Fleet:
                 try:
                     await self._attempt(job, server)
                 except ServerError as error:
-                    server.suspected.set()
-                    lost.append(str(error))
-                    if len(lost) >= self.options.attempts:
-                        raise EngineError(f"request {request.rid!r} was lost {len(lost)} times: {lost[-1]}") from error
+                    server.suspect()
+                    if not server.leaving:  # that was to be
+                        job.lost[server.name] += 1
+                    if (lost := job.lost.total()) >= self.options.attempts:
+                        raise EngineError(f"request {request.rid!r} was lost {lost} times: {error}") from error
         finally:
             del self._jobs[request.rid]
 
@@ -358,19 +399,19 @@ class Fleet:
         return bool(job.open)
 
     async def _server_for(self, job: FleetJob) -> Server | None:
-        """The least loaded server of the job's seat, or of another where it has none. Waits until there is one; None
-        when the job is changed meanwhile."""
+        """The least loaded server of the job's seat, or of another seat where none is left that the job was not lost
+        on. Waits until there is one; None when a sample is aborted meanwhile."""
         deadline = time.monotonic() + self.options.start_seconds
         while True:
             self._raise_fatal()
-            usable = [s for s in self._servers if s.up and s.holds is not None and not self._paused[s.seat]]
-            here = [server for server in usable if server.seat == job.seat]
-            if here or (usable and not self._paused[job.seat]):
-                return min(here or usable, key=lambda server: (server.open, server.name))
             if job.aborted & job.open:
                 return None
+            if self._paused[job.seat]:
+                deadline = time.monotonic() + self.options.start_seconds
+            elif usable := [server for server in self._servers if self._fits(server, job)]:
+                return min(usable, key=lambda s: (job.lost[s.name], s.seat != job.seat, s.open, s.name))
             if time.monotonic() > deadline:
-                reasons = [f"{server!r}: {server.reason or 'is starting'}" for server in self._servers]
+                reasons = [server.state() for server in self._servers]
                 raise EngineError(
                     f"request {job.request.rid!r}: no server for {self.options.start_seconds:g} s "
                     f"(servers.start_seconds); {'; '.join(reasons) or 'all have left'}"
@@ -378,84 +419,81 @@ class Fleet:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), 1.0)
 
+    def _fits(self, server: Server, job: FleetJob) -> bool:
+        """The job can go there, and would not fall back behind the weights of its seat."""
+        wanted = self._wanted[job.seat]
+        if not server.usable or self._paused[server.seat]:
+            return False
+        return wanted is None or (server.holds is not None and server.holds.version >= wanted.version)
+
     async def _attempt(self, job: FleetJob, server: Server) -> None:
         """Has one server generate what is open, until it has, or fails. What is certain is kept in either case."""
-        rids = {sample: uuid.uuid4().hex for sample in sorted(job.open)}
-        replies = [SampleReply(rid) for rid in rids.values()]
-        prefixes = tuple(map(job.ids, range(job.request.n)))
-        request = dataclasses.replace(job.request, prefix_ids=prefixes)
-        body = await asyncio.to_thread(  # patches are many bytes
-            wire.request_body, request, rids, self.config, interval=self.options.interval
-        )
-        job.running = server, rids
-        server.open += len(rids)
-        collecting = asyncio.ensure_future(self._collect(job, server, body, dict(zip(rids, replies, strict=True))))
-        falling = asyncio.ensure_future(server.down.wait())
+        attempt = Attempt(server, {sample: SampleReply(uuid.uuid4().hex) for sample in sorted(job.open)})
+        server.begin(attempt)  # at once: others are looking for the least loaded server
+        tasks = [asyncio.ensure_future(self._collect(job, attempt)), asyncio.ensure_future(server.down.wait())]
         try:
-            await asyncio.wait({collecting, falling}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                raise ServerError(f"{server!r} was lost")
-            collecting.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                raise ServerError(f"{server!r} was lost: {server.trouble or server.reason}")
+            tasks[0].result()
         except asyncio.CancelledError:  # nobody listens any more; a closed connection tells a server late
-            self._start(self._abort_there(server, rids.values()))
+            self._start(attempt.abort(attempt.replies))
             raise
         finally:
-            for task in (collecting, falling):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(collecting, falling, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             job.running = None
-            server.open -= len(rids)
-            for sample, reply in zip(rids, replies, strict=True):
+            server.end(attempt)
+            for sample, reply in attempt.replies.items():
                 if sample in job.open and reply.finish is None:
                     job.keep(sample, reply)
-                self._count(job, server, len(reply.versions))
+                server.tokens += len(reply.versions)
+                self._tokens[job.seat] += len(reply.versions)
 
-    def _count(self, job: FleetJob, server: Server, tokens: int) -> None:
-        server.tokens += tokens
-        self._tokens[job.seat] += tokens
-
-    async def _collect(
-        self, job: FleetJob, server: Server, body: wire.Json, replies: Mapping[int, SampleReply]
-    ) -> None:
+    async def _collect(self, job: FleetJob, attempt: Attempt) -> None:
+        server, replies = attempt.server, attempt.replies
+        rids = {sample: reply.rid for sample, reply in replies.items()}
+        request = dataclasses.replace(job.request, prefix_ids=tuple(map(job.ids, range(job.request.n))))
+        # Each event has all tokens so far: more than some dozens of them would be quadratic in a response's length.
+        interval = max(self.options.interval, request.sampling.max_new_tokens // 32)
+        body = await asyncio.to_thread(  # patches are many bytes
+            wire.request_body, request, rids, self.config, interval=interval
+        )
+        if job.aborted & job.open:  # in the meantime
+            return
+        job.running, attempt.heard = attempt, time.monotonic()
         sample_of = {reply.rid: sample for sample, reply in replies.items()}
-        stop_ids = job.request.sampling.stop_ids
-        ordered = list(replies.values())
         version = -1 if server.holds is None else server.holds.version
-        ending = server.client.generate(body, ordered, self.limits.vocabulary, version)
+        least = max(server.served, default=-1)  # an older one is of another life, whatever its number
+        ending = server.client.generate(body, list(replies.values()), self.limits.vocabulary, version)
         async with contextlib.aclosing(ending) as stream:
             async for reply in stream:
                 sample, finish = sample_of[reply.rid], reply.finish
                 assert finish is not None
-                if unknown := set(reply.versions) - server.served:
+                if unknown := set(reply.versions) - {served for served in server.served if served >= least}:
                     reply.versions = []
                     reply.finish = None
                     raise ServerError(f"{server!r} answers with weights {sorted(unknown)}, which it was not given")
-                if finish is FinishReason.STOP and stop_ids and reply.ids[-1] not in stop_ids:
-                    raise EngineError(
-                        f"{server!r} ends answers at token {reply.ids[-1]} of its own accord (its checkpoint's "
-                        f"generation_config.json), stop_ids are {stop_ids}"
-                    )
                 job.keep(sample, reply)
                 if finish is not FinishReason.ABORT or sample in job.aborted:
                     job.end(sample, finish)
         if job.open & replies.keys():  # not our doing
-            raise ServerError(f"{server!r} ended {len(job.open)} samples that it should not have")
+            raise ServerError(f"{server!r} aborted {len(job.open)} samples, which nobody asked for")
 
     async def abort(self, seat: int, rid: str) -> None:
         """Ends a request (`rid`), or one sample of it (`rid/i`)."""
-        name, _, sample = rid.partition("/")
+        name, _, sample = (rid, "", "") if rid in self._jobs else rid.rpartition("/")
         job = self._jobs.get(name)
         if job is None or job.seat != seat or not (sample.isdecimal() or not sample):
             return
         chosen = ({int(sample)} if sample else set(range(job.request.n))) & job.open
         job.aborted |= chosen
         self._tell()
-        if job.running is not None:
-            server, rids = job.running
-            await self._abort_there(server, [rids[sample] for sample in sorted(chosen & rids.keys())])
+        self._start(self._insist(job, chosen))
 
-    async def _abort_there(self, server: Server, rids: Iterable[str]) -> None:
-        try:
-            await asyncio.gather(*map(server.client.abort, rids))
-        except EngineError:
-            server.suspected.set()
+    async def _insist(self, job: FleetJob, chosen: set[int]) -> None:
+        """Has samples aborted until they are: an order to a server may come before the samples do."""
+        while (attempt := job.running) is not None and (left := chosen & job.open & attempt.replies.keys()):
+            await attempt.abort(left)
+            await asyncio.sleep(self.options.look_every)

@@ -28,7 +28,14 @@ class FleetEngine:
         self._fleet, self._seat = fleet, seat
 
     async def _on(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return await asyncio.wrap_future(self._fleet.call(work))
+        job = self._fleet.call(work)
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is None or caller.cancelling():
+                raise
+            raise EngineError("the fleet was closed") from None
 
     def generate(self, request: GenerateRequest) -> TokenStream:
         """See `Engine.generate`. Raises EngineError for a request that no server could take."""

@@ -1,14 +1,35 @@
-"""What a fleet knows of a server, and of a request under way."""
+"""What a fleet knows of a server, of a request under way, and of an attempt to have the one serve the other."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import collections
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
 
-from .engine import FinishReason, GenerateRequest, TokenChunk
+from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
 from .local_server import LocalServer
-from .sglang import SampleReply, ServerClient
+from .sglang import SampleReply, ServerClient, ServerError
 from .weights.published import Published
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerStatus:
+    """One server as it is at a moment, for whoever shows it. One that is not up runs nothing."""
+
+    name: str
+    address: str
+    seat: int
+    up: bool
+    version: int  # of the weights that it was proven to have; -1: none
+    running: int  # samples, as it says itself
+    waiting: int
+    tokens_per_second: float  # as it says itself
+    restarts: int
+    tokens: int  # that came from it
+    reason: str  # for which it was lost last
 
 
 class Server:
@@ -20,18 +41,132 @@ class Server:
         self.holds: Published | None = None  # the weights that it was proven to have
         self.served: set[int] = set()  # versions since it came up
         self.down = asyncio.Event()  # set when this life of it ends
-        self.suspected = asyncio.Event()  # somebody had trouble with it
+        self.suspected = asyncio.Event()  # it is to be looked at now
+        self.doubts = 0  # times that somebody had trouble with it
+        self.cleared = 0  # of those, the times before its last good look
         self.trouble = ""  # for which this life of it must end
         self.reason = ""  # for which the last one ended
         self.leaving = False
-        self.open = 0  # samples of ours
+        self.attempts: set[Attempt] = set()
+        self.open = 0  # samples of ours, those of the attempts
         self.restarts = 0
         self.tokens = 0  # that came from it
         self.load: dict[str, float] = {}
         self.lock = asyncio.Lock()  # held while its weights change
+        self.busy: collections.deque[tuple[float, float]] = collections.deque(maxlen=4096)  # when samples of ours ran
+        self._busy_since = 0.0
 
     def __repr__(self) -> str:
         return f"{self.name} ({self.client.address})"
+
+    def begin(self, attempt: Attempt) -> None:
+        """Samples of ours begin to run."""
+        if not self.open:
+            self._busy_since = time.perf_counter()
+        self.attempts.add(attempt)
+        self.open += len(attempt.replies)
+
+    def end(self, attempt: Attempt) -> None:
+        self.attempts.remove(attempt)
+        self.open -= len(attempt.replies)
+        if not self.open:
+            self.busy.append((self._busy_since, time.perf_counter()))
+
+    def busy_times(self) -> list[tuple[float, float]]:
+        """When samples of ours ran, by `time.perf_counter`, up to now. From any thread."""
+        running = [(self._busy_since, time.perf_counter())] if self.open else []
+        return [*self.busy.copy(), *running]
+
+    def status(self) -> ServerStatus:
+        """From any thread."""
+        up, holds = self.up, self.holds
+        load = self.load if up else {}
+        return ServerStatus(
+            name=self.name,
+            address=self.client.address,
+            seat=self.seat,
+            up=up,
+            version=holds.version if up and holds is not None else -1,
+            running=int(load.get("running", 0)),
+            waiting=int(load.get("waiting", 0)),
+            tokens_per_second=load.get("tokens_per_second", 0.0),
+            restarts=self.restarts,
+            tokens=self.tokens,
+            reason=self.reason,
+        )
+
+    def check_process(self) -> None:
+        """Raises ServerError for a process that has ended."""
+        if self.process is not None and (status := self.process.ended()) is not None:
+            raise ServerError(f"its process ended with status {status}; its log, {self.process.log}, ends with:\n"
+                              f"{self.process.last_words()}")  # fmt: skip
+
+    async def look(self, patience: float) -> None:
+        """Has it answer. One that somebody had trouble with must show its weights: others may have restarted it."""
+        doubts, holds = self.doubts, self.holds
+        self.load = await self.client.load(patience)
+        if doubts > self.cleared:
+            has = await self.client.weight_version(patience)
+            if holds is not None and self.holds is holds and has != str(holds.version):
+                raise ServerError(f"{self!r} has weights {has}, not {holds.version}, which it was given")
+            self.cleared = doubts
+
+    def check_silence(self, excused: bool, idle: float, busy: float) -> None:
+        """Raises ServerError where nothing came of an attempt for so many seconds: for `idle`, if it runs nothing. One
+        that runs something may take long for the first tokens, and for those that wait."""
+        most = busy if self.load.get("running") else idle
+        if self.load.get("waiting"):
+            excused = True
+        if [attempt for attempt in self.attempts if attempt.silence(excused) > most]:
+            raise ServerError(f"{self!r} runs {self.load['running']:g} samples, and says nothing for {most:g} s")
+
+    async def update(self, wanted: Published) -> None:
+        """Has it serve these weights, and prove it."""
+        self.holds = None
+        await self.client.pause("retract")
+        await self.client.update_from_disk(str(wanted.folder), wanted.version)
+        held = await self.client.checksums()
+        await asyncio.to_thread(wanted.checksums.check, held, self.client.address)
+        # None above it: a run may go back to an older checkpoint.
+        self.served = {version for version in self.served if version < wanted.version} | {wanted.version}
+        self.holds = wanted
+
+    @property
+    def usable(self) -> bool:
+        """It is up and has weights, and nobody has had trouble with it since it was last looked at."""
+        return self.up and self.holds is not None and self.doubts == self.cleared
+
+    def suspect(self) -> None:
+        self.doubts += 1
+        self.suspected.set()
+
+    def state(self) -> str:
+        """Why there is no use of it, for messages."""
+        reason, words = self.reason or "is starting", self.process.last_words() if self.process is not None else ""
+        return f"{self!r}: {reason}" + (f"; its log ends with:\n{words}" if words not in reason else "")
+
+
+@dataclasses.dataclass(eq=False)
+class Attempt:
+    """Samples of a request on a server, and what came of each."""
+
+    server: Server
+    replies: Mapping[int, SampleReply]
+    heard: float = math.inf  # when something came, or had no reason to come; not before it is sent
+    came: int = 0  # tokens, by then
+
+    def silence(self, excused: bool) -> float:
+        """Seconds since something came, as seen by those who look now and then."""
+        came = sum(len(reply.ids) for reply in self.replies.values())
+        if excused or came != self.came:
+            self.heard, self.came = time.monotonic(), came
+        return time.monotonic() - self.heard
+
+    async def abort(self, samples: Iterable[int]) -> None:
+        try:
+            await asyncio.gather(*(self.server.client.abort(self.replies[sample].rid) for sample in samples))
+        except EngineError:
+            self.server.suspect()
 
 
 class FleetJob:
@@ -44,7 +179,8 @@ class FleetJob:
         self.came = [SampleReply("") for _ in range(request.n)]  # since then, all of it certain
         self.open = set(range(request.n))
         self.aborted: set[int] = set()
-        self.running: tuple[Server, dict[int, str]] | None = None  # where it runs, and the ids of its samples there
+        self.running: Attempt | None = None
+        self.lost: collections.Counter[str] = collections.Counter()  # attempts, by the names of their servers
 
     def ids(self, sample: int) -> tuple[int, ...]:
         return (*self.begun[sample], *self.came[sample].ids)

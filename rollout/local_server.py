@@ -90,28 +90,29 @@ class LocalServer:
 
     def stop(self) -> None:
         """Ends it and all of its processes: politely, then not. Blocks for a few seconds at most."""
-        if self._process is None:
+        process = self._process  # another thread may kill it meanwhile
+        if process is None:
             return
-        self._signal(signal.SIGTERM)
+        _signal(process, signal.SIGTERM)
         deadline = time.monotonic() + GRACE
-        while self._process.poll() is None and time.monotonic() < deadline:
+        while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         self.kill()
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._signal(signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        process, self._process = self._process, None
+        if process is not None:
+            _signal(process, signal.SIGKILL)
+            process.wait()
 
     def last_words(self, lines: int = 5) -> str:
         """The end of its log, for messages."""
         return "\n".join(_tail(self.log, lines))
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _tail(file: pathlib.Path, lines: int) -> Sequence[str]:

@@ -125,7 +125,8 @@ def _sample(
     if not isinstance(custom, dict):
         raise BadRequest("sampling_params.custom_params must be an object")
     begun = _integer("custom_params.begun", custom.get("begun", 0), 0, len(ids) - 1)
-    given = params.get("sampling_seed")  # without one, the samples of a prompt must differ all the same
+    # Without one, the samples of a prompt must differ all the same.
+    given = custom.get("seed", params.get("sampling_seed"))
     number = _integer("custom_params.sample", custom.get("sample", place if given is None else 0), 0, MOST)
     interval = params.get("stream_interval")
     _integer("n", params.get("n", 1), 1, 1)

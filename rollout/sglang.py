@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -20,6 +19,7 @@ from .wire import Json
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONNECT, CONTROL, UPDATE = 5.0, 30.0, 600.0  # seconds: to connect, for a short order, for new weights
+LEAST_LOGPROB = -1e30  # of a token that can be sampled
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -53,8 +53,11 @@ class ServerClient:
         self.address = address.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def close(self) -> None:
+        """Ends what is under way; later calls raise ServerError."""
+        self._closed = True
         if self._session is not None:
             await self._session.close()
 
@@ -80,14 +83,17 @@ class ServerClient:
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
 
-    async def checksums(self) -> Mapping[str, str]:
-        """One a tensor, as the server has it. Raises ServerError for one that is divided over devices."""
+    async def checksums(self) -> list[Mapping[str, str]]:
+        """One a tensor, for each rank of the server: what it holds. A model whose weights stand on several ranks has
+        them by tensor-parallel rank."""
         answer = await self._order("/weights_checker", {"action": "checksum"}, seconds=UPDATE)
-        ranks = answer.get("ranks") if isinstance(answer, dict) else None
-        if not isinstance(ranks, list) or len(ranks) != 1 or not isinstance(ranks[0].get("checksums"), dict):
-            found = len(ranks) if isinstance(ranks, list) else 0
-            raise ServerError(f"{self.address}: checksums of one rank are understood, not of {found}")
-        return ranks[0]["checksums"]
+        try:
+            ranks = sorted(answer["ranks"], key=_tensor_parallel_rank)
+            if not ranks:
+                raise ValueError("no ranks")
+            return [{name: str(checksum) for name, checksum in rank["checksums"].items()} for rank in ranks]
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            raise ServerError(f"{self.address}/weights_checker: answers {str(answer)[:200]}") from None
 
     async def sleep(self) -> None:
         """Gives memory back. Only where nothing runs: SGLang would die."""
@@ -103,17 +109,23 @@ class ServerClient:
     async def model_info(self) -> Json:
         return await self._order("/model_info", None)
 
+    async def weight_version(self, seconds: float = CONTROL) -> str:
+        """The version that the server takes its weights for."""
+        answer = await self._order("/model_info", None, seconds=seconds)
+        return str(answer.get("weight_version")) if isinstance(answer, dict) else ""
+
     async def server_info(self) -> Json:
         return await self._order("/server_info", None)
 
     async def load(self, seconds: float = CONTROL) -> dict[str, float]:
         """Samples that run and wait, and tokens a second. The scheduler itself answers: one that hangs does not."""
         answer = await self._order("/v1/loads", None, seconds=seconds)
-        loads = answer.get("loads") if isinstance(answer, dict) else None
-        if not loads:
-            raise ServerError(f"{self.address}/v1/loads: says no loads: {str(answer)[:200]}")
         keys = {"running": "num_running_reqs", "waiting": "num_waiting_reqs", "tokens_per_second": "gen_throughput"}
-        return {name: float(sum(load.get(key) or 0 for load in loads)) for name, key in keys.items()}
+        try:
+            first, *others = answer["loads"]
+            return {name: float(sum(load.get(key) or 0 for load in (first, *others))) for name, key in keys.items()}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ServerError(f"{self.address}/v1/loads: says no loads: {str(answer)[:200]}") from None
 
     async def metrics(self) -> str:
         async with self._reach("GET", "/metrics", None, CONTROL) as response:
@@ -129,7 +141,7 @@ class ServerClient:
         `version` is what the server has now. After a ServerError, `replies` hold what came until then: the first
         `len(versions)` tokens of each are certain in every respect.
         """
-        reader = _Reader(self.address, replies, vocabulary, version)
+        reader = _Reader(self.address, replies, body["sampling_params"], vocabulary, version)
         async with self._reach("POST", "/generate", body, None) as response:
             try:
                 async for event in _events(response):
@@ -147,7 +159,7 @@ class ServerClient:
             try:
                 data = await response.read()
                 answer = json.loads(data) if data else None
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
                 raise ServerError(f"{self.address}{route}: its answer can't be read: {_said(error)}") from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise Refused(f"{self.address}{route}: {answer.get('message', answer)}")
@@ -157,22 +169,29 @@ class ServerClient:
     async def _reach(
         self, method: str, route: str, body: Json | None, seconds: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        if self._session is not None and self._session.closed:
-            raise ServerError(f"{self.address}{route}: its server has come up elsewhere, or the fleet is closed")
+        if self._closed:
+            raise ServerError(f"{self.address}{route}: its connections were closed")
         if self._session is None:
-            # Each stream is a connection; how many there are is up to whoever asks.
-            connector = aiohttp.TCPConnector(limit=0)
+            # A connection for each request, as many as are asked for: one that is kept may be closed by the server
+            # just when an order goes out on it, and nobody would know whether it arrived.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT)
         try:
             async with self._session.request(method, self.address + route, json=body, timeout=timeout) as response:
                 if response.status >= 400:
-                    text = (await response.text())[:500]
+                    text = (await response.text(errors="replace"))[:500]
                     kind = Refused if response.status < 500 and response.status != 429 else ServerError
-                    raise kind(f"{self.address}{route}: status {response.status}: {text}")
+                    hint = "; FLUXJAX_TOKEN must be the server's" if response.status in (401, 403) else ""
+                    raise kind(f"{self.address}{route}: status {response.status}: {text}{hint}")
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerError(f"{self.address}{route}: {_said(error)}") from error
+
+
+def _tensor_parallel_rank(rank: Json) -> int:
+    places = rank.get("parallelism_info") or [{}]
+    return int(places[0].get("tp_rank", 0))
 
 
 def _said(error: BaseException) -> str:
@@ -193,7 +212,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
                 event = json.loads(line.removeprefix(b"data: "))
                 if not isinstance(event, dict):
                     raise ValueError("no object")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ServerError(f"{response.url}: an event that is not JSON ({error}): {line[:100]!r}") from None
             yield event
     raise ServerError(f"{response.url}: the stream ended without [DONE]")
@@ -202,9 +221,14 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
 class _Reader:
     """Enters the events of one stream into the replies of its samples, and refuses what does not fit."""
 
-    def __init__(self, address: str, replies: Sequence[SampleReply], vocabulary: int, version: int) -> None:
+    def __init__(
+        self, address: str, replies: Sequence[SampleReply], sampling: Sequence[Json], vocabulary: int, version: int
+    ) -> None:
         self._address, self._replies, self._vocabulary = address, replies, vocabulary
         self._start = version
+        self._stop_ids = frozenset(sampling[0]["stop_token_ids"])  # as those below, the same for all samples
+        self._forbidden = frozenset(map(int, sampling[0]["logit_bias"] or ()))
+        self._most = [each["max_new_tokens"] for each in sampling]
         # Events name the version that the server has when it writes them. While that is the one of the start, so are
         # the tokens; after a change, which token is whose is known at the end only.
         self._same = [True] * len(replies)
@@ -213,20 +237,22 @@ class _Reader:
         """Returns the sample that ended, if one did."""
         if (error := event.get("error")) is not None:
             said = error if isinstance(error, dict) else {"message": error}
-            kind = Refused if said.get("code") in (400, 422) else ServerError
-            raise kind(f"{self._address}/generate: {said.get('message', said)}")
+            message = str(said.get("message", said))
+            # Patches that were dropped come again with the next attempt.
+            kind = Refused if said.get("code") in (400, 422) and "not here any more" not in message else ServerError
+            raise kind(f"{self._address}/generate: {message}")
         index = event.get("index", 0)
-        if not isinstance(index, int) or not 0 <= index < len(self._replies):
+        if type(index) is not int or not 0 <= index < len(self._replies):
             raise self._wrong(f"index {index!r} of {len(self._replies)} samples")
         reply, meta = self._replies[index], event.get("meta_info")
         if not isinstance(meta, dict) or meta.get("id") != reply.rid:
             raise self._wrong(f"an answer to {meta.get('id') if isinstance(meta, dict) else meta!r}, not {reply.rid}")
         if reply.finish is not None:
             raise self._wrong(f"sample {reply.rid} ended twice")
-        self._tokens(reply, event.get("output_ids"), meta)
+        self._tokens(reply, event.get("output_ids"), meta, self._most[index])
         return self._end_or_not(index, reply, meta)
 
-    def _tokens(self, reply: SampleReply, ids: Any, meta: Json) -> None:
+    def _tokens(self, reply: SampleReply, ids: Any, meta: Json, most: int) -> None:
         logprobs, had = meta.get("output_token_logprobs"), len(reply.ids)
         if not isinstance(ids, list) or not isinstance(logprobs, list):
             raise self._wrong(f"no output_ids or no output_token_logprobs for {reply.rid}")
@@ -236,12 +262,18 @@ class _Reader:
             )
         if ids[:had] != reply.ids:
             raise self._wrong(f"tokens of {reply.rid} that were others before")
+        if len(ids) > most:
+            raise self._wrong(f"{len(ids)} tokens for {reply.rid}, which may have {most}")
         for id, entry in zip(ids[had:], logprobs[had:], strict=True):
-            if not isinstance(id, int) or not 0 <= id < self._vocabulary:
+            if type(id) is not int or not 0 <= id < self._vocabulary:
                 raise self._wrong(f"token {id!r} of a vocabulary of {self._vocabulary}")
+            if id in self._forbidden:
+                raise self._wrong(f"token {id}, which was forbidden")
+            if reply.ids and reply.ids[-1] in self._stop_ids:
+                raise self._wrong(f"token {id} behind the stop token {reply.ids[-1]}")
             value = entry[0] if isinstance(entry, list) and len(entry) > 1 and entry[1] == id else None
-            if not isinstance(value, int | float) or not math.isfinite(value) or value > 1e-3:
-                raise self._wrong(f"a log-prob {entry!r} of token {id}")
+            if not isinstance(value, int | float) or not LEAST_LOGPROB < value <= 1e-3:  # NaN neither
+                raise self._wrong(f"a log-prob {entry!r} of token {id}"[:200])
             reply.ids.append(id)
             reply.logprobs.append(float(value))
 
@@ -257,13 +289,23 @@ class _Reader:
             raise self._wrong(f"a finish reason {finish!r}")
         if kind == "abort" and finish.get("status_code"):  # the server's own trouble, not our order
             raise self._wrong(f"an abort with status {finish['status_code']}: {finish.get('message')}")
+        if kind == "stop" and not self._stopped(reply):
+            raise self._wrong(
+                f"an end at token {reply.ids[-1] if reply.ids else None} of its own accord (its checkpoint's "
+                f"generation_config.json?); stop_ids are {sorted(self._stop_ids)}"
+            )
+        if kind == "length" and len(reply.ids) != self._most[index]:
+            raise self._wrong(f"an end by length at {len(reply.ids)} tokens for {reply.rid}, not {self._most[index]}")
         known = len(reply.versions)
         versions = self._versions(meta.get("weight_versions"), len(reply.ids))
         if versions[:known] != reply.versions:
             raise self._wrong(f"versions {versions[:known]} of {reply.rid} that were {reply.versions} before")
         reply.versions = versions
-        reply.finish = _REASONS[kind]
+        reply.finish = FinishReason.STOP if kind == "length" and self._stopped(reply) else _REASONS[kind]
         return reply
+
+    def _stopped(self, reply: SampleReply) -> bool:
+        return bool(reply.ids) and reply.ids[-1] in self._stop_ids
 
     def _versions(self, spans: Any, tokens: int) -> list[int]:
         versions: list[int] = []

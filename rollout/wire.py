@@ -27,6 +27,7 @@ from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
 
 Json: TypeAlias = dict[str, Any]
 FORMAT = "data:application/x-fluxjax+json,"  # SGLang's contract has strings; another server says that it is no image
+ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: seeds that follow each other come apart
 NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
 DTYPES = ("float32", "int32")
 MOST_GRID = 1 << 16  # patches on a side, or frame pairs; three sides do not overflow
@@ -67,7 +68,7 @@ def request_body(request: GenerateRequest, rids: Mapping[int, str], config: AnyC
 
 
 def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: int) -> Json:
-    sampling = request.sampling
+    sampling, number = request.sampling, request.samples[sample] if request.samples else sample
     return {
         "max_new_tokens": sampling.max_new_tokens - begun,
         "temperature": sampling.temperature,
@@ -78,8 +79,9 @@ def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: 
         "logit_bias": {str(id): NEVER for id in sampling.forbidden_ids} or None,
         "stream_interval": interval,
         "skip_special_tokens": False,
-        "sampling_seed": _signed(request.seed),
-        "custom_params": {"sample": request.samples[sample] if request.samples else sample, "begun": begun},
+        # SGLang draws by this alone, where it draws by a seed at all: the samples of a prompt must not share it.
+        "sampling_seed": _signed(request.seed * ODD + number),
+        "custom_params": {"seed": _signed(request.seed), "sample": number, "begun": begun},
     }
 
 

@@ -1,19 +1,35 @@
 """Display, metrics, samples, pictures and summary: what they write, and what survives a kill."""
 
+import dataclasses
 import io
+import itertools
 import json
+import queue
+import threading
+import time
+import types
+from collections.abc import Callable
 from typing import Any
 
+import prometheus_client
 import pytest
 from PIL import Image
 from rich.console import Console
+from rich.text import Text
 from tensorboardX.proto import event_pb2
 
 from fluxjax.base.timeline import Span
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
+from fluxjax.config import ReportConfig
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
-from fluxjax.report.metrics import MetricsLog, Summary, dump_samples, read
+from fluxjax.report.metrics import MetricsLog, ServerCollector, Summary, dump_samples, read
+from fluxjax.run import callbacks
+from fluxjax.run.callbacks import Callbacks, Reporter
+from fluxjax.runtime.ports import StepReport
+from fluxjax.runtime.server_watch import ServerNews, ServerWatch, server_lanes
+from rollout.fleet_job import Attempt, Server, ServerStatus
+from rollout.sglang import SampleReply, ServerClient
 
 EVENTS: Any = event_pb2  # generated, without types
 
@@ -127,3 +143,215 @@ def test_summary_round_trip(tmp_path):
     assert written["seconds"] == {"train": 2.5} and written["samples_skipped"] == {"missing file": 2}
     assert Summary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def server(number: int = 0, **own: Any) -> ServerStatus:
+    status = ServerStatus(f"server {number}", f"http://127.0.0.1:{number}", number, True, 3, 5, 1, 1234.5, 0, 100, "")
+    return dataclasses.replace(status, **own)
+
+
+LOST = {"up": False, "version": -1, "restarts": 1, "reason": "its log, a.log, ends with:\nfirst\nout of memory"}
+LONG = LOST | {"reason": "x" * 200}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_display_shows_servers_as_they_are_now(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
+    servers = [server(0), server(1, **LOST)]
+    with Display(2, console=console) as display:
+        display.show_servers(lambda: servers)
+        display.phase("RL", 2)
+        display.step(2, {"reward/mean": 0.25}, {})
+        servers = [server(0), server(1, version=4, restarts=1, running=77)]  # between steps, too
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    if terminal:
+        last = text[text.rindex("restarts") :].splitlines()  # as it was drawn last
+        assert last[1].split() == ["server", "0", "3", "5", "1", "1,234", "0", "up"]
+        assert last[2].split() == ["server", "1", "4", "77", "1", "1,234", "1", "up"]
+    else:
+        assert [line.split(" | ").count("servers 1/2 up") for line in text.splitlines()] == [1]
+
+
+def test_a_lost_server_has_its_reason_in_the_table():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, soft_wrap=True)
+    with Display(2, console=console) as display:
+        display.show_servers(lambda: [server(0, up=False, version=-1), server(1, **LOST), server(2, **LONG)])
+        display.note("a note")
+    assert isinstance(console.file, io.StringIO)
+    lines = [Text.from_ansi(line).plain for line in console.file.getvalue().splitlines()]
+    rows = [line for line in lines if line.startswith("server")]
+    assert any("server 0" in row and "starting" in row for row in rows)
+    assert any("server 1" in row and "lost: its log, a.log" in row and "first" not in row for row in rows)
+    assert any("server 2" in row and "lost: xxxx" in row and row.rstrip().endswith("…") for row in rows)
+    assert max(map(len, rows)) <= 80, "else what was drawn before is not wiped out"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_runs_without_servers_show_none(terminal):
+    assert "server" not in shown(terminal)
+
+
+def test_words_in_brackets_are_no_style():
+    console = Console(file=io.StringIO(), width=160)
+    Display(2, console=console).note("server 0 is lost: [/red] [bold]x")
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "server 0 is lost: [/red] [bold]x\n"
+
+
+def test_each_event_of_a_server_is_told_once():
+    news = ServerNews()
+    down = server(up=False, version=-1)
+    assert news.hear([down], 0.0) == []
+    assert news.hear([server(version=-1)], 7.5) == ["server 0 is up after 7.5 s: http://127.0.0.1:0"]
+    assert news.hear([server()], 8.0) == [], "weights come at every step: no news"
+    assert news.hear([down], 10.0) == [], "why, is known only when it is started again"
+    lost = server(**LOST)
+    assert news.hear([lost], 10.25) == ["server 0 is lost: its log, a.log, ends with: out of memory"]
+    assert news.hear([lost], 10.5) == []
+    assert news.hear([dataclasses.replace(lost, restarts=2)], 11.0) == [], "the same reason, again"
+    other = dataclasses.replace(lost, restarts=3, reason="no port\nmore")
+    assert news.hear([other], 12.0) == ["server 0 did not come back: no port"]
+    back = server(restarts=3, version=9)
+    assert news.hear([back], 13.0) == ["server 0 is back with version 9 after 3.0 s"]
+    assert news.hear([back], 14.0) == []
+    assert news.down(20.0) == [Span("start", "server 0", 0.0, 7.5, 0), Span("restart", "server 0", 10.0, 13.0, 0)]
+
+
+def test_a_server_that_was_away_between_two_looks_is_told_of():
+    news = ServerNews()
+    news.hear([server()], 0.0)
+    assert news.hear([server(restarts=1, reason="gone")], 1.0) == [
+        "server 0 is lost: gone",
+        "server 0 is back with version 3 after 0.0 s",
+    ]
+
+
+def test_servers_that_never_start_or_leave_are_told_of():
+    news = ServerNews()
+    never = server(up=False, version=-1, restarts=1, reason="no such program")
+    assert news.hear([never, server(1)], 0.0)[0] == "server 0 did not start: no such program"
+    assert news.hear([never], 1.0) == ["server 1 has left"]
+    assert news.hear([never], 2.0) == []
+    assert news.down(5.0)[-1] == Span("start", "server 0", 0.0, 5.0, 0), "up to now"
+
+
+def test_the_watch_tells_from_its_own_thread_until_it_is_stopped():
+    told: queue.Queue[tuple[str, str]] = queue.Queue()
+    servers = [server()]
+    watch = ServerWatch(lambda: list(servers))
+    watch.start(lambda line: told.put((line, threading.current_thread().name)))
+    assert told.get(timeout=10)[0].startswith("server 0 is up")
+    servers[:] = [server(**LOST)]
+    line, thread = told.get(timeout=10)
+    assert line.startswith("server 0 is lost") and thread == "server watch"
+    watch.stop()
+    servers[:] = [server(restarts=1)]
+    assert told.empty() and [span.name for span in watch.down()][-1] == "restart"
+    ServerWatch(tuple).stop()  # it was never started
+
+
+def test_servers_have_lanes_in_place_of_engines():
+    spans = [
+        Span("rollout", "engine 0", 10.0, 14.0, 1),
+        Span("rollout", "engine 1", 10.0, 15.0, 1),
+        Span("train", "trainer", 15.0, 17.0, 1),
+        Span("rollout", "engine 0", 20.0, 22.0, 2),
+    ]
+    busy = {
+        "server 0": [(10.0, 12.0), (18.0, 19.0)],  # the second: an evaluation
+        "server 1": [(10.5, 14.5), (19.5, 25.0)],
+    }
+    down = [Span("start", "server 0", 0.0, 9.0, 0), Span("restart", "server 0", 12.0, 30.0, 0)]
+    lanes = server_lanes(spans, busy, down)
+    assert {(s.name, s.lane, s.start, s.end, s.step) for s in lanes} == {
+        ("rollout", "server 0", 10.0, 12.0, 1),
+        ("restart", "server 0", 12.0, 22.0, 1),
+        ("rollout", "server 1", 10.5, 14.5, 1),
+        ("rollout", "server 1", 20.0, 22.0, 2),
+        ("train", "trainer", 15.0, 17.0, 1),
+    }
+    assert len(lanes) == 5, "engines' overlapping rollouts are no two of the server's"
+    assert server_lanes([], busy, down) == []
+
+
+def test_a_server_knows_when_it_ran_samples():
+    record = Server("server 0", 0, ServerClient("http://127.0.0.1:1"), None)
+    assert record.busy_times() == []
+    before = time.perf_counter()
+    attempts = [Attempt(record, {sample: SampleReply("") for sample in range(count)}) for count in (4, 2)]
+    for attempt in attempts:
+        record.begin(attempt)
+    record.end(attempts[0])
+    [(start, now)] = record.busy_times()
+    assert before <= start <= now and record.open == 2
+    record.end(attempts[1])
+    [(start, end)] = record.busy_times()
+    assert now <= end <= time.perf_counter() and record.busy_times() == [(start, end)]
+
+
+def test_a_server_that_is_not_up_says_nothing_of_its_last_life():
+    record = Server("server 0", 1, ServerClient("http://127.0.0.1:1"), None)
+    record.load = {"running": 3.0, "waiting": 2.0, "tokens_per_second": 9.5}
+    record.restarts, record.reason = 1, "gone"
+    assert record.status() == ServerStatus("server 0", "http://127.0.0.1:1", 1, False, -1, 0, 0, 0.0, 1, 0, "gone")
+    record.up = True
+    assert record.status() == ServerStatus("server 0", "http://127.0.0.1:1", 1, True, -1, 3, 2, 9.5, 1, 0, "gone")
+
+
+def test_prometheus_reads_servers_when_it_asks():
+    registry = prometheus_client.CollectorRegistry()
+    servers: list[ServerStatus] = []
+    registry.register(ServerCollector(lambda: servers))
+    assert prometheus_client.generate_latest(registry) == b"", "nothing where there are no servers"
+    servers += [server(0), server(1, **LOST)]
+    text = prometheus_client.generate_latest(registry).decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    names = ("up", "weight_version", "running", "waiting", "tokens_per_second", "restarts_total", "tokens_total")
+    expected = {0: (1, 3, 5, 1, 1234.5, 0, 100), 1: (0, -1, 5, 1, 1234.5, 1, 100)}
+    assert {key: float(value) for key, value in values.items()} == {
+        f'fluxjax_server_{name}{{server="server {number}"}}': value
+        for number, row in expected.items()
+        for name, value in zip(names, row, strict=True)
+    }
+    servers[1] = server(1, restarts=1, version=4)
+    assert (
+        'fluxjax_server_weight_version{server="server 1"} 4.0' in prometheus_client.generate_latest(registry).decode()
+    )
+
+
+class NobodyListens(Callbacks):
+    def __init__(self) -> None:
+        pass
+
+    def tell(self, hook: Callable[..., None], *event: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("servers", [True, False])
+def test_steps_count_what_servers_delivered(tmp_path, servers, monkeypatch):
+    clock = itertools.count(0, 10)  # asked twice a step
+    monkeypatch.setattr(callbacks, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    statuses = [server(0), server(1)] if servers else []
+    log, display = MetricsLog(tmp_path), Display(2, console=Console(file=io.StringIO()))
+    reporter = Reporter(
+        ReportConfig(dump_samples_every=0),
+        run_dir=tmp_path,
+        summary=Summary(),
+        metrics=log,
+        display=display,
+        decode=str,
+        callbacks=NobodyListens(),
+        servers=lambda: statuses,
+    )
+    display.phase("RL", 2)
+    for step in (1, 2):
+        if servers:
+            statuses[:] = [server(0, tokens=100 + 50 * step), server(1, **LOST)]
+        reporter.on_step(StepReport(step, step, (), {"reward/mean": 0.5}, {}))
+    log.close()
+    first, second = ({k: v for k, v in r.items() if k.startswith("servers/")} for r in read(tmp_path / "metrics.jsonl"))
+    if servers:
+        assert first == second == {"servers/up": 1.0, "servers/restarts": 1.0, "servers/tokens_per_second": 50 / 20}
+    else:
+        assert first == second == {}

@@ -188,8 +188,9 @@ class RolloutConfig:
     top_k: int = bounded(0, lambda value: 0 <= value < 2**31, "be below 2**31 and not negative")  # 0: off
     slots: int = positive(256)  # samples decoded at once by an engine
     max_sequence_tokens: int = positive(128)  # prompt plus response
-    # Tokens in the KV cache of each embedded engine, shared by its slots. 0: as many as all slots may need, within
-    # kv_fraction of the device memory that is free before the first request (on CPUs, which don't tell: within 4 GiB).
+    # Tokens in the KV cache of each engine, shared by its slots. 0: as a server's memory allows; in the embedded engine
+    # as many as all slots may need, within kv_fraction of the device memory that is free before the first request (on
+    # CPUs, which don't tell: within 4 GiB).
     kv_tokens: int = not_negative(0)
     kv_fraction: float = within(0.5, "(0, 1)")  # training needs the rest for its activations
 

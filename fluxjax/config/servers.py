@@ -14,7 +14,10 @@ class RolloutEngine(enum.Enum):
     SGLANG = "sglang"  # SGLang servers
 
 
-_OURS = ("--model", "--model-path", "--host", "--port", "--weight-version", "--dtype")  # flags that the run sets
+# Flags that the run sets, and those whose replicas and stages the checksums of weights do not know.
+_OURS = ("--model", "--model-path", "--host", "--port", "--weight-version", "--dtype")
+_DIVIDED = ("--dp-size", "--dp", "--pp-size", "--pp", "--mm-enable-dp-encoder", "--enable-dp-attention")
+_UNKNOWN = (*_DIVIDED, "--quantization")
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,8 +26,9 @@ class ServersConfig:
 
     count: int = positive(1)  # that the run starts on its host; without effect where there are addresses
     addresses: tuple[str, ...] = ()  # of servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN for them
-    flags: tuple[str, ...] = ()  # for each server that the run starts: ("--tp-size", "2")
-    environment: tuple[str, ...] = ()  # for each server that the run starts: ("CUDA_VISIBLE_DEVICES=0,1",)
+    # For each server that the run starts; {server} stands for its number: ("--tp-size", "2")
+    flags: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()  # the same: ("CUDA_VISIBLE_DEVICES={server}",)
     python: str = ""  # the interpreter that has SGLang; empty: the run's own
     patience: float = positive(10.0)  # seconds without an answer after which a server is taken for hung
     start_seconds: float = positive(600.0)  # that a server may take to start, or to come back
@@ -40,6 +44,11 @@ class ServersConfig:
         for flag in self.flags:
             if flag.partition("=")[0] in _OURS:
                 raise ConfigError(f"servers.flags has {flag}, which the run sets itself; leave it out")
+            if flag.partition("=")[0] in _UNKNOWN:
+                raise ConfigError(
+                    f"servers.flags has {flag}: weights that are divided or changed in this way can't be proven to be "
+                    "those of the run; start more servers, or more ranks of one (--tp-size)"
+                )
         for entry in self.environment:
             if not entry.partition("=")[0] or "=" not in entry:
                 raise ConfigError(f"servers.environment has {entry!r}; an entry is like NAME=value")

@@ -6,13 +6,16 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from rollout.fleet_job import ServerStatus
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
@@ -22,6 +25,7 @@ class Display:
     """Shows where a run stands while used as a context manager; `note` prints a line that stays."""
 
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
+        self._servers: Callable[[], Sequence[ServerStatus]] = tuple
         self._console = console or Console(file=sys.stdout, soft_wrap=True)
         self._terminal = self._console.is_terminal
         self._total = total_steps
@@ -53,7 +57,13 @@ class Display:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self._console.print(Text(text), highlight=False)  # a `[word]` in it is no style
+
+    def show_servers(self, servers: Callable[[], Sequence[ServerStatus]]) -> None:
+        """Shows rollout servers as they are at each moment; `servers` is called from any thread."""
+        self._servers = servers
+        if self._live:
+            self._live.update(Group(self._progress, _ServerTable(servers)))
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         """Begins a phase of `total` steps, of which `done` were done before the run was resumed."""
@@ -74,7 +84,7 @@ class Display:
         self._seconds = {name: value + 0.9 * self._seconds.get(name, 0.0) for name, value in seconds.items()}
         self._progress.update(self._task, completed=step)
         if self._live:
-            self._live.update(Group(self._progress, self._table(metrics)))
+            self._live.update(Group(self._progress, self._table(metrics), _ServerTable(self._servers)))
         elif time.monotonic() - self._last_line > _PLAIN_SECONDS or step == self._total:
             self._last_line = time.monotonic()
             self.note(self._line(step, metrics))
@@ -84,6 +94,8 @@ class Display:
         per_step = statistics.median(b - a for a, b in pairwise(self._ended))
         numbers = [f"{name} {value}" for name, value in self._numbers(metrics).items()]
         parts = [f"{self._phase} {step}/{self._total}", *numbers, self._shares()]
+        if servers := self._servers():
+            parts.append(f"servers {sum(server.up for server in servers)}/{len(servers)} up")
         parts.append(f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s")
         return " | ".join(part for part in parts if part)
 
@@ -120,3 +132,31 @@ class Display:
         low, high = min(self._rewards), max(self._rewards)
         scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
         return "".join(_SPARKS[int((value - low) * scale)] for value in self._rewards)
+
+
+class _ServerTable:
+    """A row for each rollout server, as it is whenever the terminal is drawn; nothing where there are none."""
+
+    def __init__(self, servers: Callable[[], Sequence[ServerStatus]]) -> None:
+        self._servers = servers
+
+    def __rich__(self) -> Table | Group:
+        servers = self._servers()
+        if not servers:
+            return Group()
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for column in ("server", "version", "running", "queued", "tok/s", "restarts"):
+            table.add_column(column, justify="left" if column == "server" else "right", no_wrap=True)
+        table.add_column()  # the one that gives way where a terminal is narrow
+        for server in servers:
+            version = "-" if server.version < 0 else str(server.version)
+            numbers = [version, str(server.running), str(server.waiting), f"{server.tokens_per_second:,.0f}"]
+            state = Text(_state(server), no_wrap=True, overflow="ellipsis")
+            table.add_row(server.name, *numbers, str(server.restarts), state)
+        return table
+
+
+def _state(server: ServerStatus) -> str:
+    if server.up:
+        return "up"
+    return "lost: " + "".join(server.reason.strip().splitlines()[:1]) if server.restarts else "starting"

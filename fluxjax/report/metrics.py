@@ -9,13 +9,17 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
+
+from rollout.fleet_job import ServerStatus
 
 from ..base.types import Group
 from ..config import ConfigError
@@ -93,12 +97,48 @@ class MetricsLog:
             self._gauges[tag] = prometheus_client.Gauge(name, tag, registry=self._registry)
         return self._gauges[tag]
 
+    def export_servers(self, servers: Callable[[], Sequence[ServerStatus]]) -> None:
+        """Serves the state of rollout servers on the Prometheus port, as it is when it is asked for."""
+        if self._server is not None:
+            self._registry.register(ServerCollector(servers))
+
     def close(self) -> None:
         self._stream.close()
         self._board.close()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+
+
+_SERVER_METRICS: Mapping[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]] = {
+    "up": (GaugeMetricFamily, "1: it takes requests, 0: it starts, or was lost"),
+    "weight_version": (GaugeMetricFamily, "the version of the weights that it was proven to have, -1: none"),
+    "running": (GaugeMetricFamily, "samples that it generates"),
+    "waiting": (GaugeMetricFamily, "samples that wait for a place"),
+    "tokens_per_second": (GaugeMetricFamily, "generated tokens a second, as it says itself"),
+    "restarts": (CounterMetricFamily, "times that it was lost"),
+    "tokens": (CounterMetricFamily, "generated tokens that came from it"),
+}
+
+
+class ServerCollector(Collector):
+    """The rollout servers as Prometheus metrics, `fluxjax_server_*`, with a label `server`. Nothing where there are
+    none."""
+
+    def __init__(self, servers: Callable[[], Sequence[ServerStatus]]) -> None:
+        self._servers = servers
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # else a registry asks before there are any
+
+    def collect(self) -> Iterable[Metric]:
+        servers = self._servers()
+        for name, (family, text) in _SERVER_METRICS.items() if servers else ():
+            metric = family(f"fluxjax_server_{name}", text, labels=["server"])
+            for server in servers:
+                value = server.version if name == "weight_version" else getattr(server, name)
+                metric.add_metric([server.name], float(value))
+            yield metric
 
 
 def read(file: pathlib.Path) -> list[dict[str, Any]]:

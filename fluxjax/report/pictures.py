@@ -19,6 +19,8 @@ _STAGE_COLOURS = {
     "data": "#9467bd",
     "eval": "#7f7f7f",
     "checkpoint": "#8c564b",
+    "start": "#f7b6d2",
+    "restart": "#e377c2",
 }
 
 
@@ -67,11 +69,11 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
     """Draws the spans as a Gantt chart: a row for each lane, seconds since the first start, and a line at each step."""
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane.rstrip("0123456789"), len(lane), lane))
+    figure = Figure(figsize=(10, max(3.2, 1.4 + 0.3 * len(lanes))), layout="constrained")
     axes = figure.add_subplot()
     if spans:
         origin = min(span.start for span in spans)
-        lanes = list(dict.fromkeys(span.lane for span in sorted(spans, key=lambda s: (s.lane, s.start))))
         for row, lane in enumerate(lanes):
             for name in {span.name for span in spans if span.lane == lane}:
                 bars = [(s.start - origin, s.end - s.start) for s in spans if s.lane == lane and s.name == name]

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from models.decoder import Decoder
 from models.processing import Processor
 from rollout.engine import Engine
+from rollout.fleet_job import ServerStatus
 
 from ..base.process import settle_heap
 from ..base.timeline import Timeline
@@ -97,11 +98,14 @@ class Reporter(Observer):
         display: Display,
         decode: Callable[[Sequence[int]], str],
         callbacks: Callbacks,
+        servers: Callable[[], Sequence[ServerStatus]] = tuple,
     ) -> None:
         self._settings, self._run_dir = settings, run_dir
         self._summary, self._metrics, self._display = summary, metrics, display
         self._decode, self._callbacks = decode, callbacks
         self._since = time.perf_counter()  # when the last step, evaluation or checkpoint ended
+        self._servers = servers
+        self._served = time.perf_counter(), _tokens(servers())  # at the last step
 
     def on_step(self, report: StepReport) -> None:
         settings, summary, step = self._settings, self._summary, report.step
@@ -112,6 +116,7 @@ class Reporter(Observer):
         # Measured from step to step, because the stages of a step overlap with each other and with the next step's.
         before, self._since = self._since, time.perf_counter()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
+        metrics |= self._server_metrics()
         summary.steps_not_finite += int(metrics.get("skipped_nonfinite", 0.0))
         for stage, value in seconds.items():
             summary.add_seconds(stage, value)
@@ -123,6 +128,20 @@ class Reporter(Observer):
             dump_samples(self._run_dir / "samples", step, report.groups, self._decode, settings.dump_samples)
         self._display.step(step, metrics, seconds)
         self._callbacks.tell(Callback.on_step, step, report.groups, metrics)
+
+    def _server_metrics(self) -> dict[str, float]:
+        """Those of rollout servers, where there are any; their tokens are those of evaluations, too."""
+        servers = self._servers()
+        if not servers:
+            return {}
+        (then, before), self._served = self._served, (time.perf_counter(), _tokens(servers))
+        now, tokens = self._served
+        return {
+            "servers/up": float(sum(server.up for server in servers)),
+            "servers/restarts": float(sum(server.restarts for server in servers)),
+            # Not the sum of what servers say: between two steps, they may have been idle for a while.
+            "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # tokens leave with a server
+        }
 
     def _watch_gap(self, step: int, gap: float) -> None:
         summary, limit = self._summary, self._settings.logprob_gap_alarm
@@ -157,6 +176,10 @@ class Reporter(Observer):
     def on_checkpoint(self, step: int) -> None:
         self._callbacks.tell(Callback.on_checkpoint, step)
         self._since = time.perf_counter()
+
+
+def _tokens(servers: Sequence[ServerStatus]) -> int:
+    return sum(server.tokens for server in servers)
 
 
 def opening(summary: Summary, sources: Mapping[str, Sized], run_dir: pathlib.Path, resumed: int | None) -> str:

@@ -17,6 +17,7 @@ import models
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count, shapes_only
 from rollout.engine import Engine, EngineError
+from rollout.weights.checksums import WeightsMismatch
 from sharding.mesh import MeshError, make_mesh
 from sharding.odc import OdcError
 from sharding.weights import like
@@ -291,12 +292,14 @@ class FluxTrainer:
             evaluated_step=self.coordinator.evaluated_step,
             prometheus_port=config.report.prometheus_port,
         )
+        self.metrics.export_servers(self.pool.servers)
+        self.display.show_servers(self.pool.servers)
         callbacks = Callbacks(self.callbacks, self)
         callbacks.tell(Callback.on_fit_start)
         with self.display, contextlib.closing(self.metrics):
             for line in (opening(summary, self.sources, self.run_dir, resumed), *remarks(config)):
                 self.display.note(line)
-            self.pool.start()
+            self.pool.start(self.display.note)
             if resumed is None:
                 await self._warm_start()
             await self.pool.set_parallelism(config.parallelism.degree)  # where the coordinator begins
@@ -357,6 +360,7 @@ class FluxTrainer:
             display=self.display,
             decode=self.processor.decode,
             callbacks=callbacks,
+            servers=self.pool.servers,
         )
         self._runtime = Runtime(
             self.coordinator,
@@ -395,7 +399,7 @@ class FluxTrainer:
         last = max((span.end for span in spans if span.name == "sync"), default=0.0)
         stages = [span for span in spans if span.name != "eval" and span.start < last]  # evaluations dwarf the steps
         if stages:  # a run that was complete before keeps its picture
-            pictures.timeline(stages, self.run_dir / "timeline.png")
+            pictures.timeline(self.pool.lanes(stages), self.run_dir / "timeline.png")
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -458,7 +462,7 @@ class FluxTrainer:
 
 
 # Errors that a user can mend; any other is a defect and keeps its traceback.
-USER_ERRORS = (ConfigError, DataError, ResumeError, CoordinatorError, EngineError, OdcError, OSError)
+USER_ERRORS = (ConfigError, DataError, ResumeError, CoordinatorError, EngineError, OdcError, OSError, WeightsMismatch)
 
 
 def main(config: Config) -> int:

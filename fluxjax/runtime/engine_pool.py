@@ -5,17 +5,19 @@ where `policy.engines` is 0, all accelerators of the process that make whole eng
 many engines as that leaves whole; devices that make no whole engine are idle meanwhile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder
+from rollout.fleet_job import ServerStatus
 from rollout.jax_engine import JaxEngine
 from rollout.throughput import Profile, ProfileError, sizes
 
 from ..base.event_loop import run_async
+from ..base.timeline import Span
 from ..batch.composer import Composer
 from ..config import Config, ConfigError, Policy, RolloutEngine
 
@@ -80,12 +82,20 @@ class EnginePool:
             devices=devices,
         )
 
-    def start(self) -> None:
+    def start(self, tell: Callable[[str], None]) -> None:
         """There is nothing to start."""
 
     def close(self) -> None:
         for engine in self.engines:
             run_async(engine.close())
+
+    def servers(self) -> Sequence[ServerStatus]:
+        """There are no servers."""
+        return ()
+
+    def lanes(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """Engines have their lanes already."""
+        return spans
 
     @property
     def _a_device(self) -> int:

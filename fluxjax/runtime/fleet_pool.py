@@ -5,17 +5,20 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from models.config import Qwen25VLConfig
+from models.config import NameLayout, Qwen25VLConfig
 from models.decoder import Decoder
 from rollout.fleet import Fleet, FleetOptions
 from rollout.fleet_engine import FleetEngine
+from rollout.fleet_job import ServerStatus
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.weights.published import SharedFolders
 
+from ..base.timeline import Span
 from ..config import Config, ConfigError, RolloutEngine
+from .server_watch import ServerWatch, server_lanes
 
 
 class FleetPool:
@@ -26,21 +29,21 @@ class FleetPool:
     def __init__(self, config: Config, model: Decoder, checkpoint: pathlib.Path, logs: pathlib.Path) -> None:
         rollout, servers = config.rollout, config.servers
         _check_installed(config)
+        if rollout.engine is RolloutEngine.SGLANG and not servers.addresses and _nested(model):
+            raise ConfigError(
+                f"model.path: {checkpoint} has names like model.language_model.*, which SGLang 0.5.23 can not start "
+                "from; set rollout.engine to serve, or start servers from a checkpoint with the older names and give "
+                "servers.addresses"
+            )
         vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
         limits = EngineLimits(rollout.slots, rollout.max_sequence_tokens, model.config.text.vocab_size, vision)
-        command = ServerCommand(
-            rollout.engine.value,
-            str(checkpoint),
-            servers.python or sys.executable,
-            (*_flags(config), *servers.flags),
-            dict(entry.split("=", 1) for entry in servers.environment),
-        )
         started = 0 if servers.addresses else servers.count
+        commands = [_command(config, checkpoint, number) for number in range(started)]
         self.fleet = Fleet(
             model.config,
             limits,
             SharedFolders(model.config, config.model.compute_dtype.value),
-            processes=[LocalServer(command, logs / f"server-{number}.log") for number in range(started)],
+            processes=[LocalServer(command, logs / f"server-{n}.log") for n, command in enumerate(commands)],
             addresses=servers.addresses,
             seats=config.policy.engines,
             options=FleetOptions(
@@ -50,16 +53,32 @@ class FleetPool:
             ),
         )
         self.engines = [FleetEngine(self.fleet, seat) for seat in range(self.fleet.seats)]
+        self._watch = ServerWatch(self.fleet.servers)
 
     async def set_parallelism(self, degree: int) -> Sequence[FleetEngine]:
         """Servers keep their devices; `degree` is 1, as the configuration was checked to say."""
         return self.engines
 
-    def start(self) -> None:
+    def start(self, tell: Callable[[str], None]) -> None:
+        """Starts the servers. `tell` hears of each that comes up, is lost or comes back, from another thread."""
         self.fleet.start()
+        self._watch.start(tell)
 
     def close(self) -> None:
+        self._watch.stop()
         self.fleet.close()
+
+    def servers(self) -> Sequence[ServerStatus]:
+        """The servers as they are now; from any thread."""
+        return self.fleet.servers()
+
+    def lanes(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """Returns the spans of a run with the lanes of its servers."""
+        return server_lanes(spans, self.fleet.busy(), self._watch.down())
+
+
+def _nested(model: Decoder) -> bool:
+    return isinstance(model.config, Qwen25VLConfig) and model.config.names is NameLayout.NESTED
 
 
 def _check_installed(config: Config) -> None:
@@ -77,11 +96,26 @@ def _check_installed(config: Config) -> None:
         )
 
 
+def _command(config: Config, checkpoint: pathlib.Path, number: int) -> ServerCommand:
+    servers = config.servers
+    flags, environment = (
+        [word.replace("{server}", str(number)) for word in words] for words in (servers.flags, servers.environment)
+    )
+    return ServerCommand(
+        config.rollout.engine.value,
+        str(checkpoint),
+        servers.python or sys.executable,
+        (*_flags(config), *flags),
+        dict(entry.split("=", 1) for entry in environment),
+    )
+
+
 def _flags(config: Config) -> tuple[str, ...]:
     """What servers need to know of the run."""
     rollout, dtype = config.rollout, ("--dtype", config.model.compute_dtype.value)
     if rollout.engine is RolloutEngine.SGLANG:
-        return (*dtype, "--max-running-requests", str(rollout.slots))
+        cache = ("--max-total-tokens", str(rollout.kv_tokens)) if rollout.kv_tokens else ()
+        return (*dtype, "--max-running-requests", str(rollout.slots), *cache)
     cache = ("--kv-tokens", str(rollout.kv_tokens)) if rollout.kv_tokens else ()
     return (
         *dtype,

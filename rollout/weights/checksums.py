@@ -57,7 +57,13 @@ class Checksums:
             if as_served and not any(held.get(name) == value for name, value in options[0].items()):
                 options.append(self._expected(True, len(ranks), rank, gpu_hash))
             where = f"{server}, rank {rank}" if len(ranks) > 1 else server
-            _compare(min(options, key=lambda wanted: _differ(wanted, held)), held, where)
+            wanted = min(options, key=lambda wanted: _differ(wanted, held))
+            if len(wanted) > 1 and _differ(wanted, held) == len(wanted):
+                raise WeightsMismatch(
+                    f"{where}: after the update of its weights, none of its tensors has the checksum of what was sent: "
+                    "the update did nothing, or the server computes in another dtype than model.compute_dtype (--dtype)"
+                )
+            _compare(wanted, held, where)
 
     def _compute(self, as_served: bool, size: int, rank: int, hashed: Hash) -> dict[str, str]:
         parts: dict[str, list[str]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.config import AnyConfig
+from models.config import AnyConfig, NameLayout, Qwen25VLConfig
 from models.folder import write_json
 from models.hf import SINGLE, disk_tensors, stored
 from models.hf_config import write_config
@@ -24,6 +25,7 @@ from models.weight_file import write_weights
 from .checksums import Checksums
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
+PREFIX = "fluxjax-weights-"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,9 +43,13 @@ class SharedFolders:
     """
 
     def __init__(self, config: AnyConfig, dtype: DTypeLike) -> None:
+        if isinstance(config, Qwen25VLConfig):  # SGLang reads no other names
+            config = dataclasses.replace(config, names=NameLayout.FLAT)
         self._config, self._dtype = config, np.dtype(dtype)
-        where = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        self._root = pathlib.Path(tempfile.mkdtemp(prefix="fluxjax-weights-", dir=where))
+        where = SHARED_MEMORY if SHARED_MEMORY.is_dir() else pathlib.Path(tempfile.gettempdir())
+        _sweep(where)
+        self._root = pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
+        weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)  # at the latest when Python ends
         self._written: list[tuple[Published, list[weakref.ref[Any]]]] = []  # and the arrays that each is made of
         self._count = 0
         self._lock = threading.Lock()
@@ -70,7 +76,7 @@ class SharedFolders:
         if size > free:
             raise OSError(
                 f"{folder}: version {version} needs {size / 2**20:.0f} MiB of shared memory, {free / 2**20:.0f} are "
-                "free; raise the limit of /dev/shm (docker: --shm-size)"
+                "free; up to three versions are there at a time: raise the limit of /dev/shm (docker: --shm-size)"
             )
         tensors = (value.astype(self._dtype, copy=False) for _, value in disk_tensors(self._config, dict(params)))
         folder.mkdir(exist_ok=True)
@@ -92,3 +98,11 @@ class SharedFolders:
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _sweep(where: pathlib.Path) -> None:
+    """Removes what runs left behind that were killed: a version takes as much memory as the model."""
+    for folder in where.glob(f"{PREFIX}*"):
+        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdecimal() and not pathlib.Path("/proc", owner).exists() and pathlib.Path("/proc").is_dir():
+            shutil.rmtree(folder, ignore_errors=True)

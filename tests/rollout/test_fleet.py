@@ -1,0 +1,420 @@
+"""The fleet: where requests go, what becomes of servers, and the weights that they are proven to have.
+
+1. Requests go to the least loaded server of their seat, the samples of one together.
+2. Servers may be killed, hang, never start, join and leave: samples go on elsewhere, exactly where they were.
+3. Weights arrive bit for bit, also at a server that was down meanwhile; where they do not, the run ends.
+4. What a fleet started ends with it, whatever it is doing, and with its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from faulty_proxy import Fault, Servers, engine, limits
+from fleet_cases import QUICK, asked, exact, fleet_of, group_exists, publish, run, sleeper, until
+from protocol_cases import LONGEST, SLOTS, checkpoint, command, model
+from rollout_cases import collect
+from safetensors.numpy import load_file
+
+import models
+from rollout.engine import EngineError, FinishReason
+from rollout.fleet import Fleet, FleetOptions
+from rollout.fleet_engine import FleetEngine
+from rollout.fleet_job import FleetJob, Server
+from rollout.jax_engine import JaxEngine
+from rollout.local_server import LocalServer, ServerCommand
+from rollout.sglang import ServerClient
+from rollout.weights.checksums import WeightsMismatch, sha256
+from rollout.weights.published import SHARED_MEMORY, SharedFolders
+
+# --- without processes ----------------------------------------------------------------------------
+
+
+def weights_folders() -> set[pathlib.Path]:
+    return set(SHARED_MEMORY.glob("fluxjax-weights-*"))
+
+
+@pytest.mark.parametrize("lines", [("echo no memory; exit 3",), ("echo no memory; sleep 1000",)], ids=["ends", "hangs"])
+def test_a_server_that_never_starts_fails_its_requests(tmp_path: pathlib.Path, lines: tuple[str, ...]) -> None:
+    options = FleetOptions(start_seconds=1.0, look_every=0.1)
+    with contextlib.closing(fleet_of(processes=[sleeper(tmp_path, *lines)], options=options)) as fleet:
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            await seat.update_weights(1, models.split(model("text"))[1])
+            with pytest.raises(EngineError, match=r"(?s)no server for 1 s.*no memory"):
+                await collect(seat.generate(asked()), 1)
+
+        run(work())
+
+
+def test_an_abort_ends_what_waits_for_a_server(tmp_path: pathlib.Path) -> None:
+    with contextlib.closing(fleet_of(processes=[sleeper(tmp_path)])) as fleet:
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            first = asyncio.create_task(collect(seat.generate(wanted := asked(n=2)), 2))
+            await until(lambda: seat.stats().running == 2)
+            await seat.abort(f"{wanted.rid}/1")
+            await until(lambda: seat.stats().running == 1)
+            await seat.abort(wanted.rid)
+            assert [(answer.ids, answer.finish) for answer in await first] == [((), FinishReason.ABORT)] * 2
+
+        run(work())
+
+
+def test_a_pause_does_not_count_as_a_lack_of_servers(tmp_path: pathlib.Path) -> None:
+    options = FleetOptions(start_seconds=0.5, look_every=0.1)
+    with contextlib.closing(fleet_of(processes=[sleeper(tmp_path)], options=options)) as fleet:
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            await seat.pause()
+            answers = asyncio.create_task(collect(seat.generate(asked()), 1))
+            await asyncio.sleep(3.0)
+            assert not answers.done()
+            await seat.resume()
+            with pytest.raises(EngineError, match=r"no server for 0[.]5 s"):
+                await answers
+
+        run(work())
+
+
+def test_a_closed_fleet_leaves_nothing_and_takes_nothing(tmp_path: pathlib.Path) -> None:
+    """Not even the requests that are under way, which fail, and a server that left a moment ago."""
+    before = weights_folders()
+    servers = [sleeper(tmp_path / str(number)) for number in range(2)]
+    fleet = fleet_of(processes=servers)
+    seat = FleetEngine(fleet, 0)
+
+    async def work() -> None:
+        await seat.update_weights(1, models.split(model("text"))[1])
+        answers = asyncio.create_task(collect(seat.generate(asked()), 1))
+        await until(lambda: seat.stats().running and all(server._process for server in servers))
+        pids = [server.pid for server in servers]
+        assert weights_folders() - before
+        fleet.leave("server 1")
+        await asyncio.to_thread(fleet.close)
+        await until(lambda: not any(map(group_exists, pids)))
+        with pytest.raises(EngineError, match="closed"):
+            await answers
+        with pytest.raises(EngineError, match="closed"):
+            seat.generate(asked())
+        with pytest.raises(EngineError, match="closed"):
+            await seat.pause()
+
+    run(work())
+    fleet.close()
+    assert weights_folders() <= before
+
+
+def test_a_fleet_that_never_started_closes() -> None:
+    before = weights_folders()
+    fleet = fleet_of(addresses=["http://127.0.0.1:1"])
+    fleet.close()
+    fleet.close()
+    assert weights_folders() <= before
+    config = model("text").config
+    folders = SharedFolders(config, "float32")
+    with contextlib.closing(folders), pytest.raises(EngineError, match="a server at least"):
+        Fleet(config, limits(), folders)
+
+
+def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
+    """Then those of its seat, then the least loaded: one that fails at once is always that."""
+    job = FleetJob(asked(), 0, lambda chunk: None)
+    places: Any = {"lost here": 0, "elsewhere": 1, "busy": 0, "best": 0}
+    with contextlib.closing(fleet_of(addresses=["http://127.0.0.1:1"], seats=2)) as fleet:
+        for name, seat in places.items():
+            server = Server(name, seat, ServerClient(""), None)
+            server.up, server.holds = True, places
+            fleet._servers.append(server)
+        job.lost["lost here"] = 1
+        fleet._servers[2].open = 3
+        for expected in ("best", "busy", "elsewhere", "lost here"):
+            chosen = run(fleet._server_for(job))
+            assert chosen is not None and chosen.name == expected
+            chosen.suspect()
+
+
+def test_names_of_servers_that_there_are_not(tmp_path: pathlib.Path) -> None:
+    with (
+        contextlib.closing(fleet_of(processes=[sleeper(tmp_path)])) as fleet,
+        pytest.raises(EngineError, match="no server 9 in the fleet; there are server 0"),
+    ):
+        fleet.leave("server 9")
+
+
+def test_checksums_find_one_bit_and_tensors_too_few_or_too_many() -> None:
+    config, (_, params) = model("text").config, models.split(model("text"))
+    with contextlib.closing(SharedFolders(config, "float32")) as folders:
+        published = folders.write(1, params)
+        tensors = load_file(published.folder / "model.safetensors")
+        held = {name: sha256([tensor]) for name, tensor in tensors.items()}
+        published.checksums.check([held], "this server")
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors[name].view(np.uint8).reshape(-1)[-1] ^= 1
+        with pytest.raises(WeightsMismatch, match=rf"this server: .*{name} has the checksum"):
+            published.checksums.check([held | {name: sha256([tensors[name]])}], "this server")
+        with pytest.raises(WeightsMismatch, match=r"this server: .*model\.more\.weight, which was not sent"):
+            published.checksums.check([held | {"model.more.weight": "0" * 16}], "this server")
+        del held["model.norm.weight"]
+        with pytest.raises(WeightsMismatch, match="this server: "):
+            published.checksums.check([held], "this server")
+
+
+# --- with servers in a thread ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Servers]:
+    with Servers(2).running() as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def here() -> JaxEngine:
+    """The engine in this process, whose answers are the right ones."""
+    return engine()
+
+
+@pytest.mark.slow
+def test_the_least_loaded_server_of_a_seat_takes_a_request(pair: Servers, here: JaxEngine) -> None:
+    pair.reset()
+    with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            version = await publish([seat], here)
+            await until(lambda: all(server.up for server in fleet.servers()))
+            await asyncio.gather(*(exact(seat, here, asked(n=3, seed=seed), version) for seed in range(6)))
+
+        run(work())
+        assert [proxy.calls["/generate"] for proxy in pair.proxies] == [3, 3]  # the samples of each together
+
+
+@pytest.mark.slow
+def test_a_seat_uses_its_own_servers_while_it_has_some(pair: Servers, here: JaxEngine) -> None:
+    pair.reset()
+    with contextlib.closing(fleet_of(addresses=pair.addresses)) as fleet:
+        seats = [FleetEngine(fleet, seat) for seat in range(2)]
+
+        async def work() -> None:
+            version = await publish(seats, here)
+            await until(lambda: all(server.up for server in fleet.servers()))
+            await asyncio.gather(*(exact(seats[1], here, asked(seed=seed), version) for seed in range(3)))
+            assert [proxy.calls["/generate"] for proxy in pair.proxies] == [0, 3]
+            fleet.leave("server 1")
+            await exact(seats[1], here, asked(), version)
+            assert [proxy.calls["/generate"] for proxy in pair.proxies] == [1, 3]
+
+        run(work())
+
+
+@pytest.mark.slow
+def test_a_server_that_is_behind_does_not_help_a_seat_that_is_ahead(pair: Servers, here: JaxEngine) -> None:
+    pair.reset()
+    with contextlib.closing(fleet_of(addresses=pair.addresses)) as fleet:
+        seats = [FleetEngine(fleet, seat) for seat in range(2)]
+
+        async def work() -> None:
+            await publish(seats, here)
+            version = await publish(seats[:1], here, 1)
+            fleet.leave("server 0")
+            waits = asyncio.create_task(exact(seats[0], here, asked(), version))
+            await asyncio.sleep(0.5)
+            assert not waits.done() and not any(proxy.calls["/generate"] for proxy in pair.proxies)
+            fleet.join(pair.addresses[0])
+            await waits
+
+        run(work())
+
+
+@pytest.mark.slow
+def test_nothing_is_left_on_a_server_of_a_stream_that_nobody_reads(pair: Servers, here: JaxEngine) -> None:
+    pair.reset()
+    with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            await publish([seat], here)
+            stream = seat.generate(asked(n=8, tokens=50, temperature=0.0))
+            await until(lambda: any(each.stats().running for each in pair.engines))
+            await stream.aclose()
+            await until(lambda: not any(each.stats().running + each.stats().waiting for each in pair.engines))
+            await until(lambda: seat.stats().running == 0)
+
+        run(work())
+
+
+@pytest.mark.slow
+def test_an_abort_reaches_a_server_whatever_comes_first(pair: Servers, here: JaxEngine) -> None:
+    """Also before the samples do, and where an order to the server fails."""
+    pair.reset()
+    with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            await publish([seat], here)
+            for each in pair.engines:  # behind the back of the fleet: no sample ends by itself
+                pair.call(each.pause())
+            for delay in (0.0, 0.001, 0.01, 0.1):
+                pair.proxies[0].script.append(Fault("status 500", route="/abort_request"))
+                answers = asyncio.create_task(collect(seat.generate(wanted := asked(n=2, tokens=40)), 2))
+                await asyncio.sleep(delay)
+                await until(lambda: seat.stats().running)
+                await seat.abort(wanted.rid)
+                assert [answer.finish for answer in await answers] == [FinishReason.ABORT] * 2
+            await until(lambda: not any(each.stats().running + each.stats().waiting for each in pair.engines))
+
+        try:
+            run(work())
+        finally:
+            for each in pair.engines:
+                pair.call(each.resume())
+
+
+@pytest.mark.slow
+def test_a_server_that_comes_up_during_an_update_gets_it(pair: Servers, here: JaxEngine) -> None:
+    """It is not up when the update begins, and has been brought to what was wanted before."""
+    pair.reset()
+    pair.proxies[0].script.append(Fault("late", route="/continue_generation"))
+    with contextlib.closing(fleet_of(addresses=pair.addresses[:1])) as fleet:
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            fleet.start()
+            await until(lambda: pair.proxies[0].calls["/continue_generation"])
+            assert not fleet.servers()[0].up
+            version = await publish([seat], here)
+            await until(lambda: fleet.servers()[0].up)
+            assert fleet.servers()[0].version == version
+            await exact(seat, here, asked(), version)
+
+        run(work())
+
+
+@pytest.mark.slow
+def test_a_full_shared_memory_leaves_the_old_weights(
+    pair: Servers, here: JaxEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.reset()
+    with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            version = await publish([seat], here)
+            with monkeypatch.context() as full:
+                full.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
+                with pytest.raises(OSError, match=r"fluxjax-weights-.*MiB of shared memory"):
+                    await seat.update_weights(version + 1000, models.split(model("text", 1))[1])
+            assert seat.stats().version == version
+            await exact(seat, here, asked(), version)
+
+        run(work())
+
+
+# --- with processes -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerCommand]:
+    with checkpoint("text", tmp_path_factory.mktemp("fleet") / "model") as folder:
+        yield command("serve", folder)
+
+
+@pytest.fixture(scope="module")
+def long_here() -> JaxEngine:
+    return JaxEngine(model("text"), slots=SLOTS, max_sequence_tokens=LONGEST)
+
+
+@contextlib.contextmanager
+def processes(serve: ServerCommand, folder: pathlib.Path, count: int) -> Iterator[tuple[Fleet, list[LocalServer]]]:
+    servers = [LocalServer(serve, folder / f"{number}.log") for number in range(count)]
+    with contextlib.closing(fleet_of(processes=servers, seats=1, longest=LONGEST)) as fleet:
+        yield fleet, servers
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_server_that_dies_or_hangs_is_replaced(
+    serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path, number: signal.Signals
+) -> None:
+    """Its samples go on elsewhere; it comes back with the weights of now."""
+    with processes(serve, tmp_path, 2) as (fleet, servers):
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            version = await publish([seat], long_here)
+            await until(lambda: all(server.up for server in fleet.servers()))
+            await exact(seat, long_here, asked(n=2, tokens=20), version)  # compiled by now
+            jobs = [
+                asyncio.create_task(exact(seat, long_here, asked(n=4, seed=s, tokens=200), version)) for s in (1, 2)
+            ]
+            await until(lambda: all(server.open > 0 for server in fleet._servers))
+            pid = servers[0].pid
+            os.killpg(pid, number)
+            began = time.monotonic()
+            await until(lambda: fleet.servers()[0].restarts)
+            assert time.monotonic() - began < QUICK.patience + 60  # whatever else the machine does
+            await until(lambda: not group_exists(pid))
+            await asyncio.gather(*jobs)
+            await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
+            if number is signal.SIGKILL:  # again, with an update while it is down
+                os.killpg(servers[0].pid, number)
+                await until(lambda: fleet.servers()[0].restarts == 2)
+                version = await publish([seat], long_here, 1)
+                await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
+            tokens = fleet.servers()[0].tokens
+            await asyncio.gather(*(exact(seat, long_here, asked(n=2, seed=seed), version) for seed in range(4)))
+            assert fleet.servers()[0].tokens > tokens
+
+        run(work())
+
+
+@pytest.mark.long
+def test_servers_join_and_leave_a_running_fleet(
+    serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
+) -> None:
+    """And where all are down, requests wait for one to come back."""
+    with processes(serve, tmp_path, 1) as (fleet, servers):
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            version = await publish([seat], long_here)
+            await exact(seat, long_here, asked(), version)
+            late = LocalServer(serve, tmp_path / "late.log")
+            name = fleet.join(late)
+            await until(lambda: all(server.up for server in fleet.servers()))
+            jobs = [
+                asyncio.create_task(exact(seat, long_here, asked(n=2, seed=s, tokens=200), version)) for s in range(4)
+            ]
+            await until(lambda: all(server.open == 4 for server in fleet._servers))
+            pid = late.pid
+            fleet.leave(name)
+            await asyncio.gather(*jobs)
+            await until(lambda: not group_exists(pid))
+            job = asyncio.create_task(exact(seat, long_here, asked(tokens=200), version))
+            await until(lambda: fleet._servers[0].open)
+            os.killpg(servers[0].pid, signal.SIGKILL)
+            await job
+            assert [server.restarts for server in fleet.servers()] == [1]
+            job = asyncio.create_task(collect(seat.generate(asked(n=8, tokens=200)), 8))
+            await until(lambda: fleet._servers[0].open)
+            pid = servers[0].pid
+            await asyncio.to_thread(fleet.close)
+            await until(lambda: not group_exists(pid))
+            with pytest.raises(EngineError, match="closed"):
+                await job
+
+        run(work())

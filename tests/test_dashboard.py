@@ -1,0 +1,98 @@
+"""The Grafana dashboard: every metric that its queries name is one that a real run exports, servers and all."""
+
+import json
+import pathlib
+import re
+import socket
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from run_cases import flags, letters
+
+from fluxjax.config.cli import load
+from fluxjax.run.callbacks import Callback
+from fluxjax.run.trainer import FluxTrainer
+from rollout.fleet_job import ServerStatus
+
+DASHBOARD: dict[str, Any] = json.loads(
+    (pathlib.Path(__file__).resolve().parent.parent / "deploy" / "grafana.json").read_text()
+)
+PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+PATTERN = re.compile(r'__name__=~"([^"]+)"')
+SERVERS = [ServerStatus(f"server {i}", f"http://127.0.0.1:{i}", i, True, 3, 5, 1, 99.5, i, 1000, "") for i in range(2)]
+
+
+class Scrape(Callback):
+    def __init__(self, port: int) -> None:
+        self.port, self.text = port, ""
+
+    def on_step(self, trainer, step, groups, metrics):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as reply:
+            self.text = reply.read().decode()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Iterator[str]:
+    """What the port of a run says after its step. Its engine is embedded; it is told that there are servers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tmp_path_factory.mktemp("run")
+    settings = flags(
+        **letters(folder), steps=1, warm_start__steps=1, warm_start__batch_size=2, report__prometheus_port=port
+    )
+    config = load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *settings])
+    scrape = Scrape(port)
+    with FluxTrainer(config, callbacks=[scrape]) as trainer:
+        trainer.pool.servers = lambda: SERVERS
+        trainer.fit()
+    yield scrape.text
+
+
+def test_queries_name_what_a_run_exports(exported):
+    names = {line.split("{")[0].split(" ")[0] for line in exported.splitlines() if not line.startswith("#")}
+    queries = [target["expr"] for panel in PANELS for target in panel["targets"]]
+    assert len(queries) >= 15
+    for query in queries:
+        patterns = PATTERN.findall(query)
+        for pattern in patterns:
+            assert any(re.fullmatch(pattern, name) for name in names), f"nothing is called {pattern}"
+        asked = set(re.findall(r"\bfluxjax_\w+", re.sub(r'"(?:[^"\\]|\\.)*"', "", query)))  # names outside of strings
+        assert asked or patterns, f"{query} asks for nothing of ours"
+        assert asked <= names, f"{query} asks for {asked - names}"
+
+
+def test_servers_are_told_apart_by_a_label(exported):
+    for i in range(2):
+        assert f'fluxjax_server_up{{server="server {i}"}} 1.0' in exported
+        assert f'fluxjax_server_restarts_total{{server="server {i}"}} {i}.0' in exported
+    assert "fluxjax_servers_up 2.0" in exported and "fluxjax_servers_restarts 1.0" in exported
+
+
+def test_every_panel_can_be_read():
+    assert DASHBOARD["schemaVersion"] >= 42
+    [variable] = DASHBOARD["templating"]["list"]
+    assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
+    assert [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"] == ["Training", "Rollout"]
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    for panel in PANELS:
+        assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"], panel["id"]
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            assert target["expr"] and target["legendFormat"]
+            assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+def test_panels_do_not_overlap():
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert max(x for x, _ in cells) < 24 and not cells & taken, panel["title"]
+        taken |= cells
