@@ -129,6 +129,33 @@ def test_mistakes_end_in_one_clear_line(argument, expected):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["servers.addresses=('10.0.0.1:30000',)"],
+            "servers.addresses has '10.0.0.1:30000'; an address is like http://",
+        ),
+        (["servers.addresses=('http://a:1','http://a:1')"], "servers.addresses has http://a:1 twice"),
+        (["servers.addresses=('http://a:1',)", "servers.python=python3"], "leave them out"),
+        (["servers.flags=('--port','1')"], "servers.flags has --port, which the run sets itself"),
+        (["servers.flags=('--pp-size=2',)"], "servers.flags has --pp-size=2: weights that are divided"),
+        (["servers.environment=('CUDA_VISIBLE_DEVICES',)"], "an entry is like NAME=value"),
+        (["servers.patience=0.0"], "servers.patience"),
+        (["policy.engines=2"], "policy.engines is 2, but there are 1 servers"),
+        (["policy.engines=0", "stream_trainer.enabled=True"], "stream_trainer.enabled needs rollout.engine=jax"),
+        (["parallelism.degree=2"], "give servers.flags ('--tp-size', '2')"),
+        (["rollout.kv_fraction=0.3"], "--config.rollout.kv_fraction needs rollout.engine jax, not sglang"),
+    ],
+)
+def test_servers_that_can_not_work(arguments, expected):
+    with pytest.raises(ConfigError) as caught:
+        cli.load([f"--config.{argument}" for argument in ("rollout.engine=sglang", *arguments)])
+    assert expected in str(caught.value)
+    with pytest.raises(ConfigError, match=r"--config\.servers\.count needs rollout\.engine serve or sglang, not jax"):
+        cli.load(["--config.servers.count=2"])
+
+
 UNREAD = [  # settings that do nothing with these others: (what was set, what it would need, with what it is read)
     ("composer.curriculum=True", "policy.name adaptive_async, not tail_batching", "policy.name=tail_batching"),
     ("composer.order=stalest", "policy.name adaptive_async, not april", "policy.name=april"),

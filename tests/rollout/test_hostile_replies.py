@@ -200,6 +200,20 @@ def test_weights_that_did_not_arrive_end_the_run(pair: Servers, here: JaxEngine)
         run(work())
 
 
+def test_an_older_version_is_served_again(pair: Servers, here: JaxEngine) -> None:
+    """A run that goes back to an older checkpoint evaluates, and goes on, with its version."""
+    with fleet_over(pair) as engines:
+
+        async def work() -> None:
+            older, newer = (models.split(model("text", seed))[1] for seed in (0, 1))
+            for version, params in ((10_005, older), (10_010, newer), (10_005, older), (10_006, newer)):
+                await asyncio.gather(*(seat.update_weights(version, params) for seat in engines))
+                await here.update_weights(version, params)
+                await asyncio.gather(*(exact(seat, here, asked(n=2), version) for seat in engines))
+
+        run(work())
+
+
 @pytest.mark.parametrize("order", ["pause", "resume"])
 def test_a_server_that_does_not_take_an_order_takes_it_later(pair: Servers, here: JaxEngine, order: str) -> None:
     """Nothing is generated while paused, and everything behind it, by a server that answered an order with an error."""
