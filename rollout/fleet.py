@@ -254,7 +254,8 @@ class Fleet:
                 if not (changing := server.lock.locked()):
                     raise
             excused = changing or self._paused[server.seat]
-            server.check_silence(excused, self.options.patience, self.options.start_seconds)
+            # Before it counts a request, a server reads it, and may have hundreds of others to read.
+            server.check_silence(excused, 3 * self.options.patience, self.options.start_seconds)
 
     def _lose(self, server: Server, why: str) -> None:
         """Ends this life of a server: the next one gets the weights and the orders of its seat."""
