@@ -25,24 +25,15 @@ from models.config import AnyConfig
 
 from . import wire
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, TokenChunk
-from .fleet_job import Attempt, FleetJob, Server, ServerStatus
+from .fleet_job import Attempt, FleetJob, FleetOptions, Server, ServerStatus
 from .local_server import LocalServer
 from .requests import EngineLimits, ended_before
 from .sglang import CONNECT, Refused, SampleReply, ServerClient, ServerError
 from .weights.published import Published, SharedFolders
+from .weights.routes import Route, SharedMemory
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-
-@dataclasses.dataclass(frozen=True)
-class FleetOptions:
-    patience: float = 10.0  # seconds without an answer after which a server is taken for hung
-    start_seconds: float = 600.0  # that a server may take to start, or to come back
-    look_every: float = 1.0  # seconds between two looks at a server
-    attempts: int = 4  # servers that a request may lose before it fails
-    token: str = ""  # that servers beyond this host ask for
-    interval: int = 16  # tokens between two looks at a response, at least; those since then are lost with a server
 
 
 class Fleet:
@@ -61,10 +52,11 @@ class Fleet:
         processes: Sequence[LocalServer] = (),
         addresses: Sequence[str] = (),
         seats: int = 0,
-        options: FleetOptions = FleetOptions(),
+        route: Route | None = None,
+        options: FleetOptions | None = None,
     ) -> None:
-        self.config, self.limits, self.options = config, limits, options
-        self._folders = folders
+        self.config, self.limits, self.options = config, limits, options or FleetOptions()
+        self._folders, self._route = folders, route or SharedMemory()
         self._first = [*processes, *addresses]
         self.seats = seats or len(self._first)
         if not self.seats:
@@ -116,6 +108,7 @@ class Fleet:
                 self._thread.join()
             self._closed = True
             self._loop.close()
+            self._route.close()
             self._folders.close()
 
     async def _close(self) -> None:
@@ -173,6 +166,7 @@ class Fleet:
         try:
             await self._live(server)
         finally:  # also of those that left
+            await self._route.forget(server.client)
             await server.client.close()
             if server.process is not None:
                 await asyncio.to_thread(server.process.stop)
@@ -193,6 +187,7 @@ class Fleet:
             else:
                 return
             self._lower(server)
+            await self._route.forget(server.client)
             if server.leaving or self._fatal is not None:
                 return
             log.info("%r is lost: %s", server, server.reason)  # who shows `servers` tells users
@@ -280,7 +275,7 @@ class Fleet:
 
         Raises WeightsMismatch for a server that holds something else afterwards, OSError where there is no room."""
         self._raise_fatal()
-        self._wanted[seat] = await asyncio.to_thread(self._folders.write, version, params)
+        self._wanted[seat] = await asyncio.to_thread(self._write, version, params)
 
         async def bring(server: Server) -> None:
             try:
@@ -291,8 +286,14 @@ class Fleet:
                 self._fail(error)
 
         await asyncio.gather(*(bring(server) for server in self._servers if server.seat == seat and server.up))
-        self._folders.keep([published for published in self._wanted if published is not None])
+        wanted = [published for published in self._wanted if published is not None]
+        await asyncio.to_thread(lambda: self._folders.keep(self._route.keep(wanted)))
         self._raise_fatal()
+
+    def _write(self, version: int, params: Mapping[str, Any]) -> Published:
+        published = self._folders.write(version, params)
+        self._route.publish(published, params)
+        return published
 
     async def _bring(self, server: Server) -> None:
         """Brings a server to the weights of its seat, and proves it, before it generates anything with them."""
@@ -301,7 +302,7 @@ class Fleet:
                 wanted = self._wanted[server.seat]
                 if wanted is not None and server.holds is not wanted:
                     try:
-                        await server.update(wanted)
+                        await server.update(wanted, self._route)
                     except Exception:
                         if self._wanted[server.seat] is wanted:  # else its folder may be gone
                             raise

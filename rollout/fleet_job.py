@@ -13,6 +13,17 @@ from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
 from .local_server import LocalServer
 from .sglang import SampleReply, ServerClient, ServerError
 from .weights.published import Published
+from .weights.routes import Route
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetOptions:
+    patience: float = 10.0  # seconds without an answer after which a server is taken for hung
+    start_seconds: float = 600.0  # that a server may take to start, or to come back
+    look_every: float = 1.0  # seconds between two looks at a server
+    attempts: int = 4  # servers that a request may lose before it fails
+    token: str = ""  # that servers beyond this host ask for
+    interval: int = 16  # tokens between two looks at a response, at least; those since then are lost with a server
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +131,12 @@ class Server:
         if [attempt for attempt in self.attempts if attempt.silence(excused) > most]:
             raise ServerError(f"{self!r} runs {self.load['running']:g} samples, and says nothing for {most:g} s")
 
-    async def update(self, wanted: Published) -> None:
+    async def update(self, wanted: Published, route: Route) -> None:
         """Has it serve these weights, and prove it."""
+        await route.stage(self.client, wanted)
         self.holds = None
         await self.client.pause("retract")
-        await self.client.update_from_disk(str(wanted.folder), wanted.version)
+        await route.deliver(self.client, wanted)
         held = await self.client.checksums()
         await asyncio.to_thread(wanted.checksums.check, held, self.client.address)
         # None above it: a run may go back to an older checkpoint.

@@ -10,38 +10,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import os
 import pathlib
-import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .listening import Parser, add_network_flags, bound_socket, check_network_flags, serve_until_told
 
 if TYPE_CHECKING:
     from .jax_engine import JaxEngine
     from .serve_app import RolloutServer
 
-TOKEN = "FLUXJAX_TOKEN"
-GRACE = 1.0  # seconds for the replies of aborted samples
+GRACE = 10.0  # seconds for the replies of aborted samples: a turn may be compiling
 TURN = 5.0  # seconds for the engine's turn in flight
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a port of 0 .. 65535, not {text}")
     return int(text)
 
 
@@ -52,18 +40,13 @@ def _version(text: str) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m rollout.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face checkpoint folder")
     parser.add_argument("--weight-version", type=_version, default="0", metavar="N",
                         help="version of the weights in DIR (default 0)")  # fmt: skip
-    network = parser.add_argument_group("network")
-    network.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default 127.0.0.1)")
-    network.add_argument("--port", type=_port, default=0, metavar="N", help="default: any free one")
-    network.add_argument("--token", default=os.environ.get(TOKEN, ""), metavar="TEXT",
-                         help="clients must send `Authorization: Bearer TEXT` to all routes but /health; needed "
-                         f"beyond loopback addresses (default: {TOKEN} of the environment)")  # fmt: skip
+    add_network_flags(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--slots", type=_count, default=256, metavar="N", help="samples that run at once (default 256)")
     engine.add_argument("--max-sequence-tokens", type=_count, default=4096, metavar="N",
@@ -77,35 +60,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--dtype", choices=["float32", "bfloat16"],
                         help="of weights and compute (default: as the checkpoint's embedding)")  # fmt: skip
     options = parser.parse_args(arguments)
-    if not options.token and not _is_loopback(options.host):
-        parser.error(
-            f"--host {options.host} can be reached from other machines: give a --token, or set {TOKEN}, "
-            "so that not everybody can change the weights"
-        )
-    if not options.token.isascii() or any(character.isspace() for character in options.token):
-        parser.error("--token must be ASCII without white space")
+    check_network_flags(parser, options)
     return options
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound but does not listen yet: clients are refused until the model is there."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
-    return bound
 
 
 def run(options: argparse.Namespace) -> None:
@@ -116,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
     media_bytes = os.environ.get("FLUXJAX_MEDIA_BYTES", str(1 << 30))
     if not media_bytes.isdecimal():
         raise ValueError(f"FLUXJAX_MEDIA_BYTES={media_bytes} must be a whole number")
-    with _bound(options.host, options.port) as listening:
+    with bound_socket(options.host, options.port) as listening:
         server, engine = _built(options, int(media_bytes))
         asyncio.Runner().run(_serve(server, engine, listening))  # not closed: that would wait for threads
 
@@ -165,37 +121,7 @@ def _built(options: argparse.Namespace, media_bytes: int) -> tuple[RolloutServer
 
 
 async def _serve(server: RolloutServer, engine: JaxEngine, listening: socket.socket) -> None:
-    import uvicorn
-
-    class Uvicorn(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # signals are ours: uvicorn would die of them, and wait for samples that run on
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            host, port = listening.getsockname()[:2]
-            print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-
-    http = Uvicorn(
-        uvicorn.Config(
-            server.app,
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            lifespan="off",
-            ws="none",
-            timeout_graceful_shutdown=1,
-        )
-    )
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    serving, stopping = asyncio.create_task(http.serve([listening])), asyncio.create_task(stop.wait())
-    await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-    await server.stop(GRACE)
-    http.should_exit = True
-    await serving
+    await serve_until_told(server.app, listening, lambda: server.stop(GRACE))
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(engine.close(), TURN)
 

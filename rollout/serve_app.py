@@ -9,42 +9,32 @@ of requests are read in threads.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
-import jax
-import numpy as np
 import prometheus_client
-from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-import models
 from models.config import AnyConfig, Qwen25VLConfig
-from models.decoder import Decoder
 from models.processing import Processor
-from sharding.walk import Params
-from sharding.weights import map_weights
 
-from .engine import EngineError
 from .jax_engine import JaxEngine
 from .pages import PAGE_TOKENS
-from .serve_calls import Answer, Call, error_response
+from .serve_calls import Answer, Call
+from .serve_guard import Guarded, error_handlers, health_route
 from .serve_requests import RequestReader, read_body, read_json_object
+from .serve_weights import WeightRoutes
 from .wire import BadRequest, Json
 
 MEDIA_BYTES = 1 << 30
 PAUSES = ("abort", "retract", "in_place")
-LEFT = 499  # the status that is logged for a client that went away
 
 
 class RolloutServer:
@@ -66,23 +56,16 @@ class RolloutServer:
         media_bytes: int = MEDIA_BYTES,
     ) -> None:
         self._engine, self._config, self._processor = engine, config, processor
-        self._dtype, self._info = dtype, info or {}
+        self._info = info or {}
         self._reader = RequestReader(config, processor, media_bytes)
         self._answers: dict[str, Answer] = {}  # of samples in flight, by rid
-        self._weights = asyncio.Lock()  # held while weights change or are looked at
+        self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
         self._queried = time.monotonic(), engine.stats().tokens_generated  # when loads were last asked for
         self._metrics = prometheus_client.CollectorRegistry()
         self._metrics.register(_EngineMetrics(engine))
-        handlers = {
-            BadRequest: _refused,
-            EngineError: _refused,
-            HTTPException: _http_error,
-            ClientDisconnect: _client_left,
-            Exception: _failed,
-        }
-        self.app: ASGIApp = _Guarded(
-            Starlette(routes=self._routes(), exception_handlers=handlers),  # pyright: ignore[reportArgumentType]
+        self.app: ASGIApp = Guarded(
+            Starlette(routes=[*self._routes()], exception_handlers=error_handlers()),
             token,
             lambda: self._stopping,
         )
@@ -95,14 +78,12 @@ class RolloutServer:
         yield route("/abort_request", self._abort_request, "POST")
         yield route("/pause_generation", self._pause, "POST")
         yield route("/continue_generation", self._continue, "POST")
-        yield route("/update_weights_from_disk", self._update_from_disk, "POST")
-        yield route("/update_weight_version", self._update_version, "POST")
-        yield route("/weights_checker", self._check_weights, "GET", "POST")
+        yield from self._weights.routes()
         yield route("/release_memory_occupation", self._release_memory, "GET", "POST")
         yield route("/resume_memory_occupation", self._resume_memory, "GET", "POST")
         yield route("/flush_cache", self._flush_cache, "GET", "POST")
-        yield route("/health", self._health, "GET")
-        yield route("/health_generate", self._health, "GET")
+        yield health_route()
+        yield health_route("/health_generate")
         yield route("/model_info", self._model_info, "GET")
         yield route("/server_info", self._server_info, "GET")
         yield route("/v1/loads", self._loads, "GET")
@@ -111,6 +92,7 @@ class RolloutServer:
     async def stop(self, grace: float) -> None:
         """Takes no more requests, and ends those that run as aborted; waits so many seconds for their replies."""
         self._stopping = True
+        self._weights.close()
         deadline = time.monotonic() + grace
         try:
             async with asyncio.timeout(grace):
@@ -180,57 +162,7 @@ class RolloutServer:
         await self._engine.resume()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
-    # --- weights and memory ---------------------------------------------------------------------
-
-    async def _update_from_disk(self, request: Request) -> Response:
-        body = read_json_object(await request.body())
-        folder = body.get("model_path")
-        if not isinstance(folder, str) or not folder:
-            raise BadRequest("model_path must be a string that is not empty")
-        version = None if body.get("weight_version") is None else weight_version(body["weight_version"])
-        try:
-            async with self._weights:
-                if body.get("abort_all_requests") is True:
-                    await self._abort("")
-                loaded = await asyncio.to_thread(models.load, folder, self._dtype, _on_host)
-                params = models.split(loaded)[1]
-                del loaded
-                await self._engine.update_weights(self._version if version is None else version, params)
-        except Exception as error:  # whatever is wrong with a folder, the server goes on with the weights that it has
-            message = f"{folder}: {type(error).__name__}: {error}"
-            return JSONResponse({"success": False, "message": message, "num_paused_requests": 0}, 400)
-        message = f"Weights of {folder} are served as version {self._version}."
-        return JSONResponse({"success": True, "message": message, "num_paused_requests": 0})
-
-    async def _update_version(self, request: Request) -> Response:
-        body = read_json_object(await request.body())
-        version = weight_version(body.get("new_version"), "new_version")
-        async with self._weights:
-            if body.get("abort_all_requests") is True:
-                await self._abort("")
-            await self._engine.rename_weights(version)
-        message = f"Weight version updated to {version}"
-        return JSONResponse({"success": True, "message": message, "new_version": str(version)})
-
-    async def _check_weights(self, request: Request) -> Response:
-        action = read_json_object(await request.body()).get("action", "checksum")
-        if action != "checksum":
-            return JSONResponse(
-                {"success": False, "message": f"action {action!r} is not known; there is checksum"}, 400
-            )
-        async with self._weights:
-            tensors = await self._engine.disk_tensors()
-            checksums = await asyncio.to_thread(_checksums, tensors)
-        whole = "".join(name + checksums[name] for name in sorted(checksums))
-        size = len(self._engine.devices)
-        place = {"role": "target", "tp_rank": 0, "tp_size": size, "dp_rank": 0, "dp_size": 1, "pp_rank": 0,
-                 "pp_size": 1, "rank": 0, "size": 1}  # fmt: skip
-        rank = {
-            "checksums": checksums,
-            "per_gpu_checksum": hashlib.sha256(whole.encode()).hexdigest(),
-            "parallelism_info": [place],
-        }
-        return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
+    # --- memory ---------------------------------------------------------------------------------
 
     async def _release_memory(self, request: Request) -> Response:
         await self._engine.sleep()
@@ -248,9 +180,6 @@ class RolloutServer:
     @property
     def _version(self) -> int:
         return self._engine.stats().version
-
-    async def _health(self, request: Request) -> Response:
-        return Response()
 
     async def _model_info(self, request: Request) -> Response:
         vision = isinstance(self._config, Qwen25VLConfig)
@@ -289,23 +218,6 @@ class RolloutServer:
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
 
-class _Guarded:
-    """Answers 401 to those without the token, and 503 to all while the server stops."""
-
-    def __init__(self, app: ASGIApp, token: str, stopping: Callable[[], bool]) -> None:
-        self._app, self._stopping = app, stopping
-        self._wanted = f"Bearer {token}".encode() if token else b""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal: Response | None = None
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if self._stopping():
-            refusal = error_response("the server is shutting down", 503)
-        elif self._wanted and scope.get("path") != "/health" and not hmac.compare_digest(given, self._wanted):
-            refusal = error_response("Authorization: Bearer TOKEN is wanted, with the token of this server", 401)
-        await (refusal or self._app)(scope, receive, send)
-
-
 class _EngineMetrics(Collector):
     """The engine's numbers at the time of a scrape."""
 
@@ -329,40 +241,3 @@ class _EngineMetrics(Collector):
         }
         for name, (value, text) in counters.items():
             yield CounterMetricFamily(f"fluxjax_serve_{name}", text, value)
-
-
-def weight_version(text: object, name: str = "weight_version") -> int:
-    """The number that a version says in decimal digits, as it would be written again. Raises BadRequest."""
-    if not isinstance(text, str) or not text.isdecimal() or len(text) > 18 or str(int(text)) != text:
-        raise BadRequest(f'{name} must be a string with a number in decimal digits, as "7"')
-    return int(text)
-
-
-def _on_host(model: Decoder) -> Params:
-    """The shardings of weights from disk. On the host, if JAX has it: the engine then moves them to its devices piece
-    by piece, and frees the old ones as it does."""
-    try:
-        place = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS=cuda
-        place = jax.local_devices()[0]
-    return map_weights(lambda *_: SingleDeviceSharding(place), model)
-
-
-def _checksums(tensors: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
-    return {name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16] for name, tensor in tensors}
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    return error_response(str(error), 400)
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    return error_response(error.detail, error.status_code)
-
-
-async def _client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=LEFT)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return error_response(f"{type(error).__name__}: {error}", 500)

@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeAlias
 
 import aiohttp
 
+from models.weight_file import StoredTensor
+
 from .engine import EngineError, FinishReason
 from .wire import Json
 
@@ -67,9 +69,6 @@ class ServerClient:
         """Ends the sample of this id. Ids match by their beginnings: none may begin as another does."""
         await self._order("/abort_request", {"rid": rid})
 
-    async def abort_all(self) -> None:
-        await self._order("/abort_request", {"abort_all": True})
-
     async def pause(self, mode: PauseMode) -> None:
         """Stops generating. `abort` ends what runs; `retract` gives its cache up, so that it is computed again;
         `in_place` keeps it. What is sent meanwhile waits."""
@@ -82,6 +81,43 @@ class ServerClient:
         """Reads a checkpoint folder that the server can see, as `version`. To be paused before, and checked behind."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
+
+    async def begin_weight_update(self) -> None:
+        """Opens what `update_from_tensors` and `update_from_group` need; to be paused before. Of an update that is not
+        ended, parts may be there already: the server must not generate."""
+        await self._order("/begin_weight_update", {"selector": "all"}, seconds=UPDATE)
+
+    async def update_from_tensors(self, buckets: Sequence[str], version: int | None) -> None:
+        """A flattened bucket (`weights.torch_bucket`) in base64 for each rank. The last bucket brings the version."""
+        body = {"serialized_named_tensors": list(buckets), "load_format": "flattened_bucket", **_tail(version)}
+        await self._order("/update_weights_from_tensor", body, seconds=UPDATE)
+
+    async def update_from_group(self, group: str, tensors: Sequence[StoredTensor], version: int | None) -> None:
+        """Has the server take part in the broadcast of a flattened bucket."""
+        body = {
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype.name for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            **_tail(version),
+        }
+        await self._order("/update_weights_from_distributed", body, seconds=UPDATE)
+
+    async def end_weight_update(self) -> None:
+        await self._order("/end_weight_update", {}, seconds=UPDATE)
+
+    async def join_group(self, group: str, address: str, port: int, size: int, backend: str) -> None:
+        """Has the server's ranks join a process group of PyTorch as 1, 2, ...; returns when all have."""
+        body = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": size,
+                "group_name": group, "backend": backend}  # fmt: skip
+        await self._order("/init_weights_update_group", body, seconds=UPDATE)
+
+    async def pull_weights(self, local: str, source: str, version: int) -> str:
+        """Has the host make a checkpoint folder of a version (`weights.version_folders`). Returns the folder."""
+        body = {"local_checkpoint_dir": local, "source_dir": source, "target_version": version}
+        answer = await self._order("/pull_weights", body, seconds=UPDATE)
+        return str(answer.get("model_path", local)) if isinstance(answer, dict) else local
 
     async def checksums(self) -> list[Mapping[str, str]]:
         """One a tensor, for each rank of the server: what it holds. A model whose weights stand on several ranks has
@@ -106,16 +142,18 @@ class ServerClient:
 
     # --- questions ------------------------------------------------------------------------------
 
-    async def model_info(self) -> Json:
-        return await self._order("/model_info", None)
-
     async def weight_version(self, seconds: float = CONTROL) -> str:
         """The version that the server takes its weights for."""
         answer = await self._order("/model_info", None, seconds=seconds)
         return str(answer.get("weight_version")) if isinstance(answer, dict) else ""
 
-    async def server_info(self) -> Json:
-        return await self._order("/server_info", None)
+    async def ranks(self) -> int:
+        """Processes that a model stands on together."""
+        answer = await self._order("/server_info", None)
+        size = answer.get("tp_size") if isinstance(answer, dict) else None
+        if type(size) is not int or size < 1:
+            raise ServerError(f"{self.address}/server_info: says tp_size {size!r}")
+        return size
 
     async def load(self, seconds: float = CONTROL) -> dict[str, float]:
         """Samples that run and wait, and tokens a second. The scheduler itself answers: one that hangs does not."""
@@ -187,6 +225,12 @@ class ServerClient:
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerError(f"{self.address}{route}: {_said(error)}") from error
+
+
+def _tail(version: int | None) -> Json:
+    """What each part of an update says at its end. Caches of prompts are of the old weights; they go with the last."""
+    named = {} if version is None else {"weight_version": str(version)}
+    return {"flush_cache": version is not None, "abort_all_requests": False, **named}
 
 
 def _tensor_parallel_rank(rank: Json) -> int:

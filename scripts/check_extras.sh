@@ -5,7 +5,7 @@
 #   bash scripts/check_extras.sh sglang     this one
 set -euo pipefail
 cd "$(dirname "$0")/.."
-pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
+pip() { .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@"; }
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 pip --version >/dev/null # a missing environment is no missing index

@@ -11,7 +11,7 @@ lane=(-m "not long")
 [ "${1:-}" = --long ] && lane=() && shift
 extras="${1:-}"
 [ $# -gt 0 ] && shift
-pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
+pip() { .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@"; }
 [ -x .venv/bin/python ] || python3 -m venv .venv
 case ",$extras," in *,aot,*) aot=1 ;; *) aot= ;; esac
 extras="$(tr , '\n' <<<"$extras" | { grep -vx aot || true; } | paste -sd, -)"

@@ -27,7 +27,7 @@ fi
 version="$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")')"
 [ "$(.venv-newest/bin/python -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null)" = "$version" ] ||
     "$python" -m venv --clear .venv-newest
-.venv-newest/bin/python -m pip --quiet --disable-pip-version-check install --upgrade --upgrade-strategy eager -e ".[test]"
+.venv-newest/bin/python -m pip --quiet --quiet --disable-pip-version-check install --upgrade --upgrade-strategy eager -e ".[test]"
 .venv-newest/bin/python -c 'import platform, jax; print(f"Python {platform.python_version()}, JAX {jax.__version__}")'
 
 tests() { .venv-newest/bin/python -m pytest -q -p no:cacheprovider -n auto --maxprocesses 4 --dist worksteal "$@"; }

@@ -29,6 +29,9 @@ from .scheduling import Importance as Importance
 from .scheduling import ImportanceLevel as ImportanceLevel
 from .scheduling import Order as Order
 from .servers import RolloutEngine, ServersConfig
+from .weights import Backend as Backend
+from .weights import Route as Route
+from .weights import WeightsConfig
 
 
 class Strategy(enum.Enum):
@@ -296,6 +299,7 @@ class Config:
     warm_start: WarmStartConfig = dataclasses.field(default_factory=WarmStartConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     servers: ServersConfig = dataclasses.field(default_factory=ServersConfig)
+    weights: WeightsConfig = dataclasses.field(default_factory=WeightsConfig)
     policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
     tail_batching: TailBatchingConfig = dataclasses.field(default_factory=TailBatchingConfig)
     april: AprilConfig = dataclasses.field(default_factory=AprilConfig)
@@ -360,6 +364,7 @@ class Config:
             return
         engine, servers = self.rollout.engine.value, self.servers
         servers.validate()
+        self.weights.validate(self.rollout.engine, servers)
         if self.policy.engines > servers.servers:
             raise ConfigError(
                 f"policy.engines is {self.policy.engines}, but there are {servers.servers} servers (servers.count or "

@@ -26,8 +26,7 @@ class ServersConfig:
 
     count: int = positive(1)  # that the run starts on its host; without effect where there are addresses
     addresses: tuple[str, ...] = ()  # of servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN for them
-    # For each server that the run starts; {server} stands for its number: ("--tp-size", "2")
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # for servers that the run starts; {server} is a server's number: ("--tp-size", "2")
     environment: tuple[str, ...] = ()  # the same: ("CUDA_VISIBLE_DEVICES={server}",)
     python: str = ""  # the interpreter that has SGLang; empty: the run's own
     patience: float = positive(10.0)  # seconds without an answer after which a server is taken for hung

@@ -9,15 +9,18 @@ from collections.abc import Callable, Sequence
 
 from models.config import NameLayout, Qwen25VLConfig
 from models.decoder import Decoder
-from rollout.fleet import Fleet, FleetOptions
+from rollout.fleet import Fleet
 from rollout.fleet_engine import FleetEngine
-from rollout.fleet_job import ServerStatus
+from rollout.fleet_job import FleetOptions, ServerStatus
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.weights.published import SharedFolders
+from rollout.weights.routes import Buckets, CudaIpc, Group, OrbaxFolders, SharedMemory
+from rollout.weights.routes import Route as WeightRoute
+from rollout.weights.version_folders import VersionFolders
 
 from ..base.timeline import Span
-from ..config import Config, ConfigError, RolloutEngine
+from ..config import Config, ConfigError, RolloutEngine, Route
 from .server_watch import ServerWatch, server_lanes
 
 
@@ -46,6 +49,7 @@ class FleetPool:
             processes=[LocalServer(command, logs / f"server-{n}.log") for n, command in enumerate(commands)],
             addresses=servers.addresses,
             seats=config.policy.engines,
+            route=_route(config, model),
             options=FleetOptions(
                 patience=servers.patience,
                 start_seconds=servers.start_seconds,
@@ -108,6 +112,27 @@ def _command(config: Config, checkpoint: pathlib.Path, number: int) -> ServerCom
         (*_flags(config), *flags),
         dict(entry.split("=", 1) for entry in environment),
     )
+
+
+def _route(config: Config, model: Decoder) -> WeightRoute:
+    weights, servers = config.weights, config.servers
+    route, size, python = weights.chosen(servers), weights.bucket_mib << 20, weights.python or servers.python
+    if route is Route.SHM:
+        return SharedMemory()
+    if route is Route.BUCKET:
+        return Buckets(size)
+    if route is Route.GROUP:
+        return Group(python, size, weights.address, weights.backend.value)
+    if route is Route.IPC:
+        return CudaIpc(python, size)
+    dtype, token = config.model.compute_dtype.value, os.environ.get("FLUXJAX_TOKEN", "")
+    try:
+        folders = VersionFolders(pathlib.Path(weights.folder), model.config, dtype, delta=weights.delta)
+    except OSError as error:
+        raise ConfigError(f"weights.folder: {weights.folder}: {error.strerror}") from error
+    agents = {server.rstrip("/"): agent for server, agent in zip(servers.addresses, weights.agents, strict=False)}
+    here = config.rollout.engine is RolloutEngine.SGLANG and not agents
+    return OrbaxFolders(folders, pathlib.Path(weights.local), agents, token=token, here=here)
 
 
 def _flags(config: Config) -> tuple[str, ...]:

@@ -36,6 +36,11 @@ class Published:
     bytes: int
 
 
+def served(config: AnyConfig) -> AnyConfig:
+    """The configuration under whose names servers read weights: SGLang reads no others."""
+    return dataclasses.replace(config, names=NameLayout.FLAT) if isinstance(config, Qwen25VLConfig) else config
+
+
 class SharedFolders:
     """Writes versions into shared memory (a temporary folder where there is none), each once. From any thread.
 
@@ -43,11 +48,9 @@ class SharedFolders:
     """
 
     def __init__(self, config: AnyConfig, dtype: DTypeLike) -> None:
-        if isinstance(config, Qwen25VLConfig):  # SGLang reads no other names
-            config = dataclasses.replace(config, names=NameLayout.FLAT)
-        self._config, self._dtype = config, np.dtype(dtype)
-        where = SHARED_MEMORY if SHARED_MEMORY.is_dir() else pathlib.Path(tempfile.gettempdir())
-        _sweep(where)
+        self._config, self._dtype = served(config), np.dtype(dtype)
+        where = scratch_folder()
+        sweep(where, PREFIX)
         self._root = pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
         weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)  # at the latest when Python ends
         self._written: list[tuple[Published, list[weakref.ref[Any]]]] = []  # and the arrays that each is made of
@@ -100,9 +103,16 @@ class SharedFolders:
         shutil.rmtree(self._root, ignore_errors=True)
 
 
-def _sweep(where: pathlib.Path) -> None:
-    """Removes what runs left behind that were killed: a version takes as much memory as the model."""
-    for folder in where.glob(f"{PREFIX}*"):
-        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+def scratch_folder() -> pathlib.Path:
+    """Where a host puts weights for its servers: memory, if there is a file system for it."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else pathlib.Path(tempfile.gettempdir())
+
+
+def sweep(where: pathlib.Path, prefix: str) -> None:
+    """Removes what killed runs left behind under `prefix` and their process ids: folders as large as the model."""
+    for folder in where.glob(f"{prefix}*"):
+        owner, _, rest = folder.name.removeprefix(prefix).partition("-")
+        if "-" in rest:  # the prefix ends with a host's name, and this is another host, whose name begins like it
+            continue
         if owner.isdecimal() and not pathlib.Path("/proc", owner).exists() and pathlib.Path("/proc").is_dir():
             shutil.rmtree(folder, ignore_errors=True)

@@ -230,7 +230,9 @@ class FaultyProxy:
         await web.SockSite(runner, listening).start()
         self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         try:
-            async with aiohttp.ClientSession(self._upstream, connector=aiohttp.TCPConnector(limit=0)) as self._client:
+            async with aiohttp.ClientSession(
+                self._upstream, connector=aiohttp.TCPConnector(limit=0, force_close=True)
+            ) as self._client:
                 yield self
         finally:
             await runner.cleanup()

@@ -22,19 +22,22 @@ from rollout_cases import build
 import models
 from fluxjax.config import ModelConfig
 from fluxjax.run.build import tiny_model, tiny_vision
-from models.config import PatchLayout, Qwen25VLConfig
+from models.config import AnyConfig, PatchLayout, Qwen25VLConfig
 from models.decoder import Decoder
 from models.inputs import ModelInput
 from models.processing import Processor
 from models.processing.tiny import build as build_processor
 from rollout.engine import Engine
-from rollout.fleet import Fleet, FleetOptions
+from rollout.fleet import Fleet
 from rollout.fleet_engine import FleetEngine
+from rollout.fleet_job import FleetOptions
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
 from rollout.weights.published import SharedFolders
+from rollout.weights.routes import Buckets, Group, OrbaxFolders, Route, SharedMemory
+from rollout.weights.version_folders import VersionFolders
 
 ROOT = pathlib.Path(__file__).parents[2]
 SLOTS, LONGEST = 16, 256
@@ -184,6 +187,26 @@ def subject(name: str, kind: str, folder: pathlib.Path, ranks: int = 1) -> Itera
         )
         with contextlib.closing(fleet):
             yield Subject(name, kind, FleetEngine(fleet, 0), process, fleet)
+
+
+def route(way: str, name: str, config: AnyConfig, folder: pathlib.Path) -> Route:
+    """A route of the weights on this host; buckets are small, so that there are many."""
+    if way == "shm":
+        return SharedMemory()
+    if way == "bucket":
+        return Buckets(1 << 18)
+    if way == "group":
+        return Group(sglang_python(), 1 << 18, "127.0.0.1", "gloo")
+    folders = VersionFolders(folder / "shared", config, "float32")
+    return OrbaxFolders(folders, folder / "local", {}, here=name == "sglang")
+
+
+def fleet_by(route: Route, served: Subject) -> Fleet:
+    """A fleet that joins the server of a subject, and brings it weights by a route."""
+    assert served.process is not None
+    config, address = model(served.kind).config, served.process.address
+    folders = SharedFolders(config, "float32")
+    return Fleet(config, limits(served.kind), folders, addresses=[address], route=route)
 
 
 def sampling(kind: str, **how: Any) -> dict[str, Any]:

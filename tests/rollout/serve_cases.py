@@ -154,7 +154,9 @@ async def serving(folder: pathlib.Path, kind: type[JaxEngine] = JaxEngine, **opt
     headers = {"Authorization": f"Bearer {options['token']}"} if "token" in options else {}
     try:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        async with aiohttp.ClientSession(address, headers=headers) as client:
+        # A connection that is kept may be closed by the server just when the next request goes out on it.
+        each = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(address, headers=headers, connector=each) as client:
             yield Served(engine, server, client, processor, model.config)
         await server.stop(5)
     finally:

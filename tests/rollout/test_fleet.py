@@ -28,9 +28,9 @@ from safetensors.numpy import load_file
 
 import models
 from rollout.engine import EngineError, FinishReason
-from rollout.fleet import Fleet, FleetOptions
+from rollout.fleet import Fleet
 from rollout.fleet_engine import FleetEngine
-from rollout.fleet_job import FleetJob, Server
+from rollout.fleet_job import FleetJob, FleetOptions, Server
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.sglang import ServerClient

@@ -25,8 +25,8 @@ from rollout_cases import collect
 
 import models
 from rollout.engine import EngineError
-from rollout.fleet import FleetOptions
 from rollout.fleet_engine import FleetEngine
+from rollout.fleet_job import FleetOptions
 from rollout.jax_engine import JaxEngine
 from rollout.weights.checksums import WeightsMismatch
 

@@ -6,19 +6,36 @@ SGLang needs an environment of its own: `bash scripts/test_sglang.sh` makes it a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import rollout_cases
-from protocol_cases import LONGEST, Subject, clip, model, picture, processor, prompts, sampling, subject
+from protocol_cases import (
+    LONGEST,
+    Subject,
+    clip,
+    fleet_by,
+    model,
+    picture,
+    processor,
+    prompts,
+    route,
+    sampling,
+    subject,
+    versions,
+)
 from rollout_cases import Answer, collect, full_logits, full_logprobs, request
 
+import models
 from models.decoder import Decoder
 from models.inputs import ModelInput
 from rollout.engine import EngineError, FinishReason
+from rollout.fleet_engine import FleetEngine
 
 Result = TypeVar("Result")
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
@@ -282,3 +299,28 @@ def test_rule_12_generated_placeholders_are_text(engine: Subject) -> None:
         assert gap(whole, prompt, answer, prefix) < GAP
 
     run(work())
+
+
+@pytest.mark.parametrize("way", ["shm", "bucket", "orbax", "group"])
+def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp_path: pathlib.Path) -> None:
+    """A checksum a tensor says so, before anything is generated; a delta follows a whole version."""
+    if engine.process is None:
+        pytest.skip("has no server")
+    if (engine.name, way) == ("serve", "group"):
+        pytest.skip("rollout.serve has no PyTorch, whose groups these are")
+    run(engine.serve())  # it has an address now
+    steps = [model(engine.kind, 5), model(engine.kind, 6), model(engine.kind, 5)]
+    fleet = fleet_by(route(way, engine.name, steps[0].config, tmp_path), engine)
+
+    async def work() -> None:
+        seat = FleetEngine(fleet, 0)
+        for whole in steps:
+            version = next(versions)
+            await seat.update_weights(version, models.split(whole)[1])
+            for name, prompt in prompts(engine.kind).items():
+                (answer,) = await collect(seat.generate(request(name, prompt, max_new_tokens=8)), 1)
+                assert set(answer.versions) == {version}
+                assert gap(whole, prompt, answer) < GAP
+
+    with contextlib.closing(fleet):
+        run(work())

@@ -25,7 +25,7 @@ from serve_cases import (
 )
 
 from rollout import wire
-from rollout.serve_app import weight_version
+from rollout.serve_weights import weight_version
 
 
 @pytest.fixture(scope="module")

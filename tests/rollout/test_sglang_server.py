@@ -232,3 +232,21 @@ def test_training_with_two_servers(tmp_path: pathlib.Path) -> None:
     assert summary["steps"] == 5 and summary["complete"]
     assert 0 < summary["logprob_gap_max"] < GAP
     assert set(pathlib.Path("/dev/shm").glob("fluxjax-weights-*")) <= before
+
+
+def test_the_benchmark_compares_with_it() -> None:
+    """The greedy tokens agree, and there is a ratio. How fast anything is, is never asserted."""
+    sizes = ["--prompt-tokens=8", "--new-tokens=4", "--repeats=1", "--warmup=1", "--concurrency=2"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "rollout_engine.py"), "--sides", "jax", "sglang", *sizes]
+    done = subprocess.run(
+        [*command, "--sglang", sglang_python(), "--sglang-threads=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = map(json.loads, done.stdout.splitlines())
+    assert line["greedy"]["equal"] and line["greedy"]["tokens"] == 4
+    assert line["threads"]["sglang-1"] == 1 and line["ratio_is_over"] == {"2": "sglang-1"}
+    assert line["ratio"]["2"]["jax"] > 0

@@ -1,0 +1,82 @@
+"""The settings of the way of new weights to rollout servers."""
+
+import dataclasses
+import enum
+import ipaddress
+from urllib.parse import urlsplit
+
+from ..base.errors import ConfigError
+from .bounds import positive
+from .servers import RolloutEngine, ServersConfig
+
+
+class Route(enum.Enum):
+    AUTO = "auto"  # shm on this host; to others orbax where there is weights.folder, bucket where there is none
+    SHM = "shm"  # files in shared memory
+    IPC = "ipc"  # CUDA IPC, on one GPU host; never run
+    BUCKET = "bucket"  # over HTTP
+    ORBAX = "orbax"  # files, whole or deltas, on a file system that hosts share
+    GROUP = "group"  # a process group of PyTorch
+
+
+class Backend(enum.Enum):
+    GLOO = "gloo"  # CPUs
+    NCCL = "nccl"  # GPUs; never run
+
+
+@dataclasses.dataclass(slots=True)
+class WeightsConfig:
+    """The way of new weights to rollout servers, where rollout.engine is serve or sglang."""
+
+    route: Route = Route.AUTO  # auto: shm to servers of this host; to others orbax, or bucket without weights.folder
+    folder: str = ""  # orbax: a folder that this host and those of the servers see under this name
+    local: str = "/dev/shm/fluxjax-pulled"  # orbax: where each of those hosts has a copy for its servers
+    agents: tuple[str, ...] = ()  # orbax: python -m rollout.weights.agent for each of servers.addresses, in their order
+    delta: bool = True  # orbax: send what changed instead of all, where that is smaller
+    bucket_mib: int = positive(256)  # bucket, group, ipc: sent at once
+    python: str = ""  # group, ipc: an interpreter that has PyTorch; empty: servers.python
+    backend: Backend = Backend.GLOO  # group
+    address: str = "127.0.0.1"  # group: of this host, as servers reach it
+
+    def chosen(self, servers: ServersConfig) -> Route:
+        """The route that is not auto any more."""
+        if self.route is not Route.AUTO:
+            return self.route
+        if all(_on_this_host(address) for address in servers.addresses):
+            return Route.SHM
+        return Route.ORBAX if self.folder else Route.BUCKET
+
+    def validate(self, engine: RolloutEngine, servers: ServersConfig) -> None:
+        """Raises `ConfigError` for a route that can't reach the servers."""
+        route = self.chosen(servers)
+        name, remote = f"weights.route is {self.route.value}", not all(map(_on_this_host, servers.addresses))
+        if route in (Route.SHM, Route.IPC) and remote:
+            raise ConfigError(
+                f"{name}, which is for servers of this host; servers.addresses has others: set it to bucket, or to "
+                "orbax with weights.folder"
+            )
+        if route in (Route.GROUP, Route.IPC):
+            if engine is RolloutEngine.SERVE:
+                raise ConfigError(f"{name}, which needs servers with PyTorch; rollout.serve takes shm, bucket or orbax")
+            if not self.python and not servers.python:
+                raise ConfigError(f"{name}, which needs PyTorch; set weights.python to an interpreter that has it")
+        if route is Route.ORBAX and not self.folder:
+            raise ConfigError(f"{name}; set weights.folder to a folder that the hosts of servers see, too")
+        if self.agents and len(self.agents) != len(servers.addresses):
+            raise ConfigError(
+                f"weights.agents has {len(self.agents)} addresses, servers.addresses {len(servers.addresses)}; give "
+                "the agent of each server's host, in their order (one agent does for all servers of a host)"
+            )
+        if route is Route.ORBAX and engine is RolloutEngine.SGLANG and remote and not self.agents:
+            raise ConfigError(
+                f"{name}, but SGLang 0.5.23 can't pull weights: run python -m rollout.weights.agent on the hosts of "
+                "servers.addresses, and name them in weights.agents"
+            )
+
+
+def _on_this_host(address: str) -> bool:
+    host = urlsplit(address).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

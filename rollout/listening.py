@@ -1,0 +1,104 @@
+"""What the programs that listen on a port have in common: their flags, their socket, a polite end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, NoReturn
+
+TOKEN = "FLUXJAX_TOKEN"
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong arguments are one line on stderr and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def add_network_flags(parser: argparse.ArgumentParser) -> None:
+    network = parser.add_argument_group("network")
+    network.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default 127.0.0.1)")
+    network.add_argument("--port", type=_port, default=0, metavar="N", help="default: any free one")
+    network.add_argument("--token", default=os.environ.get(TOKEN, ""), metavar="TEXT",
+                         help="clients must send `Authorization: Bearer TEXT` to all routes but /health; needed "
+                         f"beyond loopback addresses (default: {TOKEN} of the environment)")  # fmt: skip
+
+
+def check_network_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if not options.token and not _is_loopback(options.host):
+        parser.error(
+            f"--host {options.host} can be reached from other machines: give a --token, or set {TOKEN}, "
+            "so that not everybody can change the weights"
+        )
+    if not options.token.isascii() or any(character.isspace() for character in options.token):
+        parser.error("--token must be ASCII without white space")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a port of 0 .. 65535, not {text}")
+    return int(text)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that is bound but does not listen yet: clients are refused until there is something to serve. Raises
+    ValueError, which names the flags."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return bound
+
+
+async def serve_until_told(app: Any, listening: socket.socket, stop: Callable[[], Awaitable[None]]) -> None:
+    """Serves an ASGI application, says so in one line, and ends at SIGTERM or SIGINT, after `stop`."""
+    import uvicorn
+
+    class Uvicorn(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # signals are ours: uvicorn would die of them, and wait for samples that run on
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            host, port = listening.getsockname()[:2]
+            print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+    http = Uvicorn(
+        uvicorn.Config(
+            app,
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=5,
+        )
+    )
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    serving, stopping = asyncio.create_task(http.serve([listening])), asyncio.create_task(told.wait())
+    await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+    await stop()
+    http.should_exit = True
+    await serving

@@ -1,0 +1,72 @@
+"""What the applications that listen for the trainer share: their token, their answers to what went wrong, `/health`."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .engine import EngineError
+from .serve_calls import error_response
+from .wire import BadRequest
+
+LEFT = 499  # the status that is logged for a client that went away
+
+
+class Guarded:
+    """Answers 401 to those without the token, and 503 to all while the server stops."""
+
+    def __init__(self, app: ASGIApp, token: str, stopping: Callable[[], bool]) -> None:
+        self._app, self._stopping = app, stopping
+        self._wanted = f"Bearer {token}".encode() if token else b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal: Response | None = None
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if self._stopping():
+            refusal = error_response("the server is shutting down", 503)
+        elif self._wanted and scope.get("path") != "/health" and not hmac.compare_digest(given, self._wanted):
+            refusal = error_response("Authorization: Bearer TOKEN is wanted, with the token of this server", 401)
+        await (refusal or self._app)(scope, receive, send)
+
+
+def health_route(path: str = "/health") -> Route:
+    """A process that answers is well."""
+
+    async def health(request: Request) -> Response:
+        return Response()
+
+    return Route(path, health, methods=["GET"])
+
+
+def error_handlers() -> Any:
+    """What Starlette makes of exceptions."""
+    return {
+        BadRequest: _refused,
+        EngineError: _refused,
+        HTTPException: _http_error,
+        ClientDisconnect: _client_left,
+        Exception: _failed,
+    }
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return error_response(str(error), 400)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return error_response(error.detail, error.status_code)
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=LEFT)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return error_response(f"{type(error).__name__}: {error}", 500)

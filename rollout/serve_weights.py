@@ -1,0 +1,215 @@
+"""The routes of a rollout server that change weights or look at them.
+
+A version comes from a folder of this host, from one that hosts share (`/pull_weights`, which is in forks of SGLang
+only), or in buckets. Buckets take effect together, at the end: until then, the server serves what it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hashlib
+import pathlib
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import models
+from models.config import AnyConfig
+from models.decoder import Decoder
+from models.folder import write_json
+from models.hf import SINGLE
+from models.hf_config import write_config
+from models.weight_file import StoredTensor, write_weights
+from sharding.walk import Params
+from sharding.weights import map_weights
+
+from .jax_engine import JaxEngine
+from .serve_requests import read_json_object
+from .weights.published import scratch_folder
+from .weights.pulls import Pulls
+from .weights.torch_bucket import read_bucket
+from .wire import BadRequest, Json
+
+Handler = Callable[[Json], Awaitable[Json]]
+
+
+class WeightRoutes:
+    """Weights are cast to `dtype`, what the engine serves. `abort_all` ends all samples."""
+
+    def __init__(
+        self,
+        engine: JaxEngine,
+        config: AnyConfig,
+        dtype: DTypeLike | None,
+        abort_all: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._engine, self._config, self._dtype, self._abort_all = engine, config, dtype, abort_all
+        self._lock = asyncio.Lock()  # held while weights change or are looked at
+        self._session: dict[str, np.ndarray] | None = None  # what came in buckets
+        self._session_version: int | None = None
+        self._pulls = Pulls()
+
+    def routes(self) -> Iterator[Route]:
+        yield Route("/update_weights_from_disk", self._reported(self._from_disk), methods=["POST"])
+        yield Route("/begin_weight_update", self._reported(self._begin), methods=["POST"])
+        yield Route("/update_weights_from_tensor", self._reported(self._from_tensors), methods=["POST"])
+        yield Route("/end_weight_update", self._reported(self._end), methods=["POST"])
+        yield self._pulls.route()
+        yield Route("/update_weight_version", self._rename, methods=["POST"])
+        yield Route("/weights_checker", self._check, methods=["GET", "POST"])
+
+    def close(self) -> None:
+        self._pulls.close()
+
+    def _reported(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        """Whatever is wrong with new weights, the server goes on with those that it has."""
+
+        async def handle(request: Request) -> Response:
+            body = read_json_object(await request.body())
+            try:
+                async with self._lock:
+                    answer = await handler(body)
+            except BadRequest:
+                raise
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+                return JSONResponse({"success": False, "message": message, "num_paused_requests": 0}, 400)
+            return JSONResponse({"success": True, "num_paused_requests": 0, **answer})
+
+        return handle
+
+    async def _from_disk(self, body: Json) -> Json:
+        folder = body.get("model_path")
+        if not isinstance(folder, str) or not folder:
+            raise BadRequest("model_path must be a string that is not empty")
+        version = _given_version(body)
+        async with self._changing(body):
+            try:
+                await self._serve(folder, version)
+            except Exception as error:
+                raise RuntimeError(f"{folder}: {type(error).__name__}: {error}") from error
+        return {"message": f"Weights of {folder} are served as version {self._version}."}
+
+    async def _begin(self, body: Json) -> Json:
+        if self._session is not None:
+            raise RuntimeError("an update is open already; /end_weight_update ends it")
+        self._session, self._session_version = {}, None
+        return {"message": "Success"}
+
+    async def _from_tensors(self, body: Json) -> Json:
+        if self._session is None:
+            raise RuntimeError("no update is open; /begin_weight_update opens one")
+        given, kind = body.get("serialized_named_tensors"), body.get("load_format")
+        if not isinstance(given, list) or not given or not isinstance(given[0], str) or kind != "flattened_bucket":
+            raise BadRequest("serialized_named_tensors must be strings in base64, load_format flattened_bucket")
+        try:
+            data = base64.b64decode(given[0], validate=True)
+        except binascii.Error as error:
+            raise BadRequest(f"serialized_named_tensors: {error}") from None
+        version = _given_version(body)
+        self._session |= await asyncio.to_thread(read_bucket, data)
+        self._session_version = self._session_version if version is None else version
+        return {"message": "Success"}
+
+    async def _end(self, body: Json) -> Json:
+        if self._session is None:
+            raise RuntimeError("no update is open; /begin_weight_update opens one")
+        tensors, self._session = self._session, None
+        if tensors:
+            async with self._changing(body):
+                with tempfile.TemporaryDirectory(dir=scratch_folder()) as folder:
+                    held = await self._engine.disk_tensors()
+                    await asyncio.to_thread(self._write, pathlib.Path(folder), dict(held), tensors)
+                    del held, tensors
+                    await self._serve(folder, self._session_version)
+        return {"message": "Success"}
+
+    def _write(self, folder: pathlib.Path, held: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> None:
+        """A checkpoint of what the engine has, with the new tensors in their places."""
+        if unknown := sorted(new.keys() - held.keys()):
+            raise ValueError(f"{unknown[0]}: no tensor of this model; among its tensors is {min(held)}")
+        tensors = sorted((held | new).items(), key=lambda entry: -entry[1].itemsize)  # each at a multiple of its width
+        contents = [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
+        write_weights(folder / SINGLE, contents, (tensor for _, tensor in tensors))
+        write_json(folder / "config.json", write_config(self._config))
+
+    async def _serve(self, folder: str, version: int | None) -> None:
+        loaded = await asyncio.to_thread(models.load, folder, self._dtype, _on_host)
+        params = models.split(loaded)[1]
+        del loaded
+        await self._engine.update_weights(self._version if version is None else version, params)
+
+    async def _rename(self, request: Request) -> Response:
+        body = read_json_object(await request.body())
+        version = weight_version(body.get("new_version"), "new_version")
+        async with self._lock, self._changing(body):
+            await self._engine.rename_weights(version)
+        message = f"Weight version updated to {version}"
+        return JSONResponse({"success": True, "message": message, "new_version": str(version)})
+
+    async def _check(self, request: Request) -> Response:
+        action = read_json_object(await request.body()).get("action", "checksum")
+        if action != "checksum":
+            return JSONResponse(
+                {"success": False, "message": f"action {action!r} is not known; there is checksum"}, 400
+            )
+        async with self._lock:
+            tensors = await self._engine.disk_tensors()
+            checksums = await asyncio.to_thread(_checksums, tensors)
+        whole = "".join(name + checksums[name] for name in sorted(checksums))
+        size = len(self._engine.devices)
+        place = {"role": "target", "tp_rank": 0, "tp_size": size, "dp_rank": 0, "dp_size": 1, "pp_rank": 0,
+                 "pp_size": 1, "rank": 0, "size": 1}  # fmt: skip
+        rank = {
+            "checksums": checksums,
+            "per_gpu_checksum": hashlib.sha256(whole.encode()).hexdigest(),
+            "parallelism_info": [place],
+        }
+        return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
+
+    @contextlib.asynccontextmanager
+    async def _changing(self, body: Json) -> AsyncIterator[None]:
+        if body.get("abort_all_requests") is True:
+            await self._abort_all()
+        yield
+
+    @property
+    def _version(self) -> int:
+        return self._engine.stats().version
+
+
+def weight_version(text: object, name: str = "weight_version") -> int:
+    """The number that a version says in decimal digits, as it would be written again. Raises BadRequest."""
+    if not isinstance(text, str) or not text.isdecimal() or len(text) > 18 or str(int(text)) != text:
+        raise BadRequest(f'{name} must be a string with a number in decimal digits, as "7"')
+    return int(text)
+
+
+def _given_version(body: Json) -> int | None:
+    given: Any = body.get("weight_version")
+    return None if given is None else weight_version(given)
+
+
+def _on_host(model: Decoder) -> Params:
+    """The shardings of weights from disk. On the host, if JAX has it: the engine then moves them to its devices piece
+    by piece, and frees the old ones as it does."""
+    try:
+        place = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS=cuda
+        place = jax.local_devices()[0]
+    return map_weights(lambda *_: SingleDeviceSharding(place), model)
+
+
+def _checksums(tensors: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
+    return {name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16] for name, tensor in tensors}

@@ -1,0 +1,232 @@
+"""The ways of new weights from a version in shared memory (`published`) to a server that says it has it.
+
+Whatever the way, `Checksums` prove afterwards what the server has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import pathlib
+import shutil
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from safetensors import safe_open
+
+from models.hf import SINGLE
+from models.weight_file import StoredTensor
+
+from ..sglang import Refused, ServerClient, ServerError
+from .published import Published
+from .torch_bucket import write_bucket
+from .torch_sender import TorchSender
+from .version_folders import PullError, VersionFolders, contents, pull, pulled
+
+
+class Route:
+    """One way, for all servers of a fleet. Methods raise what `ServerClient` raises, and OSError where a folder of the
+    trainer is full."""
+
+    def publish(self, published: Published, params: Mapping[str, Any]) -> None:
+        """Prepares a version, once, before any server gets it. Blocks; from any thread."""
+
+    async def stage(self, client: ServerClient, published: Published) -> None:
+        """Brings the version near the server, which generates meanwhile."""
+
+    async def deliver(self, client: ServerClient, published: Published) -> None:
+        """Has the server serve the version that was staged. The server is paused: it may have a part of it at times."""
+        raise NotImplementedError
+
+    def keep(self, wanted: Sequence[Published]) -> Sequence[Published]:
+        """Removes what only other versions need. Returns those whose folders must stay."""
+        return wanted
+
+    async def forget(self, client: ServerClient) -> None:
+        """The server's life has ended; it may be dead."""
+
+    def close(self) -> None:
+        """Removes what was prepared."""
+
+
+class SharedMemory(Route):
+    """`shm`: a server of this host reads the very folder."""
+
+    async def deliver(self, client: ServerClient, published: Published) -> None:
+        await client.update_from_disk(str(published.folder), published.version)
+
+
+class Buckets(Route):
+    """`bucket`: over HTTP, in flattened buckets of about `size` bytes. Needs no file that both sides see; each byte is
+    sent as 4/3 of one, to every rank. For small models."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    async def deliver(self, client: ServerClient, published: Published) -> None:
+        parts, ranks = buckets(contents(published.folder), self._size), await client.ranks()
+        try:
+            await client.begin_weight_update()
+        except Refused:  # one that broke off is still open; all of it will be overwritten
+            await client.end_weight_update()
+            await client.begin_weight_update()
+        for number, part in enumerate(parts, start=1):
+            # The version comes with the last one: until then, the server has it in part.
+            version = published.version if number == len(parts) else None
+            await self._send(client, published, part, ranks, version)
+        await client.end_weight_update()
+
+    async def _send(
+        self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
+    ) -> None:
+        data = await asyncio.to_thread(_packed, published.folder, part)
+        await client.update_from_tensors([data] * ranks, version)
+
+
+class _ByTorch(Buckets):
+    """Buckets that a process with PyTorch sends, one for each life of a server."""
+
+    def __init__(self, python: str, size: int) -> None:
+        super().__init__(size)
+        self._python = python
+        self._senders: dict[ServerClient, TorchSender] = {}
+
+    async def stage(self, client: ServerClient, published: Published) -> None:
+        if client not in self._senders:
+            sender = TorchSender(self._python)
+            try:
+                await sender.ready()
+                await self._greet(client, sender)
+            except BaseException:
+                sender.kill()
+                raise
+            self._senders[client] = sender
+
+    async def _greet(self, client: ServerClient, sender: TorchSender) -> None:
+        """Before the first bucket."""
+
+    async def forget(self, client: ServerClient) -> None:
+        if (sender := self._senders.pop(client, None)) is not None:
+            sender.kill()
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.kill()
+
+
+class Group(_ByTorch):
+    """`group`: the process and the server join a process group, gloo or nccl (`backend`), and it broadcasts.
+
+    JAX has no part in PyTorch's groups, and its buffers are not PyTorch's: the process reads the version from shared
+    memory. `address` is this host's, as servers reach it. Each server has a group of its own, so that one that dies
+    holds up no other. With nccl, it has never been run, for want of a GPU."""
+
+    def __init__(self, python: str, size: int, address: str, backend: str) -> None:
+        super().__init__(python, size)
+        self._address, self._backend = address, backend
+
+    async def _greet(self, client: ServerClient, sender: TorchSender) -> None:
+        members = 1 + await client.ranks()
+        port = await sender.listen(self._address)
+        await _both(
+            sender.join(sender.group, self._backend, members),
+            client.join_group(sender.group, self._address, port, members, self._backend),
+        )
+
+    async def _send(
+        self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
+    ) -> None:
+        sender = self._senders[client]
+        await _both(
+            sender.broadcast(published.folder, [tensor.name for tensor in part]),
+            client.update_from_group(sender.group, part, version),
+        )
+
+
+class CudaIpc(_ByTorch):
+    """`ipc`: the process copies each bucket to the GPU of a server of this host, and hands it over by CUDA IPC. Written
+    after SGLang's own serialiser; it has never been run, for want of a GPU."""
+
+    async def _send(
+        self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
+    ) -> None:
+        names = [tensor.name for tensor in part]
+        await client.update_from_tensors(await self._senders[client].share(published.folder, names, ranks), version)
+
+
+class OrbaxFolders(Route):
+    """`orbax`: through a folder that the hosts of servers see, whole or as deltas, into the memory of each host, while
+    servers generate.
+
+    On a host, an agent (`python -m rollout.weights.agent`) pulls for SGLang, whose release can't; `rollout.serve` pulls
+    itself. `agents` has the addresses of agents by those of servers; a server without one is asked itself, or, where
+    it is SGLang on this host (`here`), this process pulls. `token` is for agents, too."""
+
+    def __init__(
+        self, folders: VersionFolders, local: pathlib.Path, agents: Mapping[str, str], *, token: str = "", here: bool
+    ) -> None:
+        self._folders, self._local, self._agents, self._token, self._here = folders, local, agents, token, here
+        self._staged: dict[ServerClient, tuple[Published, str]] = {}
+
+    def publish(self, published: Published, params: Mapping[str, Any]) -> None:
+        self._folders.publish(published, params)
+
+    async def stage(self, client: ServerClient, published: Published) -> None:
+        self._staged[client] = published, await self._pull(client, published.version)
+
+    async def _pull(self, client: ServerClient, version: int) -> str:
+        source = self._folders.source
+        if self._here:
+            try:
+                return str(await asyncio.to_thread(pull, self._local, source, version))
+            except PullError as error:
+                raise ServerError(f"{client.address}: {error}") from error
+        agent = ServerClient(self._agents.get(client.address, client.address), token=self._token)
+        try:
+            return await agent.pull_weights(str(self._local), str(source), version)
+        finally:
+            await agent.close()
+
+    async def deliver(self, client: ServerClient, published: Published) -> None:
+        staged, folder = self._staged[client]
+        assert staged is published
+        await client.update_from_disk(folder, published.version)
+
+    def keep(self, wanted: Sequence[Published]) -> Sequence[Published]:
+        self._folders.keep(wanted)
+        return [*wanted, *filter(None, [self._folders.last])]
+
+    async def forget(self, client: ServerClient) -> None:
+        self._staged.pop(client, None)
+
+    def close(self) -> None:
+        if self._here:
+            shutil.rmtree(pulled(self._local, self._folders.source), ignore_errors=True)
+        self._folders.close()
+
+
+def buckets(tensors: Sequence[StoredTensor], size: int) -> list[list[StoredTensor]]:
+    """The tensors in order, as many together as take `size` bytes, or one."""
+    parts: list[list[StoredTensor]] = [[]]
+    for tensor in tensors:
+        if parts[-1] and sum(other.nbytes for other in parts[-1]) + tensor.nbytes > size:
+            parts.append([])
+        parts[-1].append(tensor)
+    return parts
+
+
+def _packed(folder: pathlib.Path, part: Sequence[StoredTensor]) -> str:
+    with safe_open(folder / SINGLE, framework="numpy") as tensors:
+        data = write_bucket([(tensor.name, tensors.get_tensor(tensor.name)) for tensor in part])
+    return base64.b64encode(data).decode()
+
+
+async def _both(ours: Coroutine[Any, Any, None], theirs: Coroutine[Any, Any, None]) -> None:
+    """Two sides of one thing: where one fails, the other would wait for ever."""
+    tasks = [asyncio.ensure_future(ours), asyncio.ensure_future(theirs)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

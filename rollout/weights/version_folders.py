@@ -1,0 +1,255 @@
+"""Versions of the weights on a file system that hosts share: written by the trainer, pulled by hosts of servers.
+
+`SOURCE/weight_v000007` is a whole version, an Orbax item with the model's configuration, or the way to it from the one
+before (`rollout.weights.delta`), whichever is smaller. A folder appears under its name when it is complete. `pull`
+makes a checkpoint folder of a version in a host's own memory; servers read that.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import fcntl
+import os
+import pathlib
+import shutil
+import socket
+import threading
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.typing import DTypeLike
+
+from models.config import AnyConfig
+from models.folder import read_json, write_json
+from models.hf import INDEX, SINGLE, disk_tensors, stored
+from models.hf_config import read_config, write_config
+from models.weight_file import DTYPES as NAMES
+from models.weight_file import StoredTensor, write_weights
+
+from .delta import FORMAT, Delta, DeltaError, checksum, folder_name, open_weights, read_delta, tensors_of, write_delta
+from .published import Published, served, sweep
+
+DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
+ITEM = "params"  # of Orbax, in the folder of a whole version
+SUMS = "checksums.json"  # of its tensors
+FULL_EVERY = 32  # versions; a host that comes late applies all deltas since the last whole one
+AT_ONCE = 4  # tensors in memory, beside the one that is written
+SOURCE = "source.txt"  # says what a host has copies of
+KEPT = 2  # versions on a host: the newest, and the one that a server may still be reading
+
+
+class PullError(RuntimeError):
+    """A version can't be had. The message names the folder."""
+
+
+class VersionFolders:
+    """Writes versions into folders of its own below `shared`, which `close` removes. From any thread."""
+
+    def __init__(self, shared: pathlib.Path, config: AnyConfig, dtype: DTypeLike, *, delta: bool = True) -> None:
+        self._shared, self._config, self._dtype, self._delta = shared, served(config), np.dtype(dtype), delta
+        self._prefix = f"fluxjax-{socket.gethostname()}-"
+        sweep(shared, self._prefix)
+        self.last: Published | None = None  # what a delta would be of
+        self._since_full = 0
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Versions have increasing numbers within a source."""
+        self.source = self._shared / f"{self._prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.source.mkdir(parents=True)
+        self._end = weakref.finalize(self, shutil.rmtree, self.source, ignore_errors=True)
+        self.last = None
+
+    def publish(self, published: Published, params: Mapping[str, Any]) -> int:
+        """Writes a version, unless it is there. Returns its bytes. Raises OSError where there is no room. Blocks."""
+        with self._lock:
+            if published is not self.last:
+                if self.last is not None and published.version <= self.last.version:  # back to an older checkpoint
+                    self._end()
+                    self._begin()
+                self._write(self.source / folder_name(published.version), published, params)
+                self.last = published
+            return _size(self.source / folder_name(published.version))
+
+    def _write(self, folder: pathlib.Path, published: Published, params: Mapping[str, Any]) -> None:
+        part = folder.with_name(f"part-{folder.name}")
+        try:
+            if not self._write_delta(part, published):
+                self._write_full(part, published, params)
+            part.rename(folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    def _write_delta(self, folder: pathlib.Path, published: Published) -> bool:
+        last = self.last
+        if last is None or not self._delta or self._since_full >= FULL_EVERY:
+            return False
+        if (
+            write_delta(folder, last.folder / SINGLE, published.folder / SINGLE, last.version, published.version)
+            is None
+        ):
+            return False
+        self._since_full += 1
+        return True
+
+    def _write_full(self, folder: pathlib.Path, published: Published, params: Mapping[str, Any]) -> None:
+        folder.mkdir()
+        cast = jax.tree.map(lambda weight: weight.astype(self._dtype), dict(params))
+        with ocp.PyTreeCheckpointer() as writer:
+            writer.save((folder / ITEM).absolute(), cast)
+        del cast
+        write_json(folder / "config.json", write_config(self._config))
+        write_json(folder / SUMS, {name: checksum(tensor) for name, tensor in tensors_of(published.folder)})
+        metadata = {"version": f"{published.version:06d}", "checksum_format": FORMAT["checksum_format"]}
+        write_json(folder / INDEX, {"metadata": metadata, "weight_map": {}})
+        self._since_full = 0
+
+    def keep(self, wanted: Sequence[Published]) -> None:
+        """Removes versions that neither `wanted` nor the last one need."""
+        with self._lock:
+            there = _versions(self.source)
+            versions = {published.version for published in (*wanted, *filter(None, [self.last]))} & there.keys()
+            needed = {folder for version in versions for folder in _chain(self.source, version, {})}
+            for folder in set(there.values()) - needed:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self._end()
+
+
+def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Path:
+    """Returns a checkpoint folder of a version, below `local`; made of what is there already, where that is less work.
+
+    Processes of a host may pull at once. Raises PullError, DeltaError and OSError; `local` then has what it had.
+    """
+    place = pulled(local, source)
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (place / SOURCE).write_text(str(source.absolute()))
+        for note in local.glob(f"*/{SOURCE}"):
+            if not pathlib.Path(note.read_text()).exists():  # its run has ended
+                shutil.rmtree(note.parent, ignore_errors=True)
+        for part in place.glob("part-*"):  # of processes that were killed
+            shutil.rmtree(part, ignore_errors=True)
+        here = {there: folder for there, folder in _versions(place).items() if there <= version}
+        target = place / folder_name(version)
+        if version not in here:
+            seed, *deltas = _chain(source, version, here)
+            part = place / f"part-{target.name}"
+            try:
+                _make(part, seed, [_delta(folder) for folder in deltas])
+                part.rename(target)
+            except BaseException:
+                shutil.rmtree(part, ignore_errors=True)
+                raise
+        os.utime(target)
+        for old in sorted(_versions(place).values(), key=lambda folder: folder.stat().st_mtime)[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        return target
+
+
+def pulled(local: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
+    """Where a host has what it pulled of a source. Raises PullError for a path that can be none."""
+    if source.name in ("", ".."):
+        raise PullError(f"{source}: no folder of versions")
+    return local / source.name
+
+
+def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path]) -> list[pathlib.Path]:
+    """The folders that lead to a version: one that is `here` or a whole one, then deltas."""
+    chain: list[pathlib.Path] = []
+    while True:
+        if version in here:
+            return [here[version], *chain]
+        folder = source / folder_name(version)
+        if not folder.is_dir():
+            raise PullError(f"{folder}: no such version; there are {sorted(_versions(source)) or 'none'}")
+        chain.insert(0, folder)
+        if (delta := read_delta(folder)) is None:
+            return chain
+        version = delta.base
+
+
+def _delta(folder: pathlib.Path) -> Delta:
+    delta = read_delta(folder)
+    assert delta is not None
+    return delta
+
+
+def _make(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> None:
+    """Writes a checkpoint folder: the weights of `seed`, a whole version or a checkpoint, after the deltas."""
+    if (seed / ITEM).is_dir():
+        config = served(read_config(read_json(seed / "config.json", needed=True)))
+        params = _restored(seed / ITEM)
+        entries, tensors = stored(config, params), _checked(seed, disk_tensors(config, params))
+    else:
+        entries, tensors = contents(seed), tensors_of(seed)
+    room = sum(tensor.nbytes for tensor in entries)
+    if room > (free := shutil.disk_usage(folder.parent).free):
+        raise OSError(f"{folder}: {room / 2**20:.0f} MiB are needed, {free / 2**20:.0f} are free")
+    folder.mkdir()
+    write_weights(folder / SINGLE, entries, _after(tensors, deltas))
+    shutil.copy(seed / "config.json", folder / "config.json")
+
+
+def _after(tensors: Iterator[tuple[str, np.ndarray]], deltas: Sequence[Delta]) -> Iterator[np.ndarray]:
+    """The tensors with the deltas applied in order, some at a time in threads."""
+
+    def one(named: tuple[str, np.ndarray]) -> np.ndarray:
+        name, tensor = named
+        for delta in deltas:
+            tensor = delta.apply(name, tensor)
+        return tensor
+
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pull") as threads:
+        waiting: list[concurrent.futures.Future[np.ndarray]] = []
+        for named in tensors:
+            waiting.append(threads.submit(one, named))
+            if len(waiting) > AT_ONCE:
+                yield waiting.pop(0).result()
+        for future in waiting:
+            yield future.result()
+
+
+def _restored(item: pathlib.Path) -> dict[str, Any]:
+    with ocp.PyTreeCheckpointer() as reader:
+        try:
+            tree = reader.metadata(item.absolute()).item_metadata.tree
+            how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            return reader.restore(item.absolute(), restore_args=how)
+        except Exception as error:  # whatever Orbax makes of files that are damaged
+            raise PullError(f"{item}: can't be read: {type(error).__name__}: {error}") from error
+
+
+def _checked(folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    sums = read_json(folder / SUMS, needed=True)
+    for name, tensor in tensors:
+        if (has := checksum(tensor)) != sums.get(name):
+            raise DeltaError(f"{folder}: {name} has the checksum {has}, not {sums.get(name)}: it is damaged")
+        yield name, tensor
+
+
+def contents(folder: pathlib.Path) -> list[StoredTensor]:
+    """What a checkpoint folder with one file has, in its order."""
+    with open_weights(folder) as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
+    return [StoredTensor(name, tuple(s.get_shape()), DTYPES[s.get_dtype()]) for name, s in slices.items()]
+
+
+def _versions(folder: pathlib.Path) -> dict[int, pathlib.Path]:
+    """The complete versions in a folder."""
+    found = {there.name.removeprefix("weight_v"): there for there in folder.glob("weight_v*")}
+    return {int(number): there for number, there in found.items() if number.isdecimal()}
+
+
+def _size(folder: pathlib.Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
