@@ -227,7 +227,7 @@ def test_closing_figures_are_of_pairs(monkeypatch) -> None:
 
 @pytest.mark.long
 def test_the_engine_alone_says_what_its_cache_held() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "rollout_engine.py"), "--shape=tiny", "--repeats=1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "engine_alone.py"), "--shape=tiny", "--repeats=1"]
     sizes = ["--prompt-tokens=40", "--new-tokens=8", "--kv-tokens=192"]
     done = subprocess.run([*command, *sizes], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -237,3 +237,26 @@ def test_the_engine_alone_says_what_its_cache_held() -> None:
     assert line["cache"]["bytes"] == 2 * 192 * 2 * 2 * 16 * 4  # keys and values: tokens, layers, heads, numbers, bytes
     wrong = subprocess.run([*command, "--kv-tokens=16"], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert wrong.returncode == 2 and "raise rollout.kv_tokens" in wrong.stderr.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_rollout_engines_side_by_side_without_sglang() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "rollout_engine.py"), "--concurrency", "1", "2"]
+    sizes = ["--prompt-tokens=8", "--new-tokens=4", "--repeats=1", "--warmup=1"]
+    done = subprocess.run(
+        [*command, *sizes, "--sides", "jax", "serve"], capture_output=True, text=True, cwd=ROOT, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "SGLang is not measured" in done.stderr
+    (line,) = map(json.loads, done.stdout.splitlines())
+    assert line["benchmark"] == "rollout_engine" and line["shape"]["name"] == "tiny"
+    assert line["ratio"] is None and line["no_ratio_because"]
+    assert line["greedy"]["equal"] and line["greedy"]["tokens"] == 4
+    for side in ("jax", "serve"):
+        assert line["threads"][side] == line["cores"]
+        for count in (1, 2):
+            rate, seconds = line["tokens_per_second"][side][str(count)], line["seconds"][side][str(count)]["median"]
+            assert rate == pytest.approx(4 * count / seconds, rel=0.1)  # both are rounded
+    absent = [*command, "--sglang=/no/such/python"]
+    wrong = subprocess.run(absent, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert (wrong.returncode, wrong.stdout) == (2, "") and "there is no program /no/such/python" in wrong.stderr
