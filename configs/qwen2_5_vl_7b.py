@@ -5,6 +5,11 @@
     python -m fluxjax.preflight --config=configs/qwen2_5_vl_7b.py --topology 1x8xh100
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m fluxjax.train --config=configs/qwen2_5_vl_7b.py
 
+    python -m fluxjax.train --config=configs/qwen2_5_vl_7b.py:fleet
+
+With `fleet`, SGLang servers on two more hosts generate (docs/servers.md says how they are started); /shared is a folder
+that all three hosts see.
+
 Expected memory, by the pre-flight: 66 of 75 GiB that JAX may use of a device (accumulate), 4 GiB of
 host memory while weights are loaded (docs/preflight.md).
 
@@ -12,12 +17,12 @@ Never measured: no step of it has run on a GPU. Speed, stability of the learning
 known; `number` compares the last number of an answer, so that answers with roots or letters count as wrong.
 """
 
-from fluxjax.config import Config, ConfigError, DType, Remat, SourceConfig, Strategy
+from fluxjax.config import Config, ConfigError, DType, Remat, RolloutEngine, SourceConfig, Strategy
 
 
 def get_config(variant: str = "") -> Config:
-    if variant:
-        raise ConfigError(f"configs/qwen2_5_vl_7b.py has no variants, such as {variant!r}")
+    if variant not in ("", "fleet"):
+        raise ConfigError(f"configs/qwen2_5_vl_7b.py has the variants '' and 'fleet', not {variant!r}")
     config = Config(name="qwen2_5_vl_7b")
     config.steps = 200
     config.model.path = "Qwen2.5-VL-7B-Instruct"
@@ -50,4 +55,11 @@ def get_config(variant: str = "") -> Config:
     config.checkpoint.every = 20
     config.evaluation.every = 20
     config.report.logprob_gap_alarm = 0.05  # bfloat16; engine and trainer add up in different orders
+    if variant == "fleet":
+        config.name = "qwen2_5_vl_7b-fleet"
+        config.rollout.engine = RolloutEngine.SGLANG
+        config.policy.engines = 0  # one a server
+        config.servers.addresses = ("http://rollout-0:30000", "http://rollout-1:30000")
+        config.weights.folder = "/shared/fluxjax-weights"
+        config.weights.agents = ("http://rollout-0:30100", "http://rollout-1:30100")
     return config

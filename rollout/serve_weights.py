@@ -137,6 +137,7 @@ class WeightRoutes:
 
     def _write(self, folder: pathlib.Path, held: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> None:
         """A checkpoint of what the engine has, with the new tensors in their places."""
+        new = {n: v for n, v in new.items() if n in held}
         if unknown := sorted(new.keys() - held.keys()):
             raise ValueError(f"{unknown[0]}: no tensor of this model; among its tensors is {min(held)}")
         tensors = sorted((held | new).items(), key=lambda entry: -entry[1].itemsize)  # each at a multiple of its width

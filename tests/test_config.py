@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 SIMULATED = [f"configs/simulation.py{variant}" for variant in ("", ":7b", ":14b", ":32b", ":1024", ":faults")]
 REAL = [f"configs/{name}.py" for name in ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")]
-FLEET = [f"configs/vlm_sglang.py{variant}" for variant in ("", ":serve")]
+FLEET = ["configs/vlm_sglang.py", "configs/vlm_sglang.py:serve", "configs/qwen2_5_vl_7b.py:fleet"]
 SHIPPED = ["configs/vlm.py", "configs/vlm.py:debug", "configs/text.py", "configs/text.py:debug", *REAL, *FLEET]
 
 
@@ -144,6 +144,13 @@ def test_mistakes_end_in_one_clear_line(argument, expected):
         (["servers.patience=0.0"], "servers.patience"),
         (["policy.engines=2"], "policy.engines is 2, but there are 1 servers"),
         (["policy.engines=0", "stream_trainer.enabled=True"], "stream_trainer.enabled needs rollout.engine=jax"),
+        (["weights.route=orbax"], "set weights.folder"),
+        (["weights.route=group"], "set weights.python"),
+        (["weights.route=ipc", "rollout.engine=serve"], "rollout.serve takes shm, bucket or orbax"),
+        (["weights.route=shm", "servers.addresses=('http://10.0.0.1:1',)"], "is for servers of this host"),
+        (["weights.agents=('http://a:1',)"], "weights.agents has 1 addresses, servers.addresses 0"),
+        (["weights.folder=/shared", "servers.addresses=('http://a:1',)"], "run python -m rollout.weights.agent"),
+        (["weights.bucket_mib=0"], "weights.bucket_mib"),
         (["parallelism.degree=2"], "give servers.flags ('--tp-size', '2')"),
         (["rollout.kv_fraction=0.3"], "--config.rollout.kv_fraction needs rollout.engine jax, not sglang"),
     ],

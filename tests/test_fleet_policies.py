@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from fluxjax.config import Importance, Policy, RolloutEngine, cli
+from fluxjax.config import Importance, Policy, RolloutEngine, Route, cli
 from fluxjax.report.metrics import read
 from fluxjax.run.trainer import FluxTrainer
 
@@ -30,6 +30,25 @@ def test_policy(policy: Policy, tmp_path: pathlib.Path) -> None:
     steps = [record for record in read(tmp_path / "run" / "metrics.jsonl") if record["phase"] == "rl"]
     assert [record["servers/up"] for record in steps] == [2.0] * 4
     assert sum(record["servers/restarts"] for record in steps) == 0
+
+
+@pytest.mark.parametrize("route", [Route.BUCKET, Route.ORBAX], ids=lambda route: route.value)
+def test_route(route: Route, tmp_path: pathlib.Path) -> None:
+    """A run over a route of other hosts trains on the weights that it published, and leaves none of them behind."""
+    config = cli.load(["--config=configs/text.py:debug", f"--config.run_dir={tmp_path / 'run'}"])
+    config.steps = 4
+    config.rollout.engine = RolloutEngine.SERVE
+    config.servers.count = 2
+    config.weights.route = route
+    config.weights.folder, config.weights.local = str(tmp_path / "shared"), str(tmp_path / "pulled")
+    with FluxTrainer(config) as trainer:
+        result = trainer.fit()
+        if route is Route.ORBAX:
+            assert [*(tmp_path / "shared").iterdir()]
+    assert result.summary.complete and result.summary.steps == 4
+    assert 0 < result.summary.logprob_gap_max < GAP
+    for folder in ("shared", "pulled"):
+        assert not [*(tmp_path / folder).glob("*")]
 
 
 def test_seeds_draw_alike_in_servers_and_here(tmp_path: pathlib.Path) -> None:

@@ -24,7 +24,18 @@ from typing import NamedTuple, TypeVar
 from absl import flags
 from ml_collections import config_flags
 
-from . import Config, ConfigError, Importance, ModelConfig, Policy, RolloutEngine, SourceConfig, Strategy, renamed
+from . import (
+    Config,
+    ConfigError,
+    Importance,
+    ModelConfig,
+    Policy,
+    RolloutEngine,
+    Route,
+    SourceConfig,
+    Strategy,
+    renamed,
+)
 from .bounds import Section, children, flatten, lies_in
 
 
@@ -77,7 +88,11 @@ NEEDS = (
     _when(_POLICY, (Policy.TAIL_BATCHING,), "tail_batching", *_of("schedules", "tail_prompts", "tail_responses")),
     _when(_POLICY, (Policy.APRIL,), "april"),
     _when(_POLICY, (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
-    _when("rollout.engine", (RolloutEngine.SERVE, RolloutEngine.SGLANG), "servers"),
+    _when("rollout.engine", (RolloutEngine.SERVE, RolloutEngine.SGLANG), "servers", "weights"),
+    _when("weights.route", (Route.AUTO, Route.ORBAX), *_of("weights", "folder", "local", "agents", "delta")),
+    _when("weights.route", (Route.GROUP,), *_of("weights", "backend", "address")),
+    _when("weights.route", (Route.GROUP, Route.IPC), "weights.python"),
+    _when("weights.route", (Route.AUTO, Route.BUCKET, Route.GROUP, Route.IPC), "weights.bucket_mib"),
     _when("rollout.engine", (RolloutEngine.JAX,), "rollout.kv_fraction"),
     _when("policy.dynamic_sampling", (True,), "policy.max_num_gen_batches"),
     _when("stream_trainer.enabled", (True,), *_of("stream_trainer", "first", "last", "every", "chunk")),

@@ -127,12 +127,12 @@ def _route(config: Config, model: Decoder) -> WeightRoute:
         return CudaIpc(python, size)
     dtype, token = config.model.compute_dtype.value, os.environ.get("FLUXJAX_TOKEN", "")
     try:
-        folders = VersionFolders(pathlib.Path(weights.folder), model.config, dtype, delta=weights.delta)
+        folders = VersionFolders(pathlib.Path(weights.folder).absolute(), model.config, dtype, delta=weights.delta)
     except OSError as error:
         raise ConfigError(f"weights.folder: {weights.folder}: {error.strerror}") from error
     agents = {server.rstrip("/"): agent for server, agent in zip(servers.addresses, weights.agents, strict=False)}
     here = config.rollout.engine is RolloutEngine.SGLANG and not agents
-    return OrbaxFolders(folders, pathlib.Path(weights.local), agents, token=token, here=here)
+    return OrbaxFolders(folders, pathlib.Path(weights.local).absolute(), agents, token=token, here=here)
 
 
 def _flags(config: Config) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base
         return None
     folder.mkdir()
     try:
-        save_file(changed, folder / FILE, sums)
+        save_file(changed, folder / FILE, sums or None)  # it writes a broken header for {}
     except SafetensorError as error:  # which is what it makes of a full disk
         raise OSError(f"{folder}: {error}") from error
     metadata = {"version": f"{version:06d}", "base_version": f"{base:06d}", **FORMAT}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import pathlib
 import shutil
 from collections.abc import Coroutine, Mapping, Sequence
@@ -68,7 +69,8 @@ class Buckets(Route):
         try:
             await client.begin_weight_update()
         except Refused:  # one that broke off is still open; all of it will be overwritten
-            await client.end_weight_update()
+            with contextlib.suppress(Refused):  # what came of it is no good
+                await client.end_weight_update()
             await client.begin_weight_update()
         for number, part in enumerate(parts, start=1):
             # The version comes with the last one: until then, the server has it in part.

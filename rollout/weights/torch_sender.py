@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,13 +30,12 @@ class TorchSender:
     """Starts the process; `kill` ends it. One order at a time. Raises SenderError where there is no such program."""
 
     def __init__(self, python: str) -> None:
+        if shutil.which(python) is None:
+            raise SenderError(f"can't start {python}: there is no such program")
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (`kill` closes it)
         command = [sys.executable, str(BOUND), python, str(HELPER)]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._words}
-        try:
-            self._process = subprocess.Popen(command, **pipes)
-        except OSError as error:
-            raise SenderError(f"can't start {python}: {error}") from error
+        self._process = subprocess.Popen(command, **pipes)
         self.group = f"fluxjax-{self._process.pid}-{id(self)}"  # a name that no other has
 
     async def ready(self) -> None:
@@ -65,7 +66,8 @@ class TorchSender:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._words):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(OSError):  # an order that it did not read any more
+                pipe.close()
 
     async def _order(self, order: dict[str, Any], seconds: float = ORDER) -> Any:
         what = order.get("do", "start")

@@ -104,7 +104,10 @@ class VersionFolders:
         folder.mkdir()
         cast = jax.tree.map(lambda weight: weight.astype(self._dtype), dict(params))
         with ocp.PyTreeCheckpointer() as writer:
-            writer.save((folder / ITEM).absolute(), cast)
+            try:
+                writer.save((folder / ITEM).absolute(), cast)
+            except ValueError as error:  # which is what it makes of a full disk
+                raise OSError(f"{folder}: {error}") from error
         del cast
         write_json(folder / "config.json", write_config(self._config))
         write_json(folder / SUMS, {name: checksum(tensor) for name, tensor in tensors_of(published.folder)})

@@ -1,0 +1,382 @@
+"""What new weights cost on their way to a rollout server: every route, deltas by learning rate, the trainer's stall.
+
+    bash scripts/install_sglang.sh                                   once: SGLang, in an environment of its own
+    python benchmarks/weight_sync.py                                 0.1B parameters
+    python benchmarks/weight_sync.py --sizes 0.1b 0.5b 1b            routes of all three, deltas of the first two
+    python benchmarks/weight_sync.py --sizes tiny --servers serve --repeats 1 --rates 1e-6 --steps 1    whether it runs
+
+Prints one JSON line on standard output and its progress on standard error. What is measured and how:
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import runpy
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import ROOT, cores, spread, thread_environment
+from fluxjax_step import Steps
+
+import models
+from fluxjax.base.process import keep_freed_memory
+from fluxjax.config import Config
+from fluxjax.data.sources import open_sources
+from fluxjax.run.build import build_model
+from models.config import AnyConfig
+from models.decoder import parameter_count
+from rollout.engine import EngineError
+from rollout.fleet import Fleet
+from rollout.fleet_engine import FleetEngine
+from rollout.fleet_job import FleetOptions
+from rollout.local_server import LocalServer, ServerCommand
+from rollout.requests import EngineLimits
+from rollout.sglang import ServerClient
+from rollout.weights.published import Published, SharedFolders
+from rollout.weights.routes import Buckets, Group, OrbaxFolders, Route, SharedMemory
+from rollout.weights.version_folders import VersionFolders, pull
+
+SIZES = {  # hidden, intermediate, layers, heads, KV heads; a vocabulary of some dozens of characters
+    "tiny": (64, 160, 3, 4, 2),
+    "0.1b": (1024, 2816, 9, 16, 4),
+    "0.5b": (1536, 4096, 21, 12, 4),
+    "1b": (2048, 5632, 23, 16, 4),
+}
+DELTAS = ("tiny", "0.1b", "0.5b")  # sizes whose optimizer has room here
+SGLANG = ROOT / ".sglang" / "bin" / "python"  # scripts/install_sglang.sh
+DTYPE = "bfloat16"
+BUCKET = 256 << 20
+LONGEST = 64  # tokens of a sequence of the servers, which generate nothing here
+
+
+def main(argv: Sequence[str]) -> int:
+    """0, or one line on standard error: 2 for settings that cannot work, 1 for a server that failed."""
+    options = _parser().parse_args(argv)
+    if min(options.repeats, options.steps) < 1:
+        print("error: --repeats and --steps must be at least 1", file=sys.stderr)
+        return 2
+    if "sglang" in options.servers and shutil.which(options.sglang) is None:
+        _say(f"SGLang is not measured: there is no program {options.sglang} (bash scripts/install_sglang.sh makes one)")
+        options.servers = [server for server in options.servers if server != "sglang"]
+    keep_freed_memory()
+    jax.config.update("jax_platforms", "cpu")
+    load = os.getloadavg()
+    try:
+        with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
+            result = measure(options, pathlib.Path(folder))
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    machine = {"cores": cores(), "load_average_before": load, "load_average_after": os.getloadavg()}
+    print(json.dumps({"benchmark": "weight_sync", "dtype": DTYPE, "repeats": options.repeats, **result, **machine}))
+    return 0
+
+
+def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+    deltas: dict[str, Any] = {}
+    routes: dict[str, Any] = {}
+    stalls: dict[str, Any] = {}
+    for size in options.sizes:
+        config = _config(size)
+        if size in DELTAS:
+            deltas[size] = {f"{rate:g}": measure_delta(size, rate, options, folder) for rate in options.rates}
+        model, processor = build_model(config, open_sources(config.data))
+        sizes, params = model.config, models.split(model)[1]
+        _say(f"{size}: {parameter_count(model) / 1e6:.0f}M parameters")
+        saved = folder / size
+        models.save(model, saved, dtype=DTYPE)
+        processor.save(saved)
+        del model
+        for name in options.servers:
+            with _server(name, saved, options) as server:
+                measured = Measured(server, sizes, params, folder / "shared", name, options)
+                routes.setdefault(size, {})[name] = asyncio.run(measured.routes())
+                if name == "serve":
+                    stalls[size] = measured.stall()
+        del params
+        shutil.rmtree(saved)
+    return {
+        "sizes": {size: dict(zip(("hidden", "intermediate", "layers", "heads", "kv_heads"), SIZES[size], strict=True))
+                  for size in options.sizes},
+        "routes": routes,
+        "delta": deltas,
+        "delta_share": {size: {rate: one["share"] for rate, one in rates.items()} for size, rates in deltas.items()},
+        "stall": stalls,
+        "stall_share": {size: one["share"] for size, one in stalls.items()},
+    }  # fmt: skip
+
+
+# --- deltas -----------------------------------------------------------------------------------------
+
+
+def measure_delta(size: str, rate: float, options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+    """Of steps of AdamW on policy gradients: bytes over those of the whole, and the seconds of both."""
+    config = _config(size)
+    config.optim.lr = rate
+    steps = Steps(config, "train", [[config.rollout.max_new_tokens] * config.rollout.group_size] *
+                  config.rollout.prompts_per_step, videos=False)  # fmt: skip
+    sizes = steps.model.config
+    folders, local = SharedFolders(sizes, DTYPE), folder / "local"
+    shared = VersionFolders(folder / "shared", sizes, DTYPE)
+    found: dict[str, list[float]] = {"bytes": [], "changed": [], "write": [], "apply": []}
+    whole: dict[str, float] = {}
+    before: Published | None = None
+    for number in range(3 + options.steps):  # the first ones fill Adam's moments
+        asyncio.run(steps.run())
+        if number < 2:
+            continue
+        published = folders.write(number, steps.trainer.weights())
+        began = time.perf_counter()
+        written = shared.publish(published, steps.trainer.weights())
+        middle = time.perf_counter()
+        pull(local, shared.source, number)
+        ended = time.perf_counter()
+        if before is None:
+            whole = {"bytes": written, "write": middle - began, "apply": ended - middle}
+        else:
+            found["bytes"].append(written)
+            found["write"].append(middle - began)
+            found["apply"].append(ended - middle)
+            found["changed"].append(_changed(before, published))
+        before = published
+        folders.keep([published])
+        shared.keep([published])
+    assert before is not None
+    share = statistics.median(found["bytes"]) / before.bytes
+    _say(f"{size}, rate {rate:g}: {share:.2%} of the bytes")
+    result = {
+        "share": round(share, 5),
+        "bytes": before.bytes,
+        "changed_words": round(statistics.median(found["changed"]), 5),
+        "seconds": {name: spread(found[name]) for name in ("write", "apply")},
+        "whole_seconds": {name: round(whole[name], 3) for name in ("write", "apply")},
+        "whole_bytes_of_orbax": int(whole["bytes"]),
+    }
+    shared.close()
+    folders.close()
+    shutil.rmtree(local)
+    return result
+
+
+def _changed(before: Published, after: Published) -> float:
+    """The share of words that are not the same."""
+    old, new = (np.memmap(one.folder / "model.safetensors", np.uint16, "r", offset=8) for one in (before, after))
+    return float(np.count_nonzero(old != new) / len(new))
+
+
+# --- routes -----------------------------------------------------------------------------------------
+
+
+class Measured:
+    """One server, to which weights are brought by each route in turn."""
+
+    def __init__(
+        self, server: LocalServer, sizes: AnyConfig, params: Mapping[str, Any], shared: pathlib.Path, name: str,
+        options: argparse.Namespace,
+    ) -> None:  # fmt: skip
+        self._server, self._sizes, self._params, self._name, self._options = server, sizes, params, name, options
+        self._shared, self._local = shared, shared.with_name("pulled")
+        self._version = 0
+
+    def _route(self, name: str) -> Route:
+        if name == "shm":
+            return SharedMemory()
+        if name == "bucket":
+            return Buckets(BUCKET)
+        if name == "group":
+            return Group(self._options.sglang, BUCKET, "127.0.0.1", "gloo")
+        folders = VersionFolders(self._shared, self._sizes, DTYPE, delta=name == "orbax with delta")
+        return OrbaxFolders(folders, self._local, {}, here=self._name == "sglang")
+
+    def _fleet(self, route: Route) -> Fleet:
+        limits = EngineLimits(4, LONGEST, self._sizes.text.vocab_size)
+        folders = SharedFolders(self._sizes, DTYPE)
+        return Fleet(self._sizes, limits, folders, addresses=[self._server.address], route=route,
+                     options=FleetOptions(patience=120.0))  # fmt: skip
+
+    def _next(self, share: float = 1.0) -> tuple[int, Mapping[str, Any]]:
+        """A version with other weights: all of them, or about this share of their words."""
+        self._version += 1
+        key = jax.random.key(self._version)
+
+        def moved(weight: jax.Array) -> jax.Array:
+            here = jax.random.uniform(key, weight.shape) < share
+            return jnp.where(here, weight * 1.01, weight)
+
+        return self._version, jax.block_until_ready(jax.tree.map(jax.jit(moved), self._params))
+
+    async def routes(self) -> dict[str, Any]:
+        """Seconds until the server is proven to have a version, and those of them that it can't generate."""
+        names = ["shm", "bucket", "orbax", "orbax with delta", *(["group"] if self._name == "sglang" else [])]
+        total: dict[str, list[float]] = {name: [] for name in names}
+        paused: dict[str, list[float]] = {name: [] for name in names}
+        carried: dict[str, int] = {}
+        for turn in range(self._options.repeats):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                with contextlib.closing(self._fleet(route := self._route(name))) as fleet:
+                    seat, watch = FleetEngine(fleet, 0), Watch(route)
+                    await seat.update_weights(*self._next())
+                    while not all(status.up for status in fleet.servers()):  # and brought to these
+                        await asyncio.sleep(0.05)
+                    newer = self._next(0.02 if "delta" in name else 1.0)
+                    watch.began.clear()
+                    began = time.perf_counter()
+                    await seat.update_weights(*newer)
+                    ended = time.perf_counter()
+                    total[name].append(ended - began)
+                    paused[name].append(ended - watch.began[-1])
+                    (published,) = {server.holds for server in fleet._servers}
+                    assert published is not None
+                    carried[name] = self._bytes(name, route, published)
+                _say(f"{self._name}, {name}: {total[name][-1]:.2f} s, {paused[name][-1]:.2f} s of them paused")
+        return {
+            name: {"seconds": spread(total[name]), "paused_seconds": spread(paused[name]), "bytes": carried[name]}
+            for name in names
+        }
+
+    def _bytes(self, name: str, route: Route, published: Published) -> int:
+        """What travels: files, or base64 in JSON."""
+        if isinstance(route, OrbaxFolders):
+            return route._folders.publish(published, {})
+        return published.bytes * 4 // 3 if name == "bucket" else published.bytes
+
+    # --- the trainer's stall ----------------------------------------------------------------------
+
+    def stall(self) -> dict[str, Any]:
+        """Seconds that a trainer loses to one publication, waiting for it and not. Its steps are waited for, as those
+        on a GPU are: this thread dispatches a small program and sleeps, and the cores are free for the publication."""
+        with contextlib.closing(self._fleet(SharedMemory())) as fleet:
+            seat = FleetEngine(fleet, 0)
+            asyncio.run(seat.update_weights(*self._next()))
+            full: list[float] = []
+            lost: list[float] = []
+            for _ in range(self._options.repeats):
+                newer = self._next()
+                began = time.perf_counter()
+                asyncio.run(seat.update_weights(*newer))
+                full.append(time.perf_counter() - began)
+                alone = _steps(full[-1], None)
+                publishing = threading.Thread(target=asyncio.run, args=(seat.update_weights(*self._next()),))
+                beside = _steps(full[-1], publishing)
+                publishing.join()
+                lost.append(max(beside - alone, 0.0))
+        share = statistics.median(a / b for a, b in zip(lost, full, strict=True))
+        _say(f"stall: {statistics.median(lost):.3f} s beside training, {statistics.median(full):.2f} s in line")
+        return {"share": round(share, 4), "overlapped_seconds": spread(lost), "waiting_seconds": spread(full)}
+
+
+class Watch:
+    """Notes when a route begins to deliver: the server is paused then."""
+
+    def __init__(self, route: Route) -> None:
+        self.began: list[float] = []
+        deliver = route.deliver
+
+        async def noted(client: ServerClient, published: Published) -> None:
+            self.began.append(time.perf_counter())
+            await deliver(client, published)
+
+        route.deliver = noted  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _steps(seconds: float, publishing: threading.Thread | None) -> float:
+    """Seconds of so many steps as take about `seconds` where nothing else happens; a publication begins with them."""
+    program, x = jax.jit(lambda x: x * 2.0), jnp.ones(8)
+    program(x).block_until_ready()
+    count, step = max(4, round(1.5 * seconds / 0.25)), 0.25
+    began = time.perf_counter()
+    if publishing is not None:
+        publishing.start()
+    for _ in range(count):
+        program(x).block_until_ready()
+        time.sleep(step)
+    return time.perf_counter() - began
+
+
+# --- parts ------------------------------------------------------------------------------------------
+
+
+def _config(size: str) -> Config:
+    config: Config = runpy.run_path(str(ROOT / "configs" / "text.py"))["get_config"]("")
+    model = config.model
+    (model.hidden_size, model.intermediate_size, model.num_layers, model.num_heads, model.num_kv_heads) = SIZES[size]
+    model.initializer_range = 0.02  # as in published checkpoints of these sizes
+    config.rollout.prompts_per_step, config.rollout.group_size = 4, 4
+    config.packing.rows_per_device = 3
+    config.optim.warmup_steps = 0
+    config.optim.schedule = type(config.optim.schedule).CONSTANT
+    return config
+
+
+@contextlib.contextmanager
+def _server(name: str, checkpoint: pathlib.Path, options: argparse.Namespace) -> Iterator[LocalServer]:
+    if name == "serve":
+        flags = ("--dtype", DTYPE, "--slots", "4", "--max-sequence-tokens", str(LONGEST))
+        command = ServerCommand(name, str(checkpoint), flags=flags,
+                                environment={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"})  # fmt: skip
+    else:
+        shipped = runpy.run_path(str(ROOT / "configs" / "vlm_sglang.py"))  # SGLang on a CPU, as a run starts it
+        flags = (*shipped["FLAGS"], "--dtype", DTYPE, "--max-running-requests", "4", "--max-total-tokens", "1024")
+        environment = dict(entry.split("=", 1) for entry in shipped["ENVIRONMENT"]) | thread_environment(1)
+        command = ServerCommand(name, str(checkpoint), options.sglang, flags, environment)
+    log = checkpoint.parent / f"{name}.log"
+    server = LocalServer(command, log)
+    server.start()
+    try:
+        asyncio.run(_until_up(server))
+        yield server
+    finally:
+        server.stop()
+
+
+async def _until_up(server: LocalServer) -> None:
+    client = ServerClient(server.address)
+    try:
+        for _ in range(600):
+            if server.ended() is not None:
+                raise EngineError(f"the server ended; its log ends with:\n{server.last_words(20)}")
+            with contextlib.suppress(EngineError):
+                await client.load(5.0)
+                return
+            await asyncio.sleep(0.5)
+        raise EngineError("the server did not come up in 300 s")
+    finally:
+        await client.close()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.1b"])
+    parser.add_argument("--servers", nargs="+", choices=["serve", "sglang"], default=["serve", "sglang"])
+    parser.add_argument("--sglang", default=str(SGLANG), metavar="PYTHON",
+                        help="an interpreter that has SGLang and PyTorch (default: that of .sglang)")  # fmt: skip
+    parser.add_argument("--rates", nargs="+", type=float, default=[1e-7, 1e-6, 1e-5, 1e-4],
+                        help="learning rates of the deltas")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=3, help="deltas at each rate (default 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each route, and of the stall (default 3)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
