@@ -134,7 +134,7 @@ def measure_delta(size: str, rate: float, options: argparse.Namespace, folder: p
                   config.rollout.prompts_per_step, videos=False)  # fmt: skip
     sizes = steps.model.config
     folders, local = SharedFolders(sizes, DTYPE), folder / "local"
-    shared = VersionFolders(folder / "shared", sizes, DTYPE)
+    shared = VersionFolders(folder / "shared")
     found: dict[str, list[float]] = {"bytes": [], "changed": [], "write": [], "apply": []}
     whole: dict[str, float] = {}
     before: Published | None = None
@@ -144,8 +144,9 @@ def measure_delta(size: str, rate: float, options: argparse.Namespace, folder: p
             continue
         published = folders.write(number, steps.trainer.weights())
         began = time.perf_counter()
-        written = shared.publish(published, steps.trainer.weights())
+        shared.publish(published)
         middle = time.perf_counter()
+        written = _size(shared.folder(published))
         pull(local, shared.source, number)
         ended = time.perf_counter()
         if before is None:
@@ -202,7 +203,7 @@ class Measured:
             return Buckets(BUCKET)
         if name == "group":
             return Group(self._options.sglang, BUCKET, "127.0.0.1", "gloo")
-        folders = VersionFolders(self._shared, self._sizes, DTYPE, delta=name == "orbax with delta")
+        folders = VersionFolders(self._shared, delta=name == "orbax with delta")
         return OrbaxFolders(folders, self._local, {}, here=self._name == "sglang")
 
     def _fleet(self, route: Route) -> Fleet:
@@ -254,7 +255,7 @@ class Measured:
     def _bytes(self, name: str, route: Route, published: Published) -> int:
         """What travels: files, or base64 in JSON."""
         if isinstance(route, OrbaxFolders):
-            return route._folders.publish(published, {})
+            return _size(route._folders.folder(published))
         return published.bytes * 4 // 3 if name == "bucket" else published.bytes
 
     # --- the trainer's stall ----------------------------------------------------------------------
@@ -359,6 +360,10 @@ async def _until_up(server: LocalServer) -> None:
         raise EngineError("the server did not come up in 300 s")
     finally:
         await client.close()
+
+
+def _size(folder: pathlib.Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _say(text: str) -> None:

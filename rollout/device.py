@@ -25,6 +25,7 @@ from .programs import KVCache, Rows, programs
 from .requests import EngineLimits
 from .sampling import SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
+from .weights.published import served
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ class DeviceState:
             self.params = jax.block_until_ready(jax.device_put(other.params, self._by_layers))
 
     def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, tensor) of every weight as a Hugging Face checkpoint has it, in the dtype that is served. The weights
+        """(name, tensor) of every weight as servers read checkpoints, in the dtype that is served. The weights
         are those of now, and stay in memory until the iterator has ended."""
         params = self.params
         if params is None:
@@ -119,7 +120,7 @@ class DeviceState:
         layers = [by_path(layer) for layer in params["layers"]]
         others = by_path({name: value for name, value in params.items() if name != "layers"})
         held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array]] = []
-        for entry in tensor_names(self._abstract.config):
+        for entry in tensor_names(served(self._abstract.config)):
             if entry.path[0] == "layers":
                 held.append((entry, [layer[entry.path[1:]] for layer in layers]))
             else:

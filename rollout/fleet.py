@@ -278,9 +278,12 @@ class Fleet:
         self._wanted[seat] = await asyncio.to_thread(self._write, version, params)
 
         async def bring(server: Server) -> None:
+            client = server.client
             try:
                 await self._bring(server)
             except EngineError as error:
+                if server.client is not client:  # another life of it by now
+                    return
                 self._lose(server, f"it did not take version {version} of the weights: {error}")
             except Exception as error:
                 self._fail(error)
@@ -292,7 +295,7 @@ class Fleet:
 
     def _write(self, version: int, params: Mapping[str, Any]) -> Published:
         published = self._folders.write(version, params)
-        self._route.publish(published, params)
+        self._route.publish(published)
         return published
 
     async def _bring(self, server: Server) -> None:

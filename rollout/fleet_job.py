@@ -133,12 +133,13 @@ class Server:
 
     async def update(self, wanted: Published, route: Route) -> None:
         """Has it serve these weights, and prove it."""
-        await route.stage(self.client, wanted)
+        client = self.client  # of this life
+        await route.stage(client, wanted)
         self.holds = None
-        await self.client.pause("retract")
-        await route.deliver(self.client, wanted)
-        held = await self.client.checksums()
-        await asyncio.to_thread(wanted.checksums.check, held, self.client.address)
+        await client.pause("retract")
+        await route.deliver(client, wanted)
+        held = await client.checksums()
+        await asyncio.to_thread(wanted.checksums.check, held, client.address)
         # None above it: a run may go back to an older checkpoint.
         self.served = {version for version in self.served if version < wanted.version} | {wanted.version}
         self.holds = wanted

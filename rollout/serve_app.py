@@ -92,7 +92,6 @@ class RolloutServer:
     async def stop(self, grace: float) -> None:
         """Takes no more requests, and ends those that run as aborted; waits so many seconds for their replies."""
         self._stopping = True
-        self._weights.close()
         deadline = time.monotonic() + grace
         try:
             async with asyncio.timeout(grace):

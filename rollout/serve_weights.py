@@ -36,7 +36,7 @@ from sharding.weights import map_weights
 
 from .jax_engine import JaxEngine
 from .serve_requests import read_json_object
-from .weights.published import scratch_folder
+from .weights.published import scratch_folder, served
 from .weights.pulls import Pulls
 from .weights.torch_bucket import read_bucket
 from .wire import BadRequest, Json
@@ -54,23 +54,19 @@ class WeightRoutes:
         dtype: DTypeLike | None,
         abort_all: Callable[[], Awaitable[None]],
     ) -> None:
-        self._engine, self._config, self._dtype, self._abort_all = engine, config, dtype, abort_all
+        self._engine, self._config, self._dtype, self._abort_all = engine, served(config), dtype, abort_all
         self._lock = asyncio.Lock()  # held while weights change or are looked at
         self._session: dict[str, np.ndarray] | None = None  # what came in buckets
         self._session_version: int | None = None
-        self._pulls = Pulls()
 
     def routes(self) -> Iterator[Route]:
         yield Route("/update_weights_from_disk", self._reported(self._from_disk), methods=["POST"])
         yield Route("/begin_weight_update", self._reported(self._begin), methods=["POST"])
         yield Route("/update_weights_from_tensor", self._reported(self._from_tensors), methods=["POST"])
         yield Route("/end_weight_update", self._reported(self._end), methods=["POST"])
-        yield self._pulls.route()
+        yield Pulls().route()
         yield Route("/update_weight_version", self._rename, methods=["POST"])
         yield Route("/weights_checker", self._check, methods=["GET", "POST"])
-
-    def close(self) -> None:
-        self._pulls.close()
 
     def _reported(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         """Whatever is wrong with new weights, the server goes on with those that it has."""
@@ -102,9 +98,7 @@ class WeightRoutes:
         return {"message": f"Weights of {folder} are served as version {self._version}."}
 
     async def _begin(self, body: Json) -> Json:
-        if self._session is not None:
-            raise RuntimeError("an update is open already; /end_weight_update ends it")
-        self._session, self._session_version = {}, None
+        self._session, self._session_version = {}, None  # what came of one that broke off is forgotten
         return {"message": "Success"}
 
     async def _from_tensors(self, body: Json) -> Json:
@@ -114,7 +108,7 @@ class WeightRoutes:
         if not isinstance(given, list) or not given or not isinstance(given[0], str) or kind != "flattened_bucket":
             raise BadRequest("serialized_named_tensors must be strings in base64, load_format flattened_bucket")
         try:
-            data = base64.b64decode(given[0], validate=True)
+            data = await asyncio.to_thread(base64.b64decode, given[0], validate=True)
         except binascii.Error as error:
             raise BadRequest(f"serialized_named_tensors: {error}") from None
         version = _given_version(body)
@@ -137,7 +131,6 @@ class WeightRoutes:
 
     def _write(self, folder: pathlib.Path, held: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> None:
         """A checkpoint of what the engine has, with the new tensors in their places."""
-        new = {n: v for n, v in new.items() if n in held}
         if unknown := sorted(new.keys() - held.keys()):
             raise ValueError(f"{unknown[0]}: no tensor of this model; among its tensors is {min(held)}")
         tensors = sorted((held | new).items(), key=lambda entry: -entry[1].itemsize)  # each at a multiple of its width

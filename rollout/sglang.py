@@ -113,6 +113,9 @@ class ServerClient:
                 "group_name": group, "backend": backend}  # fmt: skip
         await self._order("/init_weights_update_group", body, seconds=UPDATE)
 
+    async def leave_group(self, group: str) -> None:
+        await self._order("/destroy_weights_update_group", {"group_name": group})
+
     async def pull_weights(self, local: str, source: str, version: int) -> str:
         """Has the host make a checkpoint folder of a version (`weights.version_folders`). Returns the folder."""
         body = {"local_checkpoint_dir": local, "source_dir": source, "target_version": version}

@@ -150,6 +150,10 @@ def test_mistakes_end_in_one_clear_line(argument, expected):
         (["weights.route=shm", "servers.addresses=('http://10.0.0.1:1',)"], "is for servers of this host"),
         (["weights.agents=('http://a:1',)"], "weights.agents has 1 addresses, servers.addresses 0"),
         (["weights.folder=/shared", "servers.addresses=('http://a:1',)"], "run python -m rollout.weights.agent"),
+        (
+            ["weights.route=group", "weights.python=python3", "servers.addresses=('http://10.0.0.1:1',)"],
+            "weights.address is 127.0.0.1",
+        ),
         (["weights.bucket_mib=0"], "weights.bucket_mib"),
         (["parallelism.degree=2"], "give servers.flags ('--tp-size', '2')"),
         (["rollout.kv_fraction=0.3"], "--config.rollout.kv_fraction needs rollout.engine jax, not sglang"),

@@ -60,6 +60,11 @@ class WeightsConfig:
                 raise ConfigError(f"{name}, which needs servers with PyTorch; rollout.serve takes shm, bucket or orbax")
             if not self.python and not servers.python:
                 raise ConfigError(f"{name}, which needs PyTorch; set weights.python to an interpreter that has it")
+        if route is Route.GROUP and remote and _on_this_host(f"http://{self.address}"):
+            raise ConfigError(
+                f"{name}, but weights.address is {self.address}, where servers on other hosts can't reach this one; "
+                "set it to an address of this host"
+            )
         if route is Route.ORBAX and not self.folder:
             raise ConfigError(f"{name}; set weights.folder to a folder that the hosts of servers see, too")
         if self.agents and len(self.agents) != len(servers.addresses):

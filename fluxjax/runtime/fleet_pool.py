@@ -49,7 +49,7 @@ class FleetPool:
             processes=[LocalServer(command, logs / f"server-{n}.log") for n, command in enumerate(commands)],
             addresses=servers.addresses,
             seats=config.policy.engines,
-            route=_route(config, model),
+            route=_route(config),
             options=FleetOptions(
                 patience=servers.patience,
                 start_seconds=servers.start_seconds,
@@ -114,9 +114,11 @@ def _command(config: Config, checkpoint: pathlib.Path, number: int) -> ServerCom
     )
 
 
-def _route(config: Config, model: Decoder) -> WeightRoute:
+def _route(config: Config) -> WeightRoute:
     weights, servers = config.weights, config.servers
     route, size, python = weights.chosen(servers), weights.bucket_mib << 20, weights.python or servers.python
+    if route in (Route.GROUP, Route.IPC) and shutil.which(python) is None:
+        raise ConfigError(f"weights.python: there is no program {python}; it must be an interpreter that has PyTorch")
     if route is Route.SHM:
         return SharedMemory()
     if route is Route.BUCKET:
@@ -125,9 +127,9 @@ def _route(config: Config, model: Decoder) -> WeightRoute:
         return Group(python, size, weights.address, weights.backend.value)
     if route is Route.IPC:
         return CudaIpc(python, size)
-    dtype, token = config.model.compute_dtype.value, os.environ.get("FLUXJAX_TOKEN", "")
+    token = os.environ.get("FLUXJAX_TOKEN", "")
     try:
-        folders = VersionFolders(pathlib.Path(weights.folder).absolute(), model.config, dtype, delta=weights.delta)
+        folders = VersionFolders(pathlib.Path(weights.folder).absolute(), delta=weights.delta)
     except OSError as error:
         raise ConfigError(f"weights.folder: {weights.folder}: {error.strerror}") from error
     agents = {server.rstrip("/"): agent for server, agent in zip(servers.addresses, weights.agents, strict=False)}

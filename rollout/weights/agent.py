@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ async def _serve(listening: socket.socket, token: str) -> None:
 
     async def stop() -> None:
         stopping.set()
-        await asyncio.to_thread(pulls.close)
+        for place in pulls.places:
+            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
 
     await serve_until_told(Guarded(app, token, stopping.is_set), listening, stop)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
-import shutil
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,10 +17,10 @@ from .version_folders import pull, pulled
 class Pulls:
     """`local_checkpoint_dir`, `source_dir` and `target_version` are those of SGLang's pull request 30367. There, a
     checkpoint changes in place; here, the answer's `model_path` is a folder of its own for each version, for another
-    server of the host may be reading the one before. `close` removes what was pulled."""
+    server of the host may be reading the one before."""
 
     def __init__(self) -> None:
-        self._places: set[pathlib.Path] = set()
+        self.places: set[pathlib.Path] = set()  # where it did
 
     def route(self) -> Route:
         return Route("/pull_weights", self._pull, methods=["POST"])
@@ -35,12 +34,8 @@ class Pulls:
             raise BadRequest("target_version must be a whole number")
         here, there = pathlib.Path(local), pathlib.Path(source)
         try:
-            self._places.add(pulled(here, there))
             folder = await asyncio.to_thread(pull, here, there, version)
+            self.places.add(pulled(here, there))
         except Exception as error:  # the servers of this host go on with what they have
             return JSONResponse({"success": False, "message": f"{type(error).__name__}: {error}"}, 400)
         return JSONResponse({"success": True, "message": "Success.", "model_path": str(folder)})
-
-    def close(self) -> None:
-        for place in self._places:
-            shutil.rmtree(place, ignore_errors=True)

@@ -18,18 +18,21 @@ from safetensors import safe_open
 from models.hf import SINGLE
 from models.weight_file import StoredTensor
 
-from ..sglang import Refused, ServerClient, ServerError
+from ..engine import EngineError
+from ..sglang import UPDATE, Refused, ServerClient, ServerError
 from .published import Published
 from .torch_bucket import write_bucket
 from .torch_sender import TorchSender
-from .version_folders import PullError, VersionFolders, contents, pull, pulled
+from .version_folders import VersionFolders, contents, pull, pulled
+
+LEAVE = 5.0  # seconds to leave a group
 
 
 class Route:
     """One way, for all servers of a fleet. Methods raise what `ServerClient` raises, and OSError where a folder of the
     trainer is full."""
 
-    def publish(self, published: Published, params: Mapping[str, Any]) -> None:
+    def publish(self, published: Published) -> None:
         """Prepares a version, once, before any server gets it. Blocks; from any thread."""
 
     async def stage(self, client: ServerClient, published: Published) -> None:
@@ -107,6 +110,18 @@ class _ByTorch(Buckets):
     async def _greet(self, client: ServerClient, sender: TorchSender) -> None:
         """Before the first bucket."""
 
+    async def deliver(self, client: ServerClient, published: Published) -> None:
+        try:
+            await super().deliver(client, published)
+        except BaseException:  # an order may be under way; the next update has a process of its own
+            await self.forget(client)
+            raise
+
+    def _sender(self, client: ServerClient) -> TorchSender:
+        if client not in self._senders:  # its life has ended meanwhile
+            raise ServerError(f"{client.address}: the process that sends weights to it has ended")
+        return self._senders[client]
+
     async def forget(self, client: ServerClient) -> None:
         if (sender := self._senders.pop(client, None)) is not None:
             sender.kill()
@@ -138,11 +153,18 @@ class Group(_ByTorch):
     async def _send(
         self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
     ) -> None:
-        sender = self._senders[client]
+        sender = self._sender(client)
         await _both(
             sender.broadcast(published.folder, [tensor.name for tensor in part]),
             client.update_from_group(sender.group, part, version),
         )
+
+    async def forget(self, client: ServerClient) -> None:
+        sender = self._senders.get(client)
+        await super().forget(client)
+        if sender is not None:
+            with contextlib.suppress(EngineError, TimeoutError):  # the server may be dead
+                await asyncio.wait_for(client.leave_group(sender.group), LEAVE)
 
 
 class CudaIpc(_ByTorch):
@@ -153,7 +175,7 @@ class CudaIpc(_ByTorch):
         self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
     ) -> None:
         names = [tensor.name for tensor in part]
-        await client.update_from_tensors(await self._senders[client].share(published.folder, names, ranks), version)
+        await client.update_from_tensors(await self._sender(client).share(published.folder, names, ranks), version)
 
 
 class OrbaxFolders(Route):
@@ -170,8 +192,8 @@ class OrbaxFolders(Route):
         self._folders, self._local, self._agents, self._token, self._here = folders, local, agents, token, here
         self._staged: dict[ServerClient, tuple[Published, str]] = {}
 
-    def publish(self, published: Published, params: Mapping[str, Any]) -> None:
-        self._folders.publish(published, params)
+    def publish(self, published: Published) -> None:
+        self._folders.publish(published)
 
     async def stage(self, client: ServerClient, published: Published) -> None:
         self._staged[client] = published, await self._pull(client, published.version)
@@ -180,9 +202,9 @@ class OrbaxFolders(Route):
         source = self._folders.source
         if self._here:
             try:
-                return str(await asyncio.to_thread(pull, self._local, source, version))
-            except PullError as error:
-                raise ServerError(f"{client.address}: {error}") from error
+                return str(await asyncio.wait_for(asyncio.to_thread(pull, self._local, source, version), UPDATE))
+            except Exception as error:  # as through an agent
+                raise ServerError(f"{client.address}: {type(error).__name__}: {error}") from error
         agent = ServerClient(self._agents.get(client.address, client.address), token=self._token)
         try:
             return await agent.pull_weights(str(self._local), str(source), version)
@@ -190,8 +212,9 @@ class OrbaxFolders(Route):
             await agent.close()
 
     async def deliver(self, client: ServerClient, published: Published) -> None:
-        staged, folder = self._staged[client]
-        assert staged is published
+        staged, folder = self._staged.get(client, (None, ""))
+        if staged is not published:  # its life has ended meanwhile
+            raise ServerError(f"{client.address}: version {published.version} was not staged")
         await client.update_from_disk(folder, published.version)
 
     def keep(self, wanted: Sequence[Published]) -> Sequence[Published]:
@@ -202,8 +225,8 @@ class OrbaxFolders(Route):
         self._staged.pop(client, None)
 
     def close(self) -> None:
-        if self._here:
-            shutil.rmtree(pulled(self._local, self._folders.source), ignore_errors=True)
+        with contextlib.suppress(OSError):  # servers of this host have ended; others are for the next pull there
+            shutil.rmtree(pulled(self._local, self._folders.source))
         self._folders.close()
 
 

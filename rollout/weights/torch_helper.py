@@ -3,7 +3,7 @@
 Nothing of this project is imported here, for the interpreter that has PyTorch may have none of it.
 
     {"do": "listen", "address": A}                                -> {"port": P}, of a store for joining groups
-    {"do": "join", "group": G, "backend": "gloo" | "nccl", "size": N}    as rank 0 of N; answers when all have joined
+    {"do": "join", "name": G, "backend": "gloo" | "nccl", "size": N}    as rank 0 of N; answers when all have joined
     {"do": "broadcast", "file": F, "names": [...]}                one flattened bucket, to all of the group
     {"do": "share", "file": F, "names": [...], "ranks": N}        -> {"handles": [...]}, a CUDA IPC handle a rank
 """

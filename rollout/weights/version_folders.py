@@ -8,6 +8,7 @@ makes a checkpoint folder of a version in a host's own memory; servers read that
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import fcntl
 import os
 import pathlib
@@ -17,29 +18,26 @@ import threading
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.typing import DTypeLike
 
-from models.config import AnyConfig
 from models.folder import read_json, write_json
-from models.hf import INDEX, SINGLE, disk_tensors, stored
-from models.hf_config import read_config, write_config
+from models.hf import INDEX, SINGLE
 from models.weight_file import DTYPES as NAMES
 from models.weight_file import StoredTensor, write_weights
 
 from .delta import FORMAT, Delta, DeltaError, checksum, folder_name, open_weights, read_delta, tensors_of, write_delta
-from .published import Published, served, sweep
+from .published import Published, sweep
 
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
 ITEM = "params"  # of Orbax, in the folder of a whole version
 SUMS = "checksums.json"  # of its tensors
 FULL_EVERY = 32  # versions; a host that comes late applies all deltas since the last whole one
 AT_ONCE = 4  # tensors in memory, beside the one that is written
+PLACE = "fluxjax-pulled-"  # and the name of a source: what a host has of it
 SOURCE = "source.txt"  # says what a host has copies of
 KEPT = 2  # versions on a host: the newest, and the one that a server may still be reading
 
@@ -51,9 +49,9 @@ class PullError(RuntimeError):
 class VersionFolders:
     """Writes versions into folders of its own below `shared`, which `close` removes. From any thread."""
 
-    def __init__(self, shared: pathlib.Path, config: AnyConfig, dtype: DTypeLike, *, delta: bool = True) -> None:
-        self._shared, self._config, self._dtype, self._delta = shared, served(config), np.dtype(dtype), delta
-        self._prefix = f"fluxjax-{socket.gethostname()}-"
+    def __init__(self, shared: pathlib.Path, *, delta: bool = True) -> None:
+        self._shared, self._delta = shared, delta
+        self._prefix = f"fluxjax-{_machine()}-"
         sweep(shared, self._prefix)
         self.last: Published | None = None  # what a delta would be of
         self._since_full = 0
@@ -67,50 +65,49 @@ class VersionFolders:
         self._end = weakref.finalize(self, shutil.rmtree, self.source, ignore_errors=True)
         self.last = None
 
-    def publish(self, published: Published, params: Mapping[str, Any]) -> int:
-        """Writes a version, unless it is there. Returns its bytes. Raises OSError where there is no room. Blocks."""
+    def publish(self, published: Published) -> None:
+        """Writes a version, unless it is there. Raises OSError where there is no room. Blocks."""
         with self._lock:
-            if published is not self.last:
-                if self.last is not None and published.version <= self.last.version:  # back to an older checkpoint
-                    self._end()
-                    self._begin()
-                self._write(self.source / folder_name(published.version), published, params)
-                self.last = published
-            return _size(self.source / folder_name(published.version))
+            if published is self.last:
+                return
+            if self.last is not None and published.version <= self.last.version:  # back to an older checkpoint
+                self._end()
+                self._begin()
+            folder = self.folder(published)
+            part = folder.with_name(f"part-{folder.name}")
+            try:
+                if not self._write_delta(part, published):
+                    self._write_whole(part, published)
+                part.rename(folder)
+            except BaseException:
+                shutil.rmtree(part, ignore_errors=True)
+                raise
+            self.last = published
 
-    def _write(self, folder: pathlib.Path, published: Published, params: Mapping[str, Any]) -> None:
-        part = folder.with_name(f"part-{folder.name}")
-        try:
-            if not self._write_delta(part, published):
-                self._write_full(part, published, params)
-            part.rename(folder)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
+    def folder(self, published: Published) -> pathlib.Path:
+        return self.source / folder_name(published.version)
 
     def _write_delta(self, folder: pathlib.Path, published: Published) -> bool:
         last = self.last
         if last is None or not self._delta or self._since_full >= FULL_EVERY:
             return False
-        if (
-            write_delta(folder, last.folder / SINGLE, published.folder / SINGLE, last.version, published.version)
-            is None
-        ):
+        old, new = last.folder / SINGLE, published.folder / SINGLE
+        if write_delta(folder, old, new, last.version, published.version) is None:
             return False
         self._since_full += 1
         return True
 
-    def _write_full(self, folder: pathlib.Path, published: Published, params: Mapping[str, Any]) -> None:
+    def _write_whole(self, folder: pathlib.Path, published: Published) -> None:
+        """An Orbax item of the tensors as servers read them, and their checksums."""
         folder.mkdir()
-        cast = jax.tree.map(lambda weight: weight.astype(self._dtype), dict(params))
+        tensors = dict(tensors_of(published.folder))
         with ocp.PyTreeCheckpointer() as writer:
             try:
-                writer.save((folder / ITEM).absolute(), cast)
+                writer.save((folder / ITEM).absolute(), tensors)
             except ValueError as error:  # which is what it makes of a full disk
                 raise OSError(f"{folder}: {error}") from error
-        del cast
-        write_json(folder / "config.json", write_config(self._config))
-        write_json(folder / SUMS, {name: checksum(tensor) for name, tensor in tensors_of(published.folder)})
+        write_json(folder / SUMS, {name: checksum(tensor) for name, tensor in tensors.items()})
+        shutil.copy(published.folder / "config.json", folder / "config.json")
         metadata = {"version": f"{published.version:06d}", "checksum_format": FORMAT["checksum_format"]}
         write_json(folder / INDEX, {"metadata": metadata, "weight_map": {}})
         self._since_full = 0
@@ -133,12 +130,16 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
 
     Processes of a host may pull at once. Raises PullError, DeltaError and OSError; `local` then has what it had.
     """
+    if not (source / folder_name(version)).is_dir():  # before anything of this host is touched
+        raise PullError(
+            f"{source / folder_name(version)}: no such version; there are {sorted(_versions(source)) or 'none'}"
+        )
     place = pulled(local, source)
     place.mkdir(parents=True, exist_ok=True)
     with (place / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (place / SOURCE).write_text(str(source.absolute()))
-        for note in local.glob(f"*/{SOURCE}"):
+        for note in local.glob(f"{PLACE}*/{SOURCE}"):
             if not pathlib.Path(note.read_text()).exists():  # its run has ended
                 shutil.rmtree(note.parent, ignore_errors=True)
         for part in place.glob("part-*"):  # of processes that were killed
@@ -146,14 +147,12 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         here = {there: folder for there, folder in _versions(place).items() if there <= version}
         target = place / folder_name(version)
         if version not in here:
-            seed, *deltas = _chain(source, version, here)
-            part = place / f"part-{target.name}"
             try:
-                _make(part, seed, [_delta(folder) for folder in deltas])
-                part.rename(target)
-            except BaseException:
-                shutil.rmtree(part, ignore_errors=True)
-                raise
+                _make(target, _chain(source, version, here))
+            except DeltaError:
+                if not here:
+                    raise
+                _make(target, _chain(source, version, {}))  # in case it is the copy of this host that is damaged
         os.utime(target)
         for old in sorted(_versions(place).values(), key=lambda folder: folder.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -161,10 +160,8 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
 
 
 def pulled(local: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
-    """Where a host has what it pulled of a source. Raises PullError for a path that can be none."""
-    if source.name in ("", ".."):
-        raise PullError(f"{source}: no folder of versions")
-    return local / source.name
+    """Where a host has what it pulled of a source: nothing else is ever written or removed below `local`."""
+    return local / f"{PLACE}{source.name}"
 
 
 def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path]) -> list[pathlib.Path]:
@@ -188,12 +185,24 @@ def _delta(folder: pathlib.Path) -> Delta:
     return delta
 
 
-def _make(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> None:
-    """Writes a checkpoint folder: the weights of `seed`, a whole version or a checkpoint, after the deltas."""
+def _make(folder: pathlib.Path, chain: Sequence[pathlib.Path]) -> None:
+    """Makes a checkpoint folder out of a `_chain`; it appears under its name when it is complete."""
+    seed, *deltas = chain
+    part = folder.with_name(f"part-{folder.name}")
+    try:
+        _write(part, seed, [_delta(delta) for delta in deltas])
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _write(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> None:
+    """Writes the weights of `seed`, a whole version or a checkpoint, after the deltas."""
     if (seed / ITEM).is_dir():
-        config = served(read_config(read_json(seed / "config.json", needed=True)))
-        params = _restored(seed / ITEM)
-        entries, tensors = stored(config, params), _checked(seed, disk_tensors(config, params))
+        whole = _restored(seed)
+        entries = [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in whole.items()]
+        tensors = iter(whole.items())
     else:
         entries, tensors = contents(seed), tensors_of(seed)
     room = sum(tensor.nbytes for tensor in entries)
@@ -223,22 +232,21 @@ def _after(tensors: Iterator[tuple[str, np.ndarray]], deltas: Sequence[Delta]) -
             yield future.result()
 
 
-def _restored(item: pathlib.Path) -> dict[str, Any]:
+def _restored(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """The tensors of a whole version, in the order in which they were written."""
+    item, sums = (folder / ITEM).absolute(), read_json(folder / SUMS, needed=True)
     with ocp.PyTreeCheckpointer() as reader:
         try:
-            tree = reader.metadata(item.absolute()).item_metadata.tree
+            tree = reader.metadata(item).item_metadata.tree
             how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-            return reader.restore(item.absolute(), restore_args=how)
-        except Exception as error:  # whatever Orbax makes of files that are damaged
-            raise PullError(f"{item}: can't be read: {type(error).__name__}: {error}") from error
-
-
-def _checked(folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
-    sums = read_json(folder / SUMS, needed=True)
-    for name, tensor in tensors:
-        if (has := checksum(tensor)) != sums.get(name):
+            tensors = reader.restore(item, restore_args=how)
+        except (ValueError, KeyError, AttributeError) as error:
+            raise PullError(f"{item}: can't be read: {error}") from error
+    for name in sorted(sums.keys() | tensors.keys()):
+        has = checksum(tensors[name]) if name in tensors else "none"
+        if has != sums.get(name):
             raise DeltaError(f"{folder}: {name} has the checksum {has}, not {sums.get(name)}: it is damaged")
-        yield name, tensor
+    return {name: tensors[name] for name in sums}
 
 
 def contents(folder: pathlib.Path) -> list[StoredTensor]:
@@ -254,5 +262,11 @@ def _versions(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     return {int(number): there for number, there in found.items() if number.isdecimal()}
 
 
-def _size(folder: pathlib.Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+def _machine() -> str:
+    """This host, start and container, where process ids mean what they mean here."""
+    parts = [socket.gethostname().replace("-", "_")]
+    for read in (lambda: pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()[:8],
+                 lambda: "".join(filter(str.isdecimal, os.readlink("/proc/self/ns/pid")))):  # fmt: skip
+        with contextlib.suppress(OSError):
+            parts.append(read())
+    return "_".join(parts)

@@ -129,6 +129,14 @@ class Subject:
         assert self.process is not None
         return ServerClient(self.process.address)
 
+    def under_way(self) -> int:
+        """Tokens that came of responses that have not ended; of the engine in this process, its running samples."""
+        if self.fleet is None:
+            return self.engine.stats().running
+        servers = list(self.fleet._servers)
+        replies = [reply for s in servers for attempt in list(s.attempts) for reply in attempt.replies.values()]
+        return sum(len(reply.ids) for reply in replies)
+
     async def serve(self, seed: int = 0) -> tuple[Decoder, int]:
         """The engine serves the model of this seed. Returns it, and its version."""
         wanted, version = model(self.kind, seed), next(versions)
@@ -197,16 +205,17 @@ def route(way: str, name: str, config: AnyConfig, folder: pathlib.Path) -> Route
         return Buckets(1 << 18)
     if way == "group":
         return Group(sglang_python(), 1 << 18, "127.0.0.1", "gloo")
-    folders = VersionFolders(folder / "shared", config, "float32")
+    folders = VersionFolders(folder / "shared")
     return OrbaxFolders(folders, folder / "local", {}, here=name == "sglang")
 
 
-def fleet_by(route: Route, served: Subject) -> Fleet:
+def fleet_by(route: Route, served: Subject, *, start_seconds: float = 300.0) -> Fleet:
     """A fleet that joins the server of a subject, and brings it weights by a route."""
     assert served.process is not None
     config, address = model(served.kind).config, served.process.address
     folders = SharedFolders(config, "float32")
-    return Fleet(config, limits(served.kind), folders, addresses=[address], route=route)
+    options = FleetOptions(start_seconds=start_seconds)
+    return Fleet(config, limits(served.kind), folders, addresses=[address], route=route, options=options)
 
 
 def sampling(kind: str, **how: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
 import pathlib
@@ -18,6 +19,7 @@ import numpy as np
 import uvicorn
 from PIL import Image
 from rollout_cases import HANG, LONGEST, TEXT, VL, build, collect
+from safetensors.numpy import load_file
 
 import models
 from models.config import PatchLayout
@@ -183,6 +185,20 @@ async def refused(served: Served, body: Any, complaint: str, path: str = "/gener
     assert status == 400 and reply["error"]["code"] == 400, reply
     assert reply["error"]["type"] == "invalid_request_error"
     assert re.search(complaint, reply["error"]["message"], re.DOTALL), reply
+
+
+def on_disk(folder: pathlib.Path) -> dict[str, str]:
+    """The checksums of a checkpoint with one file, as `/weights_checker` answers them."""
+    tensors = load_file(folder / "model.safetensors")
+    return {name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16] for name, tensor in tensors.items()}
+
+
+async def checksums(served: Served) -> dict[str, str]:
+    reply = await served.ok("/weights_checker", {"action": "checksum"})
+    (rank,) = reply["ranks"]
+    whole = "".join(name + rank["checksums"][name] for name in sorted(rank["checksums"]))
+    assert rank["per_gpu_checksum"] == hashlib.sha256(whole.encode()).hexdigest() and reply["success"]
+    return rank["checksums"]
 
 
 async def begun(stream: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:

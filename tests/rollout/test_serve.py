@@ -12,25 +12,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
-import hashlib
 import itertools
 import pathlib
 from typing import Any
 
 import pytest
 from rollout_cases import HANG, LONGEST
-from safetensors.numpy import load_file
 from serve_cases import (
     CLIP,
     PICTURE,
     PROMPTS,
     SAMPLING,
     SECOND,
-    Served,
     SlowEngine,
     begun,
     checkpoints,
+    checksums,
     last,
+    on_disk,
     refused,
     run,
     same,
@@ -294,19 +293,6 @@ def test_pauses(vl, mode):
             await refused(served, {"mode": "soon"}, "mode must be one of abort, retract, in_place", "/pause_generation")
 
     run(test())
-
-
-def on_disk(folder: pathlib.Path) -> dict[str, str]:
-    tensors = load_file(folder / "model.safetensors")
-    return {name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16] for name, tensor in tensors.items()}
-
-
-async def checksums(served: Served) -> dict[str, str]:
-    reply = await served.ok("/weights_checker", {"action": "checksum"})
-    (rank,) = reply["ranks"]
-    whole = "".join(name + rank["checksums"][name] for name in sorted(rank["checksums"]))
-    assert rank["per_gpu_checksum"] == hashlib.sha256(whole.encode()).hexdigest() and reply["success"]
-    return rank["checksums"]
 
 
 @pytest.mark.parametrize("paused", [False, True])

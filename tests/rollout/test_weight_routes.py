@@ -1,0 +1,341 @@
+"""The routes of new weights as a fleet uses them: buckets, agents of hosts, processes with PyTorch; and broken ones."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import stat
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from protocol_cases import ROOT
+from serve_cases import Served, checkpoints, checksums, on_disk, run, serving
+
+import models
+from models.weight_file import StoredTensor
+from rollout.engine import EngineError
+from rollout.sglang import Refused, ServerClient
+from rollout.weights import published as published_module
+from rollout.weights import torch_sender
+from rollout.weights.agent import main
+from rollout.weights.published import Published, SharedFolders
+from rollout.weights.routes import Buckets, OrbaxFolders, Route, buckets
+from rollout.weights.torch_bucket import write_bucket
+from rollout.weights.torch_sender import SenderError, TorchSender
+from rollout.weights.version_folders import VersionFolders
+
+TOKEN = "secret"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return checkpoints(tmp_path_factory.mktemp("checkpoints"))["text"]
+
+
+@pytest.fixture
+def memory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, checkpoint: pathlib.Path) -> SharedFolders:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(published_module, "SHARED_MEMORY", tmp_path / "memory")
+    return SharedFolders(models.load(checkpoint).config, "float32")
+
+
+def step(params: dict) -> dict:
+    return jax.tree.map(lambda weight: weight.at[..., 0].add(1), params)
+
+
+@contextlib.asynccontextmanager
+async def reached(served: Served, token: str = ""):
+    client = ServerClient(str(served.client._base_url), token=token)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def brought(route: Route, client: ServerClient, published: Published) -> None:
+    await route.stage(client, published)
+    await client.pause("retract")
+    await route.deliver(client, published)
+    published.checksums.check(await client.checksums(), client.address)
+    assert await client.weight_version() == str(published.version)
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
+def test_buckets_have_all_in_order_and_are_as_full_as_they_may(sizes: list[int], room: int) -> None:
+    tensors = [StoredTensor(str(number), (size,), np.dtype(np.float32)) for number, size in enumerate(sizes)]
+    parts = buckets(tensors, room)
+    assert [tensor for part in parts for tensor in part] == tensors
+    filled = [sum(tensor.nbytes for tensor in part) for part in parts]
+    assert all(part for part in parts) or not tensors
+    assert all(size <= room or len(part) == 1 for size, part in zip(filled, parts, strict=True))
+    for size, following in zip(filled, parts[1:], strict=False):
+        assert size + following[0].nbytes > room
+
+
+def test_buckets_bring_a_version_also_after_one_that_broke_off(checkpoint: pathlib.Path, memory: SharedFolders) -> None:
+    params = models.split(models.load(checkpoint))[1]
+    route, sent = Buckets(2000), 0
+
+    class Breaks(Buckets):
+        async def _send(self, *arguments) -> None:
+            nonlocal sent
+            sent += 1
+            if sent == 3:
+                raise EngineError("broke off")
+            await super()._send(*arguments)
+
+    async def test() -> None:
+        async with serving(checkpoint) as served, reached(served) as client:
+            first, second = memory.write(1, params), memory.write(2, step(params))
+            await brought(route, client, first)
+            with pytest.raises(EngineError, match="broke off"):
+                await Breaks(2000).deliver(client, second)
+            assert await client.weight_version() == "1" and await checksums(served) == on_disk(first.folder)
+            await brought(route, client, second)
+
+    run(test())
+
+
+def test_an_update_that_broke_off_with_bad_weights_is_in_no_ones_way(
+    checkpoint: pathlib.Path, memory: SharedFolders
+) -> None:
+    async def test() -> None:
+        async with serving(checkpoint) as served, reached(served) as client:
+            await client.begin_weight_update()
+            bad = write_bucket([("no such tensor", np.zeros(3, np.float32))])
+            await client.update_from_tensors([base64.b64encode(bad).decode()], 5)
+            published = memory.write(6, step(models.split(models.load(checkpoint))[1]))
+            await brought(Buckets(1 << 20), client, published)
+
+    run(test())
+
+
+# --- agents ---------------------------------------------------------------------------------------
+
+
+def test_the_agents_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLUXJAX_TOKEN", raising=False)
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("/pull_weights", "--host", "--port", "--token", "FLUXJAX_TOKEN", "listening on http://", "SIGTERM"):
+        assert word in text
+    for flags, complaint in [
+        (("--host", "0.0.0.0"), "--host 0.0.0.0 can be reached from other machines"),
+        (("--port", "70000"), "--port"),
+        (("--host", "192.0.2.1", "--token", "t"), "--host 192.0.2.1 --port 0"),
+        (("--model", "x"), "--model"),
+    ]:
+        try:
+            code = main(flags)
+        except SystemExit as end:
+            code = end.code
+        captured = capsys.readouterr()
+        assert code == 2 and not captured.out
+        assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and complaint in captured.err
+    code = "import sys, rollout.weights.agent; print('jax' in sys.modules, 'starlette' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["False", "False"]
+
+
+@dataclasses.dataclass
+class Agent:
+    process: subprocess.Popen[str]
+    address: str
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def agent(tmp_path: pathlib.Path) -> Iterator[Agent]:
+    command = [sys.executable, "-m", "rollout.weights.agent", "--host", "127.0.0.1", "--port", "0"]
+    with (
+        (tmp_path / "agent.log").open("w") as log,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | {"FLUXJAX_TOKEN": TOKEN},
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().split()
+            assert line[:2] == ["listening", "on"], (tmp_path / "agent.log").read_text()
+            yield Agent(process, line[2])
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_an_agent_pulls_for_the_servers_of_its_host(
+    checkpoint: pathlib.Path, memory: SharedFolders, agent: Agent, tmp_path: pathlib.Path
+) -> None:
+    """Whole, then a delta; a wrong token and a version that is gone are said; what was pulled goes with the agent."""
+    params, local = models.split(models.load(checkpoint))[1], tmp_path / "local"
+    folders = VersionFolders(tmp_path / "shared")
+
+    async def test() -> None:
+        nonlocal params
+        async with serving(checkpoint, token=TOKEN) as served, reached(served, TOKEN) as client:
+            route = OrbaxFolders(folders, local, {client.address: agent.address}, token=TOKEN, here=False)
+            for version in (1, 2, 5):
+                params = step(params)
+                published = memory.write(version, params)
+                route.publish(published)
+                await brought(route, client, published)
+                memory.keep(route.keep([published]))
+                assert await checksums(served) == on_disk(published.folder)
+            assert {"weight_v000002", "weight_v000005"} <= {there.name for there in local.glob("*/*")}
+            before = await checksums(served)
+            wrong = OrbaxFolders(folders, local, {client.address: agent.address}, token="wrong", here=False)
+            with pytest.raises(Refused, match=r"status 401.*FLUXJAX_TOKEN"):
+                await wrong.stage(client, published)
+            with pytest.raises(Refused, match="weight_v000009: no such version"):
+                await route.stage(client, dataclasses.replace(published, version=9))
+            assert await checksums(served) == before
+            await route.forget(client)
+            await asyncio.to_thread(agent.end)
+            route.close()
+
+    run(test())
+    assert agent.process.returncode == 0
+    assert not local.exists() or not list(local.iterdir())
+    assert not list((tmp_path / "shared").iterdir())
+    assert (tmp_path / "agent.log").read_text() == ""
+
+
+@pytest.mark.slow
+def test_an_agents_health_needs_no_token(agent: Agent) -> None:
+    with urllib.request.urlopen(agent.address + "/health", timeout=30) as reply:
+        assert reply.status == 200
+    assert agent.end() == 0
+
+
+def test_a_trainer_pulls_for_servers_of_its_own_host(
+    checkpoint: pathlib.Path, memory: SharedFolders, tmp_path: pathlib.Path
+) -> None:
+    params, local = step(models.split(models.load(checkpoint))[1]), tmp_path / "local"
+    folders = VersionFolders(tmp_path / "shared")
+
+    async def test() -> None:
+        async with serving(checkpoint) as served, reached(served) as client:
+            route = OrbaxFolders(folders, local, {}, here=True)
+            published = memory.write(1, params)
+            route.publish(published)
+            await brought(route, client, published)
+            with pytest.raises(EngineError, match="weight_v000009: no such version"):
+                await route.stage(client, dataclasses.replace(published, version=9))
+            route.close()
+
+    run(test())
+    assert not list(local.iterdir()) and not list((tmp_path / "shared").iterdir())
+
+
+# --- processes with PyTorch -----------------------------------------------------------------------
+
+
+def script(folder: pathlib.Path, *lines: str) -> str:
+    """A program that stands in for an interpreter."""
+    file = folder / "python"
+    file.write_text("\n".join(("#!/bin/sh", *lines, "")))
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return str(file)
+
+
+READY = """echo '{"torch": "0"}'"""
+
+
+def sends(python: str, then: Callable[[TorchSender], object] | None = None) -> None:
+    async def test() -> None:
+        sender = TorchSender(python)
+        try:
+            await sender.ready()
+            assert then is not None
+            await then(sender)  # pyright: ignore[reportGeneralTypeIssues]
+        finally:
+            sender.kill()
+            sender.kill()  # it may be called again
+
+    run(test())
+
+
+def broadcast(sender: TorchSender) -> object:
+    return sender.broadcast(pathlib.Path("/no/such"), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        (["echo no module named torch >&2", "exit 1"], r"ended \(start\): no module named torch"),
+        (["echo hello"], "start: answers b'hello"),
+        ([READY, "read order", "echo out of memory >&2"], r"ended \(broadcast\): out of memory"),
+        ([READY, "read order", """echo '{"error": "no tensor a"}'""", "sleep 100"], "broadcast: no tensor a"),
+        ([READY, "exec <&-", "sleep 1"], "broadcast"),
+    ],
+)
+def test_a_process_that_cannot_send_is_told_with_its_words(
+    tmp_path: pathlib.Path, lines: list[str], complaint: str
+) -> None:
+    with pytest.raises(SenderError, match=complaint):
+        sends(script(tmp_path, *lines), broadcast)
+
+
+def test_an_interpreter_that_is_not_there_is_named() -> None:
+    with pytest.raises(SenderError, match="/no/such/python"):
+        sends("/no/such/python")
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_sender, "ORDER", 0.2)
+    monkeypatch.setattr(TorchSender._order, "__defaults__", (0.2,))
+    with pytest.raises(SenderError, match=r"broadcast: no answer for 0\.2 s"):
+        sends(script(tmp_path, READY, "exec sleep 100"), broadcast)
+
+
+@pytest.mark.parametrize("way", ["kill", "signal"])
+def test_a_process_that_is_killed_in_an_order_is_an_error_of_the_order(tmp_path: pathlib.Path, way: str) -> None:
+    async def killed(sender: TorchSender) -> None:
+        order = asyncio.ensure_future(sender.broadcast(pathlib.Path("/no/such"), ["a"]))
+        await asyncio.sleep(0.3)
+        assert not order.done()
+        sender.kill() if way == "kill" else sender._process.kill()
+        with pytest.raises(SenderError, match="broadcast"):
+            await order
+        with pytest.raises(SenderError, match="broadcast"):
+            await sender.broadcast(pathlib.Path("/no/such"), ["a"])
+
+    sends(script(tmp_path, READY, "exec sleep 100"), killed)
+
+
+@pytest.mark.slow
+def test_a_process_with_pytorch_takes_orders(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("torch", reason="parity lane: needs torch")
+
+    async def ordered(sender: TorchSender) -> None:
+        assert 0 < await sender.listen("127.0.0.1") < 65536
+        for _ in range(2):  # what fails does not end it
+            with pytest.raises(SenderError, match="broadcast: AssertionError"):
+                await sender.broadcast(tmp_path, ["a"])
+
+    sends(sys.executable, ordered)
