@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import dataclasses
 import hashlib
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -16,8 +19,10 @@ from safetensors.numpy import load_file
 from serve_cases import Served, SlowEngine, begun, checkpoints, checksums, last, on_disk, refused, run, serving, single
 
 import models
+from models.config import NameLayout
 from models.hf import SINGLE
 from rollout.weights import published
+from rollout.weights.delta import tensors_of
 from rollout.weights.published import SharedFolders
 from rollout.weights.torch_bucket import write_bucket
 from rollout.weights.version_folders import VersionFolders, pulled
@@ -254,5 +259,28 @@ def test_updates_wait_for_each_other(folders):
             )
             number, held = await version(served), await checksums(served)
             assert held == on_disk(folders["vl" if number == "3" else "other"])
+
+    run(test())
+
+
+def test_a_checkpoint_with_nested_names_is_served_under_those_that_are_sent(folders, tmp_path) -> None:
+    """`model.language_model.*`, as transformers writes them now; a fleet sends the older names, which SGLang reads."""
+    flat = models.load(folders["vl"])
+    nested = dataclasses.replace(flat.config, names=NameLayout.NESTED)
+    whole = models.create(nested, seed=1)
+    models.save(whole, tmp_path / "nested")
+    for file in folders["vl"].iterdir():
+        if "token" in file.name or "processor" in file.name:
+            shutil.copy(file, tmp_path / "nested")
+    assert any("language_model" in name for name in on_disk(tmp_path / "nested"))
+
+    async def test() -> None:
+        with contextlib.closing(SharedFolders(nested, "float32")) as memory:
+            sent = memory.write(1, models.split(models.create(nested, seed=2))[1])
+            async with serving(tmp_path / "nested") as served:
+                await served.ok("/begin_weight_update")
+                await served.ok(TENSORS, bucket(dict(tensors_of(sent.folder))))
+                await served.ok("/end_weight_update")
+                sent.checksums.check([await checksums(served)], "the server")
 
     run(test())
