@@ -88,8 +88,10 @@ SAMPLING = SamplingParams(max_new_tokens=10, temperature=0.9, forbidden_ids=(3, 
 class SlowEngine(JaxEngine):
     """An engine whose turns take long enough that something may happen in between."""
 
+    delay = 0.03  # seconds
+
     async def _new_tokens(self) -> Any:
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(self.delay)
         return await super()._new_tokens()
 
 

@@ -305,8 +305,11 @@ def test_an_update_from_disk_reaches_a_running_sample(folders, paused):
             await begun(stream)
             if paused:
                 await served.ok("/pause_generation", {"mode": "retract"})
+            assert isinstance(served.engine, SlowEngine)
+            served.engine.delay = 1.0  # a busy machine takes long to read weights
             update = {"model_path": str(folders["other"]), "weight_version": "7", "flush_cache": True}
             assert (await served.ok("/update_weights_from_disk", update))["success"]
+            served.engine.delay = 0.0
             if paused:
                 await served.ok("/continue_generation", {})
             end = await last(stream)

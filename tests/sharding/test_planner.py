@@ -29,7 +29,7 @@ def traffic(plan: ShardPlan) -> float:
 
 @pytest.mark.long
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(LENGTHS, DEVICES, st.sampled_from([0, 1, 5, 28]), st.booleans())
 def test_any_plan_keeps_to_its_limits(lengths: list[int], num_devices: int, heads: int, packed: bool) -> None:
     packing = {"short": 1000, "cap": 4000, "rounds_per_degree": 3} if packed else {}
@@ -44,7 +44,7 @@ def test_any_plan_keeps_to_its_limits(lengths: list[int], num_devices: int, head
 
 
 @pytest.mark.long
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.sampled_from([2, 4, 8, 16, 32]))
 def test_without_a_cap_balance_and_memory_are_within_their_limits(lengths: list[int], num_devices: int) -> None:
     plan = flex_ulysses(lengths, num_devices)
