@@ -260,3 +260,19 @@ def test_rollout_engines_side_by_side_without_sglang() -> None:
     absent = [*command, "--sglang=/no/such/python"]
     wrong = subprocess.run(absent, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert (wrong.returncode, wrong.stdout) == (2, "") and "there is no program /no/such/python" in wrong.stderr
+
+
+@pytest.mark.long
+def test_routes_of_weights_are_measured_without_sglang() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "weight_sync.py"), "--sizes", "tiny", "--servers", "serve"]
+    sizes = ["--repeats=1", "--steps=1", "--rates", "1e-6", "1e-3"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    (line,) = map(json.loads, done.stdout.splitlines())
+    routes, shares = line["routes"]["tiny"]["serve"], line["delta_share"]["tiny"]
+    assert set(routes) == {"shm", "bucket", "orbax", "orbax with delta"}
+    for route in routes.values():
+        assert 0 < route["paused_seconds"]["median"] < route["seconds"]["median"] and route["bytes"] > 0
+    assert routes["bucket"]["bytes"] == routes["shm"]["bytes"] * 4 // 3
+    assert 0 < shares["1e-06"] < shares["0.001"] <= 1.1
+    assert line["stall_share"]["tiny"] == line["stall"]["tiny"]["share"]
