@@ -35,9 +35,7 @@ class ServersConfig:
     def validate(self) -> None:
         """Raises `ConfigError` for servers that can't be started or reached."""
         for address in self.addresses:
-            parts = urlsplit(address)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-                raise ConfigError(f"servers.addresses has {address!r}; an address is like http://127.0.0.1:30000")
+            check_address(address, "servers.addresses")
         if twice := {address for address in self.addresses if self.addresses.count(address) > 1}:
             raise ConfigError(f"servers.addresses has {sorted(twice)[0]} twice")
         for flag in self.flags:
@@ -60,3 +58,14 @@ class ServersConfig:
     @property
     def servers(self) -> int:
         return len(self.addresses) or self.count
+
+
+def check_address(address: str, where: str) -> None:
+    """Raises `ConfigError`, which says where it is from, for what is no address of a server."""
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
+    except ValueError:  # http://[
+        known = False
+    if not known:
+        raise ConfigError(f"{where} has {address!r}; an address is like http://127.0.0.1:30000")

@@ -42,14 +42,14 @@ class WeightsConfig:
         """The route that is not auto any more."""
         if self.route is not Route.AUTO:
             return self.route
-        if all(_on_this_host(address) for address in servers.addresses):
+        if all(on_this_host(address) for address in servers.addresses):
             return Route.SHM
         return Route.ORBAX if self.folder else Route.BUCKET
 
     def validate(self, engine: RolloutEngine, servers: ServersConfig) -> None:
         """Raises `ConfigError` for a route that can't reach the servers."""
         route = self.chosen(servers)
-        name, remote = f"weights.route is {self.route.value}", not all(map(_on_this_host, servers.addresses))
+        name, remote = f"weights.route is {self.route.value}", not all(map(on_this_host, servers.addresses))
         if route in (Route.SHM, Route.IPC) and remote:
             raise ConfigError(
                 f"{name}, which is for servers of this host; servers.addresses has others: set it to bucket, or to "
@@ -60,7 +60,7 @@ class WeightsConfig:
                 raise ConfigError(f"{name}, which needs servers with PyTorch; rollout.serve takes shm, bucket or orbax")
             if not self.python and not servers.python:
                 raise ConfigError(f"{name}, which needs PyTorch; set weights.python to an interpreter that has it")
-        if route is Route.GROUP and remote and _on_this_host(f"http://{self.address}"):
+        if route is Route.GROUP and remote and on_this_host(f"http://{self.address}"):
             raise ConfigError(
                 f"{name}, but weights.address is {self.address}, where servers on other hosts can't reach this one; "
                 "set it to an address of this host"
@@ -79,7 +79,8 @@ class WeightsConfig:
             )
 
 
-def _on_this_host(address: str) -> bool:
+def on_this_host(address: str) -> bool:
+    """Says whether the address is one of this host that no other can mean."""
     host = urlsplit(address).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback

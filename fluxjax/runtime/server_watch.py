@@ -81,10 +81,13 @@ def first_line(reason: str) -> str:
 
 
 class ServerWatch:
-    """Looks at servers in a thread of its own, from `start` to `stop`, whatever the run is busy with."""
+    """Looks at servers in a thread of its own, from `start` to `stop`, whatever the run is busy with. `members` has
+    servers join and leave before each look, and returns what it can't do."""
 
-    def __init__(self, servers: Callable[[], Sequence[ServerStatus]]) -> None:
-        self._servers = servers
+    def __init__(
+        self, servers: Callable[[], Sequence[ServerStatus]], members: Callable[[], Sequence[str]] = tuple
+    ) -> None:
+        self._servers, self._members = servers, members
         self._news = ServerNews()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -103,9 +106,10 @@ class ServerWatch:
 
     def _run(self, tell: Callable[[str], None]) -> None:
         while not self._stopping.is_set():
+            complaints = self._members()
             with self._lock:
                 lines = self._news.hear(self._servers(), time.perf_counter())
-            for line in lines:
+            for line in (*complaints, *lines):
                 tell(line)
             self._stopping.wait(_LOOK_SECONDS)
 

@@ -205,7 +205,7 @@ class OrbaxFolders(Route):
                 return str(await asyncio.wait_for(asyncio.to_thread(pull, self._local, source, version), UPDATE))
             except Exception as error:  # as through an agent
                 raise ServerError(f"{client.address}: {type(error).__name__}: {error}") from error
-        agent = ServerClient(self._agents.get(client.address, client.address), token=self._token)
+        agent = ServerClient(self._agents.get(client.address) or client.address, token=self._token)
         try:
             return await agent.pull_weights(str(self._local), str(source), version)
         finally:
