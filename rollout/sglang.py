@@ -6,8 +6,10 @@ what was asked and with what came before. A reply that does not fit is a `Server
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import io
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -90,7 +92,8 @@ class ServerClient:
     async def update_from_tensors(self, buckets: Sequence[str], version: int | None) -> None:
         """A flattened bucket (`weights.torch_bucket`) in base64 for each rank. The last bucket brings the version."""
         body = {"serialized_named_tensors": list(buckets), "load_format": "flattened_bucket", **_tail(version)}
-        await self._order("/update_weights_from_tensor", body, seconds=UPDATE)
+        encoded = await asyncio.to_thread(_encoded, body)
+        await self._order("/update_weights_from_tensor", encoded, seconds=UPDATE)
 
     async def update_from_group(self, group: str, tensors: Sequence[StoredTensor], version: int | None) -> None:
         """Has the server take part in the broadcast of a flattened bucket."""
@@ -195,7 +198,7 @@ class ServerClient:
 
     # --- below ----------------------------------------------------------------------------------
 
-    async def _order(self, route: str, body: Json | None, *, seconds: float = CONTROL) -> Any:
+    async def _order(self, route: str, body: Json | bytes | None, *, seconds: float = CONTROL) -> Any:
         async with self._reach("GET" if body is None else "POST", route, body, seconds) as response:
             try:
                 data = await response.read()
@@ -208,7 +211,7 @@ class ServerClient:
 
     @contextlib.asynccontextmanager
     async def _reach(
-        self, method: str, route: str, body: Json | None, seconds: float | None
+        self, method: str, route: str, body: Json | bytes | None, seconds: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._closed:
             raise ServerError(f"{self.address}{route}: its connections were closed")
@@ -219,7 +222,11 @@ class ServerClient:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT)
         try:
-            async with self._session.request(method, self.address + route, json=body, timeout=timeout) as response:
+            data = None if body is None else io.BytesIO(body if isinstance(body, bytes) else _encoded(body))
+            headers = {"Content-Type": "application/json"}
+            async with self._session.request(
+                method, self.address + route, data=data, headers=headers, timeout=timeout
+            ) as response:
                 if response.status >= 400:
                     text = (await response.text(errors="replace"))[:500]
                     kind = Refused if response.status < 500 and response.status != 429 else ServerError
@@ -228,6 +235,10 @@ class ServerClient:
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerError(f"{self.address}{route}: {_said(error)}") from error
+
+
+def _encoded(body: Json) -> bytes:
+    return json.dumps(body).encode()
 
 
 def _tail(version: int | None) -> Json:

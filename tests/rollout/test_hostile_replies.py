@@ -142,6 +142,7 @@ def test_a_stream_that_stalls_is_given_up(pair: Servers, here: JaxEngine) -> Non
 
         async def work() -> None:
             version = await publish(engines, here, 0)
+            await until(lambda: all(server.up for server in engines[0]._fleet.servers()))  # else the other one is asked
             pair.proxies[0].script.extend([Fault("stall", at=2), Fault("stall", at=0)])
             await asyncio.gather(*(exact(engines[0], here, asked(seed=seed), version) for seed in range(2)))
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
+import shutil
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -70,6 +71,12 @@ def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(asyncio.wait_for(work, rollout_cases.HANG))
+
+
+async def begun(engine: Subject) -> None:
+    """Its server is up and has weights: another fleet may bring it others."""
+    await engine.serve()
+    await collect(engine.engine.generate(request("first", prompts(engine.kind)["text"], max_new_tokens=1)), 1)
 
 
 def gap(whole: Decoder, prompt: ModelInput, answer: Answer, prefix: tuple[int, ...] = (), **how: Any) -> float:
@@ -316,7 +323,7 @@ def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp
         pytest.skip("has no server")
     if (engine.name, way) == ("serve", "group"):
         pytest.skip("rollout.serve has no PyTorch, whose groups these are")
-    run(engine.serve())  # it has an address now
+    run(begun(engine))
     steps = [model(engine.kind, 5), model(engine.kind, 6), model(engine.kind, 5)]
     fleet = fleet_by(route(way, engine.name, steps[0].config, tmp_path), engine)
 
@@ -335,31 +342,39 @@ def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp
 
 
 @pytest.mark.parametrize("way", ["shm", "bucket"])
-def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(engine: Subject, way: str) -> None:
+def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
+    engine: Subject, way: str, tmp_path: pathlib.Path
+) -> None:
     """SGLang reports success."""
     if engine.process is None:
         pytest.skip("has no server")
-    run(engine.serve(7))
+    run(begun(engine))
 
     class LeavesOut(Buckets):
         async def deliver(self, client: ServerClient, published: Published) -> None:
             tensors = dict(tensors_of(published.folder))
-            left = {name: tensor for name, tensor in tensors.items() if not name.endswith("1.mlp.down_proj.weight")}
-            contents = [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in left.items()]
-            write_weights(published.folder / SINGLE, contents, left.values())
-            await (super().deliver(client, published) if way == "bucket" else SharedMemory().deliver(client, published))
+            tensors.pop("model.layers.1.mlp.down_proj.weight")
+            contents = [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+            write_weights(tmp_path / SINGLE, contents, tensors.values())
+            shutil.copy(published.folder / "config.json", tmp_path)
+            lacking = dataclasses.replace(published, folder=tmp_path)
+            await (super().deliver(client, lacking) if way == "bucket" else SharedMemory().deliver(client, lacking))
 
     fleet = fleet_by(LeavesOut(1 << 30), engine, start_seconds=10.0)  # what is refused is tried again until then
 
-    async def work() -> None:
+    async def never() -> None:
         seat = FleetEngine(fleet, 0)
         wanted = request("never", prompts(engine.kind)["text"], max_new_tokens=2)
         with pytest.raises((WeightsMismatch, EngineError), match="down_proj"):
             await seat.update_weights(next(versions), models.split(model(engine.kind, 8))[1])
             await collect(seat.generate(wanted), 1)
 
+    async def whole_again() -> None:
+        whole, version = await engine.serve(9)
+        prompt = prompts(engine.kind)["text"]
+        (answer,) = await collect(engine.engine.generate(request("ok", prompt, max_new_tokens=4)), 1)
+        assert set(answer.versions) == {version} and gap(whole, prompt, answer) < GAP
+
     with contextlib.closing(fleet):
-        run(work())
-    whole, version = run(engine.serve(9))  # the next one is whole again
-    (answer,) = run(collect(engine.engine.generate(request("ok", prompts(engine.kind)["text"], max_new_tokens=4)), 1))
-    assert set(answer.versions) == {version} and gap(whole, prompts(engine.kind)["text"], answer) < GAP
+        run(never())
+    run(whole_again())
