@@ -275,16 +275,17 @@ class Fleet:
 
         Raises WeightsMismatch for a server that holds something else afterwards, OSError where there is no room."""
         self._raise_fatal()
-        self._wanted[seat] = await asyncio.to_thread(self._write, version, params)
+        written = await asyncio.to_thread(self._folders.write, version, params)
+        await asyncio.to_thread(self._route.publish, written)
+        self._wanted[seat] = written
 
         async def bring(server: Server) -> None:
             client = server.client
             try:
                 await self._bring(server)
             except EngineError as error:
-                if server.client is not client:  # another life of it by now
-                    return
-                self._lose(server, f"it did not take version {version} of the weights: {error}")
+                if server.client is client:  # else it is another life of it by now
+                    self._lose(server, f"it did not take version {version} of the weights: {error}")
             except Exception as error:
                 self._fail(error)
 
@@ -292,11 +293,6 @@ class Fleet:
         wanted = [published for published in self._wanted if published is not None]
         await asyncio.to_thread(lambda: self._folders.keep(self._route.keep(wanted)))
         self._raise_fatal()
-
-    def _write(self, version: int, params: Mapping[str, Any]) -> Published:
-        published = self._folders.write(version, params)
-        self._route.publish(published)
-        return published
 
     async def _bring(self, server: Server) -> None:
         """Brings a server to the weights of its seat, and proves it, before it generates anything with them."""

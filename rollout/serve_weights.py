@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import contextlib
 import hashlib
 import pathlib
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -90,11 +89,11 @@ class WeightRoutes:
         if not isinstance(folder, str) or not folder:
             raise BadRequest("model_path must be a string that is not empty")
         version = _given_version(body)
-        async with self._changing(body):
-            try:
-                await self._serve(folder, version)
-            except Exception as error:
-                raise RuntimeError(f"{folder}: {type(error).__name__}: {error}") from error
+        await self._abort_if_asked(body)
+        try:
+            await self._serve(folder, version)
+        except Exception as error:
+            raise RuntimeError(f"{folder}: {type(error).__name__}: {error}") from error
         return {"message": f"Weights of {folder} are served as version {self._version}."}
 
     async def _begin(self, body: Json) -> Json:
@@ -121,12 +120,12 @@ class WeightRoutes:
             raise RuntimeError("no update is open; /begin_weight_update opens one")
         tensors, self._session = self._session, None
         if tensors:
-            async with self._changing(body):
-                with tempfile.TemporaryDirectory(dir=scratch_folder()) as folder:
-                    held = await self._engine.disk_tensors()
-                    await asyncio.to_thread(self._write, pathlib.Path(folder), dict(held), tensors)
-                    del held, tensors
-                    await self._serve(folder, self._session_version)
+            await self._abort_if_asked(body)
+            with tempfile.TemporaryDirectory(dir=scratch_folder()) as folder:
+                held = await self._engine.disk_tensors()
+                await asyncio.to_thread(self._write, pathlib.Path(folder), dict(held), tensors)
+                del held, tensors
+                await self._serve(folder, self._session_version)
         return {"message": "Success"}
 
     def _write(self, folder: pathlib.Path, held: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> None:
@@ -147,7 +146,8 @@ class WeightRoutes:
     async def _rename(self, request: Request) -> Response:
         body = read_json_object(await request.body())
         version = weight_version(body.get("new_version"), "new_version")
-        async with self._lock, self._changing(body):
+        async with self._lock:
+            await self._abort_if_asked(body)
             await self._engine.rename_weights(version)
         message = f"Weight version updated to {version}"
         return JSONResponse({"success": True, "message": message, "new_version": str(version)})
@@ -172,11 +172,9 @@ class WeightRoutes:
         }
         return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
 
-    @contextlib.asynccontextmanager
-    async def _changing(self, body: Json) -> AsyncIterator[None]:
+    async def _abort_if_asked(self, body: Json) -> None:
         if body.get("abort_all_requests") is True:
             await self._abort_all()
-        yield
 
     @property
     def _version(self) -> int:

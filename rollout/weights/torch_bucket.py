@@ -14,10 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("f2"), "float32": np.dtype("f4")}
+from models.weight_file import DTYPES as NAMES
+
+DTYPES = {name: jnp.dtype(name) for name in NAMES}
 METADATA = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of `torch.save`
 

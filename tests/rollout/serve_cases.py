@@ -11,7 +11,7 @@ import json
 import pathlib
 import re
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
@@ -215,3 +215,14 @@ async def last(stream: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
 def single(served: Served, rid: str, tokens: int = 40, **changes: Any) -> dict[str, Any]:
     body = served.body(served.request(rid=rid, max_new_tokens=tokens))
     return {key: value[0] if isinstance(value, list) else value for key, value in body.items()} | {"rid": rid} | changes
+
+
+def refused_flags(main: Callable[..., int], flags: Sequence[str], complaint: str, capsys: Any) -> None:
+    """A program ends with code 2 and one line that says why."""
+    try:
+        code = main(flags)
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    assert code == 2 and not captured.out
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and complaint in captured.err

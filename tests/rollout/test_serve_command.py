@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 from rollout_cases import HANG
-from serve_cases import (
-    checkpoints,
-)
+from serve_cases import checkpoints, refused_flags
 
 from rollout.serve import main
 
@@ -47,13 +45,7 @@ def test_wrong_options_are_one_line(vl, capsys, monkeypatch):
         (("--model", str(vl), "--tp", "64"), "--tp 64: there are"),
         (("--model", str(vl), "--tp", "3"), "1, 2, 4"),
     ]:
-        try:
-            code = main(flags)
-        except SystemExit as end:
-            code = end.code
-        captured = capsys.readouterr()
-        assert code == 2 and not captured.out
-        assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and complaint in captured.err
+        refused_flags(main, flags, complaint, capsys)
 
 
 def test_help_comes_at_once_and_names_the_options(capsys):

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from protocol_cases import ROOT
-from serve_cases import Served, checkpoints, checksums, on_disk, run, serving
+from serve_cases import Served, checkpoints, checksums, on_disk, refused_flags, run, serving
 
 import models
 from models.weight_file import StoredTensor
@@ -142,13 +142,7 @@ def test_the_agents_options(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         (("--host", "192.0.2.1", "--token", "t"), "--host 192.0.2.1 --port 0"),
         (("--model", "x"), "--model"),
     ]:
-        try:
-            code = main(flags)
-        except SystemExit as end:
-            code = end.code
-        captured = capsys.readouterr()
-        assert code == 2 and not captured.out
-        assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and complaint in captured.err
+        refused_flags(main, flags, complaint, capsys)
     code = "import sys, rollout.weights.agent; print('jax' in sys.modules, 'starlette' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stdout.split() == ["False", "False"]
