@@ -35,10 +35,10 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None) -> None:
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         init = Normal(config.initializer_range)
-        self.q = weight(rngs, WeightSpec((D, N, H), ("D", "N", "H"), init), stack)
-        self.k = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init), stack)
-        self.v = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init), stack)
-        self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init), stack)
+        self.q = weight(rngs, WeightSpec((D, N, H), ("D", "N", "H"), init, inputs=1), stack)
+        self.k = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
+        self.v = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
+        self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
         self.q_bias = weight(rngs, WeightSpec((N, H), ("N", "H"), zeros), stack)
         self.k_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
         self.v_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
@@ -46,11 +46,11 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend[Aux]
     ) -> tuple[Float[Array, "B T D"], Aux]:
-        q = add_bias(project(x, self.q[...]), self.q_bias[...])
-        k = add_bias(project(x, self.k[...]), self.k_bias[...])
-        v = add_bias(project(x, self.v[...]), self.v_bias[...])
+        q = add_bias(project(x, self.q), self.q_bias[...])
+        k = add_bias(project(x, self.k), self.k_bias[...])
+        v = add_bias(project(x, self.v), self.v_bias[...])
         out, aux = attend(rotate(q, rotary), rotate(k, rotary), v)
-        return project(out, self.o[...], 2), aux
+        return project(out, self.o), aux
 
 
 class DecoderLayer(nnx.Module):

@@ -20,7 +20,7 @@ from sharding.walk import Walk
 from sharding.weights import by_path
 
 from .engine import EngineError
-from .engine_weights import EngineLayout, LayerParams, check_finite, split_layers
+from .engine_weights import EngineLayout, LayerParams, check_finite, engine_model, outputs_last, split_layers
 from .programs import KVCache, Rows, programs
 from .requests import EngineLimits
 from .sampling import SlotSampling
@@ -56,11 +56,11 @@ def _ids(sampling: SlotSampling) -> tuple[int, int]:
 
 
 def _as_on_disk(
-    weights: Sequence[tuple[TensorName, Sequence[jax.Array] | jax.Array]],
+    weights: Sequence[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    for entry, layers in weights:
+    for entry, layers, inputs in weights:
         for name, value in zip(entry.full_names, layers, strict=True):
-            yield name, entry.to_disk(np.asarray(value))
+            yield name, entry.to_disk(outputs_last(np.asarray(value), inputs))
 
 
 class DeviceState:
@@ -72,7 +72,8 @@ class DeviceState:
     def __init__(
         self, model: Decoder, walk: Walk, limits: EngineLimits, layout: EngineLayout, dtype: DTypeLike | None
     ) -> None:
-        self._graphdef, params = models.split(shapes_only(model))
+        self._engine_model, self._matrices = engine_model(model)
+        self._graphdef, params = models.split(self._engine_model)[0], models.split(shapes_only(model))[1]
         self._abstract, self._text = models.abstract(model.config), model.config.text
         self._walk, self._dtype = walk, dtype
         self.limits = limits
@@ -90,7 +91,7 @@ class DeviceState:
         """Prepares shardings and programs for these devices."""
         self.layout = layout
         self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
-        layer = layout.weights(self._abstract.layers, stacked=False)
+        layer = layout.weights(self._engine_model.layers, stacked=False)
         self._by_layers = {**self._stacked, "layers": [layer] * self._text.num_layers}
         rows = self._rows if len(layout.devices) > 1 else None  # the programs of one device serve any other, too
         self.programs = programs(self._graphdef, self._walk, self.limits.steps_per_sync, rows)
@@ -119,12 +120,13 @@ class DeviceState:
             raise EngineError("the engine has no weights")
         layers = [by_path(layer) for layer in params["layers"]]
         others = by_path({name: value for name, value in params.items() if name != "layers"})
-        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array]] = []
+        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []
         for entry in tensor_names(served(self._abstract.config)):
             if entry.path[0] == "layers":
-                held.append((entry, [layer[entry.path[1:]] for layer in layers]))
+                path = entry.path[1:]
+                held.append((entry, [layer[path] for layer in layers], self._matrices.get(path, 0)))
             else:
-                held.append((entry, others[entry.path] if entry.stacked else [others[entry.path]]))
+                held.append((entry, others[entry.path] if entry.stacked else [others[entry.path]], 0))
         return _as_on_disk(held)
 
     def update(self, params: Mapping[str, Any]) -> None:
@@ -144,7 +146,7 @@ class DeviceState:
     def _replace(self, params: Mapping[str, Any]) -> None:
         check_finite(params, self._dtype)
         try:
-            self.params = split_layers(params, self._dtype, self._stacked, self._by_layers, self.params)
+            self.params = split_layers(params, self._dtype, self._stacked, self._by_layers, self._matrices, self.params)
         except BaseException:  # no room: some of the old weights are gone
             self.params = None
             raise

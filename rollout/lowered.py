@@ -16,7 +16,7 @@ from models.decoder import Decoder
 from models.inputs import ModelInput
 from sharding.walk import Params, Walk
 
-from .engine_weights import EngineLayout, LayerParams
+from .engine_weights import EngineLayout, LayerParams, engine_model
 from .pages import PAGE_TOKENS, pages_for
 from .programs import KVCache, programs
 from .requests import EngineLimits
@@ -37,6 +37,7 @@ class EngineArrays:
         """Arguments are those of `JaxEngine`; the model may be abstract. Raises EngineError as the engine does."""
         layout, text = EngineLayout.of(devices), model.config.text
         abstract = models.abstract(model.config)
+        turned, _ = engine_model(abstract)
 
         def served(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, compute_dtype or x.dtype, sharding=sharding)
@@ -45,7 +46,8 @@ class EngineArrays:
             return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
         handed_in: Params = jax.tree.map(served, models.split(abstract)[1], layout.weights(abstract))
-        layer = jax.tree.map(of_a_layer, handed_in["layers"], layout.weights(abstract.layers, stacked=False))
+        as_kept = jax.tree.map(served, models.split(turned)[1]["layers"], layout.weights(turned.layers))
+        layer = jax.tree.map(of_a_layer, as_kept, layout.weights(turned.layers, stacked=False))
         params: LayerParams = {**handed_in, "layers": [layer] * text.num_layers}
         shape = KVCache.shape(text, pages_for(kv_tokens))
         dtype = jax.tree.leaves(layer)[0].dtype
@@ -72,7 +74,7 @@ def lowered_programs(
     was dropped. `merge_unit` patches are a feature.
     """
     limits = EngineLimits(slots, max_sequence_tokens, model.config.text.vocab_size)
-    graphdef, _ = models.split(model)
+    graphdef, _ = models.split(engine_model(model)[0])
     rows = EngineLayout.of(devices).rows(model.config.text) if len(devices) > 1 else None
     engine = programs(graphdef, Walk(), limits.steps_per_sync, rows)
     whole = chunk_tokens(prompt)

@@ -1,5 +1,7 @@
 """A weight is declared once; its abstract shape, initial value, sharding and gather derive from that."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
@@ -30,12 +32,20 @@ class WeightSpec:
     axes: tuple[str, ...]
     init: Initializer = dataclasses.field(compare=False)
     dtype: DTypeLike = jnp.float32
+    inputs: int = 0  # leading dimensions that `models.layers.project` sums over; 0: no matrix
+    outputs_first: bool = False  # whether the dimensions that are summed over stand last, as an engine keeps them
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"a weight of shape {self.shape} needs {len(self.shape)} axis names, got {self.axes}")
         if len(set(self.axes)) != len(self.axes):
             raise ValueError(f"axis names of one weight must differ, got {self.axes}")
+
+    def turned(self) -> WeightSpec:
+        """The same matrix, its outputs first."""
+        order = [*range(self.inputs, len(self.axes)), *range(self.inputs)]
+        shape, axes = tuple(self.shape[i] for i in order), tuple(self.axes[i] for i in order)
+        return dataclasses.replace(self, shape=shape, axes=axes, outputs_first=True)
 
 
 def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Param:

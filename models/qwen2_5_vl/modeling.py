@@ -45,7 +45,7 @@ class VisionBlock(nnx.Module):
         self.attention_norm = RMSNorm(D, NORM_EPS, rngs, stack)
         self.qkv = weight(rngs, WeightSpec((D, 3, N, H), ("D", "C", "N", "H"), init), stack)
         self.qkv_bias = weight(rngs, WeightSpec((3, N, H), ("C", "N", "H"), zeros), stack)
-        self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init), stack)
+        self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
         self.o_bias = weight(rngs, WeightSpec((D,), ("D",), zeros), stack)
         self.mlp_norm = RMSNorm(D, NORM_EPS, rngs, stack)
         self.mlp = GatedMLP(
@@ -57,7 +57,7 @@ class VisionBlock(nnx.Module):
         qkv = jnp.einsum("PD,DCNH->CPNH", self.attention_norm(x), self.qkv[...])
         q, k, v = (add_bias(part, bias) for part, bias in zip(qkv, self.qkv_bias[...], strict=True))
         out = attend(rotate(q, rotary), rotate(k, rotary), v)
-        x = x + add_bias(project(out, self.o[...], 2), self.o_bias[...])
+        x = x + add_bias(project(out, self.o), self.o_bias[...])
         return x + self.mlp(self.mlp_norm(x))
 
 
