@@ -243,7 +243,7 @@ class Measured:
                     ended = time.perf_counter()
                     total[name].append(ended - began)
                     paused[name].append(ended - watch.began[-1])
-                    (published,) = {server.holds for server in fleet._servers}
+                    (published,) = {server.holds for server in fleet._state.servers}
                     assert published is not None
                     carried[name] = self._bytes(name, route, published)
                 _say(f"{self._name}, {name}: {total[name][-1]:.2f} s, {paused[name][-1]:.2f} s of them paused")

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 import models
 from models.decoder import Decoder, is_abstract, shapes_only
@@ -25,7 +24,7 @@ from .programs import KVCache, Rows, programs
 from .requests import EngineLimits
 from .sampling import SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
-from .weights.published import served
+from .weights.published import by_name, check_shapes, served
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +44,6 @@ class NewTokens:
 
     def only(self, rows_B: np.ndarray) -> NewTokens:
         return NewTokens(self.slots_B[rows_B], self.tokens_BR[rows_B], self.logprobs_BR[rows_B], self.count_B[rows_B])
-
-
-def _by_name(tree: PyTree) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _ids(sampling: SlotSampling) -> tuple[int, int]:
@@ -78,7 +73,7 @@ class DeviceState:
         self._walk, self._dtype = walk, dtype
         self.limits = limits
         self._served = {  # every weight as it is handed in, but in the dtype that is served
-            name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in _by_name(params).items()
+            name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in by_name(params).items()
         }
         self._settle(layout)
         self.params = None
@@ -132,13 +127,10 @@ class DeviceState:
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights (`split_layers`). Raises EngineError, which names the tensor, where names, shapes or
         dtypes differ from the old ones or a value is not finite; the old ones then stay."""
-        old, new = self._served, _by_name(dict(params))
-        for name in sorted(old.keys() | new.keys()):
-            if name not in new or name not in old:
-                raise EngineError(f"weight {name} is {'missing' if name in old else 'none of those that are served'}")
-            shape, dtype = getattr(new[name], "shape", None), getattr(new[name], "dtype", None)
-            if shape != old[name].shape or dtype is None:  # None: no array at all
-                raise EngineError(f"weight {name} has shape {shape}, the engine serves {old[name].shape}")
+        old, new = self._served, by_name(dict(params))
+        check_shapes(old, new)
+        for name, weight in new.items():
+            dtype = weight.dtype
             if dtype != old[name].dtype and not (self._dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
                 raise EngineError(f"weight {name} has dtype {dtype}, the engine serves {old[name].dtype}")
         self._replace(params)

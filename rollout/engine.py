@@ -63,6 +63,7 @@ class TokenChunk:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: FinishReason | None = None
+    preemptions: int = 0  # of the sample, up to its last chunk: see `EngineStats`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,22 +13,21 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from models.config import AnyConfig
 
-from . import wire
-from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, TokenChunk
-from .fleet_job import Attempt, FleetJob, FleetOptions, Server, ServerStatus
+from .engine import EngineError, EngineStats, GenerateRequest, TokenChunk
+from .fleet_job import FleetOptions, Server, ServerStatus
+from .fleet_requests import FleetRequests
+from .fleet_state import FleetState
 from .local_server import LocalServer
-from .requests import EngineLimits, ended_before
-from .sglang import CONNECT, Refused, SampleReply, ServerClient, ServerError
+from .requests import EngineLimits
+from .sglang import CONNECT, Refused, ServerClient, ServerError
 from .weights.published import Published, SharedFolders
 from .weights.routes import Route, SharedMemory
 
@@ -40,7 +39,8 @@ class Fleet:
     """Servers for `rollout.fleet_engine`s, one a seat. `start`, `close` at the end; `join` and `leave` in between.
 
     `processes` are started by the fleet, `addresses` are of servers that others start; server `i` takes seat
-    `i % seats`. `limits` are what a server can take. Every method but `close` may be called from any thread.
+    `i % seats`, and is called by `name` and its number. `limits` are what a server can take. Every method but `close`
+    may be called from any thread.
     """
 
     def __init__(
@@ -52,25 +52,20 @@ class Fleet:
         processes: Sequence[LocalServer] = (),
         addresses: Sequence[str] = (),
         seats: int = 0,
+        name: str = "server",
         route: Route | None = None,
         options: FleetOptions | None = None,
     ) -> None:
-        self.config, self.limits, self.options = config, limits, options or FleetOptions()
+        self.limits, self._options = limits, options or FleetOptions()
         self._folders, self._route = folders, route or SharedMemory()
         self._first = [*processes, *addresses]
         self.seats = seats or len(self._first)
         if not self.seats:
             raise EngineError("a fleet needs a server at least")
-        self._servers: list[Server] = []
-        self._joined = 0
-        self._jobs: dict[str, FleetJob] = {}
-        self._wanted: list[Published | None] = [None] * self.seats
-        self._paused = [False] * self.seats
-        self._tokens = [0] * self.seats
-        self._fatal: Exception | None = None  # what no restart can mend
+        self._state = FleetState(config, limits, self._options, self.seats)
+        self._requests = FleetRequests(self._state)
+        self._name, self._joined = name, 0
         self._loop = asyncio.new_event_loop()
-        self._changed = asyncio.Event()  # replaced each time it is set
-        self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._lock = threading.RLock()  # of the two below, and of what is given to the loop
         self._closed = False
@@ -126,12 +121,12 @@ class Fleet:
 
     async def _join(self, member: LocalServer | str) -> str:
         local = member if isinstance(member, LocalServer) else None
-        client = ServerClient("" if local else str(member), token=self.options.token)
-        seat = min(range(self.seats), key=lambda seat: (sum(s.seat == seat for s in self._servers), seat))
-        server = Server(f"server {self._joined}", seat, client, local)
+        client = ServerClient("" if local else str(member), token=self._options.token)
+        seat = min(range(self.seats), key=lambda seat: (sum(s.seat == seat for s in self._state.servers), seat))
+        server = Server(f"{self._name} {self._joined}", seat, client, local)
         self._joined += 1
-        self._servers.append(server)
-        self._start(self._look_after(server))
+        self._state.servers.append(server)
+        self._state.begin(self._look_after(server))
         return server.name
 
     def leave(self, name: str) -> None:
@@ -140,25 +135,14 @@ class Fleet:
         self.call(self._leave(name)).result()
 
     async def _leave(self, name: str) -> None:
-        server = next((server for server in self._servers if server.name == name), None)
+        server = next((server for server in self._state.servers if server.name == name), None)
         if server is None:
-            raise EngineError(f"no {name} in the fleet; there are {', '.join(s.name for s in self._servers)}")
+            raise EngineError(f"no {name} in the fleet; there are {', '.join(s.name for s in self._state.servers)}")
         server.leaving = True
-        self._servers.remove(server)
+        self._state.servers.remove(server)
         server.reason = "left"
         self._lower(server)
         server.suspect()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    def _tell(self) -> None:
-        """Wakes those who wait for a server, or for anything else."""
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     # --- the life of a server -------------------------------------------------------------------
 
@@ -174,6 +158,7 @@ class Fleet:
     async def _live(self, server: Server) -> None:
         trouble = 0  # in a row
         while not server.leaving:
+            await self._rest(server)
             began = time.monotonic()
             try:
                 await self._raise_up(server)
@@ -182,13 +167,13 @@ class Fleet:
             except EngineError as error:
                 server.reason = str(error)
             except Exception as error:
-                self._fail(error)
+                self._state.fail(error)
                 server.reason = str(error)
             else:
                 return
             self._lower(server)
             await self._route.forget(server.client)
-            if server.leaving or self._fatal is not None:
+            if server.leaving or self._state.failed:
                 return
             log.info("%r is lost: %s", server, server.reason)  # who shows `servers` tells users
             if server.process is not None:
@@ -201,16 +186,28 @@ class Fleet:
                     wait = max(0.0, min(2.0**trouble, 30.0) - (time.monotonic() - began))
                     await asyncio.wait_for(server.suspected.wait(), wait)
 
+    async def _rest(self, server: Server) -> None:
+        """Returns when the server may start: its memory may be lent to others."""
+        seat = self._state.seats[server.seat]
+        while server.process is not None and seat.asleep and not server.leaving:
+            if not server.waits:
+                server.waits = True
+                self._state.tell()
+            await self._state.news()
+        server.waits = False
+
     async def _raise_up(self, server: Server) -> None:
         if server.process is not None:
             await server.client.close()
             server.process.start()  # in this thread: Linux takes it for the parent that the process is bound to
-            server.client = ServerClient(server.process.address, token=self.options.token)
-        deadline = time.monotonic() + self.options.start_seconds
+            server.client = ServerClient(server.process.address, token=self._options.token)
+        deadline = time.monotonic() + self._options.start_seconds
         while True:
             server.check_process()
             if server.leaving:
                 return
+            if server.process is not None and self._state.seats[server.seat].asleep:
+                raise ServerError("it was to sleep before it was up; it starts when it is to wake")
             try:
                 await server.client.load(CONNECT)
                 break
@@ -219,23 +216,23 @@ class Fleet:
             except EngineError as error:
                 if time.monotonic() > deadline:
                     raise ServerError(
-                        f"not ready after {self.options.start_seconds:g} s (servers.start_seconds); last: {error}"
+                        f"not ready after {self._options.start_seconds:g} s (servers.start_seconds); last: {error}"
                     ) from error
             await asyncio.sleep(0.25)
-        server.holds = None
+        server.holds, server.asleep = None, False
         server.served.clear()
         server.down.clear()
         server.trouble = ""
         await self._bring(server)
         server.cleared = server.doubts
         server.up = True
-        self._tell()
+        self._state.tell()
 
     async def _watch(self, server: Server) -> None:
         """Returns when the server leaves. Raises ServerError when it is lost."""
         while not server.leaving:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.suspected.wait(), self.options.look_every)
+                await asyncio.wait_for(server.suspected.wait(), self._options.look_every)
             server.suspected.clear()
             server.check_process()
             if server.trouble:
@@ -243,14 +240,14 @@ class Fleet:
             changing = server.lock.locked()  # its weights, say: it may be silent
             try:
                 if not changing:
-                    await server.look(self.options.patience)
-                    self._tell()
+                    await server.look(self._options.patience)
+                    self._state.tell()
             except ServerError:
                 if not (changing := server.lock.locked()):
                     raise
-            excused = changing or self._paused[server.seat]
+            excused = changing or self._state.seats[server.seat].paused
             # Before it counts a request, a server reads it, and may have hundreds of others to read.
-            server.check_silence(excused, 3 * self.options.patience, self.options.start_seconds)
+            server.check_silence(excused, 3 * self._options.patience, self._options.start_seconds)
 
     def _lose(self, server: Server, why: str) -> None:
         """Ends this life of a server: the next one gets the weights and the orders of its seat."""
@@ -258,81 +255,105 @@ class Fleet:
         server.suspect()
         self._lower(server)
 
-    def _fail(self, error: Exception) -> None:
-        """Ends it all: weights that did not arrive, a full disk. No restart mends that."""
-        self._fatal = self._fatal or error
-        self._tell()
-
     def _lower(self, server: Server) -> None:
         server.up = False
         server.down.set()
-        self._tell()
+        self._state.tell()
 
     # --- weights --------------------------------------------------------------------------------
 
     async def publish(self, seat: int, version: int, params: Mapping[str, Any]) -> None:
-        """Brings the seat's servers to these weights. Servers that can't take them are lost, and come back with them.
+        """Brings the seat's servers to these weights; those that sleep wake. Servers that can't take them are lost, and
+        come back with them.
 
         Raises WeightsMismatch for a server that holds something else afterwards, OSError where there is no room."""
-        self._raise_fatal()
+        self._state.raise_fatal()
         written = await asyncio.to_thread(self._folders.write, version, params)
         await asyncio.to_thread(self._route.publish, written)
-        self._wanted[seat] = written
+        self._state.seats[seat].wanted = written
+        await self.wake(seat)
+        wanted = [seat.wanted for seat in self._state.seats if seat.wanted is not None]
+        await asyncio.to_thread(lambda: self._folders.keep(self._route.keep(wanted)))
+        self._state.raise_fatal()
 
+    def oldest(self) -> Published | None:
+        """The oldest weights that a seat is to have; from any thread."""
+        wanted = [seat.wanted for seat in self._state.seats if seat.wanted is not None]
+        return min(wanted, key=lambda published: published.version, default=None)
+
+    async def take(self, published: Published | None) -> None:
+        """These are the weights of all seats from now on, which must sleep; of another fleet with the same folders."""
+        for seat in self._state.seats:
+            seat.wanted = published
+        if published is not None:
+            await asyncio.to_thread(self._route.publish, published)
+
+    async def _bring_all(self, seat: int) -> None:
         async def bring(server: Server) -> None:
             client = server.client
             try:
                 await self._bring(server)
             except EngineError as error:
                 if server.client is client:  # else it is another life of it by now
-                    self._lose(server, f"it did not take version {version} of the weights: {error}")
+                    wanted = self._state.seats[seat].wanted
+                    version = "" if wanted is None else f" version {wanted.version} of the weights"
+                    self._lose(server, f"it did not take{version or ' an order'}: {error}")
             except Exception as error:
-                self._fail(error)
+                self._state.fail(error)
 
-        await asyncio.gather(*(bring(server) for server in self._servers if server.seat == seat and server.up))
-        wanted = [published for published in self._wanted if published is not None]
-        await asyncio.to_thread(lambda: self._folders.keep(self._route.keep(wanted)))
-        self._raise_fatal()
+        await asyncio.gather(*(bring(server) for server in self._state.of_seat(seat) if server.up))
 
     async def _bring(self, server: Server) -> None:
-        """Brings a server to the weights of its seat, and proves it, before it generates anything with them."""
+        """Brings a server to the weights of its seat, and proves it, before it generates anything with them; or puts it
+        to sleep."""
+        seat = self._state.seats[server.seat]
         async with server.lock:
             while True:
-                wanted = self._wanted[server.seat]
+                if seat.asleep:
+                    await server.sleep(self._options.patience)
+                    return
+                await server.wake()
+                wanted = seat.wanted
                 if wanted is not None and server.holds is not wanted:
                     try:
                         await server.update(wanted, self._route)
                     except Exception:
-                        if self._wanted[server.seat] is wanted:  # else its folder may be gone
+                        if seat.wanted is wanted:  # else its folder may be gone
                             raise
                     continue
-                if not self._paused[server.seat]:
+                if not seat.paused:
                     await server.client.resume()
-                if self._wanted[server.seat] is wanted:  # still
+                if seat.wanted is wanted and not seat.asleep:  # still
                     return
-
-    def _raise_fatal(self) -> None:
-        if self._fatal is not None:
-            raise self._fatal
 
     # --- orders to a seat -----------------------------------------------------------------------
 
     async def pause(self, seat: int) -> None:
-        self._paused[seat] = True
+        self._state.seats[seat].paused = True
         await self._on_seat(seat, lambda server: server.client.pause("in_place"))
 
     async def resume(self, seat: int) -> None:
-        self._paused[seat] = False
-        self._tell()
+        self._state.seats[seat].paused = False
+        self._state.tell()
         await self._on_seat(seat, lambda server: server.client.resume())
 
     async def sleep(self, seat: int) -> None:
-        if running := sum(len(job.open) for job in self._jobs.values() if job.seat == seat):
+        """Has the seat's servers give their memory back, weights included. Until it wakes, none starts: one that is
+        about to, or that ends meanwhile, waits. Raises EngineError where samples run."""
+        if running := self._requests.running(seat):
             raise EngineError(f"can't sleep: {running} samples are running; abort them first")
-        await self._on_seat(seat, lambda server: server.client.sleep())
+        self._state.seats[seat].asleep = True
+        self._state.tell()
+        await self._bring_all(seat)
+        while not all(server.rests for server in self._state.of_seat(seat)):
+            self._state.raise_fatal()
+            await self._state.news()
 
     async def wake(self, seat: int) -> None:
-        await self._on_seat(seat, lambda server: server.client.wake())
+        """Servers that slept have no weights: they are given those of the seat."""
+        self._state.seats[seat].asleep = False
+        self._state.tell()
+        await self._bring_all(seat)
 
     async def _on_seat(self, seat: int, order: Callable[[Server], Awaitable[None]]) -> None:
         """Gives an order to the seat's servers at once. One that does not take it is lost."""
@@ -340,161 +361,52 @@ class Fleet:
         async def give(server: Server) -> None:
             try:
                 async with server.lock:
-                    await order(server)
+                    if not server.asleep:  # else it hears of it when it wakes
+                        await order(server)
             except ServerError as error:
                 self._lose(server, str(error))
 
-        await asyncio.gather(*(give(server) for server in self._servers if server.seat == seat and server.up))
+        await asyncio.gather(*(give(server) for server in self._state.of_seat(seat) if server.up))
+
+    async def ready(self) -> None:
+        """Returns when all servers are up, with the weights of their seats or asleep. Raises EngineError, which says
+        what is wrong with the others, after `options.start_seconds`."""
+        deadline = time.monotonic() + self._options.start_seconds
+        while missing := [server for server in self._state.servers if not server.up]:
+            self._state.raise_fatal()
+            if time.monotonic() > deadline:
+                raise EngineError("; ".join(server.state() for server in missing))
+            await self._state.news()
+
+    # --- what it says of itself, from any thread ------------------------------------------------
 
     def stats(self, seat: int) -> EngineStats:
-        """Counts of the seat; read from any thread, a moment old."""
-        wanted = self._wanted[seat]
-        here = [server for server in list(self._servers) if server.seat == seat]
+        """Counts of the seat, a moment old."""
+        place, here = self._state.seats[seat], self._state.of_seat(seat)
         return EngineStats(
-            version=-1 if wanted is None else wanted.version,
-            running=sum(len(job.open) for job in list(self._jobs.values()) if job.seat == seat),
+            version=-1 if place.wanted is None else place.wanted.version,
+            running=self._requests.running(seat),
             waiting=0,
             slots=self.limits.slots * max(len(here), 1),
-            tokens_generated=self._tokens[seat],
+            tokens_generated=place.tokens,
             tokens_prefilled=0,
+            preemptions=place.preemptions,
         )
 
     def servers(self) -> list[ServerStatus]:
-        """The servers as they are now; from any thread."""
-        return [server.status() for server in list(self._servers)]
+        """The servers as they are now."""
+        return [server.status() for server in list(self._state.servers)]
 
     def busy(self) -> dict[str, list[tuple[float, float]]]:
-        """When each server ran samples, by `time.perf_counter`; from any thread."""
-        return {server.name: server.busy_times() for server in list(self._servers)}
+        """When each server ran samples, by `time.perf_counter`."""
+        return {server.name: server.busy_times() for server in list(self._state.servers)}
 
     # --- requests -------------------------------------------------------------------------------
 
     async def serve(self, seat: int, request: GenerateRequest, put: Callable[[TokenChunk], None]) -> None:
         """Generates: `put` gets one chunk a sample, with all of its tokens, when it has ended. Raises EngineError."""
-        if request.rid in self._jobs:
-            raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
-        job = self._jobs[request.rid] = FleetJob(request, seat, put)
-        try:
-            while self._settle(job):
-                server = await self._server_for(job)
-                if server is None:  # aborted while there was none
-                    continue
-                try:
-                    await self._attempt(job, server)
-                except ServerError as error:
-                    server.suspect()
-                    if not server.leaving:  # that was to be
-                        job.lost[server.name] += 1
-                    if (lost := job.lost.total()) >= self.options.attempts:
-                        raise EngineError(f"request {request.rid!r} was lost {lost} times: {error}") from error
-        finally:
-            del self._jobs[request.rid]
-
-    def _settle(self, job: FleetJob) -> bool:
-        """Ends samples that need no server any more. Returns whether some do."""
-        for sample in sorted(job.open):
-            if (finish := ended_before(job.ids(sample), job.request.sampling)) is not None:
-                job.end(sample, finish)
-            elif sample in job.aborted:
-                job.end(sample, FinishReason.ABORT)
-        return bool(job.open)
-
-    async def _server_for(self, job: FleetJob) -> Server | None:
-        """The least loaded server of the job's seat, or of another seat where none is left that the job was not lost
-        on. Waits until there is one; None when a sample is aborted meanwhile."""
-        deadline = time.monotonic() + self.options.start_seconds
-        while True:
-            self._raise_fatal()
-            if job.aborted & job.open:
-                return None
-            if self._paused[job.seat]:
-                deadline = time.monotonic() + self.options.start_seconds
-            elif usable := [server for server in self._servers if self._fits(server, job)]:
-                return min(usable, key=lambda s: (job.lost[s.name], s.seat != job.seat, s.open, s.name))
-            if time.monotonic() > deadline:
-                reasons = [server.state() for server in self._servers]
-                raise EngineError(
-                    f"request {job.request.rid!r}: no server for {self.options.start_seconds:g} s "
-                    f"(servers.start_seconds); {'; '.join(reasons) or 'all have left'}"
-                )
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), 1.0)
-
-    def _fits(self, server: Server, job: FleetJob) -> bool:
-        """The job can go there, and would not fall back behind the weights of its seat."""
-        wanted = self._wanted[job.seat]
-        if not server.usable or self._paused[server.seat]:
-            return False
-        return wanted is None or (server.holds is not None and server.holds.version >= wanted.version)
-
-    async def _attempt(self, job: FleetJob, server: Server) -> None:
-        """Has one server generate what is open, until it has, or fails. What is certain is kept in either case."""
-        attempt = Attempt(server, {sample: SampleReply(uuid.uuid4().hex) for sample in sorted(job.open)})
-        server.begin(attempt)  # at once: others are looking for the least loaded server
-        tasks = [asyncio.ensure_future(self._collect(job, attempt)), asyncio.ensure_future(server.down.wait())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
-                raise ServerError(f"{server!r} was lost: {server.trouble or server.reason}")
-            tasks[0].result()
-        except asyncio.CancelledError:  # nobody listens any more; a closed connection tells a server late
-            self._start(attempt.abort(attempt.replies))
-            raise
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            job.running = None
-            server.end(attempt)
-            for sample, reply in attempt.replies.items():
-                if sample in job.open and reply.finish is None:
-                    job.keep(sample, reply)
-                server.tokens += len(reply.versions)
-                self._tokens[job.seat] += len(reply.versions)
-
-    async def _collect(self, job: FleetJob, attempt: Attempt) -> None:
-        server, replies = attempt.server, attempt.replies
-        rids = {sample: reply.rid for sample, reply in replies.items()}
-        request = dataclasses.replace(job.request, prefix_ids=tuple(map(job.ids, range(job.request.n))))
-        # Each event has all tokens so far: more than some dozens of them would be quadratic in a response's length.
-        interval = max(self.options.interval, request.sampling.max_new_tokens // 32)
-        body = await asyncio.to_thread(  # patches are many bytes
-            wire.request_body, request, rids, self.config, interval=interval
-        )
-        if job.aborted & job.open:  # in the meantime
-            return
-        job.running, attempt.heard = attempt, time.monotonic()
-        sample_of = {reply.rid: sample for sample, reply in replies.items()}
-        version = -1 if server.holds is None else server.holds.version
-        least = max(server.served, default=-1)  # an older one is of another life, whatever its number
-        ending = server.client.generate(body, list(replies.values()), self.limits.vocabulary, version)
-        async with contextlib.aclosing(ending) as stream:
-            async for reply in stream:
-                sample, finish = sample_of[reply.rid], reply.finish
-                assert finish is not None
-                if unknown := set(reply.versions) - {served for served in server.served if served >= least}:
-                    reply.versions = []
-                    reply.finish = None
-                    raise ServerError(f"{server!r} answers with weights {sorted(unknown)}, which it was not given")
-                job.keep(sample, reply)
-                if finish is not FinishReason.ABORT or sample in job.aborted:
-                    job.end(sample, finish)
-        if job.open & replies.keys():  # not our doing
-            raise ServerError(f"{server!r} aborted {len(job.open)} samples, which nobody asked for")
+        await self._requests.serve(seat, request, put)
 
     async def abort(self, seat: int, rid: str) -> None:
         """Ends a request (`rid`), or one sample of it (`rid/i`)."""
-        name, _, sample = (rid, "", "") if rid in self._jobs else rid.rpartition("/")
-        job = self._jobs.get(name)
-        if job is None or job.seat != seat or not (sample.isdecimal() or not sample):
-            return
-        chosen = ({int(sample)} if sample else set(range(job.request.n))) & job.open
-        job.aborted |= chosen
-        self._tell()
-        self._start(self._insist(job, chosen))
-
-    async def _insist(self, job: FleetJob, chosen: set[int]) -> None:
-        """Has samples aborted until they are: an order to a server may come before the samples do."""
-        while (attempt := job.running) is not None and (left := chosen & job.open & attempt.replies.keys()):
-            await attempt.abort(left)
-            await asyncio.sleep(self.options.look_every)
+        await self._requests.abort(seat, rid)

@@ -21,11 +21,16 @@ Result = TypeVar("Result")
 class FleetEngine:
     """A seat of a fleet as an `rollout.engine.Engine`. A sample's tokens come in one chunk, when it has ended.
 
-    What is drawn is up to the server: `rollout.serve` repeats draws by seed, SGLang does not.
+    What is drawn is up to the server: `rollout.serve` repeats draws by seed, SGLang does not. `devices` are those of
+    this process that the server shares.
     """
 
-    def __init__(self, fleet: Fleet, seat: int) -> None:
-        self._fleet, self._seat = fleet, seat
+    def __init__(self, fleet: Fleet, seat: int, devices: Sequence[Device] = ()) -> None:
+        self.move(fleet, seat, devices)
+
+    def move(self, fleet: Fleet, seat: int, devices: Sequence[Device]) -> None:
+        """Is another seat from now on."""
+        self._fleet, self._seat, self.devices = fleet, seat, tuple(devices)
 
     async def _on(self, work: Coroutine[Any, Any, Result]) -> Result:
         job = self._fleet.call(work)

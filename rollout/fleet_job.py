@@ -41,6 +41,7 @@ class ServerStatus:
     restarts: int
     tokens: int  # that came from it
     reason: str  # for which it was lost last
+    asleep: bool = False
 
 
 class Server:
@@ -49,6 +50,8 @@ class Server:
     def __init__(self, name: str, seat: int, client: ServerClient, process: LocalServer | None) -> None:
         self.name, self.seat, self.client, self.process = name, seat, client, process
         self.up = False
+        self.asleep = False  # without weights and cache
+        self.waits = False  # for its seat to wake, before it starts
         self.holds: Published | None = None  # the weights that it was proven to have
         self.served: set[int] = set()  # versions since it came up
         self.down = asyncio.Event()  # set when this life of it ends
@@ -104,6 +107,7 @@ class Server:
             restarts=self.restarts,
             tokens=self.tokens,
             reason=self.reason,
+            asleep=self.asleep and up,
         )
 
     def check_process(self) -> None:
@@ -143,6 +147,32 @@ class Server:
         # None above it: a run may go back to an older checkpoint.
         self.served = {version for version in self.served if version < wanted.version} | {wanted.version}
         self.holds = wanted
+
+    async def sleep(self, patience: float) -> None:
+        """Gives memory back, when what was aborted has ended there. Raises ServerError if that takes too long."""
+        if self.asleep:
+            return
+        deadline = time.monotonic() + patience
+        while True:
+            load = await self.client.load()
+            if not load["running"] + load["waiting"]:
+                break
+            if time.monotonic() > deadline:
+                raise ServerError(f"{self!r} can't sleep: after {patience:g} s, samples are still running there")
+            await asyncio.sleep(0.05)
+        self.holds = None  # SGLang keeps no copy: what it has after waking is anything
+        await self.client.sleep()
+        self.asleep = True
+
+    async def wake(self) -> None:
+        if self.asleep:
+            await self.client.wake()
+            self.asleep = False
+
+    @property
+    def rests(self) -> bool:
+        """It takes no memory for weights: it sleeps, or is not there."""
+        return self.asleep if self.up else self.waits or self.process is None
 
     @property
     def usable(self) -> bool:

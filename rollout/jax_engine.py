@@ -112,7 +112,7 @@ class JaxEngine:
         Closing, cancelling or dropping the stream aborts.
         """
         self._attach()
-        if self._device.params is None:
+        if not self.has_weights:
             raise EngineError("the engine has no weights: call update_weights first")
         if not self._kv_known and not self._scheduler.jobs:
             self._size_cache()
@@ -178,6 +178,10 @@ class JaxEngine:
         async with self._between_turns():
             return self._device.disk_tensors()
 
+    @property
+    def has_weights(self) -> bool:
+        return self._device.params is not None
+
     async def copy_weights(self, other: JaxEngine) -> None:
         """Serves, as the same version, the weights that `other` serves, which has the same model."""
         async with self._between_turns(), other._between_turns():
@@ -208,12 +212,15 @@ class JaxEngine:
         self._attach()
         self._kick()
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, weights: bool = False) -> None:
+        """See `Engine.sleep`. With `weights`, these go, too: it needs new ones before it can generate again."""
         async with self._between_turns():
             if self._scheduler.running:
                 raise EngineError(f"can't sleep: {self._scheduler.running} samples are running; abort them first")
             self._scheduler.invalidate()
             self._device.cache = None
+            if weights:
+                self._device.params = None
             self._asleep = True
 
     async def wake(self) -> None:

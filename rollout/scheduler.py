@@ -166,6 +166,7 @@ class RunningSample:
     place: Any = None
     aborted: bool = False
     ended: bool = False
+    preemptions: int = 0
 
     @property
     def waiting(self) -> bool:
@@ -323,6 +324,7 @@ class Scheduler:
 
     def _preempt(self, sample: RunningSample) -> None:
         self._release(sample)
+        sample.preemptions += 1
         self.preemptions += 1
 
     def _release(self, sample: RunningSample) -> None:
@@ -428,9 +430,8 @@ class Scheduler:
                 finish = FinishReason.ABORT
             job, index = sample.job, sample.index
             job.suspect = job.suspect and not decoded
-            chunk = TokenChunk(
-                job.request.rid, index, tuple(tokens[:count]), tuple(logprobs[:count]), (version,) * count, finish
-            )
+            new = tuple(tokens[:count]), tuple(logprobs[:count]), (version,) * count
+            chunk = TokenChunk(job.request.rid, index, *new, finish, sample.preemptions)
             deliveries.append((job, chunk))
             if finish is not None:
                 self._end(sample)
@@ -445,7 +446,7 @@ class Scheduler:
     def _end_with(self, sample: RunningSample, finish: FinishReason) -> Delivery:
         """Ends a sample without new tokens; returns the chunk that says so."""
         self._end(sample)
-        return sample.job, TokenChunk(sample.job.request.rid, sample.index, (), (), (), finish)
+        return sample.job, TokenChunk(sample.job.request.rid, sample.index, (), (), (), finish, sample.preemptions)
 
     def _free(self, sample: RunningSample) -> None:
         if sample.slot >= 0:

@@ -35,6 +35,7 @@ from .wire import BadRequest, Json
 
 MEDIA_BYTES = 1 << 30
 PAUSES = ("abort", "retract", "in_place")
+MEMORY = frozenset({"kv_cache", "weights", "cuda_graph"})  # what sleep gives back
 
 
 class RolloutServer:
@@ -164,7 +165,10 @@ class RolloutServer:
     # --- memory ---------------------------------------------------------------------------------
 
     async def _release_memory(self, request: Request) -> Response:
-        await self._engine.sleep()
+        tags = read_json_object(await request.body() or b"{}").get("tags") or list(MEMORY)
+        if not isinstance(tags, list) or not set(map(str, tags)) <= MEMORY:
+            raise BadRequest(f"tags must be of {', '.join(sorted(MEMORY))}")
+        await self._engine.sleep(weights="weights" in tags)
         return JSONResponse(None)
 
     async def _resume_memory(self, request: Request) -> Response:

@@ -37,6 +37,7 @@ class Answer:
     logprobs: list[tuple[float, int, None]] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
+    preemptions: int = 0
     told: int = 0  # tokens of the last event
     complete: bool = False  # the last event was the final one
 
@@ -44,7 +45,7 @@ class Answer:
         self.token_ids += chunk.token_ids
         self.logprobs += [(logprob, id, None) for logprob, id in zip(chunk.logprobs, chunk.token_ids, strict=True)]
         self.versions += chunk.versions
-        self.finish = chunk.finish
+        self.finish, self.preemptions = chunk.finish, chunk.preemptions
 
     def due(self) -> bool:
         """An event is to be sent: the first token, `interval` more, or the end."""
@@ -67,6 +68,7 @@ class Answer:
         }
         if self.complete:
             meta["weight_versions"] = spans_json(self.versions)
+            meta["num_retractions"] = self.preemptions
         text = decode(self.token_ids, self.sample.skip_special_tokens) if self.complete else ""
         return {"text": text, "output_ids": self.token_ids, "meta_info": meta}
 

@@ -122,7 +122,7 @@ class WeightRoutes:
         if tensors:
             await self._abort_if_asked(body)
             with tempfile.TemporaryDirectory(dir=scratch_folder()) as folder:
-                held = await self._engine.disk_tensors()
+                held = await self._engine.disk_tensors() if self._engine.has_weights else ()
                 await asyncio.to_thread(self._write, pathlib.Path(folder), dict(held), tensors)
                 del held, tensors
                 await self._serve(folder, self._session_version)

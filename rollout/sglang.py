@@ -44,6 +44,7 @@ class SampleReply:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
+    preemptions: int = 0  # times that it lost its cache to others, as far as the server counts them
 
 
 class ServerClient:
@@ -138,12 +139,14 @@ class ServerClient:
             raise ServerError(f"{self.address}/weights_checker: answers {str(answer)[:200]}") from None
 
     async def sleep(self) -> None:
-        """Gives memory back. Only where nothing runs: SGLang would die."""
-        if load := (await self.load())["running"]:
-            raise EngineError(f"{self.address}: can't sleep, {load:g} samples are running; abort them first")
+        """Gives memory back: the weights, which are lost, and the cache. Only where nothing runs: SGLang would die."""
+        load = await self.load()
+        if samples := load["running"] + load["waiting"]:
+            raise EngineError(f"{self.address}: can't sleep, {samples:g} samples are running; abort them first")
         await self._order("/release_memory_occupation", {})
 
     async def wake(self) -> None:
+        """Takes memory again. Only where it sleeps: SGLang would die. Its weights are anything until they are new."""
         await self._order("/resume_memory_occupation", {})
 
     # --- questions ------------------------------------------------------------------------------
@@ -359,6 +362,8 @@ class _Reader:
         if versions[:known] != reply.versions:
             raise self._wrong(f"versions {versions[:known]} of {reply.rid} that were {reply.versions} before")
         reply.versions = versions
+        retractions = meta.get("num_retractions")
+        reply.preemptions = retractions if type(retractions) is int else 0
         reply.finish = FinishReason.STOP if kind == "length" and self._stopped(reply) else _REASONS[kind]
         return reply
 

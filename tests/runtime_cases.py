@@ -136,7 +136,7 @@ class Run:
         self.engines = engines or (ScriptedEngine(),)
         self.coordinator = Coordinator(Settings(**options, engines=len(self.engines)), policy or Synchronous())
         self.source, self.scorer, self.trainer = Source(), Scorer(), Trainer()
-        self.tick, self.pool = 0.0, None
+        self.tick, self.pool, self.colocated = 0.0, None, False
         self.evaluator, self.checkpointer, self.diary = Evaluator(), Checkpointer(), Diary()
         if state is not None:
             self.coordinator.load_state_dict(state["coordinator"])
@@ -157,6 +157,7 @@ class Run:
             observers=[self.diary],
             tick=self.tick,
             pool=self.pool,
+            colocated=self.colocated,
         )
         return self.runtime
 

@@ -21,7 +21,7 @@ from fluxjax.coordinator.messages import SetParallelism
 from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
-from fluxjax.runtime.engine_pool import EnginePool, engine_count
+from fluxjax.runtime.engine_pool import EnginePool, deal, engine_count
 from models.config import Qwen2Config, TextConfig
 from rollout.jax_engine import JaxEngine
 from rollout.throughput import Point, Profile, sizes
@@ -192,7 +192,9 @@ def test_devices_are_dealt_to_engines(tmp_path):
     devices = jax.local_devices()
     pool = EnginePool(config, model())
     assert [engine.devices for engine in pool.engines] == [tuple(devices[i : i + 2]) for i in (0, 2, 4)]
-    assert [len(pool._deal(degree)) for degree in (1, 2, 4)] == [6, 3, 1], "two devices of six make no engine of four"
+    assert [len(deal(pool.devices, degree)) for degree in (1, 2, 4)] == [6, 3, 1], (
+        "two devices of six make no engine of four"
+    )
     config.policy.engines = 5
     with pytest.raises(ConfigError, match=r"need 10 devices, there are 8"):
         EnginePool(config, model())

@@ -1,5 +1,6 @@
 """The pre-flight: what it reads in a schedule, what it adds up, and that its programs are those of a run."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -16,7 +17,7 @@ import models
 from fluxjax.algorithms import grpo
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.rows import Budget
-from fluxjax.config import Config, ConfigError, Strategy, cli
+from fluxjax.config import Config, ConfigError, RolloutEngine, Strategy, cli
 from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, Rows, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
@@ -230,6 +231,24 @@ def test_caches_are_as_large_as_configured_or_as_there_is_room():
     assert pages(kept) == 3, "one sequence"
     config.rollout.kv_tokens = 640
     assert pages(kept) == 40
+
+
+def test_servers_are_counted_where_they_are():
+    """Elsewhere, they take nothing of these devices; colocated, their share of what training's state leaves."""
+    config, devices = _config(Strategy.FSDP), jax.devices()[:2]
+    config.rollout.engine = RolloutEngine.SGLANG
+    apart = RunShapes.of(config, MODEL, devices, usable=1e9)
+    assert apart.resident()["engine"] == apart.servers(1e9) == 0.0 and not apart.engines_a_device
+    config.servers.colocated, config.servers.memory_fraction = True, 0.5
+    state = sum(apart.resident().values())
+    assert RunShapes.of(config, MODEL, devices, usable=1e9).servers(1e9) == 0.5 * (1e9 - state)
+    with pytest.raises(ConfigError, match=r"memory_fraction=0.5: beside training's state, a server has 0.00 GiB"):
+        RunShapes.of(config, MODEL, devices, usable=state + 1000)
+    account = dataclasses.replace(ACCOUNT, engine=0.0, cache=0.0, servers=30 * GIB)
+    training = {name: size for name, size in ACCOUNT.temporaries.items() if name not in ("prefill", "decode")}
+    phases = dataclasses.replace(account, temporaries=training).phases()
+    assert sum(phases["rollout"].values()) == (4 + 8 + 30) * GIB
+    assert not {"servers", "KV cache"} & phases["accumulate"].keys() and not {"prefill", "decode"} & phases.keys()
 
 
 def test_choices_for_a_gpu_are_made_where_there_is_none():

@@ -370,14 +370,31 @@ class Config:
                 f"policy.engines is {self.policy.engines}, but there are {servers.servers} servers (servers.count or "
                 "servers.addresses); leave it at 0, an engine a server"
             )
-        for name in ("parallelism", "stream_trainer"):
-            if getattr(self, name).enabled:
-                raise ConfigError(f"{name}.enabled needs rollout.engine=jax; {engine} servers keep their devices")
-        if self.parallelism.degree > 1:
-            flag = "--tp" if self.rollout.engine is RolloutEngine.SERVE else "--tp-size"
+        if self.stream_trainer.enabled and not servers.colocated:
             raise ConfigError(
-                f"parallelism.degree is {self.parallelism.degree}, which is for rollout.engine=jax; give servers.flags "
-                f"('{flag}', '{self.parallelism.degree}')"
+                f"stream_trainer.enabled lends devices of engines to training, but those of {engine} servers are not "
+                "the trainer's; set servers.colocated, or rollout.engine to jax"
+            )
+        if servers.colocated and (self.policy.name is Policy.ADAPTIVE_ASYNC or self.speculative_sync.enabled):
+            what = "speculative_sync.enabled" if self.speculative_sync.enabled else "policy.name=adaptive_async"
+            raise ConfigError(f"{what} trains while servers generate; servers.colocated has them sleep: unset one")
+        degree = self.parallelism.degree
+        if degree > 1 or self.parallelism.enabled:
+            flag = "--tp" if self.rollout.engine is RolloutEngine.SERVE else "--tp-size"
+            if not any("{degree}" in word for word in servers.flags):
+                raise ConfigError(
+                    f"parallelism.degree is {degree}, parallelism.enabled {self.parallelism.enabled}: servers must be "
+                    f"told, in servers.flags: ('{flag}', '{{degree}}')"
+                )
+        if self.parallelism.enabled and self.policy.engines not in (0, servers.servers):
+            raise ConfigError(
+                f"policy.engines is {self.policy.engines}, but parallelism.enabled has an engine a server "
+                f"({servers.servers}); leave it at 0"
+            )
+        if self.parallelism.enabled and self.weights.chosen(servers) is not Route.SHM:
+            raise ConfigError(
+                f"parallelism.enabled has servers of each degree on this host; set weights.route to shm, not "
+                f"{self.weights.route.value}"
             )
 
     def validate_scheduling(self) -> None:

@@ -89,6 +89,7 @@ NEEDS = (
     _when(_POLICY, (Policy.APRIL,), "april"),
     _when(_POLICY, (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
     _when("rollout.engine", (RolloutEngine.SERVE, RolloutEngine.SGLANG), "servers", "weights"),
+    _when("servers.colocated", (True,), "servers.memory_fraction"),
     _when("weights.route", (Route.AUTO, Route.ORBAX), *_of("weights", "folder", "local", "agents", "delta")),
     _when("weights.route", (Route.GROUP,), *_of("weights", "backend", "address")),
     _when("weights.route", (Route.GROUP, Route.IPC), "weights.python"),

@@ -2,10 +2,11 @@
 
 import dataclasses
 import enum
+import ipaddress
 from urllib.parse import urlsplit
 
 from ..base.errors import ConfigError
-from .bounds import positive
+from .bounds import positive, within
 
 
 class RolloutEngine(enum.Enum):
@@ -26,11 +27,15 @@ class ServersConfig:
 
     count: int = positive(1)  # that the run starts on its host; without effect where there are addresses
     addresses: tuple[str, ...] = ()  # of servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN for them
-    flags: tuple[str, ...] = ()  # for servers that the run starts; {server} is a server's number: ("--tp-size", "2")
-    environment: tuple[str, ...] = ()  # the same: ("CUDA_VISIBLE_DEVICES={server}",)
+    # For servers that the run starts: ("--tp-size", "{degree}", "--base-gpu-id", "{device}"). {server} is a server's
+    # number, {degree} parallelism.degree, {device} the first of so many devices, {devices} all of them, as in 2,3.
+    flags: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()  # the same: ("CUDA_VISIBLE_DEVICES={devices}",)
     python: str = ""  # the interpreter that has SGLang; empty: the run's own
     patience: float = positive(10.0)  # seconds without an answer after which a server is taken for hung
     start_seconds: float = positive(600.0)  # that a server may take to start, or to come back
+    colocated: bool = False  # on the devices that train: they sleep while it does, and training gives memory back
+    memory_fraction: float = within(0.6, "(0, 1)")  # colocated SGLang: of the memory that is free when it starts
 
     def validate(self) -> None:
         """Raises `ConfigError` for servers that can't be started or reached."""
@@ -54,6 +59,8 @@ class ServersConfig:
                 "servers.addresses are of servers that others start; servers.flags, servers.environment and "
                 "servers.python are for servers that the run starts: leave them out"
             )
+        if self.colocated and not all(map(on_this_host, self.addresses)):
+            raise ConfigError("servers.colocated needs servers of this host; servers.addresses has others")
 
     @property
     def servers(self) -> int:
@@ -69,3 +76,12 @@ def check_address(address: str, where: str) -> None:
         known = False
     if not known:
         raise ConfigError(f"{where} has {address!r}; an address is like http://127.0.0.1:30000")
+
+
+def on_this_host(address: str) -> bool:
+    """Says whether the address is one of this host that no other can mean."""
+    host = urlsplit(address).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -2,12 +2,10 @@
 
 import dataclasses
 import enum
-import ipaddress
-from urllib.parse import urlsplit
 
 from ..base.errors import ConfigError
 from .bounds import positive
-from .servers import RolloutEngine, ServersConfig
+from .servers import RolloutEngine, ServersConfig, on_this_host
 
 
 class Route(enum.Enum):
@@ -77,12 +75,3 @@ class WeightsConfig:
                 f"{name}, but SGLang 0.5.23 can't pull weights: run python -m rollout.weights.agent on the hosts of "
                 "servers.addresses, and name them in weights.agents"
             )
-
-
-def on_this_host(address: str) -> bool:
-    """Says whether the address is one of this host that no other can mean."""
-    host = urlsplit(address).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

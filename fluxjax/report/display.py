@@ -158,5 +158,5 @@ class _ServerTable:
 
 def _state(server: ServerStatus) -> str:
     if server.up:
-        return "up"
+        return "asleep" if server.asleep else "up"
     return "lost: " + "".join(server.reason.strip().splitlines()[:1]) if server.restarts else "starting"

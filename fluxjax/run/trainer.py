@@ -350,8 +350,7 @@ class FluxTrainer:
     async def _reinforce(self, callbacks: Callbacks) -> Finish:
         config = self.config
         self.display.phase("RL", config.steps, done=self.coordinator.step)
-        lent = self.pool.engines if isinstance(self.pool, EnginePool) else ()  # of servers, none is
-        trainer = PolicyTrainer(config, self.learner, self.composer, self.reference, lent, self.algorithm)
+        trainer = PolicyTrainer(config, self.learner, self.composer, self.reference, self.engines, self.algorithm)
         reporter = Reporter(
             config.report,
             run_dir=self.run_dir,
@@ -377,6 +376,7 @@ class FluxTrainer:
             timeline=self.timeline,
             tick=0.1 if config.speculative_sync.enabled else 0.0,
             pool=self.pool,
+            colocated=config.rollout.engine is not RolloutEngine.JAX and config.servers.colocated,
         )
         if self._stopping:
             self._runtime.request_stop(_STOPPED)

@@ -62,13 +62,9 @@ class EnginePool:
         if parallelism.profile:
             _check_profile(parallelism.profile, model)
         if config.stream_trainer.enabled:
-            self._check_lent(model)
+            check_lent(config, model, self.devices)
         self._model = model
-        self.engines = [self._make(dealt) for dealt in self._deal(parallelism.degree)]
-
-    def _deal(self, degree: int) -> list[tuple[Any, ...]]:
-        whole = range(0, len(self.devices) - degree + 1, degree)
-        return [self.devices[start : start + degree] for start in whole]
+        self.engines = [self._make(dealt) for dealt in deal(self.devices, parallelism.degree)]
 
     def _make(self, devices: Sequence[Any]) -> JaxEngine:
         rollout = self._config.rollout
@@ -105,7 +101,7 @@ class EnginePool:
     async def set_parallelism(self, degree: int) -> Sequence[JaxEngine]:
         """Makes engines on `degree` devices each, awake, which serve what the first engine does. Engines that are too
         many are closed first, so that no device holds the weights of two engines that it did not have before."""
-        dealt = self._deal(degree)
+        dealt = deal(self.devices, degree)
         if not dealt:
             raise ValueError(f"{len(self.devices)} devices make no engine of {degree}")
         for engine in self.engines[len(dealt) :]:
@@ -120,20 +116,33 @@ class EnginePool:
             self.engines.append(engine)
         return self.engines
 
-    def _check_lent(self, model: Decoder) -> None:
-        """Checks what training has when half of the engines are lent to it, at every degree that may come."""
-        parallelism = self._config.parallelism
-        vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
-        most = min(parallelism.max_degree, len(self.devices)) if parallelism.enabled else parallelism.degree
-        least = 1 if parallelism.enabled else parallelism.degree
-        degrees = [1 << power for power in range(most.bit_length()) if least <= 1 << power]
-        for degree in degrees:
-            half = len(self._deal(degree)) // 2
-            try:
-                if half:
-                    Composer(self._config, -(-half // self._a_device) * degree, vision, model.config.text).check()
-            except ConfigError as error:
-                raise ConfigError(f"stream_trainer.enabled: on the devices of half of the engines: {error}") from error
+
+def deal(devices: Sequence[Any], degree: int) -> list[tuple[Any, ...]]:
+    """The devices of each engine that they make whole."""
+    return [tuple(devices[start : start + degree]) for start in range(0, len(devices) - degree + 1, degree)]
+
+
+def degrees(config: Config, devices: int) -> list[int]:
+    """The degrees that engines may have on so many devices."""
+    parallelism = config.parallelism
+    if not parallelism.enabled:
+        return [parallelism.degree]
+    most = min(parallelism.max_degree, devices)
+    return [1 << power for power in range(most.bit_length()) if parallelism.min_degree <= 1 << power]
+
+
+def check_lent(config: Config, model: Decoder, devices: Sequence[Any]) -> None:
+    """Checks what training has when half of the engines are lent to it, at every degree that may come. Raises
+    `ConfigError`."""
+    vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
+    a_device = -(-len(devices) // len(set(devices)))
+    for degree in degrees(config, len(devices)):
+        half = len(deal(devices, degree)) // 2
+        try:
+            if half:
+                Composer(config, -(-half // a_device) * degree, vision, model.config.text).check()
+        except ConfigError as error:
+            raise ConfigError(f"stream_trainer.enabled: on the devices of half of the engines: {error}") from error
 
 
 def _check_profile(file: str, model: Decoder) -> None:

@@ -43,6 +43,7 @@ class Runtime:
     prepared: dataclasses.InitVar[Mapping[int, PreparedPrompt] | None] = None
     tick: float = 0.0  # the coordinator hears the time with every event, and every so many seconds; 0: never
     pool: Engines | None = None  # has the `engines` where the coordinator may ask for others
+    colocated: bool = False  # engines sleep while the trainer's own devices compute, until they get new weights
 
     def __post_init__(self, prepared: Mapping[int, PreparedPrompt] | None) -> None:
         """`prepared` are the prompts, by draw, that a resumed coordinator has in its books."""
@@ -225,19 +226,34 @@ class Runtime:
 
     @_carry_out.of(messages.Lend)
     async def _lend(self, order: messages.Lend) -> None:
-        engines = [self.engines[number] for number in order.engines]
+        await self._rest(order.engines)
+        self._post(messages.Lent(order.engines))
+
+    async def _rest(self, numbers: Sequence[int]) -> None:
+        """Puts engines to sleep as soon as what runs there has ended."""
+        engines = [self.engines[number] for number in numbers if number not in self._asleep]
         async with self._submitting:  # what was to run there is queued, and parked after that
             streams = [task for engine, task in self._streams.values() if engine in engines]
         if streams:
             await asyncio.wait(streams)
-        for engine in engines:
+
+        async def sleep(engine: Engine) -> None:
             with contextlib.suppress(EngineError):  # then its memory stays in use; its devices are idle all the same
                 await engine.sleep()
-        self._asleep.update(order.engines)
-        self._post(messages.Lent(order.engines))
+
+        await on_all(engines, sleep)
+        self._asleep.update(numbers)
+
+    async def _make_room(self) -> None:
+        """For what the trainer computes on its own devices."""
+        if self.colocated:
+            with self.timeline.span("sync", "engines", self._step):
+                await self._rest(range(len(self.engines)))
 
     @_carry_out.of(messages.Accumulate)
     async def _accumulate(self, order: messages.Accumulate) -> None:
+        if not order.engines:
+            await self._make_room()
         prepared = self._taken(order.groups)
         with contextlib.ExitStack() as spans:
             for lane in [f"engine {number}" for number in order.engines] or ["trainer"]:
@@ -249,6 +265,7 @@ class Runtime:
     async def _train(self, order: messages.Train) -> None:
         prepared = self._taken(order.groups)
         self._forget_before(self.coordinator.version)
+        await self._make_room()
         with self.timeline.span("train", "trainer", order.step):
             trained, version, weights = await self._in_thread(
                 lambda: (self.trainer.train(order.step, order.groups, prepared), *self._newest_weights())

@@ -28,9 +28,11 @@ class Account:
     largest_weight: float  # a stack of layers as it is handed to an engine
     temporaries: Mapping[str, float]
     results: Mapping[str, float]
+    servers: float = 0.0  # memory of servers on the same device, while they are awake; training is not, then
 
     def phases(self) -> dict[str, dict[str, float]]:
-        """Bytes by phase and kind. Weights, moments and the engines' caches stay through all of a step."""
+        """Bytes by phase and kind. Weights, moments and the engines' caches stay through all of a step. With rollout
+        servers, `temporaries` has no programs of engines, and no phase is theirs."""
         resident = {
             "master weights": self.masters,
             "moments": self.moments,
@@ -45,15 +47,17 @@ class Account:
             return {kind: size for kind, size in (kinds | {"temporaries": temporaries}).items() if size}
 
         # The next microbatch is placed while one is computed.
-        return {
+        phases = {
             "accumulate": during("accumulate", gradients=self.gradients, batches=2 * self.batch),
             "update": during("update", gradients=self.gradients),
             "logprobs": during("logprobs", batches=2 * self.batch),
-            "prefill": during("prefill"),
-            "decode": during("decode"),
-            # An engine replaces its weights one by one (`rollout.engine_weights.split_layers`).
-            "publish": {kind: size for kind, size in resident.items() if size} | {"temporaries": self.largest_weight},
         }
+        phases |= {name: during(name) for name in ("prefill", "decode") if name in self.temporaries}
+        awake = {kind: size for kind, size in (resident | {"servers": self.servers}).items() if size}
+        if self.servers:
+            phases["rollout"] = awake
+        # An engine replaces its weights one by one (`rollout.engine_weights.split_layers`).
+        return {**phases, "publish": awake | {"temporaries": self.largest_weight}}
 
     def totals(self) -> dict[str, float]:
         """Bytes by phase."""

@@ -108,4 +108,5 @@ def changes(run: RunShapes, rows: Rows, usable: float, few: int, progress: Progr
     def more_devices(account: Account) -> tuple[str, Account] | None:
         return "twice as many devices", account.with_devices(2.0)
 
-    return [less_kept, shorter_rows, smaller_cache, fewer_slots, wider_engines, more_devices]
+    ours = [smaller_cache, fewer_slots, wider_engines] if run.engines_a_device else []
+    return [less_kept, shorter_rows, *ours, more_devices]

@@ -15,7 +15,7 @@ import models
 from models.config import AnyConfig
 from models.decoder import parameter_count
 
-from ..config import Config, Remat
+from ..config import Config, Remat, RolloutEngine
 from .account import GIB, Account, Remedy, Rows, in_gib, remedies
 from .advice import REMATS, changes, with_remat
 from .programs import Compiled, Progress, RunShapes, bytes_on_device, compiled_at_depth, with_layers
@@ -156,10 +156,10 @@ def check(
         shallow, whole = compiled_at_depth(sized, model, devices, names, few, progress, never_sampled)
         first.update(shallow)
         programs.update(whole)
-        return run, _account(run, programs)
+        return run, _account(run, programs, room)
 
     quickest, *others = REMATS if config.sharding.remat is Remat.AUTO else [config.sharding.remat]
-    run, account = compiled(quickest, PROGRAMS)
+    run, account = compiled(quickest, PROGRAMS if config.rollout.engine is RolloutEngine.JAX else PROGRAMS[:3])
     for remat in others:
         if account.totals()["accumulate"] <= room.usable:  # no other phase depends on it
             break
@@ -203,7 +203,7 @@ def _rows(
     return Rows(tokens, slope + max(others, 0.0) / tokens)
 
 
-def _account(run: RunShapes, programs: Mapping[str, Compiled]) -> Account:
+def _account(run: RunShapes, programs: Mapping[str, Compiled], room: DeviceRoom) -> Account:
     resident = run.resident()
     return Account(
         **resident,
@@ -213,4 +213,5 @@ def _account(run: RunShapes, programs: Mapping[str, Compiled]) -> Account:
         largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(run.engine.handed_in)),
         temporaries={name: compiled.temporaries for name, compiled in programs.items()},
         results={name: compiled.results for name, compiled in programs.items()},
+        servers=run.servers(room.usable),
     )

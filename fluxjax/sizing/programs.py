@@ -19,16 +19,17 @@ import models
 from models.config import AnyConfig, Qwen25VLConfig
 from models.decoder import Decoder
 from rollout.lowered import EngineArrays, lowered_programs
-from rollout.pages import PAGE_TOKENS
+from rollout.pages import PAGE_TOKENS, pages_for
 from rollout.requests import EngineLimits
 from sharding.mesh import make_mesh
 from sharding.target import Target, compiling_for
 
 from ..algorithms import ALGORITHMS
 from ..base.types import TrainBatch
-from ..config import Config, ConfigError, Policy, Strategy
+from ..config import Config, ConfigError, Policy, RolloutEngine, Strategy
 from ..learner.learner import Learner
 from ..runtime.engine_pool import engine_count
+from .account import in_gib
 from .largest import largest_batch, longest_prompt, vision_of
 from .schedule import Traffic, traffic
 
@@ -122,6 +123,9 @@ class RunShapes:
         batch = learner.gradients.strategy.place(largest_batch(config, model, len(devices)))
         arrays = engine_arrays(config, abstract, devices)
         shapes = RunShapes(config, model, devices, learner, batch, arrays)
+        if not shapes.engines_a_device:
+            shapes.check_servers(usable)
+            return shapes
         room = config.rollout.kv_fraction * (usable - sum(shapes.resident().values())) / shapes.engines_a_device
         if not config.rollout.kv_tokens and (cache := bytes_on_device(arrays.cache)) > room:
             tokens = int(cache_tokens(config) * max(room, 0.0) / cache)
@@ -130,8 +134,29 @@ class RunShapes:
 
     @property
     def engines_a_device(self) -> int:
-        """Engines that share the fullest device."""
+        """Embedded engines that share the fullest device."""
+        if self.config.rollout.engine is not RolloutEngine.JAX:
+            return 0
         return -(-engine_count(self.config, self.devices) * self.config.parallelism.degree // len(self.devices))
+
+    def servers(self, usable: float) -> float:
+        """The bytes of a device that servers have while they are awake, of so many that are usable."""
+        servers = self.config.servers
+        if self.engines_a_device or not servers.colocated:
+            return 0.0
+        return servers.memory_fraction * (usable - sum(self.resident().values()))
+
+    def check_servers(self, usable: float) -> None:
+        """Raises ConfigError where a server on these devices would have no room for weights and one sequence."""
+        config, share = self.config, self.servers(usable)
+        longest = pages_for(config.rollout.max_sequence_tokens) / self.engine.cache.k_LCKSH.shape[1]
+        needed = bytes_on_device(self.engine.params) + longest * bytes_on_device(self.engine.cache)
+        if config.servers.colocated and share < needed:
+            raise ConfigError(
+                f"servers.memory_fraction={config.servers.memory_fraction:g}: beside training's state, a server has "
+                f"{in_gib(share)} GiB of a device, and needs {in_gib(needed)} for its weights and one sequence; raise "
+                "it, give servers more devices (parallelism.degree) or training more (its state is cut over all)"
+            )
 
     @property
     def cache_tokens(self) -> int:

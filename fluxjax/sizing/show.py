@@ -19,6 +19,7 @@ _KINDS = {  # in the order of bars and columns
     "reference weights": "#9ecae1",
     "engine weights": "#2ca02c",
     "KV cache": "#ff7f0e",
+    "servers": "#bcbd22",
     "batches": "#9467bd",
     "temporaries": "#d62728",
 }
@@ -28,7 +29,8 @@ _MEANING = {
     "logprobs": "log-probs of a microbatch",
     "prefill": "prompts into the cache",
     "decode": "tokens of all slots",
-    "publish": "new weights to the engines",
+    "rollout": "servers awake",
+    "publish": "new weights to engines or servers",
 }
 
 

@@ -15,13 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
+import models
 from models.config import AnyConfig, NameLayout, Qwen25VLConfig
 from models.folder import write_json
 from models.hf import SINGLE, disk_tensors, stored
 from models.hf_config import write_config
 from models.weight_file import write_weights
 
+from ..engine import EngineError
 from .checksums import Checksums
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
@@ -58,8 +61,11 @@ class SharedFolders:
         self._lock = threading.Lock()
 
     def write(self, version: int, params: Mapping[str, Any]) -> Published:
-        """Writes one tensor after the other; not again, where these very arrays were written as this version. Raises
-        OSError, which names the folder, where there is no room; nothing of the version is left then. Blocks."""
+        """Writes one tensor after the other; not again, where these very arrays were written as this version. Blocks.
+
+        Raises EngineError for weights of another model, which servers might take or die of, and OSError, which names
+        the folder, where there is no room; nothing of the version is left then.
+        """
         with self._lock:
             arrays = jax.tree.leaves(params)
             for published, seen in self._written:
@@ -73,6 +79,7 @@ class SharedFolders:
             return published
 
     def _write(self, folder: pathlib.Path, version: int, params: Mapping[str, Any]) -> Published:
+        check_shapes(by_name(models.split(models.abstract(self._config))[1]), by_name(dict(params)))
         contents = stored(self._config, dict(params), self._dtype)
         size = sum(tensor.nbytes for tensor in contents)
         free = shutil.disk_usage(self._root).free
@@ -101,6 +108,21 @@ class SharedFolders:
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
+
+
+def by_name(params: PyTree) -> dict[str, Any]:
+    """The weights by a name for messages."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def check_shapes(served: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+    """Raises EngineError, which names the tensor, unless names and shapes are those of what is served."""
+    for name in sorted(served.keys() | params.keys()):
+        if name not in params or name not in served:
+            raise EngineError(f"weight {name} is {'missing' if name in served else 'none of those that are served'}")
+        shape, dtype = getattr(params[name], "shape", None), getattr(params[name], "dtype", None)
+        if shape != served[name].shape or dtype is None:  # None: no array at all
+            raise EngineError(f"weight {name} has shape {shape}, the engine serves {served[name].shape}")
 
 
 def scratch_folder() -> pathlib.Path:

@@ -133,7 +133,7 @@ class Subject:
         """Tokens that came of responses that have not ended; of the engine in this process, its running samples."""
         if self.fleet is None:
             return self.engine.stats().running
-        servers = list(self.fleet._servers)
+        servers = list(self.fleet._state.servers)
         replies = [reply for s in servers for attempt in list(s.attempts) for reply in attempt.replies.values()]
         return sum(len(reply.ids) for reply in replies)
 

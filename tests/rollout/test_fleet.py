@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import pathlib
 import shutil
@@ -138,11 +139,11 @@ def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
         for name, seat in places.items():
             server = Server(name, seat, ServerClient(""), None)
             server.up, server.holds = True, places
-            fleet._servers.append(server)
+            fleet._state.servers.append(server)
         job.lost["lost here"] = 1
-        fleet._servers[2].open = 3
+        fleet._state.servers[2].open = 3
         for expected in ("best", "busy", "elsewhere", "lost here"):
-            chosen = run(fleet._server_for(job))
+            chosen = run(fleet._requests._server_for(job))
             assert chosen is not None and chosen.name == expected
             chosen.suspect()
 
@@ -361,7 +362,7 @@ def test_a_server_that_dies_or_hangs_is_replaced(
             jobs = [
                 asyncio.create_task(exact(seat, long_here, asked(n=4, seed=s, tokens=200), version)) for s in (1, 2)
             ]
-            await until(lambda: all(server.open > 0 for server in fleet._servers))
+            await until(lambda: all(server.open > 0 for server in fleet._state.servers))
             pid = servers[0].pid
             os.killpg(pid, number)
             began = time.monotonic()
@@ -383,6 +384,50 @@ def test_a_server_that_dies_or_hangs_is_replaced(
 
 
 @pytest.mark.long
+def test_preemptions_of_servers_are_counted(serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path) -> None:
+    small = dataclasses.replace(serve, flags=(*serve.flags, "--kv-tokens", str(LONGEST)))
+    with processes(small, tmp_path, 1) as (fleet, _):
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            version = await publish([seat], long_here)
+            await exact(seat, long_here, asked(), version)
+            assert seat.stats().preemptions == 0
+            await exact(seat, long_here, asked(n=8, tokens=LONGEST // 2), version)
+            assert seat.stats().preemptions > 0
+
+        run(work())
+
+
+@pytest.mark.long
+def test_a_server_that_ends_in_its_sleep_starts_when_it_is_to_wake(
+    serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
+) -> None:
+    """Its memory is lent to others until then; so is that of one that is to sleep before it is up."""
+    with processes(serve, tmp_path, 2) as (fleet, servers):
+        seat = FleetEngine(fleet, 0)
+
+        async def work() -> None:
+            version = await publish([seat], long_here)
+            await until(lambda: all(server.up for server in fleet.servers()))
+            os.killpg(servers[1].pid, signal.SIGKILL)
+            await until(lambda: fleet.servers()[1].restarts and servers[1].ended() is None and servers[1]._process)
+            starting = servers[1].pid
+            await seat.sleep()
+            assert [server.asleep for server in fleet.servers()] == [True, False] and not group_exists(starting)
+            pid = servers[0].pid
+            os.killpg(pid, signal.SIGKILL)
+            await until(lambda: not group_exists(pid) and not fleet.servers()[0].up)
+            await asyncio.sleep(1.0)
+            assert servers[0]._process is None and servers[1]._process is None
+            version = await publish([seat], long_here, 1)  # wakes
+            await exact(seat, long_here, asked(n=4), version)
+            await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
+
+        run(work())
+
+
+@pytest.mark.long
 def test_servers_join_and_leave_a_running_fleet(
     serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
 ) -> None:
@@ -399,18 +444,18 @@ def test_servers_join_and_leave_a_running_fleet(
             jobs = [
                 asyncio.create_task(exact(seat, long_here, asked(n=2, seed=s, tokens=200), version)) for s in range(4)
             ]
-            await until(lambda: all(server.open == 4 for server in fleet._servers))
+            await until(lambda: all(server.open == 4 for server in fleet._state.servers))
             pid = late.pid
             fleet.leave(name)
             await asyncio.gather(*jobs)
             await until(lambda: not group_exists(pid))
             job = asyncio.create_task(exact(seat, long_here, asked(tokens=200), version))
-            await until(lambda: fleet._servers[0].open)
+            await until(lambda: fleet._state.servers[0].open)
             os.killpg(servers[0].pid, signal.SIGKILL)
             await job
             assert [server.restarts for server in fleet.servers()] == [1]
             job = asyncio.create_task(collect(seat.generate(asked(n=8, tokens=200)), 8))
-            await until(lambda: fleet._servers[0].open)
+            await until(lambda: fleet._state.servers[0].open)
             pid = servers[0].pid
             await asyncio.to_thread(fleet.close)
             await until(lambda: not group_exists(pid))

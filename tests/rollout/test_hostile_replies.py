@@ -106,7 +106,7 @@ def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) 
     """One of two servers never answers as it should: everything is right, from the other one."""
 
     async def work(engines: list[FleetEngine], kind: str) -> None:
-        await until(lambda: all(server.usable for server in engines[0]._fleet._servers))  # after the last trouble
+        await until(lambda: all(server.usable for server in engines[0]._fleet._state.servers))  # after the last trouble
         pair.proxies[0].forever = Fault(kind, at=1 if kind == "tokens that change" else 0)
         version = engines[0].stats().version
         await asyncio.gather(*(exact(seat, here, asked(n=2, seed=seed), version) for seed, seat in enumerate(engines)))

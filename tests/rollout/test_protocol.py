@@ -252,8 +252,10 @@ def test_rule_9_a_bad_request_is_refused_and_harms_nobody(engine: Subject) -> No
 
 
 def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
+    """One that slept answers as before, under the same version, although a server's weights are lost in its sleep."""
+
     async def work() -> None:
-        await engine.serve()
+        _, version = await engine.serve()
         prompt = prompts(engine.kind)["text"]
         task = asyncio.create_task(collect(engine.engine.generate(request("b", prompt, n=8, max_new_tokens=150)), 8))
         while not engine.engine.stats().running:
@@ -262,9 +264,13 @@ def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
             await engine.engine.sleep()
         await task
         await engine.engine.sleep()
+        await engine.engine.sleep()  # it may be told again
+        task = asyncio.create_task(collect(engine.engine.generate(request("c", prompt, max_new_tokens=4)), 1))
+        await asyncio.sleep(0.5)
+        assert not task.done()  # what is asked for meanwhile waits
         await engine.engine.wake()
-        await engine.serve()  # what a server has after sleeping is up to its settings
-        (answer,) = await collect(engine.engine.generate(request("c", prompt, max_new_tokens=4)), 1)
+        (answer,) = await task
+        assert set(answer.versions) == {version}
         assert gap(model(engine.kind), prompt, answer) < GAP
 
     run(work())
@@ -378,3 +384,25 @@ def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
     with contextlib.closing(fleet):
         run(never())
     run(whole_again())
+
+
+@pytest.mark.parametrize("what", ["lacks one", "wrong shape", "unknown name"])
+def test_rule_15_weights_that_do_not_fit_are_refused_before_they_are_sent(engine: Subject, what: str) -> None:
+    """A wrong shape ends SGLang; of the others, it reports success."""
+
+    async def work() -> None:
+        whole, version = await engine.serve()
+        params = models.split(model(engine.kind, 1))[1]
+        mlp = params["layers"]["mlp"]
+        if what == "unknown name":
+            mlp["side"] = mlp["down"]
+        else:
+            down = mlp.pop("down")
+            mlp |= {"down": down[..., :-1]} if what == "wrong shape" else {}
+        with pytest.raises((EngineError, ValueError), match=r"down|side"):
+            await engine.engine.update_weights(next(versions), params)
+        prompt = prompts(engine.kind)["text"]
+        (answer,) = await collect(engine.engine.generate(request("after", prompt, max_new_tokens=4)), 1)
+        assert set(answer.versions) == {version} and gap(whole, prompt, answer) < GAP
+
+    run(work())

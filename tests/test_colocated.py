@@ -1,0 +1,113 @@
+"""Servers on the devices that train: they sleep meanwhile. And servers of several degrees, one of which is awake."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+from runtime_cases import Run
+from scripted_engine import ScriptedEngine
+
+from fluxjax.config import Config, Importance, Policy, RolloutEngine, cli
+from fluxjax.coordinator import April, Synchronous, TailBatching
+from fluxjax.report.metrics import read
+from fluxjax.run.callbacks import Callback
+from fluxjax.run.trainer import FluxTrainer
+
+GAP = 1e-4  # absolute, float32
+
+
+def content(run: Run) -> list[list[tuple]]:
+    """What each step was trained on."""
+    return [
+        [(s.response.rid, s.response.token_ids, s.reward) for group in report.groups for s in group.samples]
+        for report in run.diary.reports
+    ]
+
+
+@pytest.mark.parametrize("make", [Synchronous, TailBatching, April])
+def test_training_has_the_devices_for_itself(make: Any) -> None:
+    """All engines sleep whenever the trainer computes, wake with the new weights, and what is learnt is the same."""
+    apart = Run(ScriptedEngine(), ScriptedEngine(), policy=make())
+    apart.go()
+    run = Run(ScriptedEngine(), ScriptedEngine(), policy=make())
+    run.colocated = True
+    train = run.trainer.train
+
+    def alone(*arguments: Any) -> Any:
+        assert all(engine.asleep and not engine.open_streams for engine in run.engines)
+        return train(*arguments)
+
+    run.trainer.train = alone
+    run.go()
+    assert content(run) == content(apart)
+    for engine in run.engines:
+        assert engine.log.count("sleep") == engine.log.count("wake") == 3
+        assert engine.version == 3 and not engine.asleep
+    assert not any("sleep" in engine.log for engine in apart.engines)
+
+
+class Watch(Callback):
+    """The servers as they are after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[tuple[str, bool, int]]] = []
+
+    def on_step(self, trainer: FluxTrainer, *_: Any) -> None:
+        self.seen.append([(server.name, server.asleep, server.version) for server in trainer.pool.servers()])
+
+
+def fleet(folder: pathlib.Path, **settings: Any) -> Config:
+    config = cli.load(["--config=configs/text.py:debug", f"--config.run_dir={folder / 'run'}"])
+    config.rollout.engine, config.servers.count, config.steps = RolloutEngine.SERVE, 2, 4
+    config.algorithm.importance.kind = Importance.TRUNCATE
+    for name, value in settings.items():
+        section, _, field = name.partition("__")
+        setattr(getattr(config, section), field, value)
+    config.validate()
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("stream", [False, True], ids=["alone", "stream trainer"])
+def test_a_run_with_servers_that_sleep(tmp_path: pathlib.Path, stream: bool) -> None:
+    config = fleet(tmp_path, servers__colocated=True, policy__name=Policy.APRIL, stream_trainer__enabled=stream)
+    config.stream_trainer.first, config.stream_trainer.last, config.stream_trainer.chunk = 0.1, 0.9, 1
+    watch = Watch()
+    with FluxTrainer(config, callbacks=[watch]) as trainer:
+        result = trainer.fit()
+        slept = [span for span in trainer.timeline.spans() if (span.name, span.lane) == ("sync", "engines")]
+        lent = [span for span in trainer.timeline.spans() if span.name == "train" and span.lane != "trainer"]
+    assert result.summary.complete and 0 < result.summary.logprob_gap_max < GAP
+    assert len(slept) >= 4 and bool(lent) == stream
+    assert watch.seen == [[(f"server {i}", False, step) for i in range(2)] for step in range(1, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_degree_of_servers_changes_without_a_start(tmp_path: pathlib.Path) -> None:
+    """Servers of each degree were started before the first step; those of one are awake, with the newest weights."""
+    config = fleet(
+        tmp_path,
+        parallelism__degree=2,
+        parallelism__enabled=True,
+        parallelism__calm=2,
+        servers__count=1,
+        servers__flags=("--tp", "{degree}"),
+        servers__environment=("XLA_FLAGS=--xla_force_host_platform_device_count=2",),
+    )
+    watch = Watch()
+    with FluxTrainer(config, callbacks=[watch]) as trainer:
+        result = trainer.fit()
+        assert [engine.stats().tokens_generated > 0 for engine in trainer.engines] == [True, True]
+        assert trainer.engine is trainer.engines[0]  # the one that evaluates
+    assert result.summary.complete and 0 < result.summary.logprob_gap_max < GAP
+    wide, asleep = [("2-device server 0", False)], [(f"1-device server {i}", True) for i in range(2)]
+    assert sorted(watch.seen[0]) == sorted([*((*server, 1) for server in wide), *((*server, -1) for server in asleep)])
+    for step, seen in enumerate(watch.seen[1:], 2):  # two calm steps: those of one device are awake
+        assert sorted(seen) == [("1-device server 0", False, step), ("1-device server 1", False, step),
+                                ("2-device server 0", True, -1)]  # fmt: skip
+    steps = [record for record in read(tmp_path / "run" / "metrics.jsonl") if record["phase"] == "rl"]
+    assert sum(record["servers/restarts"] for record in steps) == 0
