@@ -35,9 +35,9 @@ def test_training_has_the_devices_for_itself(make: Any) -> None:
     run.colocated = True
     train = run.trainer.train
 
-    def alone(*arguments: Any) -> Any:
+    def alone(step, groups, prepared):
         assert all(engine.asleep and not engine.open_streams for engine in run.engines)
-        return train(*arguments)
+        return train(step, groups, prepared)
 
     run.trainer.train = alone
     run.go()

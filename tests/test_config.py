@@ -153,11 +153,11 @@ def test_mistakes_end_in_one_clear_line(argument, expected):
         (
             [
                 "parallelism.enabled=True",
-                "servers.count=2",
+                "servers.count=3",
                 "servers.flags=('--tp-size','{degree}')",
-                "policy.engines=1",
+                "policy.engines=2",
             ],
-            "policy.engines is 1, but parallelism.enabled has an engine a server (2)",
+            "policy.engines is 2, but parallelism.enabled has an engine a server (3)",
         ),
         (["weights.route=orbax"], "set weights.folder"),
         (["weights.route=group"], "set weights.python"),
