@@ -388,7 +388,7 @@ def test_memory_is_given_back_between_requests_only(vl):
             await begun(stream)
             await refused(served, {}, "samples are running", "/release_memory_occupation")
             await last(stream)
-            await served.ok("/release_memory_occupation", {})
+            await served.ok("/release_memory_occupation", {"tags": ["kv_cache"]})
             assert served.engine.cache_usage.bytes == 0
             call = asyncio.create_task(served.ok("/generate", single(served, "r", stream=False)))
             await asyncio.sleep(0.2)
@@ -396,6 +396,9 @@ def test_memory_is_given_back_between_requests_only(vl):
             await served.ok("/resume_memory_occupation", {"tags": ["kv_cache"]})
             assert (await call)["output_ids"] == list(whole.ids)
             assert "flushed" in await served.ok("/flush_cache")
+            await served.ok("/release_memory_occupation", {})
+            assert not served.engine.has_weights
+            await refused(served, single(served, "r", stream=False), "has no weights")
 
     run(test())
 
