@@ -307,17 +307,17 @@ def test_prometheus_reads_servers_when_it_asks():
     servers += [server(0), server(1, **LOST)]
     text = prometheus_client.generate_latest(registry).decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-    names = ("up", "weight_version", "running", "waiting", "tokens_per_second", "restarts_total", "tokens_total")
-    expected = {0: (1, 3, 5, 1, 1234.5, 0, 100), 1: (0, -1, 5, 1, 1234.5, 1, 100)}
+    names = ("up", "asleep", "weight_version", "running", "waiting", "tokens_per_second", "restarts_total", "tokens_total")
+    expected = {0: (1, 0, 3, 5, 1, 1234.5, 0, 100), 1: (0, 0, -1, 5, 1, 1234.5, 1, 100)}
     assert {key: float(value) for key, value in values.items()} == {
         f'fluxjax_server_{name}{{server="server {number}"}}': value
         for number, row in expected.items()
         for name, value in zip(names, row, strict=True)
     }
-    servers[1] = server(1, restarts=1, version=4)
-    assert (
-        'fluxjax_server_weight_version{server="server 1"} 4.0' in prometheus_client.generate_latest(registry).decode()
-    )
+    servers[1] = server(1, restarts=1, version=4, asleep=True)
+    text = prometheus_client.generate_latest(registry).decode()
+    assert 'fluxjax_server_weight_version{server="server 1"} 4.0' in text
+    assert 'fluxjax_server_asleep{server="server 1"} 1.0' in text
 
 
 class NobodyListens(Callbacks):

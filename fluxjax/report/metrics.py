@@ -112,6 +112,7 @@ class MetricsLog:
 
 _SERVER_METRICS: Mapping[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]] = {
     "up": (GaugeMetricFamily, "1: it takes requests, 0: it starts, or was lost"),
+    "asleep": (GaugeMetricFamily, "1: it gave its memory back, until it is needed"),
     "weight_version": (GaugeMetricFamily, "the version of the weights that it was proven to have, -1: none"),
     "running": (GaugeMetricFamily, "samples that it generates"),
     "waiting": (GaugeMetricFamily, "samples that wait for a place"),
