@@ -71,12 +71,14 @@ class Fsdp:
     def place(self, batch: Batch) -> Batch:
         """Host arrays of a batch (or its inputs) as they lie on the mesh.
 
-        Every process has the whole batch and keeps its devices' part. Raises ValueError if the devices do not divide
-        the rows.
+        Each process gives the rows of its own devices, in the order of the mesh. Raises ValueError if these devices do
+        not divide them.
         """
         jax.tree.map(self._check, self._row_dims(batch), batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
-        return _put(batch, placed)
+        if jax.process_count() == 1 or _is_abstract(batch):
+            return _put(batch, placed)
+        return jax.tree.map(_from_own_rows, batch, placed)
 
     def loss_and_grad(self, params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
         """(loss, tally, gradients): loss and tally summed over all devices, gradients laid out like `params`."""
@@ -128,11 +130,12 @@ class Fsdp:
         return P(*[None] * dim, self._axes) if self._axes else P()
 
     def _check(self, dim: int, arrays: PyTree) -> None:
+        devices = self.mesh.size if _is_abstract(arrays) else self.mesh.local_mesh.size
         for array in jax.tree.leaves(arrays):
-            if array.shape[dim] % self.mesh.size:
+            if array.shape[dim] % devices:
                 raise ValueError(
-                    f"an array of shape {array.shape} can't be divided over {self.mesh.size} devices along "
-                    f"dimension {dim}; compose batches for {self.mesh.size} shards"
+                    f"an array of shape {array.shape} can't be divided over {devices} devices along "
+                    f"dimension {dim}; compose batches for {devices} shards"
                 )
 
 
@@ -140,7 +143,7 @@ def _put(tree: Batch, shardings: PyTree) -> Batch:
     """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices.
 
     Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
-    if isinstance(next(iter(jax.tree.leaves(tree)), None), jax.ShapeDtypeStruct):
+    if _is_abstract(tree):
         return with_shardings(tree, shardings)
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
@@ -152,3 +155,13 @@ def _put(tree: Batch, shardings: PyTree) -> Batch:
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     return jax.tree.map(put, tree, shardings)
+
+
+def _is_abstract(tree: PyTree) -> bool:
+    return isinstance(next(iter(jax.tree.leaves(tree)), None), jax.ShapeDtypeStruct)
+
+
+def _from_own_rows(rows: Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+    if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
+        return rows  # it is on the mesh already
+    return jax.make_array_from_process_local_data(sharding, np.asarray(rows))

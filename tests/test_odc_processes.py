@@ -1,59 +1,17 @@
 """ODC across two real processes on loopback: equal to FSDP; a death in mid-minibatch ends both."""
 
-import json
-import pathlib
 import signal
-import socket
-import subprocess
-import sys
-import time
 
 import pytest
+from process_cases import Processes
 
-WORKER = pathlib.Path(__file__).with_name("odc_process.py")
+WORKER = "odc_process.py"
 pytestmark = pytest.mark.long
-
-
-class Run:
-    """Processes of one run, their output in files; whatever happens, none outlives the test."""
-
-    def __init__(self, folder, own, **settings):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.folder = folder
-        self.processes = []
-        for process, more in enumerate(own):
-            shared = {"coordinator": f"127.0.0.1:{port}", "processes": len(own), "process": process}
-            command = [sys.executable, str(WORKER), json.dumps(shared | settings | more)]
-            with (folder / f"out{process}").open("w") as out, (folder / f"err{process}").open("w") as err:
-                self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-    def ends(self, limit=240):
-        """Exit status of each."""
-        end = time.monotonic() + limit
-        return [process.wait(max(end - time.monotonic(), 0.1)) for process in self.processes]
-
-    def said(self, process):
-        """Everything in its JSON lines."""
-        lines = (self.folder / f"out{process}").read_text().splitlines()
-        return {name: value for line in lines if line.startswith("{") for name, value in json.loads(line).items()}
-
-    def errors(self, process):
-        return (self.folder / f"err{process}").read_text()
 
 
 def test_equals_fsdp(tmp_path):
     """Two devices in each of two processes, so that some fetches stay in a process and some don't."""
-    with Run(tmp_path, [{}, {}], job="equality", devices=2) as run:
+    with Processes(WORKER, tmp_path, [{}, {}], job="equality", devices=2) as run:
         assert run.ends() == [0, 0], run.errors(0) + run.errors(1)
         assert run.said(0)["done"] and run.said(1)["done"]
 
@@ -62,7 +20,7 @@ def test_equals_fsdp(tmp_path):
 def undisturbed(tmp_path_factory):
     """Where four steps of training end."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    with Run(folder, [{}, {}], job="training", devices=1, steps=4, checkpoints=str(folder / "c")) as run:
+    with Processes(WORKER, folder, [{}, {}], job="training", devices=1, steps=4, checkpoints=str(folder / "c")) as run:
         assert run.ends() == [0, 0], run.errors(0) + run.errors(1)
         return run.said(0)["norms"]
 
@@ -81,7 +39,7 @@ def test_a_fault_in_mid_minibatch_ends_all_and_the_run_resumes(fault, victim, sa
     own[victim] = {"fault": fault, "fault_step": 3}
     settings = {"job": "training", "devices": 1, "steps": 4, "checkpoints": str(tmp_path / "c")}
     timeout = 20.0 if fault == "stop" else 90.0  # only a stopped process is noticed by its silence
-    with Run(tmp_path, own, timeout=timeout, **settings) as run:
+    with Processes(WORKER, tmp_path, own, timeout=timeout, **settings) as run:
         survivor = run.processes[1 - victim]
         if fault == "kill":
             assert run.processes[victim].wait(240) == -signal.SIGKILL
@@ -96,7 +54,7 @@ def test_a_fault_in_mid_minibatch_ends_all_and_the_run_resumes(fault, victim, sa
         assert "Traceback" not in run.errors(1 - victim)
     again = tmp_path / "again"
     again.mkdir()
-    with Run(again, [{}, {}], **settings) as run:
+    with Processes(WORKER, again, [{}, {}], **settings) as run:
         assert run.ends() == [0, 0], run.errors(0) + run.errors(1)
         assert run.said(0)["resumed_from"] == 2
         assert run.said(0)["norms"] == undisturbed

@@ -17,10 +17,11 @@ from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
 from ..base.types import Group, PreparedPrompt, Response, Reward, Sample
-from ..config import Config, Strategy
+from ..config import Config, ConfigError, Strategy
 from .composition import Composition, Outline, TrainGroup
 from .own_pace import OwnPace
 from .rows import RowPacking
+from .share import Share, share
 from .spreading import Spreading
 
 
@@ -94,6 +95,33 @@ class Composer:
         """
         self.shapes.next_step()
         return self._dealer.compose(self._chosen(groups, prepared, skip_idle, version))
+
+    def shares(
+        self,
+        groups: Sequence[Group],
+        prepared: Mapping[int, PreparedPrompt],
+        shards: Sequence[range],
+        *,
+        skip_idle: bool = False,
+        version: int | None = None,
+    ) -> list[Share]:
+        """What several processes lay out of the microbatches of `compose`: those with these shards each. Reads no array
+        of any prompt. Raises, as `compose` does."""
+        self.shapes.next_step()
+        chosen = self._chosen(groups, prepared, skip_idle, version)
+        rows = self._rows()
+        micros = [sized.micro for sized in rows.outline(chosen)]
+        return [share(micros, chosen, each) for each in shards]
+
+    def lay_out(self, share: Share) -> Composition:
+        """The microbatches of a share: with the rows of its shards, and nothing else."""
+        return self._rows().lay_out(share.micros, share.groups)
+
+    def _rows(self) -> RowPacking:
+        if not isinstance(self._dealer, RowPacking):
+            name = self._config.sharding.strategy.value
+            raise ConfigError(f"sharding.strategy is {name}: only fsdp is shared out between processes")
+        return self._dealer
 
     def outline(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> Sequence[Outline]:
         """The microbatches of `compose`, before anything is written. Remembers their sizes, and raises, as `compose`

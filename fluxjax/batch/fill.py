@@ -29,6 +29,7 @@ class Spans:
     """The places of everything, span by span. Columns count within a row, features within a shard."""
 
     total: int = 0  # cells
+    tempered: bool = False  # whether the temperature of each token is written down
     prompts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # cell, segment, first feature
     inputs: list[ModelInput] = dataclasses.field(default_factory=list)  # of each prompt
     responses: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
@@ -36,7 +37,7 @@ class Spans:
     samples: list[Sample] = dataclasses.field(default_factory=list)  # of each response
     weights: list[float] = dataclasses.field(default_factory=list)  # of each response
     versions: list[int] = dataclasses.field(default_factory=list)  # that train each response
-    temperatures: list[float] = dataclasses.field(default_factory=list)  # of each response, or none at all
+    temperatures: list[float] = dataclasses.field(default_factory=list)  # of each response, where written down
 
     def place(self, row: Row, cell: int, groups: Sequence[TrainGroup], features: dict[int, int], share: bool) -> None:
         """Appends the spans of a row whose first cell is `cell`."""
@@ -54,8 +55,8 @@ class Spans:
                 self.samples.append(sample)
                 self.weights.append(group.weights[k])
                 self.versions.append(group.version)
-                if group.temperature is not None:
-                    self.temperatures.append(sample.response.temperature or group.temperature)
+                if self.tempered:
+                    self.temperatures.append(sample.response.temperature or group.temperature or 1.0)
                 column += len(sample.response.token_ids)
 
     def keys(self) -> tuple[tuple[int, int], ...]:
@@ -63,11 +64,11 @@ class Spans:
         return tuple((sample.response.draw, sample.response.sample) for sample in self.samples)
 
     def response_lengths(self) -> np.ndarray:
-        return np.array([len(sample.response.token_ids) for sample in self.samples])
+        return np.array([len(sample.response.token_ids) for sample in self.samples], np.int64)
 
     def response_cells(self) -> np.ndarray:
         """The cells of all response tokens, response after response."""
-        return _cells(np.array([span[0] for span in self.responses]), self.response_lengths())[0]
+        return _cells(np.array([span[0] for span in self.responses], np.int64), self.response_lengths())[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +87,21 @@ class SizedRows:
 
 
 def lay_out_rows(
-    plan: Sequence[PackedRows], groups: Sequence[TrainGroup], share_prompts: bool, vision: VisionConfig | None
+    plan: Sequence[PackedRows],
+    groups: Sequence[TrainGroup],
+    share_prompts: bool,
+    vision: VisionConfig | None,
+    tempered: bool = False,
 ) -> Composition:
-    """The microbatches of `plan`, whose items are `groups`. Without `share_prompts` every piece has one response."""
+    """The microbatches of `plan`, whose items are `groups`. Without `share_prompts` every piece has one response.
+    `tempered`: with the temperature that each token was sampled at."""
     batches: list[TrainBatch] = []
     keys: list[tuple[int, int]] = []
     cells: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
     first = 0
     for micro in plan:
-        spans, buffers = Spans(total=len(micro.shards) * micro.rows * micro.tokens), list[VisionInput]()
+        spans, buffers = Spans(len(micro.shards) * micro.rows * micro.tokens, tempered), list[VisionInput]()
         for shard, rows in enumerate(micro.shards):
             features: dict[int, int] = {}
             if vision is not None:
@@ -123,7 +129,8 @@ def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool) -> Compositio
     first = 0
     for sized in parts:
         part, layout = sized.part, sized.layout
-        spans = Spans(total=sum(part.plan.lengths))
+        tempered = any(group.temperature is not None for group in part.groups)
+        spans = Spans(sum(part.plan.lengths), tempered)
         spans.place(part.pieces, 0, part.groups, part.media.first_feature if part.media else {}, share_prompts)
         microbatches.append(Microbatch(_lay_out_part(sized, spans), part.owner, part.work, layout))
         keys += spans.keys()
@@ -160,7 +167,7 @@ def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout) -> dict[str, np
 def _cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """All cells of all spans, one span after the other, and the index of each cell within its span."""
     ends = np.cumsum(lengths)
-    within = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    within = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
     return np.repeat(starts, lengths) + within, within
 
 
@@ -172,11 +179,13 @@ def _arrays(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     arrays |= {name: np.zeros(total, np.float32) for name in ("reference", "response_log_ratios")}
     arrays |= {name: np.full(total, -1, np.int32) for name in ("feature_index", "lags")}
     arrays["positions"] = np.zeros((3, total), np.int32)
-    if spans.temperatures:
+    if spans.tempered:
         arrays["temperatures"] = np.ones(total, np.float32)
     column = np.arange(total, dtype=np.int32) % tokens_per_row
     arrays["predecessor"] = np.maximum(column - 1, 0)
 
+    if not spans.prompts:  # these devices have nothing to do in this microbatch
+        return _rows(arrays, tokens_per_row)
     starts, segments, features = np.array(spans.prompts).T
     lengths = np.array([len(prompt) for prompt in spans.inputs])
     cells, _ = _cells(starts, lengths)
@@ -204,12 +213,16 @@ def _arrays(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
         ("branches", branches),
         ("loss_weights", spans.weights),
         ("advantages", [sample.advantage for sample in spans.samples]),
-        *([("temperatures", spans.temperatures)] if spans.temperatures else ()),
+        *([("temperatures", spans.temperatures)] if spans.tempered else ()),
     ):
         arrays[name][cells] = np.repeat(np.asarray(values, arrays[name].dtype), lengths)
     arrays["positions"][:, cells] = np.repeat(position, lengths) + within
     arrays["predecessor"][starts] = last
-    return {name: array.reshape(*array.shape[:-1], -1, tokens_per_row) for name, array in arrays.items()}
+    return _rows(arrays, tokens_per_row)
+
+
+def _rows(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
+    return {name: array.reshape(*array.shape[:-1], -1, tokens) for name, array in arrays.items()}
 
 
 def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, spread: Spread | None = None) -> TrainBatch:

@@ -65,17 +65,21 @@ class RowPacking:
     def __init__(self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook) -> None:
         self._budget = Budget.of(config, num_shards, vision)
         self._share, self._vision, self._shapes = config.packing.share_prompts, vision, shapes
+        self._tempered = bool(config.schedules.temperature)
 
     def check(self) -> None:
         """Nothing depends on the devices here."""
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
         outline = self.outline(groups)
-        composition = lay_out_rows([sized.micro for sized in outline], groups, self._share, self._vision)
+        composition = self.lay_out([sized.micro for sized in outline], groups)
         if coming := [sized.coming for sized in outline if sized.coming is not None]:
-            batches = lay_out_rows(coming, groups, self._share, self._vision).batches
-            composition = dataclasses.replace(composition, coming=batches)
+            composition = dataclasses.replace(composition, coming=self.lay_out(coming, groups).batches)
         return composition
+
+    def lay_out(self, micros: Sequence[PackedRows], groups: Sequence[TrainGroup]) -> Composition:
+        """The microbatches `micros`, or some shards of them, whose items are `groups`."""
+        return lay_out_rows(micros, groups, self._share, self._vision, self._tempered)
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedRows]:
         """The microbatches, in buffers of sizes that the shape book chooses."""

@@ -77,7 +77,7 @@ def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBa
     row = (Piece(0, (0,)),)
     shards, frame = ((row,), *[()] * (num_devices - 1)), common_bound([to_train.inputs.vision])
     plan = PackedRows(budget.rows[-1], budget.tokens_per_row, budget.patches[-1], shards, frame)
-    composition = lay_out_rows([plan], [to_train], config.packing.share_prompts, vision)
+    composition = lay_out_rows([plan], [to_train], config.packing.share_prompts, vision, temperature is not None)
     return composition.microbatches[0].batch
 
 
