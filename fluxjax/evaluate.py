@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
         config.validate()
         config.sharding.devices = 0  # all of this machine's
         from .base.process import use_compile_cache
-        from .run.trainer import USER_ERRORS, FluxTrainer
+        from .run.main import USER_ERRORS
+        from .run.trainer import FluxTrainer
 
         errors = USER_ERRORS
         absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax remarks that the folder is read only; it should be

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     from .base.process import keep_freed_memory
 
     keep_freed_memory()
-    from .run.trainer import main as train  # JAX loads here, after the command line is known to be good
+    from .run.main import main as train  # JAX loads here, after the command line is known to be good
 
     return train(config)
 

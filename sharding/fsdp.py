@@ -165,3 +165,11 @@ def _from_own_rows(rows: Array | np.ndarray, sharding: NamedSharding) -> jax.Arr
     if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
         return rows  # it is on the mesh already
     return jax.make_array_from_process_local_data(sharding, np.asarray(rows))
+
+
+def own_rows(array: jax.Array) -> np.ndarray:
+    """Those rows of an array, spread by rows, that lie on devices of this process: all, where there is one."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])

@@ -20,7 +20,11 @@ class Processes:
         self.processes = []
         for process, more in enumerate(own):
             shared = {"coordinator": f"127.0.0.1:{port}", "processes": len(own), "process": process}
-            command = [sys.executable, str(pathlib.Path(__file__).with_name(worker)), json.dumps(shared | settings | more)]
+            command = [
+                sys.executable,
+                str(pathlib.Path(__file__).with_name(worker)),
+                json.dumps(shared | settings | more),
+            ]
             with (folder / f"out{process}").open("w") as out, (folder / f"err{process}").open("w") as err:
                 self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True))
 

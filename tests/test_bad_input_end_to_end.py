@@ -28,7 +28,8 @@ from run_cases import (
 
 from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
-from fluxjax.run.trainer import FluxTrainer, main
+from fluxjax.run.main import main
+from fluxjax.run.trainer import FluxTrainer
 from sharding.odc.worker import Worker
 
 TEXT, VLM = "configs/text.py", "configs/vlm.py"

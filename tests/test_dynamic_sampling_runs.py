@@ -8,7 +8,8 @@ from run_cases import checkpoint_steps, flags, letters, summary
 from fluxjax.config import Policy
 from fluxjax.config.cli import load
 from fluxjax.run.callbacks import Callback
-from fluxjax.run.trainer import FluxTrainer, main
+from fluxjax.run.main import main
+from fluxjax.run.trainer import FluxTrainer
 
 every_policy = pytest.mark.parametrize("policy", [policy.value for policy in Policy])
 RULE = """

@@ -307,7 +307,16 @@ def test_prometheus_reads_servers_when_it_asks():
     servers += [server(0), server(1, **LOST)]
     text = prometheus_client.generate_latest(registry).decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-    names = ("up", "asleep", "weight_version", "running", "waiting", "tokens_per_second", "restarts_total", "tokens_total")
+    names = (
+        "up",
+        "asleep",
+        "weight_version",
+        "running",
+        "waiting",
+        "tokens_per_second",
+        "restarts_total",
+        "tokens_total",
+    )
     expected = {0: (1, 0, 3, 5, 1, 1234.5, 0, 100), 1: (0, 0, -1, 5, 1, 1234.5, 1, 100)}
     assert {key: float(value) for key, value in values.items()} == {
         f'fluxjax_server_{name}{{server="server {number}"}}': value

@@ -7,6 +7,7 @@ slots, so that a configuration file cannot set a field that does not exist. No s
 
 import dataclasses
 import enum
+import re
 from typing import ClassVar
 
 from ..base.errors import ConfigError
@@ -286,6 +287,16 @@ class ReportConfig:
 
 
 @dataclasses.dataclass(slots=True)
+class DistributedConfig:
+    """Several trainer processes, one a host. `python -m fluxjax.launch` starts them on one machine."""
+
+    coordinator: str = ""  # host:port of process 0
+    processes: int = positive(1)
+    process: int = not_negative(0)  # this one's number, from 0
+    timeout: float = positive(60.0)  # seconds of silence after which a process is taken for lost
+
+
+@dataclasses.dataclass(slots=True)
 class Config:
     """All settings of a run. `unread` are sections and fields that the command with this configuration never reads."""
 
@@ -312,6 +323,7 @@ class Config:
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     packing: PackingConfig = dataclasses.field(default_factory=PackingConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
@@ -354,6 +366,17 @@ class Config:
             )
         if self.sharding.remat is Remat.OFFLOAD and self.sharding.strategy is Strategy.ODC:
             raise ConfigError("sharding.remat is offload, which odc can't; set it to layer")
+        distributed = self.distributed
+        if distributed.process >= distributed.processes:
+            raise ConfigError(
+                f"distributed.process is {distributed.process}; it must be below distributed.processes "
+                f"({distributed.processes})"
+            )
+        if distributed.processes > 1 and not re.fullmatch(r".+:\d+", distributed.coordinator):
+            raise ConfigError(
+                f"distributed.coordinator is {distributed.coordinator!r}; of {distributed.processes} processes it must "
+                "be the host:port of process 0"
+            )
         if not self.data.sources:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
         if not self.model.path:

@@ -8,13 +8,14 @@ section 4.4, "Preserving On-Policy Semantics"). Nothing is updated in between: a
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sharding.fsdp import own_rows
 from sharding.walk import Params, Tally
 
 from ..algorithms import ALGORITHMS, AlgorithmModule
@@ -48,10 +49,6 @@ class _Place:
     version: int
     reference: Params | None
 
-    def logprobs(self, composition: Composition, params: Params) -> list[jax.Array]:
-        """`[B, T]` of each microbatch, under these parameters."""
-        return [logprobs for logprobs, _ in self.gradients.scores(params, composition.microbatches)]
-
 
 @dataclasses.dataclass
 class Portion:
@@ -78,11 +75,13 @@ class PolicyTrainer:
         reference: Params | None,
         engines: Sequence[OnDevices] = (),
         algorithm: AlgorithmModule | None = None,
+        weights: Callable[[], Params] | None = None,
     ) -> None:
         """`composer` is for the devices of the learner's mesh; `reference` are the weights of the KL term, if any;
-        `algorithm` replaces the one that `config` names."""
+        `algorithm` replaces the one that `config` names; `weights` returns what engines are given, where that is not
+        what the learner has."""
         self._config, self._learner, self._composer, self._reference = config, learner, composer, reference
-        self._engines = engines
+        self._engines, self._weights = engines, weights
         self._algorithm = algorithm or ALGORITHMS[config.algorithm.name]
         terms = config.algorithm.kl_coefficient or config.algorithm.entropy_coefficient
         # Groups without any advantage have no gradient; what an algorithm of a user's own does with them isn't known.
@@ -95,7 +94,7 @@ class PolicyTrainer:
         return self._learner.version
 
     def weights(self) -> Params:
-        return self._learner.params
+        return self._learner.params if self._weights is None else self._weights()
 
     def accumulate(
         self,
@@ -156,14 +155,9 @@ class PolicyTrainer:
         composition = place.composer.compose(
             portion.groups, portion.prepared, skip_idle=self._skip_idle, version=place.version
         )
-        importance = self._config.algorithm.importance
-        scores = place.reference is not None or importance.whole
+        scores = place.reference is not None or self._config.algorithm.importance.whole
         place.gradients.compile_ahead(place.params, composition.coming, scores=scores)
-        if place.reference is not None:
-            composition = with_reference(composition, place.logprobs(composition, place.reference))
-        if importance.whole:
-            composition = with_importance(composition, place.logprobs(composition, place.params), importance)
-        return composition
+        return with_scores(composition, place.gradients, place.params, place.reference, self._config)
 
     def _place(self, engines: Sequence[int] = ()) -> _Place:
         """The devices of these engines, with the newest weights; none given: the learner's."""
@@ -180,6 +174,22 @@ class PolicyTrainer:
         if place.version != learner.version:
             place.params, place.version = place.gradients.on_mesh(learner.params), learner.version
         return place
+
+
+def with_scores(
+    composition: Composition, gradients: Gradients, params: Params, reference: Params | None, config: Config
+) -> Composition:
+    """The composition with the log-probs that the loss reads beside those of its own pass: of the reference weights, if
+    there are any, and of `params`, for importance weights of whole responses."""
+
+    def logprobs(weights: Params) -> list[np.ndarray]:
+        return [own_rows(scores) for scores, _ in gradients.scores(weights, composition.microbatches)]
+
+    if reference is not None:
+        composition = with_reference(composition, logprobs(reference))
+    if config.algorithm.importance.whole:
+        composition = with_importance(composition, logprobs(params), config.algorithm.importance)
+    return composition
 
 
 def portion(groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], config: Config) -> Portion:

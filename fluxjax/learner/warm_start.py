@@ -28,17 +28,8 @@ async def warm_start(
     batch and reported to `count_skip` with the reason.
     """
     settings = config.warm_start
-    weights = {name: config.data.sources[name].weight for name in sources}
-    learner.reset(
-        sft.token_loss,
-        optim=OptimConfig(
-            lr=settings.lr, warmup_steps=min(10, settings.steps // 2), moments_dtype=config.optim.moments_dtype
-        ),
-        steps=settings.steps,
-        temperature=1.0,
-    )
-    loader = PromptLoader(sources, weights, seed=config.seed + 1_000_003)
-    source = Preparer(processor, loader, config, ahead=settings.batch_size)
+    begin_warm_start(config, learner)
+    source = warm_start_source(config, sources, processor)
     try:
         for step in range(1, settings.steps + 1):
             drawn, skipped = await source.draw(settings.batch_size)
@@ -60,6 +51,25 @@ async def warm_start(
             yield step, learner.step(composition.microbatches)
     finally:
         source.close()
+
+
+def begin_warm_start(config: Config, learner: Learner) -> None:
+    """The learner's phase of given answers, with an optimizer and a schedule of its own."""
+    settings = config.warm_start
+    warmup = min(10, settings.steps // 2)
+    learner.reset(
+        sft.token_loss,
+        optim=OptimConfig(lr=settings.lr, warmup_steps=warmup, moments_dtype=config.optim.moments_dtype),
+        steps=settings.steps,
+        temperature=1.0,
+    )
+
+
+def warm_start_source(config: Config, sources: Mapping[str, Source], processor: Processor) -> Preparer:
+    """The prompts of the warm start, in an order of their own."""
+    weights = {name: config.data.sources[name].weight for name in sources}
+    loader = PromptLoader(sources, weights, seed=config.seed + 1_000_003)
+    return Preparer(processor, loader, config, ahead=config.warm_start.batch_size)
 
 
 def answer_ids(processor: Processor, answer: str) -> list[int]:

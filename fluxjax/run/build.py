@@ -1,26 +1,79 @@
 """Builds the model and the processor that the configuration names: those of a checkpoint folder, or tiny ones."""
 
+import dataclasses
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import models
 from models.config import AnyConfig, PatchLayout, Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
-from models.decoder import Decoder
+from models.decoder import Decoder, parameter_count, shapes_only
 from models.folder import why_missing
 from models.processing import Processor
 from models.processing.settings import DecodeLimits
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.engine import SamplingParams
+from sharding.mesh import MeshError, make_mesh
 from sharding.weights import ShardingRules, shardings
 
+from ..algorithms import ALGORITHMS
+from ..base.process import LARGE_MODEL, give_back_large_blocks
+from ..batch.composer import Composer
 from ..config import Config, ConfigError, ModelConfig
 from ..data.sources import Source, all_texts, common_words
+from ..learner.gradients import TokenLoss
+from ..learner.learner import Learner
 from ..sizing.model_sizes import model_sizes
+from .memory_check import settled_remat
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """What trains, on the devices of all processes."""
+
+    model: Decoder  # abstract: its weights are the learner's, and go with the first step
+    learner: Learner
+    composer: Composer
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest weight."""
+        return max(array.nbytes for array in jax.tree.leaves(self.learner.params))
+
+
+def build_learning(
+    config: Config,
+    sizes: AnyConfig,
+    processor: Processor,
+    *,
+    token_loss: TokenLoss | None = None,
+    note: Callable[[str], None] | None = None,
+    make_composer: Callable[..., Composer] = Composer,
+) -> Learning:
+    """Returns the learner, with the weights that `config` names, and what composes its batches. `token_loss` replaces
+    that of the configured algorithm. With `note`, which is told how that goes, it is checked that training fits into
+    the devices, and `config.sharding.remat` settled. Raises `ConfigError`."""
+    try:
+        mesh = make_mesh(config.sharding.devices)
+    except MeshError as error:
+        raise ConfigError(f"sharding.devices: {error}") from error
+    never_sampled = processor.media_token_ids
+    if note is not None:
+        config.sharding.remat = settled_remat(config, sizes, mesh, never_sampled, note)
+    if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
+        give_back_large_blocks()
+    model = build_weights(config, sizes, mesh)
+    token_loss = token_loss or ALGORITHMS[config.algorithm.name].token_loss
+    learner = Learner(config, model, token_loss, mesh=mesh, never_sampled=never_sampled)
+    vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
+    composer = make_composer(config, mesh.size, vision, learner.text)
+    composer.check()
+    return Learning(shapes_only(model), learner, composer)
 
 
 def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None = None) -> tuple[Decoder, Processor]:

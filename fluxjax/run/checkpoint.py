@@ -56,6 +56,14 @@ class Checkpoints:
         """Returns the step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
+    def newest(self) -> int:
+        """As `latest`, when what is being written is complete. Raises `ResumeError` where there is none."""
+        self.wait()
+        step = self.latest()
+        if step is None:
+            raise ResumeError(f"there is no checkpoint in {self.folder}")
+        return step
+
     def save(self, step: int, arrays: PyTree, state: dict[str, Any]) -> bool:
         """Starts writing; returns once the arrays are copied, so that the trainer may donate them.
 
@@ -102,9 +110,7 @@ class Checkpoints:
         arrays do not fit the model of the configuration.
         """
         self.wait()  # what is being written can be described only once it is complete
-        step = self.latest() if step is None else step
-        if step is None:
-            raise ResumeError(f"there is no checkpoint in {self.folder}")
+        step = self.newest() if step is None else step
         args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract), state=ocp.args.JsonRestore())
         try:
             self._check_fits(step, abstract)  # before any array is read: Orbax's failed reads end noisily, one by one

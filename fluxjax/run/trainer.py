@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,29 +15,26 @@ import jax
 
 import models
 from models.config import Qwen25VLConfig
-from models.decoder import Decoder, parameter_count, shapes_only
-from rollout.engine import Engine, EngineError
-from rollout.weights.checksums import WeightsMismatch
-from sharding.mesh import MeshError, make_mesh
-from sharding.odc import OdcError
+from models.decoder import Decoder, parameter_count
+from rollout.engine import Engine
 from sharding.weights import like
 
 from ..algorithms import ALGORITHMS, AlgorithmModule
 from ..base.errors import DataError
 from ..base.event_loop import on_all, run_async, stop_on_signals
-from ..base.process import LARGE_MODEL, give_back_large_blocks, use_compile_cache
 from ..base.timeline import Timeline
 from ..base.types import PreparedPrompt, Prompt
 from ..batch.composer import Composer
-from ..config import Config, ConfigError, RolloutEngine, run_folder
+from ..config import Config, RolloutEngine, run_folder
 from ..config.cli import remarks
-from ..coordinator import CoordinatorError, SchedulingPolicy
+from ..coordinator import SchedulingPolicy
 from ..coordinator.factory import make_coordinator
 from ..coordinator.messages import Finish
 from ..data.loader import PromptLoader, read_row
 from ..data.prepare import Preparer
 from ..data.sources import given, open_held_out, open_sources, open_warm_start
-from ..learner.learner import Learner
+from ..hosts.gang import Gang, SharedComposer, check_across_processes
+from ..hosts.orders import Begin, End, Restore, Save, Start
 from ..learner.policy_trainer import PolicyTrainer
 from ..learner.warm_start import warm_start
 from ..report import pictures
@@ -48,11 +45,10 @@ from ..runtime.engine_pool import EnginePool, engine_count
 from ..runtime.fleet_pool import FleetPool
 from ..runtime.held_out import HeldOut
 from ..runtime.runtime import Runtime
-from .build import build_weights, describe_model, sampling_params
-from .callbacks import Callback, Callbacks, Reporter, SettledHeap, closing, opening
+from .build import build_learning, describe_model, sampling_params
+from .callbacks import Callback, Callbacks, Reporter, closing, opening
 from .checkpoint import Checkpoints, ResumeError
 from .evaluation import HeldOutEvaluator
-from .memory_check import settled_remat
 
 log = logging.getLogger(__name__)
 _STOPPED = "stopped on request; the same command with this run_dir goes on"
@@ -78,14 +74,19 @@ class FluxTrainer:
         algorithm: AlgorithmModule | None = None,
         policy: Callable[[], SchedulingPolicy] | None = None,
         read_only: bool = False,
+        gang: Gang | None = None,
     ) -> None:
         """Builds everything, starts nothing. `algorithm` and `policy` replace those that `config` names (`examples/`);
         `policy` is called whenever a run begins or is resumed, and returns a new object each time. The run folder does
         not say that it has them: resume it with the same script. `read_only` changes nothing in an existing run
-        folder: to look at a run that may still be going on (`load_checkpoint`, `evaluate`)."""
+        folder: to look at a run that may still be going on (`load_checkpoint`, `evaluate`). `gang`: the other
+        processes that train along, if there are any; `main` finds them."""
         config.validate()
         self.config = config = copy.deepcopy(config)
         self._asked = config.sharding.remat, config.policy.engines  # before the devices here decide
+        self.gang = gang or Gang()
+        if not self.gang.alone:
+            check_across_processes(config)
         self.callbacks = list(callbacks)
         self.display = display or Display(config.steps)
         self.run_dir = pathlib.Path(config.run_dir) if read_only else run_folder.create(config)
@@ -102,31 +103,24 @@ class FluxTrainer:
             self.eval_sources = open_held_out(config.data)
 
         with self.summary.stage("build"):
-            # --- mesh, model and learner --------------------------------------------------------
-            try:
-                mesh = make_mesh(config.sharding.devices)
-            except MeshError as error:
-                raise ConfigError(f"sharding.devices: {error}") from error
+            # --- model and learner --------------------------------------------------------------
             sizes, self.processor = describe_model(config, self.sources)
-            if not read_only:
-                never_sampled = self.processor.media_token_ids
-                config.sharding.remat = settled_remat(config, sizes, mesh, never_sampled, self.display.note)
-            if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
-                give_back_large_blocks()
-            model = build_weights(config, sizes, mesh)
-            self._model = shapes_only(model)
-            self.vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
+            self.vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
             self.algorithm = algorithm or ALGORITHMS[config.algorithm.name]
-            self.learner = Learner(
-                config, model, self.algorithm.token_loss, mesh=mesh, never_sampled=self.processor.media_token_ids
+            self.gang.tell(Start(str(self.run_dir.absolute())))
+            note = None if read_only else self.display.note
+            learning = build_learning(
+                config,
+                sizes,
+                self.processor,
+                token_loss=self.algorithm.token_loss,
+                note=note,
+                make_composer=Composer if self.gang.alone else functools.partial(SharedComposer, self.gang),
             )
-            del model  # its weights are the learner's now, and go with the first step
-            self.composer = Composer(config, mesh.size, self.vision, self.learner.text)
-            self.composer.check()
+            self._model, self.learner, self.composer = learning.model, learning.learner, learning.composer
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
-            largest = max(array.nbytes for array in jax.tree.leaves(self.learner.params))
             self.checkpoints = Checkpoints(
-                self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only, largest=largest
+                self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only, largest=learning.largest
             )
 
             # --- fleet --------------------------------------------------------------------------
@@ -158,7 +152,11 @@ class FluxTrainer:
     @property
     def model(self) -> Decoder:
         """The model with the weights that the learner has now."""
-        return models.merge(models.split(self._model)[0], self.learner.params)
+        return models.merge(models.split(self._model)[0], self.weights())
+
+    def weights(self) -> dict[str, Any]:
+        """The learner's parameters: on its mesh, or, of several processes, brought together in this one's memory."""
+        return self.gang.whole(self.learner.params, self.learner.mesh)
 
     def fit(
         self,
@@ -201,7 +199,7 @@ class FluxTrainer:
         """Returns the held-out accuracy of each source, with the parameters as they are; `blind` blanks all pixels."""
 
         async def measure() -> dict[str, float]:
-            await self.engine.update_weights(self.learner.version, self.learner.params)
+            await self.engine.update_weights(self.learner.version, self.weights())
             return await self.held_out.accuracy(self.engine, limit, blind=blind)
 
         return run_async(measure())
@@ -237,6 +235,8 @@ class FluxTrainer:
             wanted["reference"] = self.learner.params
         abstract = like(wanted)
         del wanted
+        step = self.checkpoints.newest() if step is None else step
+        self.gang.tell(Restore(step))
         step, arrays, state = self.checkpoints.restore(abstract, step, self._forget_arrays)
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         self.learner.load_state(arrays.pop("learner"))
@@ -269,7 +269,9 @@ class FluxTrainer:
     def __enter__(self) -> FluxTrainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.gang.tell(End())
         self.close()
 
     # --- the chapters of fit --------------------------------------------------------------------
@@ -303,7 +305,7 @@ class FluxTrainer:
             if resumed is None:
                 await self._warm_start()
             await self.pool.set_parallelism(config.parallelism.degree)  # where the coordinator begins
-            await on_all(self.engines, lambda engine: engine.update_weights(self.learner.version, self.learner.params))
+            await self._serve(self.weights())
             finish = await self._reinforce(callbacks)
             summary.steps, summary.complete = finish.step, finish.complete
             if finish.complete:
@@ -321,11 +323,15 @@ class FluxTrainer:
         callbacks.tell(Callback.on_fit_end, result)
         return result
 
+    async def _serve(self, weights: dict[str, Any]) -> None:
+        await on_all(self.engines, lambda engine: engine.update_weights(self.learner.version, weights))
+
     async def _warm_start(self) -> None:
         config = self.config
         total = config.warm_start.steps
         if total:
             self.display.phase("warm start", total)
+            self.gang.tell(Begin("warm_start"))
             with self.summary.stage("warm_start"):
                 steps = warm_start(
                     config,
@@ -338,6 +344,7 @@ class FluxTrainer:
                 async for step, metrics in steps:
                     self.metrics.log("warm_start", step, metrics)
                     self.display.step(step, metrics, {})
+        self.gang.tell(Begin("rl"))
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         if config.sharding.compile_ahead:  # RL's programs are others: none is there yet to serve in another's place
             self.composer.shapes.begin_anew()
@@ -350,7 +357,15 @@ class FluxTrainer:
     async def _reinforce(self, callbacks: Callbacks) -> Finish:
         config = self.config
         self.display.phase("RL", config.steps, done=self.coordinator.step)
-        trainer = PolicyTrainer(config, self.learner, self.composer, self.reference, self.engines, self.algorithm)
+        trainer = PolicyTrainer(
+            config,
+            self.learner,
+            self.composer,
+            self.reference,
+            self.engines,
+            self.algorithm,
+            weights=self.weights,
+        )
         reporter = Reporter(
             config.report,
             run_dir=self.run_dir,
@@ -420,6 +435,7 @@ class FluxTrainer:
     def _save(self, step: int, state: dict[str, Any]) -> None:
         self._count_total()
         shapes = self.composer.shapes.state()
+        self.gang.tell(Save(step))
         self.checkpoints.save(step, self._arrays(), state | {"summary": self.summary.state_dict(), "shapes": shapes})
 
     def _count_total(self) -> None:
@@ -459,19 +475,3 @@ class FluxTrainer:
                 prompts[name] = prepared
             self._held_out = HeldOut(prompts, self.rewards.score_text, self.processor.decode, self.sampling)
         return self._held_out
-
-
-# Errors that a user can mend; any other is a defect and keeps its traceback.
-USER_ERRORS = (ConfigError, DataError, ResumeError, CoordinatorError, EngineError, OdcError, OSError, WeightsMismatch)
-
-
-def main(config: Config) -> int:
-    """Trains; returns the exit status: 0 if complete or stopped on request, 2 for an error that the user can mend."""
-    use_compile_cache()
-    try:
-        with FluxTrainer(config) as trainer:
-            trainer.fit(callbacks=[SettledHeap()])
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0

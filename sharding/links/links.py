@@ -22,7 +22,7 @@ from ..mesh import Device
 from .arrivals import Arrivals
 from .meeting import Card, connect, gather, listen, own_address, place
 from .relay import survives_coordinator
-from .wires import LinkError, Message, Wires
+from .wires import MOST, LinkError, Message, Wires
 
 ADVICE = "All processes of the run end; start them all again, and it goes on from its last checkpoint."
 
@@ -59,6 +59,7 @@ class Links:
         self._grace = grace
         self._news = threading.Condition()  # guards what follows
         self._counts: collections.Counter[str] = collections.Counter()  # by topic
+        self._boxes: collections.defaultdict[int, collections.deque[bytes]] = collections.defaultdict(collections.deque)
         self._failure = ""
         self._announced = False  # a failure is about to be told, or has been
         self._closed = False
@@ -168,6 +169,23 @@ class Links:
         Raises LinkError for a failure before."""
         self._await(lambda: self._counts[topic] >= at_least, self._hopeless)
 
+    def send(self, process: int, data: bytes) -> None:
+        """Sends `data` to `process`, another one, which takes it by `receive`; what is sent comes in order. Waits only
+        where the peer's buffers are full. Raises ValueError for more than a GiB."""
+        self.check()
+        if len(data) > MOST:
+            raise ValueError(f"{len(data)} bytes for process {process}; at most {MOST} are sent at once")
+        if self._wires is None or process not in self._peers:
+            raise ValueError(f"process {process} of {self.processes} is no peer of process {self.process}")
+        self._wires.send(process, {"kind": "data", "bytes": str(len(data))}, data)
+
+    def receive(self, process: int) -> bytes:
+        """Returns what `process` sends next, when it has come. Raises LinkError for a failure before."""
+        box = self._boxes[process]
+        self._await(lambda: bool(box), lambda: self._over() or process in self._peers_closed)
+        with self._news:
+            return box.popleft()
+
     def forget(self, prefix: str) -> None:
         """Sets the counts of topics that begin with `prefix` back to zero, and frees their memory. Behind a `barrier`,
         all notifications that a peer sent before it called that have come."""
@@ -252,8 +270,12 @@ class Links:
         names = ", ".join(map(self._name, sorted(self._peers_closed)))
         return LinkError(f"{names} closed, but {self._name(self.process)} still waits. {ADVICE}")
 
-    def _heard(self, peer: int, message: Message) -> None:
+    def _heard(self, peer: int, message: Message, data: bytes) -> None:
         match message["kind"]:
+            case "data":
+                with self._news:
+                    self._boxes[peer].append(data)
+                    self._news.notify_all()
             case "count":
                 self._count(message["topic"])
             case "failed":

@@ -1,6 +1,6 @@
-"""One TCP connection between each two processes: small messages, a heartbeat, and the news of a death at once.
+"""One TCP connection between each two processes: messages, a heartbeat, and the news of a death at once.
 
-A message is a line of JSON; nothing is unpickled.
+A message is a line of JSON, behind which may come so many bytes as it says; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 
 Message = dict[str, str]
 
+_LINE = 1 << 16  # bytes of a line
+MOST = 1 << 30  # bytes behind it
 _LAST_WORDS = 2.0  # seconds that a peer which reads nothing may hold up the others
 
 
@@ -36,9 +38,28 @@ class Wire:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(end, end.makefile("rb"), threading.Lock())
 
-    def write(self, message: Message) -> None:
+    def write(self, message: Message, data: bytes = b"") -> None:
+        """`message` has the length of `data`, if there is any, as `bytes`."""
         with self.writing:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
+            if data:
+                self.socket.sendall(data)
+
+    def read(self) -> tuple[Message, bytes] | None:
+        """The next message and its data; None at the end. Raises ValueError for one that is too long."""
+        line = self.lines.readline(_LINE)
+        if not line:
+            return None
+        if not line.endswith(b"\n"):
+            raise ValueError(f"a message is cut off, or has more than {_LINE} bytes")
+        message = json.loads(line)
+        size = int(message.get("bytes", 0))
+        if not 0 <= size <= MOST:
+            raise ValueError(f"{size} bytes announced, at most {MOST} may come")
+        data = self.lines.read(size)
+        if len(data) < size:
+            raise ValueError(f"{len(data)} of {size} bytes came")
+        return message, data
 
     def close(self) -> None:
         self.lines.close()
@@ -46,8 +67,8 @@ class Wire:
 
 
 class Wires:
-    """The wires of one process at work. `heard(process, message)` is called for every message of a peer, in order, and
-    `gone(process, why)` once, behind the last of them; both from the thread that listens to this peer.
+    """The wires of one process at work. `heard(process, message, data)` is called for every message of a peer, in
+    order, and `gone(process, why)` once, behind the last of them; both from the thread that listens to this peer.
 
     A peer of which nothing was heard for `timeout` seconds is gone. Every process sends a heartbeat several times as
     often, from a thread: only a process that is stopped, cut off, or holds the interpreter lock that long misses it.
@@ -57,7 +78,7 @@ class Wires:
         self,
         wires: Mapping[int, Wire],
         timeout: float,
-        heard: Callable[[int, Message], None],
+        heard: Callable[[int, Message, bytes], None],
         gone: Callable[[int, str], None],
     ) -> None:
         self._wires = dict(wires)
@@ -71,10 +92,10 @@ class Wires:
             threading.Thread(target=self._listen, args=(process,), name=f"link-{process}", daemon=True).start()
         threading.Thread(target=self._beat, name="link-heartbeat", daemon=True).start()
 
-    def send(self, process: int, message: Message) -> None:
+    def send(self, process: int, message: Message, data: bytes = b"") -> None:
         """Never raises: that a peer is gone is known when all of its messages were heard, and said by `gone`."""
         try:
-            self._wires[process].write(message)
+            self._wires[process].write(message, data)
         except TimeoutError:  # its buffers have been full for the whole time-out, and half a line is written
             self._hang_up(self._wires[process])
         except OSError:
@@ -103,8 +124,8 @@ class Wires:
     def _listen(self, process: int) -> None:
         wire = self._wires[process]
         try:
-            for line in wire.lines:
-                self._heard(process, json.loads(line))
+            while (came := wire.read()) is not None:
+                self._heard(process, *came)
             why = "its connection closed"
         except ConnectionError:  # reset, because it died before it had read everything
             why = "its connection closed"

@@ -1,0 +1,167 @@
+"""The processes of a run, as each of them sees them: process 0 tells, the others do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding.links import Links
+from sharding.walk import Params
+
+from ..base.types import Group, PreparedPrompt
+from ..batch.composer import Composer
+from ..batch.composition import Composition
+from ..config import Config, ConfigError, Strategy
+from ..config.run_folder import to_json
+from .orders import End, Gather, Learn, Order, decode, encode, told
+
+
+class Gang:
+    """All processes that train together. Of one process it is trivial: nobody is told, nothing has to be brought
+    together. Orders are given from one thread at a time, and what they order is done by process 0, too."""
+
+    def __init__(self, links: Links | None = None) -> None:
+        self._links = links
+        self.process = links.process if links is not None else 0
+        self.processes = links.processes if links is not None else 1
+        self.bytes_told = 0  # by this process, to all others together
+        self._number = 0  # of the last step
+
+    @property
+    def alone(self) -> bool:
+        return self.processes == 1
+
+    def tell(self, order: Order) -> None:
+        """Gives all other processes the same order. Raises LinkError where one has failed."""
+        data = encode(order)
+        for process in range(1, self.processes):
+            self._send(process, data)
+
+    def tell_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Has each other process learn from its own rows, `rows[process]`."""
+        self._number += 1
+        for process in range(1, self.processes):
+            self._send(process, encode(Learn(self._number, rows[process])))
+
+    def _send(self, process: int, data: bytes) -> None:
+        assert self._links is not None
+        self._links.send(process, data)
+        self.bytes_told += len(data)
+
+    def orders(self) -> Iterator[Order]:
+        """What process 0 tells this one, to `End`. Raises LinkError where a process fails, OrderError for what is no
+        order."""
+        assert self._links is not None
+        order: Order | None = None
+        while not isinstance(order, End):
+            order = decode(self._links.receive(0))
+            yield order
+
+    def agree(self, config: Config, composition: Composition) -> None:
+        """Compares with all others what this process is about to run: its settings and the shapes of its arrays. Raises
+        LinkError, in all of them, where one differs: they would wait for one another for ever."""
+        if self._links is None or self.alone:
+            return
+        mine = fingerprint(config, composition)
+        if self.process:
+            self._links.send(0, mine.encode())
+            return
+        for process in range(1, self.processes):
+            theirs = self._links.receive(process).decode()
+            if theirs != mine:
+                self._links.fail(
+                    f"process {process} would run another program than process 0 ({theirs} and {mine}): start all with "
+                    "the same command, release, and versions of JAX"
+                )
+                self._links.check()
+
+    def whole(self, params: Params, mesh: Mesh) -> Params:
+        """The weights as process 0 can hand them on: its own arrays, whole. The others are told to take part. Alone:
+        the weights as they are."""
+        if self.alone:
+            return params
+        self.tell(Gather())
+        return brought(params, mesh, keep=True)
+
+
+def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:
+    """Collective: one weight after the other is put together on every device, and copied to the host's memory where
+    it is to `keep`."""
+    put_together = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+
+    def one(weight: jax.Array) -> np.ndarray | None:
+        whole = jax.block_until_ready(put_together(weight))  # no device holds two of them
+        return np.asarray(whole.addressable_data(0)) if keep else None
+
+    return jax.tree.map(one, params)
+
+
+def fingerprint(config: Config, composition: Composition) -> str:
+    """Equal in processes that would run the same programs on a step's rows."""
+    shapes = [
+        (str(jax.tree.structure(batch)), [(x.shape, str(x.dtype)) for x in jax.tree.leaves(batch)])
+        for batch in composition.batches
+    ]
+    settings = {name: value for name, value in to_json(config).items() if name in ("model", "sharding", "algorithm")}
+    return hashlib.sha256(json.dumps([jax.__version__, settings, shapes]).encode()).hexdigest()[:16]
+
+
+class SharedComposer(Composer):
+    """Plans a step in process 0, tells each process its rows, and lays out its own."""
+
+    def __init__(self, gang: Gang, config: Config, *sizes: Any) -> None:
+        """`sizes` are the further arguments of `Composer`."""
+        super().__init__(config, *sizes)
+        self._gang, self._settings = gang, config
+
+    def compose(
+        self,
+        groups: Sequence[Group],
+        prepared: Mapping[int, PreparedPrompt],
+        *,
+        skip_idle: bool = False,
+        version: int | None = None,
+    ) -> Composition:
+        """This process's rows only. The others have been told theirs, so that the step must follow."""
+        shards = local_shards(self._gang.processes)
+        shares = self.shares(groups, prepared, shards, skip_idle=skip_idle, version=version)
+        composition = self.lay_out(shares[0])
+        self._gang.tell_rows([told(share) for share in shares])
+        self._gang.agree(self._settings, composition)
+        return composition
+
+
+def local_shards(processes: int) -> list[range]:
+    """The shards of the mesh that each process has."""
+    each = jax.device_count() // processes
+    return [range(process * each, (process + 1) * each) for process in range(processes)]
+
+
+def check_across_processes(config: Config) -> None:
+    """Raises ConfigError for what does not work over several processes, by name."""
+    refused = {
+        f"sharding.strategy={config.sharding.strategy.value}": config.sharding.strategy is not Strategy.FSDP,
+        "stream_trainer.enabled": config.stream_trainer.enabled,
+        "servers.colocated": config.servers.colocated,
+        "algorithm.importance.normalize": config.algorithm.importance.normalize,
+        "sharding.compile_ahead": bool(config.sharding.compile_ahead),
+    }
+    if wrong := [name for name, used in refused.items() if used]:
+        raise ConfigError(f"{', '.join(wrong)}: not over several processes (distributed.processes) yet; unset it")
+    if config.sharding.devices not in (0, jax.device_count()):
+        raise ConfigError(
+            f"sharding.devices is {config.sharding.devices}, but over several processes all {jax.device_count()} "
+            "train; leave it at 0"
+        )
+    counts = dict.fromkeys(range(jax.process_count()), 0)
+    for device in jax.devices():
+        counts[device.process_index] += 1
+    if len(set(counts.values())) > 1:
+        raise ConfigError(f"processes must have as many devices each; they have {sorted(counts.values())}")

@@ -1,0 +1,24 @@
+"""Joining the other processes of a run."""
+
+from __future__ import annotations
+
+from sharding.links import LinkError, Links, initialize
+
+from ..config import ConfigError, DistributedConfig
+from .gang import Gang
+
+
+def join(settings: DistributedConfig) -> tuple[Gang, Links | None]:
+    """The gang of this process, and its links to the others; of one process where none others are named. Before JAX is
+    used. Raises ConfigError where they do not find each other."""
+    if settings.processes <= 1:
+        return Gang(), None
+    try:
+        initialize(settings.coordinator, settings.processes, settings.process)
+        links = Links(timeout=settings.timeout)
+    except (LinkError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"distributed.coordinator is {settings.coordinator}: process {settings.process} of {settings.processes} "
+            f"does not reach the others: {' '.join(str(error).split())[:300]}"
+        ) from error
+    return Gang(links), links

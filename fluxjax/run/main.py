@@ -1,0 +1,64 @@
+"""What `python -m fluxjax.train` does once its command line is read."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from rollout.engine import EngineError
+from rollout.weights.checksums import WeightsMismatch
+from sharding.links import LinkError, Links, leave
+from sharding.odc import OdcError
+
+from ..base.errors import DataError
+from ..base.process import use_compile_cache
+from ..config import Config, ConfigError
+from ..coordinator import CoordinatorError
+from ..hosts.orders import OrderError
+from ..hosts.start import join
+from .callbacks import SettledHeap
+from .checkpoint import ResumeError
+from .follower import follow
+from .trainer import FluxTrainer
+
+# Errors that a user can mend; any other is a defect and keeps its traceback.
+USER_ERRORS = (
+    ConfigError,
+    DataError,
+    ResumeError,
+    CoordinatorError,
+    EngineError,
+    OdcError,
+    OSError,
+    WeightsMismatch,
+    LinkError,
+    OrderError,
+)
+
+
+def main(config: Config) -> int:
+    """Trains; returns the exit status: 0 if complete or stopped on request, 2 for an error that the user can mend. Of
+    several processes, each ends when one does."""
+    use_compile_cache()
+    links: Links | None = None
+    try:
+        gang, links = join(config.distributed)
+        if gang.process:
+            follow(gang)
+        else:
+            with FluxTrainer(config, gang=gang) as trainer:
+                trainer.fit(callbacks=[SettledHeap()])
+    except USER_ERRORS as error:
+        if links is not None:
+            leave(error, links, 2)
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if links is None:
+            raise
+        traceback.print_exc()
+        leave(error, links)
+    if links is not None:
+        links.barrier("end")
+        links.close()
+    return 0
