@@ -59,7 +59,10 @@ class Processes:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = [f"--config.distributed.coordinator=127.0.0.1:{port}", f"--config.distributed.processes={count}"]
-        command = [sys.executable, "-m", "fluxjax.train", *train, *(shared if count > 1 else [])]
+        # A process that outlived its launcher would keep its GPU, and the port of the coordinator.
+        bound = pathlib.Path(__file__).resolve().parent.parent / "rollout" / "bound.py"
+        command = [sys.executable, str(bound), sys.executable, "-m", "fluxjax.train", *train]
+        command += shared if count > 1 else []
         self._children: list[subprocess.Popen[bytes]] = []
         for process in range(count):
             out = logs[process - 1] if process else None

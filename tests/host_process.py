@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import sys
+from typing import Any
 
 SETTINGS = json.loads(sys.argv[1])
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -59,8 +60,8 @@ def gradients() -> None:
         scores = learner.gradients.scores(learner.params, composition.microbatches)
         whole = multihost_utils.process_allgather(grads, tiled=True)
         if jax.process_index() == 0:
-            leaves = {f"grad {i}": leaf for i, leaf in enumerate(jax.tree.leaves(whole))}
-            sums = {f"sum {name}": np.asarray(value) for name, value in tally.sums.items()}
+            leaves: dict[str, Any] = {f"grad {i}": leaf for i, leaf in enumerate(jax.tree.leaves(whole))}
+            sums: dict[str, Any] = {f"sum {name}": np.asarray(value) for name, value in tally.sums.items()}
             np.savez(pathlib.Path(SETTINGS["out"]) / f"step{seed}.npz", **leaves, **sums)
         np.savez(pathlib.Path(SETTINGS["out"]) / f"scores{seed}-{jax.process_index()}.npz", **own(composition, scores))
     print(json.dumps({"done": True}), flush=True)
@@ -79,7 +80,7 @@ def blinded(prepared):
     return blind
 
 
-def own(composition, scores):
+def own(composition, scores) -> dict[str, Any]:
     """The log-probs of the responses in the rows of this process, by draw and sample."""
     from fluxjax.batch.composition import unpack
 

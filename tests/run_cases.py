@@ -110,7 +110,10 @@ class Commands:
             "PYTHONPATH": str(ROOT),
         }
 
-    def start(self, run_dir: pathlib.Path, config: str, arguments: list[str], devices: int = 1) -> subprocess.Popen:
+    def start(
+        self, run_dir: pathlib.Path, config: str, arguments: list[str], devices: int = 1, processes: int = 1
+    ) -> subprocess.Popen:
+        """`devices` of each of so many processes."""
         flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"  # the last one counts
         env = self.env | {"XLA_FLAGS": flags}
         log = run_dir.parent / f"{run_dir.name}.log"
@@ -119,7 +122,7 @@ class Commands:
                 [
                     sys.executable,
                     "-m",
-                    "fluxjax.train",
+                    *(["fluxjax.launch", "--processes", str(processes), "--"] if processes > 1 else ["fluxjax.train"]),
                     f"--config={config}",
                     f"--config.run_dir={run_dir}",
                     *arguments,
@@ -131,10 +134,17 @@ class Commands:
             )
 
     def run(
-        self, run_dir: pathlib.Path, config: str, arguments: list[str], *, devices: int = 1, timeout: float = 300
+        self,
+        run_dir: pathlib.Path,
+        config: str,
+        arguments: list[str],
+        *,
+        devices: int = 1,
+        processes: int = 1,
+        timeout: float = 300,
     ) -> str:
         """To the end, which must be a good one; returns what it printed."""
-        process = self.start(run_dir, config, arguments, devices)
+        process = self.start(run_dir, config, arguments, devices, processes)
         with ended(process):
             code = process.wait(timeout)
         text = (run_dir.parent / f"{run_dir.name}.log").read_text()

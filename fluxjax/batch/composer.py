@@ -109,13 +109,12 @@ class Composer:
         of any prompt. Raises, as `compose` does."""
         self.shapes.next_step()
         chosen = self._chosen(groups, prepared, skip_idle, version)
-        rows = self._rows()
-        micros = [sized.micro for sized in rows.outline(chosen)]
-        return [share(micros, chosen, each) for each in shards]
+        outline = self._rows().outline(chosen)
+        return [share(outline, chosen, each) for each in shards]
 
     def lay_out(self, share: Share) -> Composition:
         """The microbatches of a share: with the rows of its shards, and nothing else."""
-        return self._rows().lay_out(share.micros, share.groups)
+        return self._rows().lay_out(share.micros, share.groups, share.filled)
 
     def _rows(self) -> RowPacking:
         if not isinstance(self._dealer, RowPacking):

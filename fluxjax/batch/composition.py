@@ -200,6 +200,7 @@ class Composition:
     cells: np.ndarray
     lengths: np.ndarray
     coming: tuple[TrainBatch, ...] = ()
+    filled: tuple[Filled, ...] = ()  # of each microbatch, over all devices
 
     @property
     def batches(self) -> tuple[TrainBatch, ...]:
@@ -207,9 +208,8 @@ class Composition:
 
     def fill(self) -> tuple[float, float]:
         """Used over padded size of the token and of the patch buffers, between 0 and 1; 0 patches for text models."""
-        tokens = np.concatenate([batch.inputs.segments_BT.reshape(-1) for batch in self.batches])
-        media = [batch.inputs.vision.frame_segments_P for batch in self.batches if batch.inputs.vision is not None]
-        return float(np.mean(tokens != 0)), float(np.mean(np.concatenate(media) != 0)) if media else 0.0
+        tokens, token_cells, patches, patch_cells = np.sum([dataclasses.astuple(one) for one in self.filled], axis=0)
+        return float(tokens / token_cells), float(patches / patch_cells) if patch_cells else 0.0
 
     def of_responses(self, arrays_BT: PerToken, dtype: type | None = None) -> np.ndarray:
         """Per-token values, response after response."""

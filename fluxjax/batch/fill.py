@@ -137,7 +137,8 @@ def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool) -> Compositio
         cells.append(first + layout.cells[spans.response_cells()])
         lengths.append(spans.response_lengths())
         first += part.plan.num_devices * layout.columns
-    return Composition(tuple(microbatches), tuple(keys), np.concatenate(cells), np.concatenate(lengths))
+    filled = tuple(sized.filled for sized in parts)
+    return Composition(tuple(microbatches), tuple(keys), np.concatenate(cells), np.concatenate(lengths), filled=filled)
 
 
 def _lay_out_part(sized: SizedPart, spans: Spans) -> TrainBatch:

@@ -72,14 +72,17 @@ class RowPacking:
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
         outline = self.outline(groups)
-        composition = self.lay_out([sized.micro for sized in outline], groups)
+        composition = self.lay_out([sized.micro for sized in outline], groups, [sized.filled for sized in outline])
         if coming := [sized.coming for sized in outline if sized.coming is not None]:
             composition = dataclasses.replace(composition, coming=self.lay_out(coming, groups).batches)
         return composition
 
-    def lay_out(self, micros: Sequence[PackedRows], groups: Sequence[TrainGroup]) -> Composition:
+    def lay_out(
+        self, micros: Sequence[PackedRows], groups: Sequence[TrainGroup], filled: Sequence[Filled] = ()
+    ) -> Composition:
         """The microbatches `micros`, or some shards of them, whose items are `groups`."""
-        return lay_out_rows(micros, groups, self._share, self._vision, self._tempered)
+        composition = lay_out_rows(micros, groups, self._share, self._vision, self._tempered)
+        return dataclasses.replace(composition, filled=tuple(filled))
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedRows]:
         """The microbatches, in buffers of sizes that the shape book chooses."""

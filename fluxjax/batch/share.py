@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from .composition import PackedRows, Piece, TrainGroup
+from .composition import Filled, PackedRows, Piece, TrainGroup
+from .fill import SizedRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +19,12 @@ class Share:
 
     micros: tuple[PackedRows, ...]
     groups: tuple[TrainGroup, ...]
+    filled: tuple[Filled, ...] = ()  # of the microbatches with all of their shards
 
 
-def share(micros: Sequence[PackedRows], groups: Sequence[TrainGroup], shards: range) -> Share:
+def share(outline: Sequence[SizedRows], groups: Sequence[TrainGroup], shards: range) -> Share:
     """The share of the process that has these shards, with those of `groups` that it needs."""
+    micros = [sized.micro for sized in outline]
     own = [micro.shards[shards.start : shards.stop] for micro in micros]
     needed = sorted({piece.item for micro in own for rows in micro for row in rows for piece in row})
     number = {item: k for k, item in enumerate(needed)}
@@ -30,4 +33,5 @@ def share(micros: Sequence[PackedRows], groups: Sequence[TrainGroup], shards: ra
         rows = [[tuple(Piece(number[p.item], p.responses) for p in row) for row in shard] for shard in own]
         return dataclasses.replace(micro, shards=tuple(map(tuple, rows)))
 
-    return Share(tuple(map(renumbered, micros, own)), tuple(groups[item] for item in needed))
+    filled = tuple(sized.filled for sized in outline)
+    return Share(tuple(map(renumbered, micros, own)), tuple(groups[item] for item in needed), filled)

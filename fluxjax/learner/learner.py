@@ -163,11 +163,10 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Everything that the rest of training depends on, as a pytree of arrays for a checkpoint."""
-        return {
-            "params": self.params,
-            "opt_state": self.opt_state,
-            "version": jax.device_put(np.int32(self.version), NamedSharding(self.mesh, P())),
-        }
+        everywhere = NamedSharding(self.mesh, P())
+        # Not `device_put`: of several processes, that would wait for the others to see that they put the same.
+        version = jax.make_array_from_callback((), everywhere, lambda _: np.int32(self.version))
+        return {"params": self.params, "opt_state": self.opt_state, "version": version}
 
     def forget(self) -> None:
         """Becomes an abstract learner, to make room for the arrays of `load_state`."""

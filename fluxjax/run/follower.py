@@ -101,6 +101,7 @@ class Follower:
         self._learner.load_state(arrays.pop("learner"))
         self._reference = arrays.get("reference")
         self._prompts.load_state_dict(state["source"])
+        self._checkpoints.forget_after(step)
 
 
 def follow(gang: Gang) -> None:

@@ -230,13 +230,13 @@ class FluxTrainer:
 
         The learner's arrays go before those of the checkpoint come, so that no device holds both (but for those that
         an engine serves)."""
+        step = self.checkpoints.newest() if step is None else step
+        self.gang.tell(Restore(step))
         wanted = {"learner": self.learner.state()}
         if self.config.algorithm.kl_coefficient:
             wanted["reference"] = self.learner.params
         abstract = like(wanted)
         del wanted
-        step = self.checkpoints.newest() if step is None else step
-        self.gang.tell(Restore(step))
         step, arrays, state = self.checkpoints.restore(abstract, step, self._forget_arrays)
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         self.learner.load_state(arrays.pop("learner"))

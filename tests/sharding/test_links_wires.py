@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ class Log:
         self.why: list[str] = []
         self.gone = threading.Event()
 
-    def hear(self, process: int, message: Message) -> None:
+    def hear(self, process: int, message: Message, data: bytes) -> None:
         self.heard.append((process, message["kind"]))
 
     def lose(self, process: int, why: str) -> None:
@@ -141,3 +142,37 @@ def test_a_process_that_never_comes(door: socket.socket) -> None:
 def test_addresses() -> None:
     assert place() == place()
     listen(own_address(["no-such-host.invalid"]), 2).close()  # it is one of this host
+
+
+def test_data_comes_whole_and_in_order_behind_its_message(pair: Pair) -> None:
+    wire, far = pair()
+    log, came = Log(), []
+    other = Wire.on(far)
+    wires = Wires({0: wire}, 20.0, lambda process, message, data: came.append((message["kind"], data)), log.lose)
+    pieces = [b"", b"\n", b'{"kind": "alive"}\n', os.urandom(3_000_000)]
+    for piece in pieces:
+        other.write({"kind": "data", "bytes": str(len(piece))}, piece)
+        other.write({"kind": "alive"})
+    other.close()
+    assert log.gone.wait(20) and log.why == ["its connection closed"]
+    assert came == [one for piece in pieces for one in (("data", piece), ("alive", b""))]
+    wires.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b'{"kind": "data", "bytes": "9999999999999"}\n', "9999999999999 bytes announced"),
+        (b'{"kind": "data", "bytes": "-1"}\n', "-1 bytes announced"),
+        (b"x" * 100_000, "more than 65536 bytes"),
+        (b'{"kind": "data", "bytes": "10"}\nabc', "3 of 10 bytes came"),
+    ],
+)
+def test_a_size_is_bounded_before_anything_is_read(pair: Pair, sent: bytes, why: str) -> None:
+    wire, far = pair()
+    log = Log()
+    wires = Wires({0: wire}, 20.0, log.hear, log.lose)
+    far.sendall(sent)
+    far.close()
+    assert log.gone.wait(20) and why in log.why[0] and not log.heard
+    wires.close()

@@ -1,0 +1,95 @@
+"""`python -m fluxjax.launch`: one run over several real processes, on images and videos."""
+
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+from run_cases import Commands, ended, logged
+from safetensors.numpy import load_file
+
+from fluxjax import launch
+from fluxjax.report.metrics import read
+
+CONFIG = "configs/vlm.py:debug"
+SMALL = [
+    "--config.warm_start.steps=3",
+    "--config.steps=3",
+    "--config.evaluation.samples=4",
+    "--config.checkpoint.every=1",
+    "--config.rollout.prompts_per_step=6",
+]
+
+
+@pytest.fixture(scope="module")
+def commands() -> Commands:
+    return Commands()
+
+
+@pytest.fixture(scope="module")
+def two(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A run over two processes, undisturbed."""
+    run_dir = tmp_path_factory.mktemp("two") / "run"
+    commands.run(run_dir, CONFIG, SMALL, processes=2)
+    return run_dir
+
+
+def weights(run_dir: pathlib.Path) -> dict[str, bytes]:
+    return {name: tensor.tobytes() for name, tensor in load_file(run_dir / "model" / "model.safetensors").items()}
+
+
+@pytest.mark.long
+def test_two_processes_train_as_one(commands, two, tmp_path):
+    """The same losses as one process with as many devices, warm start and RL; float32."""
+    one = tmp_path / "run"
+    commands.run(one, CONFIG, SMALL, devices=2)
+    kept = ("loss", "grad_norm", "reward/mean", "packing/microbatches", "packing/token_fill", "packing/patch_fill")
+    found, want = (
+        {(line["phase"], line["step"]): line for line in read(run_dir / "metrics.jsonl")} for run_dir in (two, one)
+    )
+    assert found.keys() == want.keys()
+    assert sum("loss" in line for line in want.values()) == 6
+    for key, line in want.items():
+        for name in kept:
+            assert found[key].get(name) == pytest.approx(line.get(name), rel=1e-4, abs=1e-5), (key, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("victim", "phase", "step"), [(0, "warm_start", 2), (1, "rl", 1)])
+def test_a_killed_process_ends_all(commands, two, victim, phase, step, tmp_path):
+    """And in the same folder the run goes on to the same weights, bit for bit."""
+    run_dir = tmp_path / "run"
+    process = commands.start(run_dir, CONFIG, SMALL, processes=2)
+    with ended(process):
+        end = time.monotonic() + 300
+        while not logged(run_dir, phase, step)():
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        os.kill(children(process.pid)[victim], signal.SIGKILL)
+        assert process.wait(60) not in (0, None)
+    survivor = tmp_path / ("run.process-1.log" if victim == 0 else "run.log")
+    told = [line for line in survivor.read_text().splitlines() if f"process {victim} (" in line]
+    assert len(told) == 1 and "is lost: its connection closed" in told[0]
+    if phase == "rl":
+        assert "resuming after step" in commands.run(run_dir, CONFIG, SMALL, processes=2)
+        assert weights(run_dir) == weights(two)
+
+
+def children(parent: int) -> list[int]:
+    """Process ids, in the order in which they were started."""
+    return [int(word) for word in pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--processes", "0", "--", "--config=configs/vlm.py"], "--processes is 0"),
+        (["--processes", "2"], "nothing to train"),
+        (["--", "--config=configs/vlm.py"], "--processes"),
+    ],
+)
+def test_a_command_that_starts_nothing_says_why(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        launch.main(arguments)
+    assert says in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""What process 0 tells the others: nothing is lost on the way, nothing is told that a process does not need."""
+
+import dataclasses
+
+import jax
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_cases import random_groups
+from packing_cases import MODEL, make_config
+
+from fluxjax.batch.composer import Composer
+from fluxjax.hosts.orders import (
+    Begin,
+    End,
+    Gather,
+    Learn,
+    OrderError,
+    Restore,
+    Save,
+    Start,
+    decode,
+    encode,
+    share_of,
+    told,
+)
+
+ORDERS = [Start("/runs/a"), Begin("rl"), Gather(), Save(7), Restore(3), End()]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
+def test_an_order_comes_as_it_was_given(order):
+    assert decode(encode(order)) == order
+
+
+@given(seed=st.integers(0, 2**20), processes=st.sampled_from([1, 2, 4]), temperature=st.booleans())
+@settings(deadline=None, max_examples=15)
+def test_rows_come_as_they_were_told(seed, processes, temperature):
+    """Each process lays out just the rows that one process would have laid out on its devices."""
+    config = make_config(tokens_per_row=64, rows=2)
+    config.schedules.temperature = "1.0" if temperature else ""
+    groups, prepared = random_groups(seed)
+    inputs = {draw: one.inputs for draw, one in prepared.items()}
+    whole = Composer(config, 4, MODEL.vision).compose(groups, prepared)
+    each = 4 // processes
+    shards = [range(process * each, (process + 1) * each) for process in range(processes)]
+    shares = Composer(config, 4, MODEL.vision).shares(groups, prepared, shards)
+    parts = []
+    for share in shares:
+        order = decode(encode(Learn(1, told(share))))
+        assert isinstance(order, Learn)
+        here = share_of(order.rows, lambda draws: {draw: inputs[draw] for draw in draws})
+        parts.append(Composer(config, 4, MODEL.vision).lay_out(here))
+    assert sorted(key for part in parts for key in part.keys) == sorted(whole.keys)
+    for number, batch in enumerate(whole.batches):
+        own = [jax.tree_util.tree_leaves_with_path(part.batches[number]) for part in parts]
+        for k, (path, want) in enumerate(jax.tree_util.tree_leaves_with_path(batch)):
+            axis = 1 if "positions_3BT" in jax.tree_util.keystr(path) else 0
+            got = np.concatenate([leaves[k][1] for leaves in own], axis=axis)
+            np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
+
+
+def test_no_media_are_told_and_no_batch():
+    """However large media and rows are: what is told depends on the responses."""
+    groups, prepared = random_groups(8)
+    assert any(one.inputs.vision is not None for one in prepared.values())
+    sizes = []
+    for rows in (2, 8):
+        (share,) = Composer(make_config(64, rows), 1, MODEL.vision).shares(groups, prepared, [range(1)])
+        data = encode(Learn(1, told(share)))
+        sizes.append(len(data))
+        for one in prepared.values():
+            if one.inputs.vision is not None:
+                assert one.inputs.vision.patches_PX[0, :2].tobytes() not in data
+    assert max(sizes) < min(sizes) + 100
+    tokens = sum(len(sample.response.token_ids) for group in groups for sample in group.samples)
+    responses = sum(len(group.samples) for group in groups)
+    assert max(sizes) < 8 * tokens + 64 * responses + 256 * len(groups) + 200
+
+
+def test_each_process_is_told_its_own():
+    groups, prepared = random_groups(3)
+    composer = Composer(make_config(64, 2), 4, MODEL.vision)
+    shares = composer.shares(groups, prepared, [range(k, k + 1) for k in range(4)])
+    assert sum(len(share.groups) for share in shares) < 2 * len(groups)
+    for share in shares:
+        items = {piece.item for micro in share.micros for shard in micro.shards for row in shard for piece in row}
+        assert items == set(range(len(share.groups)))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "no order"),
+        (b"\xc1nonsense", "no order"),
+        (msgpack.packb([1, 2]), "no order"),
+        (msgpack.packb({"protocol": 9, "order": "end"}), "version 9"),
+        (msgpack.packb({"protocol": 1, "order": "dance"}), "no order 'dance'"),
+        (msgpack.packb({"protocol": 1, "order": "save", "steps": 3}), "order save"),
+    ],
+)
+def test_what_is_no_order_is_named(data, says):
+    with pytest.raises(OrderError, match=says):
+        decode(data)
+
+
+def test_a_prompt_that_is_not_here_is_named():
+    groups, prepared = random_groups(3)
+    (share,) = Composer(make_config(64, 2), 1, MODEL.vision).shares(groups, prepared, [range(1)])
+    with pytest.raises(OrderError, match="draw 100 can't be prepared here"):
+        share_of(told(share), lambda draws: {draw: prepared[draw].inputs for draw in draws if draw != 100})
+    cut = told(share)
+    cut["groups"][0] = {name: value for name, value in cut["groups"][0].items() if name != "lengths"}
+    with pytest.raises(OrderError, match="rows that can't be read: 'lengths'"):
+        share_of(cut, lambda draws: {draw: prepared[draw].inputs for draw in draws})
+
+
+def test_fields_of_orders_are_plain():
+    """Nothing that would need pickle."""
+    for order in ORDERS:
+        assert all(field.type in ("str", "int") for field in dataclasses.fields(order))
