@@ -2,6 +2,7 @@
 SIGKILL in turn, never while another is down.
 
     python benchmarks/killed_servers.py --out runs/kills                  # three pairs, about an hour on two cores
+    python benchmarks/killed_servers.py --out runs/kills --begin 800      # the last 200 of 1000 steps
     python benchmarks/killed_servers.py --config configs/vlm_sglang.py:serve --every 60 --seeds 0
 
 Every run is `python -m fluxjax.train`; who is up, and with which weights, is read from its Prometheus port. Runs that
@@ -19,6 +20,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -57,12 +59,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", default="configs/vlm_sglang.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--begin", type=int, default=0, help="steps that a pair has in common, by the embedded engine")
     parser.add_argument("--every", type=float, default=180.0, help="seconds between two kills")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/kills"))
     parser.add_argument("rest", nargs="*", help="more settings of both runs: --config.servers.count=3, after --")
     options = parser.parse_args(argv)
     pairs = []
     for seed in options.seeds:
+        if options.begin and not _base(options, seed):
+            print(f"error: the run in {options.out / f'base-{seed}'} did not end well", file=sys.stderr)
+            return 1
         pair = {}
         for name in ("undisturbed", "killed"):
             folder = options.out / f"{name}-{seed}"
@@ -71,12 +77,41 @@ def main(argv: Sequence[str]) -> int:
                 return 1
             pair[name] = _described(folder)
         pairs.append({"seed": seed, **pair, "same_samples": _samples(options.out, seed)})
-    line = {"benchmark": "killed_servers", "config": options.config, "steps": options.steps, "every": options.every}
+    names = ("config", "begin", "steps", "every")
+    line = {"benchmark": "killed_servers"} | {name: getattr(options, name) for name in names}
     print(json.dumps(line | {"pairs": pairs} | _compared(pairs)))
     return 0
 
 
 # --- one run ------------------------------------------------------------------------------------
+
+
+def _base(options: argparse.Namespace, seed: int) -> bool:
+    """Whether there is a run of `--begin` steps now, for both runs of a pair to go on from."""
+    folder = options.out / f"base-{seed}"
+    checkpoint = folder / "checkpoints" / str(options.begin)
+    if checkpoint.exists():
+        return True
+    print(f"{folder.name} ...", file=sys.stderr)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    settings = {"seed": seed, "steps": options.begin + options.steps, "run_dir": folder, "rollout.engine": "jax"}
+    settings |= {"checkpoint.every": options.begin, "rollout.kv_tokens": 0, "rollout.slots": 368}
+    command = [sys.executable, "-m", "fluxjax.train", f"--config={options.config}"]
+    command += [f"--config.{name}={value}" for name, value in settings.items()]
+    with (folder.parent / f"{folder.name}.log").open("a") as log:
+        run = subprocess.Popen([*command, *options.rest], cwd=ROOT, stdout=log, stderr=log)
+        while run.poll() is None and not checkpoint.exists():
+            time.sleep(LOOK_SECONDS)
+        run.kill()  # nothing of it is wanted but the checkpoint, which is there whole or not at all
+        run.wait()
+    return checkpoint.exists()
+
+
+def _begin(options: argparse.Namespace, seed: int, folder: pathlib.Path) -> None:
+    """Makes `folder` a run that has done the common steps."""
+    if options.begin and not folder.exists():
+        checkpoint = pathlib.Path("checkpoints") / str(options.begin)
+        shutil.copytree(options.out / f"base-{seed}" / checkpoint, folder / checkpoint)
 
 
 def _train(options: argparse.Namespace, seed: int, folder: pathlib.Path, kill: bool) -> bool:
@@ -86,7 +121,9 @@ def _train(options: argparse.Namespace, seed: int, folder: pathlib.Path, kill: b
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = {"seed": seed, "steps": options.steps, "run_dir": folder, "report.prometheus_port": port}
+    _begin(options, seed, folder)
+    steps = options.begin + options.steps
+    settings = {"seed": seed, "steps": steps, "run_dir": folder, "report.prometheus_port": port}
     settings |= {"report.dump_samples_every": 1, "report.dump_samples": 1_000_000}  # to see what it was trained on
     command = [sys.executable, "-m", "fluxjax.train", f"--config={options.config}"]
     command += [f"--config.{name}={value}" for name, value in settings.items()]

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-GRACE = 30.0  # seconds in which all must have ended when one has failed
+GRACE = 15.0  # seconds in which all must have ended when one has failed
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import time
 
@@ -10,6 +11,8 @@ from run_cases import Commands, ended, logged
 from safetensors.numpy import load_file
 
 from fluxjax import launch
+from fluxjax.config import ConfigError, cli
+from fluxjax.hosts.gang import check_across_processes
 from fluxjax.report.metrics import read
 
 CONFIG = "configs/vlm.py:debug"
@@ -56,8 +59,15 @@ def test_two_processes_train_as_one(commands, two, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("victim", "phase", "step"), [(0, "warm_start", 2), (1, "rl", 1)])
-def test_a_killed_process_ends_all(commands, two, victim, phase, step, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "victim", "phase", "step", "why"),
+    [
+        (signal.SIGKILL, 0, "warm_start", 2, "its connection closed"),
+        (signal.SIGSTOP, 1, "warm_start", 2, "it has not answered for 15 s"),
+        (signal.SIGKILL, 1, "rl", 1, "its connection closed"),
+    ],
+)
+def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, phase, step, why, tmp_path):
     """And in the same folder the run goes on to the same weights, bit for bit."""
     run_dir = tmp_path / "run"
     process = commands.start(run_dir, CONFIG, SMALL, processes=2)
@@ -66,11 +76,11 @@ def test_a_killed_process_ends_all(commands, two, victim, phase, step, tmp_path)
         while not logged(run_dir, phase, step)():
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.02)
-        os.kill(children(process.pid)[victim], signal.SIGKILL)
-        assert process.wait(60) not in (0, None)
+        os.kill(children(process.pid)[victim], number)
+        assert process.wait(90) not in (0, None)
     survivor = tmp_path / ("run.process-1.log" if victim == 0 else "run.log")
     told = [line for line in survivor.read_text().splitlines() if f"process {victim} (" in line]
-    assert len(told) == 1 and "is lost: its connection closed" in told[0]
+    assert len(told) == 1 and f"is lost: {why}" in told[0]
     if phase == "rl":
         assert "resuming after step" in commands.run(run_dir, CONFIG, SMALL, processes=2)
         assert weights(run_dir) == weights(two)
@@ -79,6 +89,42 @@ def test_a_killed_process_ends_all(commands, two, victim, phase, step, tmp_path)
 def children(parent: int) -> list[int]:
     """Process ids, in the order in which they were started."""
     return [int(word) for word in pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+MORE = {"algorithm.importance.normalize=True": ["--config.algorithm.importance.kind=truncate"]}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "sharding.strategy=odc",
+        "sharding.strategy=flex_ulysses",
+        "stream_trainer.enabled=True",
+        "algorithm.importance.normalize=True",
+        "sharding.compile_ahead=4",
+        "sharding.devices=1",
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused_by_name(override):
+    with pytest.raises(ConfigError, match=re.escape(override.partition("=")[0])):
+        check_across_processes(cli.load(["--config=configs/vlm.py", *MORE.get(override, ()), f"--config.{override}"]))
+    check_across_processes(cli.load(["--config=configs/vlm.py"]))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ((2, 0, ""), "must be the host:port of process 0"),
+        ((2, 0, "somewhere"), "must be the host:port of process 0"),
+        ((2, 2, "localhost:1234"), "below distributed.processes"),
+        ((1, 1, ""), "below distributed.processes"),
+    ],
+)
+def test_settings_that_name_no_process_are_refused(values, says):
+    config = cli.load(["--config=configs/vlm.py"])
+    config.distributed.processes, config.distributed.process, config.distributed.coordinator = values
+    with pytest.raises(ConfigError, match=says):
+        config.validate()
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ class DistributedConfig:
     coordinator: str = ""  # host:port of process 0
     processes: int = positive(1)
     process: int = not_negative(0)  # this one's number, from 0
-    timeout: float = positive(60.0)  # seconds of silence after which a process is taken for lost
+    timeout: float = positive(15.0)  # seconds of silence after which a process is taken for lost
 
 
 @dataclasses.dataclass(slots=True)

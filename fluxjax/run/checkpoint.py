@@ -71,19 +71,31 @@ class Checkpoints:
         earlier checkpoints are untouched, the next one tries again. Returns whether all went well so far. A step that
         has a checkpoint keeps it.
         """
-        ok = self.wait()
+        failed = len(self.failed)
+        if self.may_save(step, arrays):
+            self.write(step, arrays, state)
+        return len(self.failed) == failed
+
+    def may_save(self, step: int, arrays: PyTree) -> bool:
+        """Waits for the write under way. Returns whether there is no checkpoint of this step yet, and room for one;
+        where there is none, that is logged and counted."""
+        self.wait()
         if step in self._manager.all_steps():
-            return ok
-        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
+            return False
         needed = sum(array.nbytes for array in jax.tree.leaves(arrays))
+        if shutil.disk_usage(self.folder).free < needed + _MARGIN:  # Orbax itself would fail slowly and loudly
+            self._note_failure(OSError(errno.ENOSPC, f"No space left for {needed} bytes"))
+            return False
+        return True
+
+    def write(self, step: int, arrays: PyTree, state: dict[str, Any]) -> None:
+        """As `save`, for who knows that it may. Collective, where there are several processes; the `state` is that of
+        process 0."""
+        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
         try:
-            if shutil.disk_usage(self.folder).free < needed + _MARGIN:  # Orbax itself would fail slowly and loudly
-                raise OSError(errno.ENOSPC, f"No space left for {needed} bytes")
             self._manager.save(step, args=args, force=True)
         except _WRITE_ERRORS as error:
-            self._note_failure(error)
-            return False
-        return ok
+            self._begin_afresh(error)
 
     def forget_after(self, step: int) -> None:
         """Removes the checkpoints of later steps, when a run goes on from an older one."""
@@ -96,7 +108,7 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except _WRITE_ERRORS as error:
-            self._note_failure(error)
+            self._begin_afresh(error)
             return False
         return True
 
@@ -150,7 +162,12 @@ class Checkpoints:
             reason,
             "No earlier checkpoint exists." if kept is None else f"The newest good one is step {kept}.",
         )
-        # A manager that has failed once keeps reporting it: start afresh, which also removes the partial folder.
+
+    def _begin_afresh(self, error: Exception) -> None:
+        """A manager that has failed once keeps reporting it; a new one also removes the partial folder."""
+        if jax.process_count() > 1:  # the others are in the midst of it, and would wait for this one
+            raise ResumeError(f"a checkpoint can't be written to {self.folder}: {error}") from error
+        self._note_failure(error)
         self._manager = self._open()
 
 

@@ -57,7 +57,7 @@ class Follower:
             case Gather():
                 brought(self._learner.params, self._learner.mesh, keep=False)
             case Save():
-                self._checkpoints.save(order.step, self._arrays(), {})
+                self._checkpoints.write(order.step, self._arrays(), {})
             case Restore():
                 self._restore(order.step)
 

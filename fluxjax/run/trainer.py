@@ -434,9 +434,11 @@ class FluxTrainer:
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
         self._count_total()
-        shapes = self.composer.shapes.state()
-        self.gang.tell(Save(step))
-        self.checkpoints.save(step, self._arrays(), state | {"summary": self.summary.state_dict(), "shapes": shapes})
+        arrays = self._arrays()
+        if self.checkpoints.may_save(step, arrays):
+            self.gang.tell(Save(step))
+            shapes = self.composer.shapes.state()
+            self.checkpoints.write(step, arrays, state | {"summary": self.summary.state_dict(), "shapes": shapes})
 
     def _count_total(self) -> None:
         now = time.monotonic()
