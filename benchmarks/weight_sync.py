@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import concurrent.futures
 import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
 import runpy
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -75,8 +77,7 @@ def main(argv: Sequence[str]) -> int:
     if "sglang" in options.servers and shutil.which(options.sglang) is None:
         _say(f"SGLang is not measured: there is no program {options.sglang} (bash scripts/install_sglang.sh makes one)")
         options.servers = [server for server in options.servers if server != "sglang"]
-    keep_freed_memory()
-    jax.config.update("jax_platforms", "cpu")
+    _begin()
     load = os.getloadavg()
     try:
         with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
@@ -96,7 +97,7 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
     for size in options.sizes:
         config = _config(size)
         if size in DELTAS:
-            deltas[size] = {f"{rate:g}": measure_delta(size, rate, options, folder) for rate in options.rates}
+            deltas[size] = {f"{rate:g}": _alone(measure_delta, size, rate, options, folder) for rate in options.rates}
         model, processor = build_model(config, open_sources(config.data))
         sizes, params = model.config, models.split(model)[1]
         _say(f"{size}: {parameter_count(model) / 1e6:.0f}M parameters")
@@ -124,6 +125,17 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
 
 
 # --- deltas -----------------------------------------------------------------------------------------
+
+
+def _alone(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """In a process of its own, so that the state of one training is gone before the next one comes."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin) as process:
+        return process.submit(measure, *arguments).result()
+
+
+def _begin() -> None:
+    keep_freed_memory()
+    jax.config.update("jax_platforms", "cpu")
 
 
 def measure_delta(size: str, rate: float, options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
