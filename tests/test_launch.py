@@ -11,7 +11,8 @@ from run_cases import Commands, ended, logged
 from safetensors.numpy import load_file
 
 from fluxjax import launch
-from fluxjax.config import ConfigError, cli
+from fluxjax.config import Config, ConfigError, DistributedConfig, cli
+from fluxjax.hosts.cluster import found
 from fluxjax.hosts.gang import check_across_processes
 from fluxjax.report.metrics import read
 
@@ -109,6 +110,29 @@ def test_what_several_processes_cannot_do_is_refused_by_name(override):
     with pytest.raises(ConfigError, match=re.escape(override.partition("=")[0])):
         check_across_processes(cli.load(["--config=configs/vlm.py", *MORE.get(override, ()), f"--config.{override}"]))
     check_across_processes(cli.load(["--config=configs/vlm.py"]))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("a", "a"), ("a,b", "a"), ("gpu[001-004,007],b", "gpu001"), ("n[9,11]", "n9"), ("rack[2-3]node1", "rack2node1")],
+)
+def test_tasks_of_slurm_find_each_other(nodes, host):
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": nodes}
+    each = [found(DistributedConfig(), slurm | {"SLURM_PROCID": str(task)}) for task in range(4)]
+    assert [one.process for one in each] == [0, 1, 2, 3]
+    assert {one.coordinator for one in each} == {f"{host}:{61440 + 77 * 16 + 1}"} and each[0].processes == 4
+    for one in each:
+        config = Config(distributed=one)
+        config.data = cli.load(["--config=configs/vlm.py"]).data
+        config.validate()
+
+
+def test_what_is_given_counts_and_one_task_is_one_process():
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "2"}
+    given = DistributedConfig(coordinator="b:1", processes=2, process=1)
+    assert found(given, slurm) is given
+    assert found(DistributedConfig(), {}).processes == 1
+    assert found(DistributedConfig(), slurm | {"SLURM_STEP_NUM_TASKS": "1"}).processes == 1
 
 
 @pytest.mark.parametrize(

@@ -288,10 +288,11 @@ class ReportConfig:
 
 @dataclasses.dataclass(slots=True)
 class DistributedConfig:
-    """Several trainer processes, one a host. `python -m fluxjax.launch` starts them on one machine."""
+    """Several trainer processes, one a host. Slurm's tasks find each other; elsewhere, the first three are given.
+    `python -m fluxjax.launch` starts them on one machine."""
 
     coordinator: str = ""  # host:port of process 0
-    processes: int = positive(1)
+    processes: int = not_negative(0)  # 0: as many as Slurm has tasks, else one
     process: int = not_negative(0)  # this one's number, from 0
     timeout: float = positive(15.0)  # seconds of silence after which a process is taken for lost
 
@@ -367,7 +368,7 @@ class Config:
         if self.sharding.remat is Remat.OFFLOAD and self.sharding.strategy is Strategy.ODC:
             raise ConfigError("sharding.remat is offload, which odc can't; set it to layer")
         distributed = self.distributed
-        if distributed.process >= distributed.processes:
+        if distributed.process >= max(distributed.processes, 1):
             raise ConfigError(
                 f"distributed.process is {distributed.process}; it must be below distributed.processes "
                 f"({distributed.processes})"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 from sharding.links import LinkError, Links, initialize
 
 from ..config import ConfigError, DistributedConfig
+from .cluster import found
 from .gang import Gang
 
 
 def join(settings: DistributedConfig) -> tuple[Gang, Links | None]:
-    """The gang of this process, and its links to the others; of one process where none others are named. Before JAX is
-    used. Raises ConfigError where they do not find each other."""
-    if settings.processes <= 1:
+    """The gang of this process, and its links to the others; of one process where neither the settings nor the cluster
+    name others. Before JAX is used. Raises ConfigError where they do not find each other."""
+    settings = found(settings, os.environ)
+    if settings.processes == 1:
         return Gang(), None
     try:
         initialize(settings.coordinator, settings.processes, settings.process)
