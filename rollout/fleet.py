@@ -97,7 +97,7 @@ class Fleet:
     def close(self) -> None:
         """Ends servers of this fleet, and whatever still runs: requests fail. It may be called again."""
         with self._lock:
-            if not self._closed and self._thread.ident is not None:
+            if not self._closed and self.started:
                 asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
@@ -105,6 +105,10 @@ class Fleet:
             self._loop.close()
             self._route.close()
             self._folders.close()
+
+    @property
+    def started(self) -> bool:
+        return self._thread.ident is not None
 
     async def _close(self) -> None:
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # requests and orders, too
@@ -183,7 +187,7 @@ class Fleet:
             if trouble > 1:  # it did not even come up
                 server.suspected.clear()
                 with contextlib.suppress(TimeoutError):
-                    wait = max(0.0, min(2.0**trouble, 30.0) - (time.monotonic() - began))
+                    wait = max(0.0, min(2.0 ** min(trouble, 5), 30.0) - (time.monotonic() - began))
                     await asyncio.wait_for(server.suspected.wait(), wait)
 
     async def _rest(self, server: Server) -> None:
@@ -219,7 +223,8 @@ class Fleet:
                         f"not ready after {self._options.start_seconds:g} s (servers.start_seconds); last: {error}"
                     ) from error
             await asyncio.sleep(0.25)
-        server.holds, server.asleep = None, False
+        # One of others may sleep since an earlier run, or a loss.
+        server.holds, server.asleep = None, server.process is None and await server.client.asleep()
         server.served.clear()
         server.down.clear()
         server.trouble = ""
@@ -295,9 +300,9 @@ class Fleet:
                 await self._bring(server)
             except EngineError as error:
                 if server.client is client:  # else it is another life of it by now
-                    wanted = self._state.seats[seat].wanted
-                    version = "" if wanted is None else f" version {wanted.version} of the weights"
-                    self._lose(server, f"it did not take{version or ' an order'}: {error}")
+                    place = self._state.seats[seat]
+                    weights = "an order" if place.wanted is None else f"version {place.wanted.version} of the weights"
+                    self._lose(server, f"it did not {'sleep' if place.asleep else f'take {weights}'}: {error}")
             except Exception as error:
                 self._state.fail(error)
 
@@ -339,13 +344,21 @@ class Fleet:
 
     async def sleep(self, seat: int) -> None:
         """Has the seat's servers give their memory back, weights included. Until it wakes, none starts: one that is
-        about to, or that ends meanwhile, waits. Raises EngineError where samples run."""
+        about to, or that ends meanwhile, waits. One that is starting may come up first, or it never would where rounds
+        are shorter; samples of other seats end first. Raises EngineError where samples of this one run."""
         if running := self._requests.running(seat):
             raise EngineError(f"can't sleep: {running} samples are running; abort them first")
-        self._state.seats[seat].asleep = True
+        place = self._state.seats[seat]
+        starting = {server: server.restarts for server in self._state.of_seat(seat) if server.starting}
+        await self._until(lambda: not any(s.starting and s.restarts == before for s, before in starting.items()))
+        place.asleep = True
         self._state.tell()
+        await self._until(lambda: not any(server.open for server in self._state.of_seat(seat) if server.up))
         await self._bring_all(seat)
-        while not all(server.rests for server in self._state.of_seat(seat)):
+        await self._until(lambda: not place.asleep or all(server.rests for server in self._state.of_seat(seat)))
+
+    async def _until(self, done: Callable[[], bool]) -> None:
+        while not done():
             self._state.raise_fatal()
             await self._state.news()
 

@@ -170,6 +170,11 @@ class Server:
             self.asleep = False
 
     @property
+    def starting(self) -> bool:
+        """It is one of ours, and on its way."""
+        return self.process is not None and not self.up and not self.waits and not self.leaving
+
+    @property
     def rests(self) -> bool:
         """It takes no memory for weights: it sleeps, or is not there."""
         return self.asleep if self.up else self.waits or self.process is None

@@ -66,7 +66,8 @@ class FleetRequests:
             self._state.raise_fatal()
             if job.aborted & job.open:
                 return None
-            if self._state.seats[job.seat].paused:
+            seat = self._state.seats[job.seat]
+            if seat.paused or seat.asleep:
                 deadline = time.monotonic() + self._options.start_seconds
             elif usable := [server for server in self._state.servers if self._fits(server, job)]:
                 return min(usable, key=lambda s: (job.lost[s.name], s.seat != job.seat, s.open, s.name))
@@ -80,8 +81,8 @@ class FleetRequests:
 
     def _fits(self, server: Server, job: FleetJob) -> bool:
         """The job can go there, and would not fall back behind the weights of its seat."""
-        wanted = self._state.seats[job.seat].wanted
-        if not server.usable or self._state.seats[server.seat].paused:
+        wanted, its = self._state.seats[job.seat].wanted, self._state.seats[server.seat]
+        if not server.usable or its.paused or its.asleep:
             return False
         return wanted is None or (server.holds is not None and server.holds.version >= wanted.version)
 

@@ -212,6 +212,10 @@ class JaxEngine:
         self._attach()
         self._kick()
 
+    @property
+    def asleep(self) -> bool:
+        return self._asleep
+
     async def sleep(self, *, weights: bool = False) -> None:
         """See `Engine.sleep`. With `weights`, these go, too: it needs new ones before it can generate again."""
         async with self._between_turns():

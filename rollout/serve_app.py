@@ -200,6 +200,7 @@ class RolloutServer:
             "tp_size": len(self._engine.devices),
             "vocab_size": self._config.text.vocab_size,
             "weight_version": str(self._version),
+            "asleep": self._engine.asleep,
         }
         return JSONResponse(self._info | info)
 

@@ -164,6 +164,11 @@ class ServerClient:
             raise ServerError(f"{self.address}/server_info: says tp_size {size!r}")
         return size
 
+    async def asleep(self) -> bool:
+        """Whether it gave its memory back, for who did not order it. `rollout.serve` says so; SGLang does not."""
+        answer = await self._order("/server_info", None)
+        return isinstance(answer, dict) and answer.get("asleep") is True
+
     async def load(self, seconds: float = CONTROL) -> dict[str, float]:
         """Samples that run and wait, and tokens a second. The scheduler itself answers: one that hangs does not."""
         answer = await self._order("/v1/loads", None, seconds=seconds)

@@ -399,6 +399,11 @@ class Config:
                 f"stream_trainer.enabled lends devices of engines to training, but those of {engine} servers are not "
                 "the trainer's; set servers.colocated, or rollout.engine to jax"
             )
+        if servers.colocated and servers.addresses and self.rollout.engine is RolloutEngine.SGLANG:
+            raise ConfigError(
+                "servers.colocated needs to know which servers sleep when the run begins, and SGLang does not say; let "
+                "the run start them (servers.count), not servers.addresses"
+            )
         if servers.colocated and (self.policy.name is Policy.ADAPTIVE_ASYNC or self.speculative_sync.enabled):
             what = "speculative_sync.enabled" if self.speculative_sync.enabled else "policy.name=adaptive_async"
             raise ConfigError(f"{what} trains while servers generate; servers.colocated has them sleep: unset one")

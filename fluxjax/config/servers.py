@@ -28,7 +28,7 @@ class ServersConfig:
     count: int = positive(1)  # that the run starts on its host; without effect where there are addresses
     addresses: tuple[str, ...] = ()  # of servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN for them
     # For servers that the run starts: ("--tp-size", "{degree}", "--base-gpu-id", "{device}"). {server} is a server's
-    # number, {degree} parallelism.degree, {device} the first of so many devices, {devices} all of them, as in 2,3.
+    # number, {degree} how many devices it has, {device} the first of so many devices, {devices} all of them, as in 2,3.
     flags: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()  # the same: ("CUDA_VISIBLE_DEVICES={devices}",)
     python: str = ""  # the interpreter that has SGLang; empty: the run's own

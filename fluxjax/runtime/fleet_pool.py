@@ -63,7 +63,7 @@ class FleetPool:
             agents = dict(zip((address.rstrip("/") for address in servers.addresses), named, strict=True))
         else:
             agents = {}
-        count = servers.count * config.parallelism.degree
+        count = servers.servers * config.parallelism.degree
         self._devices = _devices(config, model, count)
         folders = SharedFolders(model.config, config.model.compute_dtype.value)
         self._fleets = {
@@ -74,7 +74,8 @@ class FleetPool:
         self._launched = {self._degree}  # degrees whose servers were started
         self.engines = [FleetEngine(self.fleet, seat, self._shared(seat)) for seat in range(self.fleet.seats)]
         self._file = ServerFile(logs / "addresses", self.fleet, agents, functools.partial(_check_reachable, config))
-        self._watch = ServerWatch(self.servers, self._file.look)
+        # Who joins before the others have started would have them start too early.
+        self._watch = ServerWatch(self.servers, lambda: self._file.look() if self.fleet.started else ())
 
     def _fleet(
         self,
@@ -192,7 +193,7 @@ def _devices(config: Config, model: Decoder, count: int) -> tuple[Device, ...]:
     if config.stream_trainer.enabled:
         if count > len(devices):
             raise ConfigError(
-                f"stream_trainer.enabled: servers.count ({config.servers.count}) x parallelism.degree "
+                f"stream_trainer.enabled: {config.servers.servers} servers x parallelism.degree "
                 f"({config.parallelism.degree}) servers are on {count} devices, training has {len(devices)}"
             )
         check_lent(config, model, devices[:count])
@@ -222,6 +223,8 @@ def _done(job: concurrent.futures.Future[Result]) -> asyncio.Future[Result]:
 
 
 def _check_reachable(config: Config, address: str) -> None:
+    if config.parallelism.enabled:
+        raise ConfigError(f"{address} can't join a run with parallelism.enabled: its servers have a degree each")
     route = config.weights.chosen(config.servers)
     if route in (Route.SHM, Route.IPC) and not on_this_host(address):
         raise ConfigError(f"{address} is on another host, which weights.route={route.value} does not reach")

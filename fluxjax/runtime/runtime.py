@@ -232,14 +232,25 @@ class Runtime:
     async def _rest(self, numbers: Sequence[int]) -> None:
         """Puts engines to sleep as soon as what runs there has ended."""
         engines = [self.engines[number] for number in numbers if number not in self._asleep]
-        async with self._submitting:  # what was to run there is queued, and parked after that
-            streams = [task for engine, task in self._streams.values() if engine in engines]
-        if streams:
-            await asyncio.wait(streams)
+
+        async def ended() -> None:
+            while True:  # what is generated again after a failure comes while others are waited for
+                async with self._submitting:  # what was to run there is queued, and parked after that
+                    streams = [task for engine, task in self._streams.values() if engine in engines]
+                if not streams:
+                    return
+                await asyncio.wait(streams)
 
         async def sleep(engine: Engine) -> None:
-            with contextlib.suppress(EngineError):  # then its memory stays in use; its devices are idle all the same
-                await engine.sleep()
+            while True:
+                await ended()
+                try:
+                    return await engine.sleep()
+                except EngineError:
+                    if not self.colocated:  # its memory stays in use; its devices are idle all the same
+                        return
+                    if engine not in [busy for busy, _ in self._streams.values()]:
+                        raise
 
         await on_all(engines, sleep)
         self._asleep.update(numbers)

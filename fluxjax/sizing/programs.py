@@ -28,7 +28,7 @@ from ..algorithms import ALGORITHMS
 from ..base.types import TrainBatch
 from ..config import Config, ConfigError, Policy, RolloutEngine, Strategy
 from ..learner.learner import Learner
-from ..runtime.engine_pool import engine_count
+from ..runtime.engine_pool import degrees, engine_count
 from .account import in_gib
 from .largest import largest_batch, longest_prompt, vision_of
 from .schedule import Traffic, traffic
@@ -121,7 +121,10 @@ class RunShapes:
         loss, mesh = ALGORITHMS[config.algorithm.name].token_loss, make_mesh(devices=devices)
         learner = Learner(config, abstract, loss, mesh=mesh, never_sampled=never_sampled)
         batch = learner.gradients.strategy.place(largest_batch(config, model, len(devices)))
-        arrays = engine_arrays(config, abstract, devices)
+        servers = config.servers.servers * config.parallelism.degree
+        embedded = config.rollout.engine is RolloutEngine.JAX
+        # Servers of the smallest degree, which have the most on each device, start before the first step, too.
+        arrays = engine_arrays(config, abstract, devices, 0 if embedded else degrees(config, servers)[0])
         shapes = RunShapes(config, model, devices, learner, batch, arrays)
         if not shapes.engines_a_device:
             shapes.check_servers(usable)
@@ -144,7 +147,7 @@ class RunShapes:
         servers = self.config.servers
         if self.engines_a_device or not servers.colocated:
             return 0.0
-        return servers.memory_fraction * (usable - sum(self.resident().values()))
+        return servers.memory_fraction * max(usable - sum(self.resident().values()), 0.0)
 
     def check_servers(self, usable: float) -> None:
         """Raises ConfigError where a server on these devices would have no room for weights and one sequence."""

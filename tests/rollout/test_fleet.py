@@ -403,7 +403,7 @@ def test_preemptions_of_servers_are_counted(serve: ServerCommand, long_here: Jax
 def test_a_server_that_ends_in_its_sleep_starts_when_it_is_to_wake(
     serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
 ) -> None:
-    """Its memory is lent to others until then; so is that of one that is to sleep before it is up."""
+    """Its memory is lent to others until then. One that is starting comes up first, or it never would."""
     with processes(serve, tmp_path, 2) as (fleet, servers):
         seat = FleetEngine(fleet, 0)
 
@@ -414,15 +414,63 @@ def test_a_server_that_ends_in_its_sleep_starts_when_it_is_to_wake(
             await until(lambda: fleet.servers()[1].restarts and servers[1].ended() is None and servers[1]._process)
             starting = servers[1].pid
             await seat.sleep()
-            assert [server.asleep for server in fleet.servers()] == [True, False] and not group_exists(starting)
+            assert [server.asleep for server in fleet.servers()] == [True, True] and servers[1].pid == starting
             pid = servers[0].pid
             os.killpg(pid, signal.SIGKILL)
             await until(lambda: not group_exists(pid) and not fleet.servers()[0].up)
             await asyncio.sleep(1.0)
-            assert servers[0]._process is None and servers[1]._process is None
+            assert servers[0]._process is None and servers[1].pid == starting
             version = await publish([seat], long_here, 1)  # wakes
             await exact(seat, long_here, asked(n=4), version)
             await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
+
+        run(work())
+
+
+@pytest.mark.long
+def test_a_server_that_slept_when_the_fleet_came_wakes(
+    serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
+) -> None:
+    """Servers of others outlive a run: the next one finds them as it left them."""
+    server = LocalServer(serve, tmp_path / "server.log")
+    server.start()
+
+    async def serves(seat: FleetEngine) -> None:
+        version = await publish([seat], long_here)
+        await exact(seat, long_here, asked(n=2), version)
+
+    try:
+        for _ in range(2):
+            with contextlib.closing(fleet_of(addresses=[server.address], longest=LONGEST)) as fleet:
+                seat = FleetEngine(fleet, 0)
+                run(serves(seat))
+                run(seat.sleep())
+    finally:
+        server.stop()
+
+
+@pytest.mark.long
+def test_samples_of_another_seat_end_before_a_server_sleeps(
+    serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
+) -> None:
+    """They are there because their own server is down. What comes later waits for that."""
+    servers = [LocalServer(serve, tmp_path / f"{number}.log") for number in range(2)]
+    with contextlib.closing(fleet_of(processes=servers, seats=2, longest=LONGEST)) as fleet:
+        lent, other = FleetEngine(fleet, 0), FleetEngine(fleet, 1)
+
+        async def work() -> None:
+            version = await publish([lent, other], long_here)
+            await until(lambda: all(server.up for server in fleet.servers()))
+            os.killpg(servers[1].pid, signal.SIGKILL)
+            await until(lambda: fleet.servers()[1].restarts)
+            early = asyncio.create_task(exact(other, long_here, asked(tokens=200), version))
+            await until(lambda: fleet._state.servers[0].open)
+            asleep = asyncio.create_task(lent.sleep())
+            await asyncio.sleep(0.1)
+            late = asyncio.create_task(exact(other, long_here, asked(), version))
+            await asyncio.gather(asleep, early)
+            assert [server.restarts for server in fleet.servers()] == [0, 1] and fleet.servers()[0].asleep
+            await late  # on the other server, which is back
 
         run(work())
 
