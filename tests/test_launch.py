@@ -101,6 +101,7 @@ MORE = {"algorithm.importance.normalize=True": ["--config.algorithm.importance.k
         "sharding.strategy=odc",
         "sharding.strategy=flex_ulysses",
         "stream_trainer.enabled=True",
+        "speculative_sync.enabled=True",
         "algorithm.importance.normalize=True",
         "sharding.compile_ahead=4",
         "sharding.devices=1",

@@ -149,6 +149,7 @@ def check_across_processes(config: Config) -> None:
     refused = {
         f"sharding.strategy={config.sharding.strategy.value}": config.sharding.strategy is not Strategy.FSDP,
         "stream_trainer.enabled": config.stream_trainer.enabled,
+        "speculative_sync.enabled": config.speculative_sync.enabled,
         "servers.colocated": config.servers.colocated,
         "algorithm.importance.normalize": config.algorithm.importance.normalize,
         "sharding.compile_ahead": bool(config.sharding.compile_ahead),
