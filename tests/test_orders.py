@@ -12,6 +12,7 @@ from learner_cases import random_groups
 from packing_cases import MODEL, make_config
 
 from fluxjax.batch.composer import Composer
+from fluxjax.hosts.gang import fingerprint
 from fluxjax.hosts.orders import (
     Begin,
     End,
@@ -78,6 +79,21 @@ def test_no_media_are_told_and_no_batch():
     tokens = sum(len(sample.response.token_ids) for group in groups for sample in group.samples)
     responses = sum(len(group.samples) for group in groups)
     assert max(sizes) < 8 * tokens + 64 * responses + 256 * len(groups) + 200
+
+
+def test_processes_agree_on_settings_and_shapes():
+    """Not on what is in the arrays, which is each one's own."""
+    groups, prepared = random_groups(3)
+    config = make_config(64, 2)
+    shares = Composer(config, 4, MODEL.vision).shares(groups, prepared, [range(2), range(2, 4)])
+    first, second = (Composer(config, 4, MODEL.vision).lay_out(share) for share in shares)
+    assert fingerprint(config, first) == fingerprint(config, second)
+    assert fingerprint(make_config(64, 3), first) == fingerprint(config, first), "packing is in the shapes"
+    other = make_config(64, 2)
+    other.algorithm.clip_high = 0.3
+    assert fingerprint(other, first) != fingerprint(config, first)
+    (whole,) = Composer(config, 4, MODEL.vision).shares(groups, prepared, [range(4)])
+    assert fingerprint(config, Composer(config, 4, MODEL.vision).lay_out(whole)) != fingerprint(config, first)
 
 
 def test_each_process_is_told_its_own():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -94,13 +95,18 @@ class Gang:
 def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:
     """Collective: one weight after the other is put together on every device, and copied to the host's memory where
     it is to `keep`."""
-    put_together = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+    put_together = _on_every_device(mesh)
 
     def one(weight: jax.Array) -> np.ndarray | None:
         whole = jax.block_until_ready(put_together(weight))  # no device holds two of them
         return np.asarray(whole.addressable_data(0)) if keep else None
 
     return jax.tree.map(one, params)
+
+
+@functools.cache  # or each call would compile again
+def _on_every_device(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda weight: weight, out_shardings=NamedSharding(mesh, P()))
 
 
 def fingerprint(config: Config, composition: Composition) -> str:
