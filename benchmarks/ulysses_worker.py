@@ -91,7 +91,7 @@ def main(settings: dict) -> None:
     step = jax.jit(strategy.loss_and_grad)
     plans = {name: ShardPlan.from_json(text) for name, text in settings["plans"].items()}
     batches = {name: batch_of(plan, settings["model"]["vocab_size"]) for name, plan in plans.items()}
-    placed = {name: strategy.place(batch) for name, batch in batches.items()}
+    placed = {name: strategy.place(strategy.own(batch)) for name, batch in batches.items()}
     channel.say(parameters=parameter_count(model), rounds={n: b.spread.rounds for n, b in batches.items()})
     for request in channel.requests():
         started = time.perf_counter()

@@ -68,6 +68,21 @@ class Fsdp:
         """The parameters as they lie on the mesh, without a copy where they lie there already."""
         return _put(params, self.shardings)
 
+    def own(self, batch: Batch) -> Batch:
+        """Those rows of a whole batch of host arrays that `place` wants of this process; all, where there is one."""
+        if jax.process_count() == 1:
+            return batch
+
+        def cut(dim: int, spec: P, arrays: PyTree) -> PyTree:
+            def rows(array: np.ndarray) -> np.ndarray:
+                places = NamedSharding(self.mesh, spec).addressable_devices_indices_map(array.shape).values()
+                found = sorted((place for place in places if place), key=lambda place: place[dim].start or 0)
+                return np.concatenate([array[place] for place in found], axis=dim)
+
+            return jax.tree.map(rows, arrays)
+
+        return jax.tree.map(cut, self._row_dims(batch), self._row_specs(batch), batch)
+
     def place(self, batch: Batch) -> Batch:
         """Host arrays of a batch (or its inputs) as they lie on the mesh.
 

@@ -38,7 +38,7 @@ def equality(links: Links) -> None:
     batches = [make_batch(rows) for rows in (4, 8, 4, 8, 4)]
     total = None
     for batch in batches:
-        more = jax.jit(fsdp.loss_and_grad)(placed, fsdp.place(own_rows(batch)))
+        more = jax.jit(fsdp.loss_and_grad)(placed, fsdp.place(fsdp.own(batch)))
         total = more if total is None else jax.tree.map(jnp.add, total, more)
     assert total is not None
     want = (total[0], total[1].sums, total[2])
@@ -54,12 +54,6 @@ def equality(links: Links) -> None:
             here = {d for d in range(jax.device_count()) if fsdp.mesh.devices.flat[d] in jax.local_devices()}
             assert [one is not None for one in scores] == [d in here for d in own]
     say(done=True)
-
-
-def own_rows(batch):
-    """Those of this process's devices."""
-    process, processes = jax.process_index(), jax.process_count()
-    return jax.tree.map(lambda rows: np.split(np.asarray(rows), processes)[process], batch)
 
 
 def mine(tree):

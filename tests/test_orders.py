@@ -40,7 +40,7 @@ def test_an_order_comes_as_it_was_given(order):
 @settings(deadline=None, max_examples=15)
 def test_rows_come_as_they_were_told(seed, processes, temperature):
     """Each process lays out just the rows that one process would have laid out on its devices."""
-    config = make_config(tokens_per_row=64, rows=2)
+    config = make_config(tokens_per_row=128, rows=2)
     config.schedules.temperature = "1.0" if temperature else ""
     groups, prepared = random_groups(seed)
     inputs = {draw: one.inputs for draw, one in prepared.items()}

@@ -147,7 +147,7 @@ def test_addresses() -> None:
 def test_data_comes_whole_and_in_order_behind_its_message(pair: Pair) -> None:
     wire, far = pair()
     log, came = Log(), []
-    other = Wire.on(far)
+    other = Wire(far, far.makefile("rb"), threading.Lock())
     wires = Wires({0: wire}, 20.0, lambda process, message, data: came.append((message["kind"], data)), log.lose)
     pieces = [b"", b"\n", b'{"kind": "alive"}\n', os.urandom(3_000_000)]
     for piece in pieces:
