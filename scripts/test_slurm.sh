@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if ! command -v srun slurmctld slurmd munged >/dev/null; then
-    [ "$(id -u)" = 0 ] && apt-get install -y -q slurm-wlm munge >/dev/null 2>&1 || {
+    [ "$(id -u)" = 0 ] && timeout 180 apt-get install -y -q slurm-wlm munge >/dev/null 2>&1 || {
         echo "skipped: slurm-wlm and munge are not installed, and can't be here"
         exit 0
     }
@@ -53,7 +53,7 @@ for _ in $(seq 50); do
     [ "$(sinfo -h -o %t 2>/dev/null)" = idle ] && break
     sleep 0.2
 done
-srun -n 2 --overcommit .venv/bin/python -m fluxjax.train --config=configs/vlm.py:debug --config.run_dir="$folder/run"
+timeout 300 srun -n 2 --overcommit .venv/bin/python -m fluxjax.train --config=configs/vlm.py:debug --config.run_dir="$folder/run"
 .venv/bin/python - "$folder/run/summary.json" <<'CHECK'
 import json, sys
 
