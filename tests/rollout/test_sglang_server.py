@@ -101,7 +101,8 @@ def test_pause_modes(server: Subject, mode: Any) -> None:
         ids = prompt.token_ids_T.tolist()
         body = plain(f"paused-{mode}", ids, max_new_tokens=200, temperature=1.0)
         running = asyncio.create_task(ask(client, body))
-        await asyncio.sleep(0.5)
+        while not (await client.load())["running"]:
+            assert not running.done(), "its response ended before anybody saw it run: ask for a longer one"
         await client.pause(mode)
         waiting = asyncio.create_task(ask(client, plain(f"later-{mode}", ids, max_new_tokens=2)))
         await asyncio.sleep(1.0)
