@@ -1,6 +1,7 @@
 """What process 0 tells the others: nothing is lost on the way, nothing is told that a process does not need."""
 
 import dataclasses
+import functools
 
 import jax
 import msgpack
@@ -12,6 +13,7 @@ from learner_cases import random_groups
 from packing_cases import MODEL, make_config
 
 from fluxjax.batch.composer import Composer
+from fluxjax.config import Strategy
 from fluxjax.hosts.gang import fingerprint
 from fluxjax.hosts.orders import (
     Begin,
@@ -36,25 +38,36 @@ def test_an_order_comes_as_it_was_given(order):
     assert decode(encode(order)) == order
 
 
-@given(seed=st.integers(0, 2**20), processes=st.sampled_from([1, 2, 4]), temperature=st.booleans())
+@pytest.mark.parametrize("strategy", ["fsdp", "ulysses", "flex_ulysses"])
+@given(
+    seed=st.integers(0, 2**20),
+    processes=st.sampled_from([1, 2, 4]),
+    temperature=st.booleans(),
+    together=st.booleans(),
+)
 @settings(deadline=None, max_examples=15)
-def test_rows_come_as_they_were_told(seed, processes, temperature):
+def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, together):
     """Each process lays out just the rows that one process would have laid out on its devices."""
-    config = make_config(tokens_per_row=128, rows=2)
+    config = make_config(tokens_per_row=128, rows=2, share=together)
     config.schedules.temperature = "1.0" if temperature else ""
+    config.sharding.strategy = Strategy(strategy)
     groups, prepared = random_groups(seed)
     inputs = {draw: one.inputs for draw, one in prepared.items()}
-    whole = Composer(config, 4, MODEL.vision).compose(groups, prepared)
+    composer = functools.partial(Composer, config, 4, MODEL.vision, MODEL.text)
+    whole = composer().compose(groups, prepared)
     each = 4 // processes
     shards = [range(process * each, (process + 1) * each) for process in range(processes)]
-    shares = Composer(config, 4, MODEL.vision).shares(groups, prepared, shards)
+    shares = composer().shares(groups, prepared, shards)
     parts = []
     for share in shares:
         order = decode(encode(Learn(1, told(share))))
         assert isinstance(order, Learn)
         here = share_of(order.rows, lambda draws: {draw: inputs[draw] for draw in draws})
-        parts.append(Composer(config, 4, MODEL.vision).lay_out(here))
-    assert sorted(key for part in parts for key in part.keys) == sorted(whole.keys)
+        parts.append(composer().lay_out(here))
+    assert {key for part in parts for key in part.keys if key[0] >= 0} == set(whole.keys)
+    assert sum(len(part.cells) for part in parts) == len(whole.cells)
+    tokens = np.sum([part.lengths for part in parts], axis=0) if strategy != "fsdp" else whole.lengths
+    np.testing.assert_array_equal(tokens, whole.lengths)
     for number, batch in enumerate(whole.batches):
         own = [jax.tree_util.tree_leaves_with_path(part.batches[number]) for part in parts]
         for k, (path, want) in enumerate(jax.tree_util.tree_leaves_with_path(batch)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,11 +17,11 @@ from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
 from ..base.types import Group, PreparedPrompt, Response, Reward, Sample
-from ..config import Config, ConfigError, Strategy
+from ..config import Config, Strategy
 from .composition import Composition, Outline, TrainGroup
 from .own_pace import OwnPace
 from .rows import RowPacking
-from .share import Share, share
+from .share import Share
 from .spreading import Spreading
 
 
@@ -33,6 +33,12 @@ class _Dealer(Protocol):
     def compose(self, groups: Sequence[TrainGroup]) -> Composition: ...
 
     def outline(self, groups: Sequence[TrainGroup]) -> Sequence[Outline]: ...
+
+    def share(self, outline: Any, groups: Sequence[TrainGroup], shards: range) -> Share:
+        """The share of a process that has these shards, of what `outline` returned for all `groups`."""
+        ...
+
+    def lay_out(self, share: Share) -> Composition: ...
 
 
 class Composer:
@@ -109,18 +115,12 @@ class Composer:
         of any prompt. Raises, as `compose` does."""
         self.shapes.next_step()
         chosen = self._chosen(groups, prepared, skip_idle, version)
-        outline = self._rows().outline(chosen)
-        return [share(outline, chosen, each) for each in shards]
+        outline = self._dealer.outline(chosen)
+        return [self._dealer.share(outline, chosen, each) for each in shards]
 
     def lay_out(self, share: Share) -> Composition:
         """The microbatches of a share: with the rows of its shards, and nothing else."""
-        return self._rows().lay_out(share.micros, share.groups, share.filled)
-
-    def _rows(self) -> RowPacking:
-        if not isinstance(self._dealer, RowPacking):
-            name = self._config.sharding.strategy.value
-            raise ConfigError(f"sharding.strategy is {name}: only fsdp is shared out between processes")
-        return self._dealer
+        return self._dealer.lay_out(share)
 
     def outline(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> Sequence[Outline]:
         """The microbatches of `compose`, before anything is written. Remembers their sizes, and raises, as `compose`

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from models.inputs import ModelInput
 from sharding.planner.plan import ShardPlan
@@ -190,8 +191,10 @@ class Outline(Protocol):
 class Composition:
     """The microbatches of one step, in the order of their computation, and where each response lies in them.
 
-    `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens. `cells` says where these are,
+    `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens here. `cells` says where these are,
     response after response: indices into the token buffers of all microbatches, flattened, one after the other.
+    `whole`, where these are the rows of one of several processes that compute sequences together: the tokens of each
+    response on all devices; all processes have the same responses then, in the same order.
     `coming` are some of the same microbatches in new sizes, for which programs are to be compiled.
     """
 
@@ -201,6 +204,7 @@ class Composition:
     lengths: np.ndarray
     coming: tuple[TrainBatch, ...] = ()
     filled: tuple[Filled, ...] = ()  # of each microbatch, over all devices
+    whole: np.ndarray | None = None
 
     @property
     def batches(self) -> tuple[TrainBatch, ...]:
@@ -248,14 +252,14 @@ def with_importance(composition: Composition, logprobs_BT: PerToken, importance:
 
     `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. Responses get the means of their
     tokens' log-ratios; to normalise, advantages are divided by the tokens' mean weight, since every objective of
-    policies is proportional to them.
+    policies is proportional to them. Collective where the composition says that responses lie on several processes.
     """
     batches, lengths = composition.batches, composition.lengths
     behaviour = composition.of_responses([batch.behaviour_logprobs_BT for batch in batches], np.float64)
     ratios = log_ratio(composition.of_responses(logprobs_BT, np.float64), behaviour)
     ratios_BT, mean = [batch.response_log_ratios_BT for batch in batches], 1.0
     if importance.level is ImportanceLevel.SEQUENCE:
-        ratios = np.repeat(np.add.reduceat(ratios, np.cumsum(lengths) - lengths) / lengths, lengths)
+        ratios = np.repeat(_means(ratios, composition), lengths)
         flat = np.zeros(sum(array.size for array in ratios_BT), np.float32)
         flat[composition.cells] = ratios
         parts = np.split(flat, np.cumsum([array.size for array in ratios_BT])[:-1])
@@ -265,6 +269,16 @@ def with_importance(composition: Composition, logprobs_BT: PerToken, importance:
         mean = np.exp(log_weight(ratios, lags, importance)[0]).mean() or 1.0  # 0 if all are masked
     advantages_BT = [(batch.advantages_BT / mean).astype(np.float32) for batch in batches]
     return composition.replaced({"response_log_ratios_BT": ratios_BT, "advantages_BT": advantages_BT})
+
+
+def _means(values: np.ndarray, composition: Composition) -> np.ndarray:
+    """The mean of each response's values, one a token."""
+    lengths, whole = composition.lengths, composition.whole
+    sums = np.bincount(np.repeat(np.arange(len(lengths)), lengths), values, minlength=len(lengths))
+    if whole is None:
+        return sums / lengths
+    parts = multihost_utils.process_allgather(sums.astype(np.float32))
+    return np.sum(parts, axis=0, dtype=np.float64) / whole
 
 
 def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]:

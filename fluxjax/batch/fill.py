@@ -21,7 +21,7 @@ from sharding.spread.buffers import SizedLayout, Spread
 
 from ..base.types import Sample, TrainBatch
 from .composition import Composition, Filled, Microbatch, PackedRows, Row, TrainGroup
-from .part import SizedPart
+from .part import SizedPart, rows_of
 
 
 @dataclasses.dataclass
@@ -120,48 +120,57 @@ def lay_out_rows(
     return Composition(microbatches, tuple(keys), np.concatenate(cells), np.concatenate(lengths))
 
 
-def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool) -> Composition:
-    """A microbatch for each part."""
+def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, own: range | None = None) -> Composition:
+    """A microbatch for each part; with `own`, of what all devices compute together the rows of these."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
     cells: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
     first = 0
     for sized in parts:
         part, layout = sized.part, sized.layout
+        devices = own if own is not None and part.owner is None else range(part.plan.num_devices)
         tempered = any(group.temperature is not None for group in part.groups)
         spans = Spans(sum(part.plan.lengths), tempered)
         spans.place(part.pieces, 0, part.groups, part.media.first_feature if part.media else {}, share_prompts)
-        microbatches.append(Microbatch(_lay_out_part(sized, spans), part.owner, part.work, layout))
+        microbatches.append(Microbatch(_lay_out_part(sized, spans, devices), part.owner, part.work, layout))
         keys += spans.keys()
-        cells.append(first + layout.cells[spans.response_cells()])
+        at = layout.cells[spans.response_cells()] - devices.start * layout.columns
+        here = (at >= 0) & (at < len(devices) * layout.columns)
+        cells.append(first + at[here])
         lengths.append(spans.response_lengths())
-        first += part.plan.num_devices * layout.columns
+        counts.append(np.add.reduceat(here, np.cumsum(lengths[-1]) - lengths[-1], dtype=np.int64))
+        first += len(devices) * layout.columns
     filled = tuple(sized.filled for sized in parts)
-    return Composition(tuple(microbatches), tuple(keys), np.concatenate(cells), np.concatenate(lengths), filled=filled)
+    whole = np.concatenate(lengths) if own is not None else None
+    places = np.concatenate(cells), np.concatenate(counts)
+    return Composition(tuple(microbatches), tuple(keys), *places, filled=filled, whole=whole)
 
 
-def _lay_out_part(sized: SizedPart, spans: Spans) -> TrainBatch:
+def _lay_out_part(sized: SizedPart, spans: Spans, own: range) -> TrainBatch:
     line = {name: array.reshape(*array.shape[:-2], -1) for name, array in _arrays(spans, spans.total).items()}
     media, device = sized.part.media, sized.part.layout.device
     line["predecessor"], spread = sized.layout.spread(line["predecessor"])
     vision = None
     if media is not None:
-        line["feature_index"], vision = media.buffers(line["feature_index"], device, sized.sizes)
-    return _train_batch(_onto_rows(line, sized.layout), vision, spread)
+        line["feature_index"], vision = media.buffers(line["feature_index"], device, sized.sizes, own)
+    return _train_batch(_onto_rows(line, sized.layout, own), vision, rows_of(spread, own))
 
 
 _PADDING = {"feature_index": -1, "lags": -1, "temperatures": 1.0}  # 0 elsewhere
 
 
-def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout) -> dict[str, np.ndarray]:
-    """`[..., tokens]` -> `[..., devices, columns]`."""
-    devices, columns = layout.plan.num_devices, layout.columns
+def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, own: range) -> dict[str, np.ndarray]:
+    """`[..., tokens]` -> `[..., devices, columns]`, for the devices `own`."""
+    size = len(own) * layout.columns
+    at = layout.cells - own.start * layout.columns
+    here = (at >= 0) & (at < size)
     rows = {}
     for name, values in line.items():
-        flat = np.full((*values.shape[:-1], devices * columns), _PADDING.get(name, 0), values.dtype)
-        flat[..., layout.cells] = values
-        rows[name] = flat.reshape(*values.shape[:-1], devices, columns)
+        flat = np.full((*values.shape[:-1], size), _PADDING.get(name, 0), values.dtype)
+        flat[..., at[here]] = values[..., here]
+        rows[name] = flat.reshape(*values.shape[:-1], len(own), layout.columns)
     return rows
 
 

@@ -21,6 +21,7 @@ from .collective import Collective
 from .composition import Composition, Item, Piece, TrainGroup, pieces_of, squares_of, tokens_of
 from .fill import lay_out_parts
 from .part import Part, Room, SizedPart, size_parts
+from .share import Share, lay_out_share, share_parts
 from .work import estimate
 
 CUTS = 3  # further sizes of pieces that are tried where prompts are shared
@@ -52,6 +53,12 @@ class OwnPace:
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
         return lay_out_parts(self.outline(groups), self._room.share_prompts)
+
+    def share(self, outline: Sequence[SizedPart], groups: Sequence[TrainGroup], shards: range) -> Share:
+        return share_parts(outline, shards)
+
+    def lay_out(self, share: Share) -> Composition:
+        return lay_out_share(share, self._room)
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedPart]:
         """Microbatches of all devices together, for what no single one holds; then those of one device each, device

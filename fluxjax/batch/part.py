@@ -10,7 +10,9 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
+import jax
 import numpy as np
 
 from models.config import VisionConfig
@@ -29,6 +31,8 @@ from .composition import Filled, Piece, TrainGroup
 # Of each device and sharded round: the last token of its chunk predicts the next one, and so may the end of the prompt
 # of the one sequence that goes on beyond the chunk.
 EXPORTS = 2
+
+Tree = TypeVar("Tree")  # a pytree of arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +114,14 @@ class Part:
         media = self.media.needs(*self._shown())
         return sizes | {n: min(need, self.caps[n]) if n.startswith("send/") else need for n, need in media.items()}
 
+    def items_on(self, devices: range) -> set[int]:
+        """The items of which a token or a frame lies on one of these devices of the mesh."""
+        if self.owner is not None:
+            return {piece.item for piece in self.pieces} if self.owner in devices else set()
+        media = set() if self.media is None else self.media.items_on(devices)
+        spans = zip(self.pieces, self.plan.firsts, self.plan.degrees, strict=True)
+        return media | {p.item for p, first, n in spans if first < devices.stop and devices.start < first + n}
+
     def _shown(self) -> tuple[np.ndarray, np.ndarray]:
         """(the device of each token that shows a feature, the number of this feature in the microbatch)."""
         assert self.media is not None
@@ -151,6 +163,7 @@ class SpreadMedia:
         # Which of all computed features, unit after unit, a replica uses.
         self._computed = np.zeros((plan.num_devices // self._replica, total), np.int64)
         home: list[int] = []  # the piece of each unit
+        self._items: list[int] = []  # the item of each unit
         used = 0
         for replica, item in sorted(homes):
             part = groups[item].inputs.vision
@@ -162,6 +175,7 @@ class SpreadMedia:
             edges = groups[item].inputs.frame_edges
             self._units += [(part, start, stop) for start, stop in pairwise(edges)]
             home += [homes[replica, item]] * (len(edges) - 1)
+            self._items += [item] * (len(edges) - 1)
         self._sizes = np.array([stop - start for _, start, stop in self._units], np.int64)
         self.plan = spread_vision(
             self._sizes.tolist(),
@@ -181,6 +195,10 @@ class SpreadMedia:
     def num_patches(self) -> int:
         return int(self._sizes.sum())
 
+    def items_on(self, devices: range) -> set[int]:
+        """The items of which one of these devices computes a frame."""
+        return {item for item, device in zip(self._items, self.plan.devices, strict=True) if device in devices}
+
     def needs(self, device: np.ndarray, feature: np.ndarray) -> Sizes:
         """Least sizes, where a token on each of these devices shows each of these features."""
         merged = self._sizes // self._vision.merge_unit
@@ -190,14 +208,16 @@ class SpreadMedia:
         sends = crossings(pairs.reshape(self._num_devices, -1))
         return {"patches": max(self._fullest, self._vision.merge_unit), "frame": self._bound} | sends
 
-    def buffers(self, feature_index: np.ndarray, device: np.ndarray, sizes: Sizes) -> tuple[np.ndarray, VisionInput]:
-        """(where each token finds its feature after routing, the patches of all devices side by side)."""
+    def buffers(
+        self, feature_index: np.ndarray, device: np.ndarray, sizes: Sizes, own: range
+    ) -> tuple[np.ndarray, VisionInput]:
+        """(where each token finds its feature after routing, the patches of the devices `own` side by side)."""
         patches = -(-sizes["patches"] // self._vision.merge_unit) * self._vision.merge_unit
         tokens = np.flatnonzero(feature_index >= 0)
         way, found = self._way(device[tokens], feature_index[tokens], patches // self._vision.merge_unit, sizes)
         result = feature_index.copy()
         result[tokens] = found
-        return result, self._side_by_side(patches, sizes["frame"], way)
+        return result, self._side_by_side(patches, sizes["frame"], rows_of(way, own), own)
 
     def _way(self, device: np.ndarray, feature: np.ndarray, rows: int, sizes: Sizes | None) -> tuple[Route, np.ndarray]:
         """(the route, the row where a token on each of these devices finds each of these features)."""
@@ -214,10 +234,11 @@ class SpreadMedia:
         source = np.repeat(owners, merged)[wanted]
         return route(source, row[wanted], device, self._num_devices, rows, sizes)
 
-    def _side_by_side(self, patches: int, bound: int, way: Route) -> VisionInput:
-        members: list[list[tuple[VisionInput, int, int]]] = [[] for _ in range(self._num_devices)]
+    def _side_by_side(self, patches: int, bound: int, way: Route, own: range) -> VisionInput:
+        members: list[list[tuple[VisionInput, int, int]]] = [[] for _ in own]
         for unit, device in zip(self._units, self.plan.devices, strict=True):
-            members[device].append(unit)
+            if device in own:
+                members[device - own.start].append(unit)
         buffers: list[VisionInput] = []
         for units in members:
             runs = [_slice(*run) for run in _runs(units)]
@@ -235,6 +256,11 @@ def _runs(units: Iterable[tuple[VisionInput, int, int]]) -> list[tuple[VisionInp
         else:
             runs.append((part, start, stop))
     return runs
+
+
+def rows_of(tree: Tree, devices: range) -> Tree:
+    """The rows of these devices, of arrays that have one for each."""
+    return jax.tree.map(lambda rows: rows[devices.start : devices.stop], tree)
 
 
 def _slice(part: VisionInput, start: int, stop: int) -> VisionInput:

@@ -20,6 +20,7 @@ from ..config import Config, ConfigError
 from .composition import Composition, Filled, Item, PackedRows, Piece, Row, TrainGroup, check, pieces_of, tokens_of
 from .fill import SizedRows, lay_out_rows
 from .fitted import fit_rows, lengths_between
+from .share import Share, share_rows
 
 LONG = 1024  # packing.tokens_per_row from which on rows have other lengths: what short ones save is no program worth
 FEWER = 0.97  # of the tokens with padding: what microbatches with fewer rows must save
@@ -72,17 +73,20 @@ class RowPacking:
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
         outline = self.outline(groups)
-        composition = self.lay_out([sized.micro for sized in outline], groups, [sized.filled for sized in outline])
+        composition = self._written([sized.micro for sized in outline], groups)
         if coming := [sized.coming for sized in outline if sized.coming is not None]:
-            composition = dataclasses.replace(composition, coming=self.lay_out(coming, groups).batches)
-        return composition
+            composition = dataclasses.replace(composition, coming=self._written(coming, groups).batches)
+        return dataclasses.replace(composition, filled=tuple(sized.filled for sized in outline))
 
-    def lay_out(
-        self, micros: Sequence[PackedRows], groups: Sequence[TrainGroup], filled: Sequence[Filled] = ()
-    ) -> Composition:
-        """The microbatches `micros`, or some shards of them, whose items are `groups`."""
-        composition = lay_out_rows(micros, groups, self._share, self._vision, self._tempered)
-        return dataclasses.replace(composition, filled=tuple(filled))
+    def share(self, outline: Sequence[SizedRows], groups: Sequence[TrainGroup], shards: range) -> Share:
+        return share_rows(outline, groups, shards)
+
+    def lay_out(self, share: Share) -> Composition:
+        micros = [micro for micro in share.micros if isinstance(micro, PackedRows)]
+        return dataclasses.replace(self._written(micros, share.groups), filled=share.filled)
+
+    def _written(self, micros: Sequence[PackedRows], groups: Sequence[TrainGroup]) -> Composition:
+        return lay_out_rows(micros, groups, self._share, self._vision, self._tempered)
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedRows]:
         """The microbatches, in buffers of sizes that the shape book chooses."""

@@ -1,7 +1,8 @@
 """What each of several processes lays out of a step: the rows of its own devices, from the groups that stand in them.
 
 The plan of a step is made once, of sizes alone, by the process that knows all groups. The others get their share of it,
-and read no prompt, no response and no pixel of the rest.
+and read no prompt, no response and no pixel of the rest. Where sequences are spread over devices, the places of a
+device's own tokens and features depend on the sizes of what its neighbours have, so that these are told, too.
 """
 
 from __future__ import annotations
@@ -9,20 +10,41 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from .composition import Filled, PackedRows, Piece, TrainGroup
-from .fill import SizedRows
+import numpy as np
+
+from models.inputs import ModelInput, VisionInput
+from sharding.planner.plan import ShardPlan
+from sharding.spread.shapes import Sizes
+
+from ..base.types import Response, Reward, Sample
+from .composition import Composition, Filled, PackedRows, Piece, TrainGroup
+from .fill import SizedRows, lay_out_parts
+from .part import Part, Room, SizedPart
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRows:
+    """A microbatch that a shard plan spreads, without its groups: see `part.Part` and `part.SizedPart`."""
+
+    plan: ShardPlan
+    pieces: tuple[Piece, ...]
+    sizes: Sizes
+    owner: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """`micros` are the step's microbatches, each with some of its shards only; their items are `groups`."""
+    """`micros` are the step's microbatches, for the devices `shards` of the mesh only; their items are `groups`. Of
+    groups that are not `needed`, sizes count and nothing else."""
 
-    micros: tuple[PackedRows, ...]
+    micros: tuple[PackedRows | PlannedRows, ...]
     groups: tuple[TrainGroup, ...]
+    shards: range
+    needed: frozenset[int]
     filled: tuple[Filled, ...] = ()  # of the microbatches with all of their shards
 
 
-def share(outline: Sequence[SizedRows], groups: Sequence[TrainGroup], shards: range) -> Share:
+def share_rows(outline: Sequence[SizedRows], groups: Sequence[TrainGroup], shards: range) -> Share:
     """The share of the process that has these shards, with those of `groups` that it needs."""
     micros = [sized.micro for sized in outline]
     own = [micro.shards[shards.start : shards.stop] for micro in micros]
@@ -34,4 +56,72 @@ def share(outline: Sequence[SizedRows], groups: Sequence[TrainGroup], shards: ra
         return dataclasses.replace(micro, shards=tuple(map(tuple, rows)))
 
     filled = tuple(sized.filled for sized in outline)
-    return Share(tuple(map(renumbered, micros, own)), tuple(groups[item] for item in needed), filled)
+    chosen = tuple(groups[item] for item in needed)
+    return Share(tuple(map(renumbered, micros, own)), chosen, shards, frozenset(range(len(chosen))), filled)
+
+
+def share_parts(outline: Sequence[SizedPart], shards: range) -> Share:
+    """The share of the process that has these devices. It takes part in what all compute together, and needs those
+    groups of which a token or a frame lies on one of its devices."""
+    number: dict[int, int] = {}
+    groups: list[TrainGroup] = []
+    needed: set[int] = set()
+    micros: list[PlannedRows] = []
+    for sized in outline:
+        part = sized.part
+        if part.owner is not None and part.owner not in shards:
+            continue
+        for group in (part.groups[piece.item] for piece in part.pieces):
+            if id(group) not in number:
+                number[id(group)] = len(groups)
+                groups.append(group)
+        local = {item: number[id(part.groups[item])] for item in {piece.item for piece in part.pieces}}
+        needed |= {local[item] for item in part.items_on(shards)}
+        pieces = tuple(Piece(local[piece.item], piece.responses) for piece in part.pieces)
+        micros.append(PlannedRows(part.plan, pieces, sized.sizes, part.owner))
+    filled = tuple(sized.filled for sized in outline)
+    return Share(tuple(micros), tuple(groups), shards, frozenset(needed), filled)
+
+
+def lay_out_share(share: Share, room: Room) -> Composition:
+    """The microbatches of a share whose sequences a plan spreads."""
+    parts = [
+        SizedPart(Part(share.groups, micro.pieces, micro.plan, room, micro.owner), micro.sizes)
+        for micro in share.micros
+        if isinstance(micro, PlannedRows)
+    ]
+    return dataclasses.replace(lay_out_parts(parts, room.share_prompts, share.shards), filled=share.filled)
+
+
+# --- groups of which a process knows the sizes ----------------------------------------------------
+
+
+def sized_input(tokens: int, shown: tuple[np.ndarray, np.ndarray], frames: Sequence[int]) -> ModelInput:
+    """A prompt of so many tokens, of which `shown` are where `ModelInput.shown` says, with frame pairs of so many
+    patches (none: a prompt without media). Everything else about it is zero, and takes no memory."""
+    index = np.full(tokens, -1, np.int32)
+    where, which = shown
+    index[where] = which
+    patches = int(np.sum(frames, dtype=np.int64))
+    segments = np.repeat(np.arange(1, len(frames) + 1, dtype=np.int32), frames)
+    vision = VisionInput(
+        patches_PX=_zeros((patches, 0), np.float32),
+        positions_P2=_zeros((patches, 2), np.int32),
+        frame_segments_P=segments,
+        window_segments_P=_zeros((patches,), np.int32),
+        frame_bound=1,  # that of the batch is planned
+    )
+    positions = _zeros((3, tokens), np.int32)
+    return ModelInput(_zeros((tokens,), np.int32), positions, index, 0, vision if len(frames) else None)
+
+
+def sized_samples(lengths: Sequence[int]) -> tuple[Sample, ...]:
+    """Responses of so many tokens, of which nothing else is known."""
+    return tuple(
+        Sample(Response("", -1, k, (0,) * n, (0.0,) * n, (0,) * n, "stop", 1.0), Reward(0.0, False), 0.0)
+        for k, n in enumerate(lengths)
+    )
+
+
+def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), dtype), shape)

@@ -19,6 +19,7 @@ from ..config import Config, ConfigError, Strategy
 from .composition import Composition, Item, Piece, TrainGroup, pieces_of, squares_of, tokens_of
 from .fill import lay_out_parts
 from .part import Part, Room, SizedPart, size_parts
+from .share import Share, lay_out_share, share_parts
 from .work import calibrated, forward_seconds
 
 # (tokens, squares) of each sequence, the most tokens of a device -> plan
@@ -63,6 +64,12 @@ class Spreading:
         if coming := [SizedPart(sized.part, sized.coming) for sized in outline if sized.coming is not None]:
             composition = dataclasses.replace(composition, coming=lay_out_parts(coming, share).batches)
         return composition
+
+    def share(self, outline: Sequence[SizedPart], groups: Sequence[TrainGroup], shards: range) -> Share:
+        return share_parts(outline, shards)
+
+    def lay_out(self, share: Share) -> Composition:
+        return lay_out_share(share, self.room)
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """As few microbatches as the devices' memory allows, each with one row a device. Where new programs have become

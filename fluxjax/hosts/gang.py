@@ -153,7 +153,7 @@ def local_shards(processes: int) -> list[range]:
 def check_across_processes(config: Config) -> None:
     """Raises ConfigError for what does not work over several processes, by name."""
     refused = {
-        f"sharding.strategy={config.sharding.strategy.value}": config.sharding.strategy is not Strategy.FSDP,
+        f"sharding.strategy={config.sharding.strategy.value}": config.sharding.strategy is Strategy.ODC,
         "stream_trainer.enabled": config.stream_trainer.enabled,
         "speculative_sync.enabled": config.speculative_sync.enabled,
         "servers.colocated": config.servers.colocated,

@@ -15,10 +15,11 @@ import msgpack
 import numpy as np
 
 from models.inputs import ModelInput
+from sharding.planner.plan import Round, ShardPlan
 
 from ..base.types import Response, Reward, Sample
-from ..batch.composition import PackedRows, Piece, TrainGroup
-from ..batch.share import Share
+from ..batch.composition import PackedRows, Piece, TrainGroup, tokens_of
+from ..batch.share import PlannedRows, Share, sized_input, sized_samples
 
 PROTOCOL = 1
 
@@ -113,36 +114,91 @@ def decode(data: bytes) -> Order:
 
 def told(share: Share) -> dict[str, Any]:
     """A share without its prompts' inputs, which the process that it is for reads by their draws."""
-    return {"micros": [_told_micro(micro) for micro in share.micros], "groups": [_told_group(g) for g in share.groups]}
+    groups = [_told_group(g) if k in share.needed else _told_sizes(g) for k, g in enumerate(share.groups)]
+    shards = [share.shards.start, share.shards.stop]
+    return {"shards": shards, "micros": [_told_micro(micro) for micro in share.micros], "groups": groups}
 
 
 def share_of(rows: Mapping[str, Any], inputs: Callable[[Sequence[int]], Mapping[int, ModelInput]]) -> Share:
     """The share that `told` was given; `inputs` returns those of prompts, by draw. Raises OrderError for a prompt that
     it does not return, and for rows that are none."""
     try:
-        draws = [group["draw"] for group in rows["groups"]]
-        found = inputs(draws)
+        needed = [k for k, group in enumerate(rows["groups"]) if "draw" in group]
+        draws = [rows["groups"][k]["draw"] for k in needed]
+        found = inputs(sorted(set(draws)))
         if missing := sorted(set(draws) - set(found)):
             raise OrderError(f"draw {missing[0]} can't be prepared here, but could be in process 0")
-        groups = tuple(_group(group, found[group["draw"]]) for group in rows["groups"])
-        return Share(tuple(map(_micro, rows["micros"])), groups)
+        groups = tuple(_group(g, found[g["draw"]]) if "draw" in g else _sizes(g) for g in rows["groups"])
+        micros = tuple(_micro(micro, groups) for micro in rows["micros"])
+        return Share(micros, groups, range(*rows["shards"]), frozenset(needed))
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, OrderError):
             raise
         raise OrderError(f"rows that can't be read: {error}") from error
 
 
-def _told_micro(micro: PackedRows) -> list[Any]:
+def _told_micro(micro: PackedRows | PlannedRows) -> dict[str, Any]:
+    if isinstance(micro, PlannedRows):
+        return _told_plan(micro)
     shards = [[[[piece.item, *piece.responses] for piece in row] for row in shard] for shard in micro.shards]
-    return [micro.rows, micro.tokens, micro.patches, micro.frame, shards]
+    sizes = {name: getattr(micro, name) for name in ("rows", "tokens", "patches", "frame")}
+    return {"shards": shards, "sizes": sizes}
 
 
-def _micro(told: Sequence[Any]) -> PackedRows:
-    rows, tokens, patches, frame, shards = told
-    pieces = tuple(
-        tuple(tuple(Piece(item, tuple(responses)) for item, *responses in row) for row in shard) for shard in shards
+def _micro(told: Mapping[str, Any], groups: Sequence[TrainGroup]) -> PackedRows | PlannedRows:
+    if "rounds" in told:
+        return _plan(told, groups)
+    shards = tuple(
+        tuple(tuple(Piece(item, tuple(responses)) for item, *responses in row) for row in shard)
+        for shard in told["shards"]
     )
-    return PackedRows(rows, tokens, patches, pieces, frame)
+    return PackedRows(shards=shards, **told["sizes"])
+
+
+def _told_plan(micro: PlannedRows) -> dict[str, Any]:
+    plan = micro.plan
+    return {
+        "owner": micro.owner,
+        "sizes": dict(micro.sizes),
+        "pieces": [[piece.item, *piece.responses] for piece in micro.pieces],
+        "devices": plan.num_devices,
+        "degrees": _integers(plan.degrees),
+        "firsts": _integers(plan.firsts),
+        "rounds": [[round.degree, round.groups] for round in plan.rounds],
+    }
+
+
+def _plan(told: Mapping[str, Any], groups: Sequence[TrainGroup]) -> PlannedRows:
+    items = [group.item for group in groups]
+    pieces = tuple(Piece(item, tuple(responses)) for item, *responses in told["pieces"])
+    degrees, firsts = (tuple(_numbers(*told[name]).tolist()) for name in ("degrees", "firsts"))
+    rounds = tuple(Round(degree, tuple(map(tuple, members))) for degree, members in told["rounds"])
+    lengths = tuple(tokens_of(items, piece) for piece in pieces)
+    work = (0.0,) * len(pieces)  # asked for by who plans
+    plan = ShardPlan(told["devices"], lengths, work, degrees, firsts, rounds)
+    return PlannedRows(plan, pieces, told["sizes"], told["owner"])
+
+
+def _told_sizes(group: TrainGroup) -> dict[str, Any]:
+    """What the places of other groups depend on."""
+    where, which = group.inputs.shown
+    begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # of runs
+    return {
+        "prompt": len(group.inputs),
+        "lengths": _integers(group.item.responses),
+        "temperature": group.temperature,
+        "shown": [_integers(values) for values in (where[begins], which[begins], np.diff(np.append(begins, len(where))))],
+        "frames": _integers(np.diff(group.inputs.frame_edges)),
+    }
+
+
+def _sizes(told: Mapping[str, Any]) -> TrainGroup:
+    where, which, counts = (_numbers(*values) for values in told["shown"])
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    shown = np.repeat(where, counts) + within, np.repeat(which, counts) + within
+    inputs = sized_input(told["prompt"], shown, _numbers(*told["frames"]).tolist())
+    samples = sized_samples(_numbers(*told["lengths"]).tolist())
+    return TrainGroup("", inputs, samples, np.zeros(len(samples)), temperature=told["temperature"])
 
 
 def _told_group(group: TrainGroup) -> dict[str, Any]:
@@ -189,7 +245,7 @@ def _bytes(values: Any, dtype: str) -> bytes:
     return np.asarray(values, dtype).tobytes()
 
 
-def _integers(values: Sequence[int]) -> list[Any]:
+def _integers(values: Sequence[int] | np.ndarray) -> list[Any]:
     """[dtype, least, bytes of the differences to the least]."""
     array = np.asarray(values, np.int64)
     least = int(array.min(initial=0))
