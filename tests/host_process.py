@@ -17,23 +17,24 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"  # the 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+import host_cases  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
-from learner_cases import random_groups, tiny  # noqa: E402
-from packing_cases import MODEL, make_config  # noqa: E402
 
-from fluxjax.algorithms import grpo  # noqa: E402
-from fluxjax.batch.composer import Composer  # noqa: E402
-from fluxjax.learner.learner import Learner  # noqa: E402
+from fluxjax.base.process import share_between_devices  # noqa: E402
+from fluxjax.hosts.gang import fingerprint, local_shards  # noqa: E402
+from fluxjax.hosts.orders import share_of, told  # noqa: E402
 from sharding.links import Links, initialize, leave  # noqa: E402
 
 
 def main() -> None:
+    share_between_devices()
     initialize(SETTINGS["coordinator"], SETTINGS["processes"], SETTINGS["process"])
     links = Links(timeout=120.0)
     try:
-        gradients()
+        for strategy in SETTINGS["strategies"]:
+            steps(strategy, links)
         multihost_utils.sync_global_devices("end")
         links.barrier("end")
     except Exception as error:
@@ -41,30 +42,28 @@ def main() -> None:
     links.close()
 
 
-def gradients() -> None:
-    """Writes what comes of the groups of each seed: gradients, loss, log-probs of this process's responses."""
-    config = make_config(tokens_per_row=64, rows=2)
-    learner = Learner(config, tiny((4, 2)), grpo.token_loss)
-    shards = range(jax.process_index() * jax.local_device_count(), (jax.process_index() + 1) * jax.local_device_count())
+def steps(strategy: str, links: Links) -> None:
+    """Writes what comes of the groups of each seed: gradients, sums, log-probs that the loss read."""
+    config = host_cases.settings(strategy, SETTINGS["processes"])
+    learner, process = host_cases.make_learner(config, links), SETTINGS["process"]
+    out = pathlib.Path(SETTINGS["out"])
     for seed in SETTINGS["seeds"]:
-        composer = Composer(config, jax.device_count(), MODEL.vision)
-        groups, prepared = random_groups(seed)
-        (share,) = composer.shares(groups, blinded(prepared), [shards])
-        mine = {group.samples[0].response.draw for group in share.groups}
-        seen = {draw: one for draw, one in prepared.items() if draw in mine}
-        groups_seen = [
-            dataclasses.replace(one, inputs=seen[one.samples[0].response.draw].inputs) for one in share.groups
-        ]
-        composition = composer.lay_out(dataclasses.replace(share, groups=tuple(groups_seen)))
-        grads, tally = learner.accumulate(composition.microbatches)
-        scores = learner.gradients.scores(learner.params, composition.microbatches)
+        groups, prepared = host_cases.groups_of(seed)
+        shares = host_cases.composer(config).shares(groups, blinded(prepared), local_shards(SETTINGS["processes"]))
+        rows = told(shares[process])
+        here = share_of(rows, lambda draws, prepared=prepared: {draw: prepared[draw].inputs for draw in draws})
+        composition = host_cases.composer(config).lay_out(here)
+        programs = multihost_utils.process_allgather(np.array([int(fingerprint(config, composition), 16) % 2**31]))
+        assert len(set(programs.ravel().tolist())) == 1, "all would run the same programs"
+        grads, tally, composition = host_cases.gradients(learner, composition)
         whole = multihost_utils.process_allgather(grads, tiled=True)
-        if jax.process_index() == 0:
+        if process == 0:
             leaves: dict[str, Any] = {f"grad {i}": leaf for i, leaf in enumerate(jax.tree.leaves(whole))}
             sums: dict[str, Any] = {f"sum {name}": np.asarray(value) for name, value in tally.sums.items()}
-            np.savez(pathlib.Path(SETTINGS["out"]) / f"step{seed}.npz", **leaves, **sums)
-        np.savez(pathlib.Path(SETTINGS["out"]) / f"scores{seed}-{jax.process_index()}.npz", **own(composition, scores))
-    print(json.dumps({"done": True}), flush=True)
+            np.savez(out / f"{strategy}{seed}.npz", **leaves, **sums)
+        read = {f"{draw} {sample}": values for (draw, sample), values in host_cases.scores(composition).items()}
+        np.savez(out / f"{strategy}{seed}-{process}.npz", **read)
+    print(json.dumps({strategy: True}), flush=True)
 
 
 def blinded(prepared):
@@ -78,17 +77,6 @@ def blinded(prepared):
             one = dataclasses.replace(one, inputs=inputs)
         blind[draw] = one
     return blind
-
-
-def own(composition, scores) -> dict[str, Any]:
-    """The log-probs of the responses in the rows of this process, by draw and sample."""
-    from fluxjax.batch.composition import unpack
-
-    arrays = []
-    for logprobs, _ in scores:
-        shards = sorted(logprobs.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        arrays.append(np.concatenate([np.asarray(shard.data) for shard in shards]))
-    return {f"{draw} {sample}": values for (draw, sample), values in unpack(composition, arrays).items()}
 
 
 if __name__ == "__main__":

@@ -193,8 +193,9 @@ class Composition:
 
     `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens here. `cells` says where these are,
     response after response: indices into the token buffers of all microbatches, flattened, one after the other.
-    `whole`, where these are the rows of one of several processes that compute sequences together: the tokens of each
-    response on all devices; all processes have the same responses then, in the same order.
+    Of several processes, these are the rows of one of them. `whole` are the tokens on all devices of those responses
+    that lie on several processes: they stand first, in the same order in each. `elsewhere` are the microbatches that
+    devices of other processes compute alone, with shapes instead of arrays.
     `coming` are some of the same microbatches in new sizes, for which programs are to be compiled.
     """
 
@@ -205,6 +206,12 @@ class Composition:
     coming: tuple[TrainBatch, ...] = ()
     filled: tuple[Filled, ...] = ()  # of each microbatch, over all devices
     whole: np.ndarray | None = None
+    elsewhere: tuple[Microbatch, ...] = ()
+
+    @property
+    def everywhere(self) -> tuple[Microbatch, ...]:
+        """The microbatches of all processes; those of this one come first."""
+        return (*self.microbatches, *self.elsewhere)
 
     @property
     def batches(self) -> tuple[TrainBatch, ...]:
@@ -217,7 +224,8 @@ class Composition:
 
     def of_responses(self, arrays_BT: PerToken, dtype: type | None = None) -> np.ndarray:
         """Per-token values, response after response."""
-        return np.concatenate([np.asarray(array, dtype).reshape(-1) for array in arrays_BT])[self.cells]
+        flat = [np.asarray(array, dtype).reshape(-1) for array in arrays_BT]
+        return np.concatenate(flat)[self.cells] if flat else np.zeros(0, dtype)
 
     def replaced(self, arrays: Mapping[str, PerToken]) -> Composition:
         """The same with other arrays, by the field of `TrainBatch`, one for each microbatch."""
@@ -255,6 +263,8 @@ def with_importance(composition: Composition, logprobs_BT: PerToken, importance:
     policies is proportional to them. Collective where the composition says that responses lie on several processes.
     """
     batches, lengths = composition.batches, composition.lengths
+    if not batches:  # the devices of this process have nothing to do
+        return composition
     behaviour = composition.of_responses([batch.behaviour_logprobs_BT for batch in batches], np.float64)
     ratios = log_ratio(composition.of_responses(logprobs_BT, np.float64), behaviour)
     ratios_BT, mean = [batch.response_log_ratios_BT for batch in batches], 1.0
@@ -275,17 +285,19 @@ def _means(values: np.ndarray, composition: Composition) -> np.ndarray:
     """The mean of each response's values, one a token."""
     lengths, whole = composition.lengths, composition.whole
     sums = np.bincount(np.repeat(np.arange(len(lengths)), lengths), values, minlength=len(lengths))
-    if whole is None:
+    if whole is None or not len(whole):
         return sums / lengths
-    parts = multihost_utils.process_allgather(sums.astype(np.float32))
-    return np.sum(parts, axis=0, dtype=np.float64) / whole
+    parts = multihost_utils.process_allgather(sums[: len(whole)].astype(np.float32))
+    sums[: len(whole)] = np.sum(parts, axis=0, dtype=np.float64)
+    return sums / np.concatenate([whole, lengths[len(whole) :]])
 
 
 def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
     """Returns what the strategy's plans say of a step; nothing where sequences are packed without one."""
-    if any(microbatch.layout is None for microbatch in composition.microbatches):
+    microbatches = composition.everywhere
+    if any(microbatch.layout is None for microbatch in microbatches):
         return {}
-    own_pace = composition.microbatches[0].work is not None
+    own_pace = microbatches[0].work is not None
     return decoupled_metrics(composition, num_devices) if own_pace else spread_metrics(composition)
 
 
@@ -298,7 +310,7 @@ def decoupled_metrics(composition: Composition, num_devices: int) -> dict[str, f
     """
     layouts, loads, counts = _layouts(composition), np.zeros(num_devices), np.zeros(num_devices, int)
     busy = together = 0.0  # of collective microbatches, over all devices and of the busiest one
-    for microbatch, layout in zip(composition.microbatches, layouts, strict=True):
+    for microbatch, layout in zip(composition.everywhere, layouts, strict=True):
         work = microbatch.work or 0.0
         if microbatch.owner is None:
             together += work
@@ -333,7 +345,7 @@ def spread_metrics(composition: Composition) -> dict[str, float]:
 
 
 def _layouts(composition: Composition) -> list[SizedLayout]:
-    return [microbatch.layout for microbatch in composition.microbatches if microbatch.layout is not None]
+    return [microbatch.layout for microbatch in composition.everywhere if microbatch.layout is not None]
 
 
 def _sharded(plans: Sequence[ShardPlan]) -> float:

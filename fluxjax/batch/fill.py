@@ -121,12 +121,12 @@ def lay_out_rows(
 
 
 def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, own: range | None = None) -> Composition:
-    """A microbatch for each part; with `own`, of what all devices compute together the rows of these."""
+    """A microbatch for each part; with `own`, of what all devices compute together, and what comes first, the rows of
+    these."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
-    cells: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
-    counts: list[np.ndarray] = []
+    none = np.zeros(0, np.int64)
+    cells, counts, whole = [none], [none], [none]
     first = 0
     for sized in parts:
         part, layout = sized.part, sized.layout
@@ -139,13 +139,15 @@ def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, own: range | 
         at = layout.cells[spans.response_cells()] - devices.start * layout.columns
         here = (at >= 0) & (at < len(devices) * layout.columns)
         cells.append(first + at[here])
-        lengths.append(spans.response_lengths())
-        counts.append(np.add.reduceat(here, np.cumsum(lengths[-1]) - lengths[-1], dtype=np.int64))
+        lengths = spans.response_lengths()
+        counts.append(np.add.reduceat(here, np.cumsum(lengths) - lengths, dtype=np.int64))
+        if part.owner is None:
+            whole.append(lengths)
         first += len(devices) * layout.columns
     filled = tuple(sized.filled for sized in parts)
-    whole = np.concatenate(lengths) if own is not None else None
+    over = np.concatenate(whole) if own is not None else None
     places = np.concatenate(cells), np.concatenate(counts)
-    return Composition(tuple(microbatches), tuple(keys), *places, filled=filled, whole=whole)
+    return Composition(tuple(microbatches), tuple(keys), *places, filled=filled, whole=over)
 
 
 def _lay_out_part(sized: SizedPart, spans: Spans, own: range) -> TrainBatch:

@@ -43,6 +43,7 @@ class OwnPace:
             SCHEDULERS[config.sharding.balance.value],
             Limits(tokens_per_device=self._room.tokens),
         )
+        self._tempered = bool(config.schedules.temperature)
         self._work_of = estimate(config, text, vision)
         self._collective = Collective(config, num_devices, vision, text, shapes, self._work_of)
         self._room = self._collective.spreading.room
@@ -58,7 +59,7 @@ class OwnPace:
         return share_parts(outline, shards)
 
     def lay_out(self, share: Share) -> Composition:
-        return lay_out_share(share, self._room)
+        return lay_out_share(share, self._room, self._tempered)
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedPart]:
         """Microbatches of all devices together, for what no single one holds; then those of one device each, device

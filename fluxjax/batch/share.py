@@ -8,28 +8,40 @@ device's own tokens and features depend on the sizes of what its neighbours have
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from models.inputs import ModelInput, VisionInput
-from sharding.planner.plan import ShardPlan
+from sharding.planner.plan import Round, ShardPlan
+from sharding.spread.buffers import lay
 from sharding.spread.shapes import Sizes
 
-from ..base.types import Response, Reward, Sample
-from .composition import Composition, Filled, PackedRows, Piece, TrainGroup
+from ..base.types import Response, Reward, Sample, TrainBatch
+from .composition import Composition, Filled, Microbatch, PackedRows, Piece, TrainGroup
 from .fill import SizedRows, lay_out_parts
 from .part import Part, Room, SizedPart
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRows:
-    """A microbatch that a shard plan spreads, without its groups: see `part.Part` and `part.SizedPart`."""
+    """A microbatch that a shard plan lays out, without its groups: see `part.Part` and `part.SizedPart`.
 
-    plan: ShardPlan
+    Of one that a device of another process computes alone, `pieces` are left out; what matters is its shape and its
+    work. The plan is there where it was made.
+    """
+
+    plan: ShardPlan | None
     pieces: tuple[Piece, ...]
     sizes: Sizes
     owner: int | None = None
+    work: float | None = None
+
+    def elsewhere(self, shards: range) -> bool:
+        """Whether none of these devices computes any of it."""
+        return self.owner is not None and self.owner not in shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +74,16 @@ def share_rows(outline: Sequence[SizedRows], groups: Sequence[TrainGroup], shard
 
 def share_parts(outline: Sequence[SizedPart], shards: range) -> Share:
     """The share of the process that has these devices. It takes part in what all compute together, and needs those
-    groups of which a token or a frame lies on one of its devices."""
+    groups of which a token or a frame lies on one of its devices. Of microbatches that are elsewhere, shapes count."""
     number: dict[int, int] = {}
     groups: list[TrainGroup] = []
     needed: set[int] = set()
     micros: list[PlannedRows] = []
     for sized in outline:
         part = sized.part
-        if part.owner is not None and part.owner not in shards:
+        planned = PlannedRows(part.plan, (), sized.sizes, part.owner, part.work)
+        if planned.elsewhere(shards):
+            micros.append(planned)
             continue
         for group in (part.groups[piece.item] for piece in part.pieces):
             if id(group) not in number:
@@ -78,19 +92,39 @@ def share_parts(outline: Sequence[SizedPart], shards: range) -> Share:
         local = {item: number[id(part.groups[item])] for item in {piece.item for piece in part.pieces}}
         needed |= {local[item] for item in part.items_on(shards)}
         pieces = tuple(Piece(local[piece.item], piece.responses) for piece in part.pieces)
-        micros.append(PlannedRows(part.plan, pieces, sized.sizes, part.owner))
+        micros.append(dataclasses.replace(planned, pieces=pieces))
     filled = tuple(sized.filled for sized in outline)
     return Share(tuple(micros), tuple(groups), shards, frozenset(needed), filled)
 
 
-def lay_out_share(share: Share, room: Room) -> Composition:
-    """The microbatches of a share whose sequences a plan spreads."""
-    parts = [
-        SizedPart(Part(share.groups, micro.pieces, micro.plan, room, micro.owner), micro.sizes)
-        for micro in share.micros
-        if isinstance(micro, PlannedRows)
-    ]
-    return dataclasses.replace(lay_out_parts(parts, room.share_prompts, share.shards), filled=share.filled)
+def lay_out_share(share: Share, room: Room, tempered: bool) -> Composition:
+    """The microbatches of a share that a plan lays out. `tempered`: with the temperature of each token."""
+    parts: list[SizedPart] = []
+    elsewhere: list[Microbatch] = []
+    for micro in share.micros:
+        assert isinstance(micro, PlannedRows)
+        if micro.elsewhere(share.shards):
+            layout = None if micro.plan is None else lay(micro.plan).sized(micro.sizes)
+            shapes = _shapes_alone(tuple(sorted(micro.sizes.items())), room, tempered)
+            elsewhere.append(Microbatch(shapes, micro.owner, micro.work, layout))
+        else:
+            assert micro.plan is not None
+            part = Part(share.groups, micro.pieces, micro.plan, room, micro.owner, micro.work)
+            parts.append(SizedPart(part, micro.sizes))
+    composition = lay_out_parts(parts, room.share_prompts, share.shards)
+    return dataclasses.replace(composition, elsewhere=tuple(elsewhere), filled=share.filled)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes_alone(sizes: tuple[tuple[str, int], ...], room: Room, tempered: bool) -> TrainBatch:
+    """The shapes of a microbatch in buffers of these sizes that one device computes alone."""
+    nothing = np.zeros(0, np.int64)
+    prompt, temperature = sized_input(1, (nothing, nothing), ()), 1.0 if tempered else None
+    group = TrainGroup("", prompt, sized_samples([1]), np.zeros(1), temperature=temperature)
+    plan = ShardPlan(1, (2,), (0.0,), (1,), (0,), (Round(1, ((0,),)),))
+    part = SizedPart(Part([group], [Piece(0, (0,))], plan, room, 0), dict(sizes))
+    (batch,) = lay_out_parts([part], room.share_prompts).batches
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), batch)
 
 
 # --- groups of which a process knows the sizes ----------------------------------------------------

@@ -43,6 +43,7 @@ class Spreading:
     ) -> None:
         self._num_devices, self._shapes, room = num_devices, shapes, Room.of(config, vision)
         self._longest_rollout, self._by_cost = config.rollout.max_sequence_tokens, bool(config.sharding.calibration)
+        self._tempered = bool(config.schedules.temperature)
         self.degree, self._plan = planner(config, text, num_devices, room.tokens)
         self.room = dataclasses.replace(room, degree=self.degree)
 
@@ -69,7 +70,7 @@ class Spreading:
         return share_parts(outline, shards)
 
     def lay_out(self, share: Share) -> Composition:
-        return lay_out_share(share, self.room)
+        return lay_out_share(share, self.room, self._tempered)
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """As few microbatches as the devices' memory allows, each with one row a device. Where new programs have become

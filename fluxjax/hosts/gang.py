@@ -19,7 +19,7 @@ from sharding.walk import Params
 from ..base.types import Group, PreparedPrompt
 from ..batch.composer import Composer
 from ..batch.composition import Composition
-from ..config import Config, ConfigError, Strategy
+from ..config import Config, ConfigError
 from ..config.run_folder import to_json
 from .orders import End, Gather, Learn, Order, decode, encode, told
 
@@ -34,6 +34,11 @@ class Gang:
         self.processes = links.processes if links is not None else 1
         self.bytes_told = 0  # by this process, to all others together
         self._number = 0  # of the last step
+
+    @property
+    def links(self) -> Links | None:
+        """Those to the other processes; None where there are none."""
+        return self._links
 
     @property
     def alone(self) -> bool:
@@ -111,9 +116,10 @@ def _on_every_device(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
 
 def fingerprint(config: Config, composition: Composition) -> str:
     """Equal in processes that would run the same programs on a step's rows."""
+    microbatches = sorted(composition.everywhere, key=lambda one: -1 if one.owner is None else one.owner)
     shapes = [
-        (str(jax.tree.structure(batch)), [(x.shape, str(x.dtype)) for x in jax.tree.leaves(batch)])
-        for batch in composition.batches
+        (one.owner, str(jax.tree.structure(one.batch)), [(x.shape, str(x.dtype)) for x in jax.tree.leaves(one.batch)])
+        for one in microbatches
     ]
     settings = {name: value for name, value in to_json(config).items() if name in ("model", "sharding", "algorithm")}
     return hashlib.sha256(json.dumps([jax.__version__, settings, shapes]).encode()).hexdigest()[:16]
@@ -153,7 +159,6 @@ def local_shards(processes: int) -> list[range]:
 def check_across_processes(config: Config) -> None:
     """Raises ConfigError for what does not work over several processes, by name."""
     refused = {
-        f"sharding.strategy={config.sharding.strategy.value}": config.sharding.strategy is Strategy.ODC,
         "stream_trainer.enabled": config.stream_trainer.enabled,
         "speculative_sync.enabled": config.speculative_sync.enabled,
         "servers.colocated": config.servers.colocated,

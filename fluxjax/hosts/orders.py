@@ -115,8 +115,8 @@ def decode(data: bytes) -> Order:
 def told(share: Share) -> dict[str, Any]:
     """A share without its prompts' inputs, which the process that it is for reads by their draws."""
     groups = [_told_group(g) if k in share.needed else _told_sizes(g) for k, g in enumerate(share.groups)]
-    shards = [share.shards.start, share.shards.stop]
-    return {"shards": shards, "micros": [_told_micro(micro) for micro in share.micros], "groups": groups}
+    micros = [_told_micro(micro, share.shards) for micro in share.micros]
+    return {"shards": [share.shards.start, share.shards.stop], "micros": micros, "groups": groups}
 
 
 def share_of(rows: Mapping[str, Any], inputs: Callable[[Sequence[int]], Mapping[int, ModelInput]]) -> Share:
@@ -137,29 +137,31 @@ def share_of(rows: Mapping[str, Any], inputs: Callable[[Sequence[int]], Mapping[
         raise OrderError(f"rows that can't be read: {error}") from error
 
 
-def _told_micro(micro: PackedRows | PlannedRows) -> dict[str, Any]:
+def _told_micro(micro: PackedRows | PlannedRows, shards: range) -> dict[str, Any]:
     if isinstance(micro, PlannedRows):
-        return _told_plan(micro)
-    shards = [[[[piece.item, *piece.responses] for piece in row] for row in shard] for shard in micro.shards]
+        return _told_plan(micro, shards)
+    pieces = [[[[piece.item, *piece.responses] for piece in row] for row in shard] for shard in micro.shards]
     sizes = {name: getattr(micro, name) for name in ("rows", "tokens", "patches", "frame")}
-    return {"shards": shards, "sizes": sizes}
+    return {"pieces": pieces, "sizes": sizes}
 
 
 def _micro(told: Mapping[str, Any], groups: Sequence[TrainGroup]) -> PackedRows | PlannedRows:
-    if "rounds" in told:
+    if "owner" in told:
         return _plan(told, groups)
     shards = tuple(
         tuple(tuple(Piece(item, tuple(responses)) for item, *responses in row) for row in shard)
-        for shard in told["shards"]
+        for shard in told["pieces"]
     )
     return PackedRows(shards=shards, **told["sizes"])
 
 
-def _told_plan(micro: PlannedRows) -> dict[str, Any]:
+def _told_plan(micro: PlannedRows, shards: range) -> dict[str, Any]:
+    shape = {"owner": micro.owner, "work": micro.work, "sizes": dict(micro.sizes)}
+    if micro.elsewhere(shards):
+        return shape
     plan = micro.plan
-    return {
-        "owner": micro.owner,
-        "sizes": dict(micro.sizes),
+    assert plan is not None
+    return shape | {
         "pieces": [[piece.item, *piece.responses] for piece in micro.pieces],
         "devices": plan.num_devices,
         "degrees": _integers(plan.degrees),
@@ -169,6 +171,9 @@ def _told_plan(micro: PlannedRows) -> dict[str, Any]:
 
 
 def _plan(told: Mapping[str, Any], groups: Sequence[TrainGroup]) -> PlannedRows:
+    shape = {name: told[name] for name in ("owner", "work", "sizes")}
+    if "pieces" not in told:
+        return PlannedRows(None, (), **shape)
     items = [group.item for group in groups]
     pieces = tuple(Piece(item, tuple(responses)) for item, *responses in told["pieces"])
     degrees, firsts = (tuple(_numbers(*told[name]).tolist()) for name in ("degrees", "firsts"))
@@ -176,18 +181,19 @@ def _plan(told: Mapping[str, Any], groups: Sequence[TrainGroup]) -> PlannedRows:
     lengths = tuple(tokens_of(items, piece) for piece in pieces)
     work = (0.0,) * len(pieces)  # asked for by who plans
     plan = ShardPlan(told["devices"], lengths, work, degrees, firsts, rounds)
-    return PlannedRows(plan, pieces, told["sizes"], told["owner"])
+    return PlannedRows(plan, pieces, **shape)
 
 
 def _told_sizes(group: TrainGroup) -> dict[str, Any]:
     """What the places of other groups depend on."""
     where, which = group.inputs.shown
     begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # of runs
+    counts = np.diff(np.append(begins, len(where)))
     return {
         "prompt": len(group.inputs),
         "lengths": _integers(group.item.responses),
         "temperature": group.temperature,
-        "shown": [_integers(values) for values in (where[begins], which[begins], np.diff(np.append(begins, len(where))))],
+        "shown": [_integers(values) for values in (where[begins], which[begins], counts)],
         "frames": _integers(np.diff(group.inputs.frame_edges)),
     }
 

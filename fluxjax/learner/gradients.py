@@ -98,8 +98,9 @@ class Gradients:
         """(gradients, tally) summed over the microbatches, laid out like the parameters.
 
         All devices compute those without an owner together first. Then each device computes those that it owns, at its
-        own pace (`sharding.odc`), which is waited for. Raises ValueError without a microbatch, or if the devices do not
-        divide its rows; `sharding.odc.OdcError` for a device that fails alone.
+        own pace (`sharding.odc`), which is waited for; of those of other processes, shapes are enough. Raises
+        ValueError without a microbatch, or if the devices do not divide its rows; `sharding.odc.OdcError` for a device
+        that fails alone.
         """
         if not microbatches:
             raise ValueError("an optimizer step needs at least one microbatch")
@@ -164,17 +165,15 @@ class Gradients:
         placed = self._place(inputs, inputs)
         return self._program("logprobs", self._logprobs, placed)(params, placed)
 
-    def scores(self, params: Params, microbatches: Sequence[Microbatch]) -> list[Scores]:
-        """`logprobs` of each microbatch, computed by the devices that `accumulate` would have compute it. Raises
-        ConfigError where devices of other processes compute some of them: nothing brings their scores here."""
+    def scores(self, params: Params, microbatches: Sequence[Microbatch]) -> list[Scores | None]:
+        """`logprobs` of each microbatch, computed by the devices that `accumulate` would have compute it; None where a
+        device of another process computes it alone."""
         indices, batches, owners = _owned(microbatches)
         together = sorted(set(range(len(microbatches))) - set(indices))
-        scores = {i: self.logprobs(params, microbatches[i].batch.inputs) for i in together}
+        scores: dict[int, Scores | None] = {i: self.logprobs(params, microbatches[i].batch.inputs) for i in together}
         if indices:
             jax.block_until_ready(scores)
             found = self.odc.logprobs(params, [batch.inputs for batch in batches], owners)
-            if None in found:
-                raise ConfigError("sharding.strategy is odc: log-probs of several processes can't be brought together")
             scores |= dict(zip(indices, found, strict=True))
         return [scores[i] for i in range(len(microbatches))]
 

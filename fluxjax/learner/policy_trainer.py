@@ -125,7 +125,7 @@ class PolicyTrainer:
         if whole.outcome is None:  # nothing was computed yet
             whole = joined(place.gradients, [whole, rest])
             composition = self._composed(whole, place)
-            metrics = learner.step(composition.microbatches)
+            metrics = learner.step(composition.everywhere)
         else:
             if has_gradient(rest.groups, self._skip_idle):
                 self._compute(rest, place)
@@ -137,7 +137,7 @@ class PolicyTrainer:
             metrics["stream/groups"] = float(len(whole.groups) - len(groups))
         tokens_fill, patches_fill = composition.fill()
         metrics |= reward_metrics(whole.groups) | {
-            "packing/microbatches": float(len(composition.microbatches)),
+            "packing/microbatches": float(len(composition.everywhere)),
             "packing/token_fill": tokens_fill,
             "packing/patch_fill": patches_fill,
             "packing/shapes": float(len(self._composer.shapes)),
@@ -183,7 +183,8 @@ def with_scores(
     there are any, and of `params`, for importance weights of whole responses."""
 
     def logprobs(weights: Params) -> list[np.ndarray]:
-        return [own_rows(scores) for scores, _ in gradients.scores(weights, composition.microbatches)]
+        own = gradients.scores(weights, composition.everywhere)[: len(composition.microbatches)]
+        return [own_rows(scores[0]) for scores in own if scores is not None]
 
     if reference is not None:
         composition = with_reference(composition, logprobs(reference))

@@ -48,7 +48,7 @@ async def warm_start(
             by_draw = {candidate.prompt.draw: candidate for candidate in prepared}
             composition = composer.compose(sft_groups(prepared, answers), by_draw)
             learner.gradients.compile_ahead(learner.params, composition.coming, scores=False)
-            yield step, learner.step(composition.microbatches)
+            yield step, learner.step(composition.everywhere)
     finally:
         source.close()
 

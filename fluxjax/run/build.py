@@ -18,6 +18,7 @@ from models.processing.settings import DecodeLimits
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.engine import SamplingParams
+from sharding.links import Links
 from sharding.mesh import MeshError, make_mesh
 from sharding.weights import ShardingRules, shardings
 
@@ -54,10 +55,11 @@ def build_learning(
     token_loss: TokenLoss | None = None,
     note: Callable[[str], None] | None = None,
     make_composer: Callable[..., Composer] = Composer,
+    links: Links | None = None,
 ) -> Learning:
     """Returns the learner, with the weights that `config` names, and what composes its batches. `token_loss` replaces
-    that of the configured algorithm. With `note`, which is told how that goes, it is checked that training fits into
-    the devices, and `config.sharding.remat` settled. Raises `ConfigError`."""
+    that of the configured algorithm; `links` are those to other processes. With `note`, which is told how that goes, it
+    is checked that training fits into the devices, and `config.sharding.remat` settled. Raises `ConfigError`."""
     try:
         mesh = make_mesh(config.sharding.devices)
     except MeshError as error:
@@ -69,7 +71,7 @@ def build_learning(
         give_back_large_blocks()
     model = build_weights(config, sizes, mesh)
     token_loss = token_loss or ALGORITHMS[config.algorithm.name].token_loss
-    learner = Learner(config, model, token_loss, mesh=mesh, never_sampled=never_sampled)
+    learner = Learner(config, model, token_loss, mesh=mesh, never_sampled=never_sampled, links=links)
     vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
     composer = make_composer(config, mesh.size, vision, learner.text)
     composer.check()

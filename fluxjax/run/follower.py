@@ -33,7 +33,7 @@ class Follower:
         self._config, self._gang = config, gang
         self._sources = open_sources(config.data)
         sizes, self._processor = describe_model(config, self._sources)
-        learning = build_learning(config, sizes, self._processor, note=log.info)
+        learning = build_learning(config, sizes, self._processor, note=log.info, links=gang.links)
         self._learner, self._composer = learning.learner, learning.composer
         self._reference: Params | None = None
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, largest=learning.largest)
@@ -79,7 +79,7 @@ class Follower:
         learner = self._learner
         if self._warm_start is None:
             composition = with_scores(composition, learner.gradients, learner.params, self._reference, self._config)
-        learner.step(composition.microbatches)
+        learner.step(composition.everywhere)
 
     def _inputs(self, draws: Sequence[int]) -> Mapping[int, ModelInput]:
         source = self._warm_start or self._prompts

@@ -116,6 +116,7 @@ class FluxTrainer:
                 token_loss=self.algorithm.token_loss,
                 note=note,
                 make_composer=Composer if self.gang.alone else functools.partial(SharedComposer, self.gang),
+                links=self.gang.links,
             )
             self._model, self.learner, self.composer = learning.model, learning.learner, learning.composer
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term

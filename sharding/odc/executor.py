@@ -103,8 +103,9 @@ class Odc:
     ) -> tuple[jax.Array, Tally, Params]:
         """Returns (loss, tally, gradients) summed over the microbatches `batches`; `devices[i]` computes the `i`-th.
 
-        Every process has all batches, as arrays on the host. `work` is the predicted work of each, in any unit: the
-        deterministic order follows it. Raises OdcError, on all processes, if a device or a process fails.
+        Every process has the batches of its own devices as arrays on the host, of all others at least the shapes.
+        `work` is the predicted work of each, in any unit: the deterministic order follows it. Raises OdcError, on all
+        processes, if a device or a process fails.
         """
         if work and len(work) != len(batches):
             raise ValueError(f"{len(batches)} microbatches, {len(work)} amounts of work; as many each")
