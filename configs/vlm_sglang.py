@@ -4,7 +4,8 @@
     python -m fluxjax.train --config=configs/vlm_sglang.py
     python -m fluxjax.train --config=configs/vlm_sglang.py:serve    (our own engine in two processes instead)
 
-SGLang takes patches of 14 pixels only, where configs/vlm.py has 8; all else is the same.
+SGLang takes patches of 14 pixels only, where configs/vlm.py has 8; the pictures are larger by as much, so that a digit
+is one merged feature here, too. All else is the same.
 """
 
 import pathlib
@@ -34,6 +35,7 @@ def get_config(variant: str = "") -> Config:
     config.name = "vlm-sglang-debug" if debug else "vlm-sglang"
     config.model.patch_size = 14
     config.model.window_size = 56
+    config.data.embedded_cell = 28
     config.servers.count = 2
     if variant.startswith("serve"):
         config.rollout.engine = RolloutEngine.SERVE

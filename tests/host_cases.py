@@ -8,26 +8,27 @@ from packing_cases import MODEL, make_config
 from fluxjax.algorithms import grpo
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import unpack
-from fluxjax.config import Balance, Config, ImportanceLevel, Strategy
+from fluxjax.config import Config, ImportanceLevel, Strategy
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import with_scores
 
 DEVICES = 4
 HEADS = (4, 2)
 STRATEGIES = ["fsdp", "ulysses", "flex_ulysses", "odc", "hybrid"]
+SEEDS = [3, 4, 11]  # odc: microbatches of one device each; some of all; devices of a process that have none
 
 
 def settings(strategy: str, processes: int) -> Config:
     """A loss with a reference and importance weights of whole responses."""
-    # Rows of 64 tokens, so that under odc some groups need several devices.
-    config = make_config(tokens_per_row=64, rows=1 if strategy in ("odc", "hybrid") else 2)
-    config.sharding.strategy = Strategy.ODC if strategy == "hybrid" else Strategy(strategy)
+    own_pace = strategy in ("odc", "hybrid")
+    config = make_config(tokens_per_row=48 if own_pace else 72, rows=1 if own_pace else 2)
+    config.sharding.strategy = Strategy.ODC if own_pace else Strategy(strategy)
     config.sharding.hybrid = strategy == "hybrid"
     config.sharding.deterministic = strategy == "odc"
     config.sharding.devices_per_host = DEVICES // processes
-    config.sharding.balance = Balance.LB_MINI
     config.algorithm.kl_coefficient = 0.1
     config.algorithm.importance.level = ImportanceLevel.SEQUENCE
+    config.optim.lr = 1e-3
     return config
 
 
@@ -35,20 +36,23 @@ def composer(config: Config) -> Composer:
     return Composer(config, DEVICES, MODEL.vision, tiny(HEADS).config.text)
 
 
-def make_learner(config: Config, links=None) -> Learner:
-    return Learner(config, tiny(HEADS), grpo.token_loss, links=links)
+class Recorded:
+    """A learner, and the groups of each seed as it learns from them; `compositions` are those of each seed."""
 
+    def __init__(self, config: Config, compositions, mesh=None, links=None) -> None:
+        self.config, self.compositions = config, compositions
+        self.learner = Learner(config, tiny(HEADS), grpo.token_loss, mesh=mesh, links=links)
+        self._reference = jax.tree.map(lambda weight: weight * np.float32(0.9), self.learner.params)
 
-def groups_of(seed: int):
-    return random_groups(seed)
+    def composition(self, seed: int):
+        """With what the loss reads beside the pass itself."""
+        learner = self.learner
+        return with_scores(self.compositions[seed], learner.gradients, learner.params, self._reference, self.config)
 
-
-def gradients(learner: Learner, composition):
-    """(gradients, tally, the composition with what the loss read)."""
-    reference = jax.tree.map(lambda weight: weight * np.float32(0.9), learner.params)
-    composition = with_scores(composition, learner.gradients, learner.params, reference, learner.config)
-    grads, tally = learner.accumulate(composition.everywhere)
-    return grads, tally, composition
+    def losses(self, steps: int) -> list[float]:
+        """Those of so many steps, over all seeds in turn."""
+        chosen = (SEEDS[step % len(SEEDS)] for step in range(steps))
+        return [self.learner.step(self.composition(seed).everywhere)["loss"] for seed in chosen]
 
 
 def scores(composition) -> dict[tuple[int, int], np.ndarray]:
@@ -56,3 +60,7 @@ def scores(composition) -> dict[tuple[int, int], np.ndarray]:
     names = ("reference_logprobs_BT", "response_log_ratios_BT")
     found = [unpack(composition, [getattr(batch, name) for batch in composition.batches]) for name in names]
     return {key: np.concatenate([one[key] for one in found]) for key in found[0] if key[0] >= 0}
+
+
+def groups_of(seed: int):
+    return random_groups(seed)

@@ -23,8 +23,10 @@ import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
 from fluxjax.base.process import share_between_devices  # noqa: E402
+from fluxjax.batch.composition import Composition  # noqa: E402
+from fluxjax.config import Config  # noqa: E402
 from fluxjax.hosts.gang import fingerprint, local_shards  # noqa: E402
-from fluxjax.hosts.orders import share_of, told  # noqa: E402
+from fluxjax.hosts.orders import Learn, decode, encode, share_of, told  # noqa: E402
 from sharding.links import Links, initialize, leave  # noqa: E402
 
 
@@ -43,19 +45,14 @@ def main() -> None:
 
 
 def steps(strategy: str, links: Links) -> None:
-    """Writes what comes of the groups of each seed: gradients, sums, log-probs that the loss read."""
-    config = host_cases.settings(strategy, SETTINGS["processes"])
-    learner, process = host_cases.make_learner(config, links), SETTINGS["process"]
-    out = pathlib.Path(SETTINGS["out"])
-    for seed in SETTINGS["seeds"]:
-        groups, prepared = host_cases.groups_of(seed)
-        shares = host_cases.composer(config).shares(groups, blinded(prepared), local_shards(SETTINGS["processes"]))
-        rows = told(shares[process])
-        here = share_of(rows, lambda draws, prepared=prepared: {draw: prepared[draw].inputs for draw in draws})
-        composition = host_cases.composer(config).lay_out(here)
-        programs = multihost_utils.process_allgather(np.array([int(fingerprint(config, composition), 16) % 2**31]))
-        assert len(set(programs.ravel().tolist())) == 1, "all would run the same programs"
-        grads, tally, composition = host_cases.gradients(learner, composition)
+    """Writes what comes of the groups of each seed: gradients, sums, what the loss read; then the losses of steps."""
+    config, process = host_cases.settings(strategy, SETTINGS["processes"]), SETTINGS["process"]
+    compositions = {seed: laid_out(config, seed) for seed in host_cases.SEEDS}
+    recorded = host_cases.Recorded(config, compositions, links=links)
+    out, learner = pathlib.Path(SETTINGS["out"]), recorded.learner
+    for seed in host_cases.SEEDS:
+        composition = recorded.composition(seed)
+        grads, tally = learner.accumulate(composition.everywhere)
         whole = multihost_utils.process_allgather(grads, tiled=True)
         if process == 0:
             leaves: dict[str, Any] = {f"grad {i}": leaf for i, leaf in enumerate(jax.tree.leaves(whole))}
@@ -63,7 +60,21 @@ def steps(strategy: str, links: Links) -> None:
             np.savez(out / f"{strategy}{seed}.npz", **leaves, **sums)
         read = {f"{draw} {sample}": values for (draw, sample), values in host_cases.scores(composition).items()}
         np.savez(out / f"{strategy}{seed}-{process}.npz", **read)
-    print(json.dumps({strategy: True}), flush=True)
+    losses = recorded.losses(SETTINGS["steps"])
+    print(json.dumps({strategy: losses}), flush=True)
+
+
+def laid_out(config: Config, seed: int) -> Composition:
+    """This process's part of a step, from orders that have been written and read."""
+    groups, prepared = host_cases.groups_of(seed)
+    shares = host_cases.composer(config).shares(groups, blinded(prepared), local_shards(SETTINGS["processes"]))
+    order = decode(encode(Learn(1, told(shares[SETTINGS["process"]]))))
+    assert isinstance(order, Learn)
+    here = share_of(order.rows, lambda draws: {draw: prepared[draw].inputs for draw in draws})
+    composition = host_cases.composer(config).lay_out(here)
+    program = np.array([int(fingerprint(config, composition), 16) % 2**31])
+    assert len(np.unique(multihost_utils.process_allgather(program))) == 1, "all would run the same programs"
+    return composition
 
 
 def blinded(prepared):

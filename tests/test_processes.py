@@ -1,42 +1,44 @@
 """Training over several real processes on this machine equals one process with as many devices."""
 
+import os
+
 import host_cases
 import jax
 import numpy as np
 import pytest
-from host_cases import DEVICES, STRATEGIES
+from host_cases import DEVICES, SEEDS, STRATEGIES
 from learner_cases import TOLERANCE
 from process_cases import Processes
 
 from sharding.mesh import make_mesh
 
-SEEDS = [3, 8, 11]
+STEPS = int(os.environ.get("FLUXJAX_RECORDED_STEPS", "5"))  # docs/log.md has 50
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def several(request, tmp_path_factory):
-    """What several processes wrote of all steps."""
+    """(folder, processes, losses): what several processes wrote and said of all steps."""
     folder, processes = tmp_path_factory.mktemp("several"), request.param
-    settings = {"devices": DEVICES // processes, "seeds": SEEDS, "strategies": STRATEGIES, "out": str(folder)}
+    settings = {"devices": DEVICES // processes, "strategies": STRATEGIES, "steps": STEPS, "out": str(folder)}
     with Processes("host_process.py", folder, [{}] * processes, **settings) as run:
-        assert run.ends() == [0] * processes, "".join(map(run.errors, range(processes)))
-    return folder, processes
+        assert run.ends(480) == [0] * processes, "".join(map(run.errors, range(processes)))
+        said = [run.said(process) for process in range(processes)]
+    assert all(one == said[0] for one in said), "a step's loss is that of all devices, everywhere"
+    return folder, processes, said[0]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_lays_out_its_own_rows_from_its_own_media(strategy, several):
-    """Images and videos, of which each process has its own only; gradients, sums and what the loss reads beside them:
-    a reference, whole responses; float32."""
-    folder, processes = several
-    # On one device each, whatever stands between the processes.
+def test_several_processes_equal_one(strategy, several):
+    """Images and videos, of which each process has its own only; gradients, sums and what the loss reads beside them (a
+    reference, whole responses), then the losses of steps; float32."""
+    folder, processes, losses = several
     config = host_cases.settings(strategy, processes)
-    learner = host_cases.Learner(
-        config, host_cases.tiny(host_cases.HEADS), host_cases.grpo.token_loss, mesh=make_mesh(DEVICES)
-    )
+    composed = {seed: host_cases.composer(config).compose(*host_cases.groups_of(seed)) for seed in SEEDS}
+    recorded = host_cases.Recorded(config, composed, mesh=make_mesh(DEVICES))
     for seed in SEEDS:
-        groups, prepared = host_cases.groups_of(seed)
-        grads, tally, composition = host_cases.gradients(learner, host_cases.composer(config).compose(groups, prepared))
+        composition = recorded.composition(seed)
+        grads, tally = recorded.learner.accumulate(composition.microbatches)
         found = np.load(folder / f"{strategy}{seed}.npz")
         for i, want in enumerate(jax.tree.leaves(grads)):
             got = found[f"grad {i}"]
@@ -49,3 +51,4 @@ def test_each_lays_out_its_own_rows_from_its_own_media(strategy, several):
             halves = [np.split(part[f"{draw} {sample}"], 2) for part in parts if f"{draw} {sample}" in part]
             got = np.concatenate([half[k] for k in range(2) for half in halves])
             np.testing.assert_allclose(got, want, rtol=0, atol=5 * TOLERANCE)
+    np.testing.assert_allclose(losses[strategy], recorded.losses(STEPS), rtol=1e-4, atol=1e-4)

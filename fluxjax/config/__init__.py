@@ -154,6 +154,7 @@ class SourceConfig:
 @dataclasses.dataclass(slots=True)
 class DataConfig:
     root: str = ""  # where the embedded data sets are built; empty: the user's cache folder
+    embedded_cell: int = not_negative(0)  # pixels of a digit in these, and half of a clip: a merged feature; 0: 16
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict, metadata={"entries": SourceConfig})
     min_pixels: int = not_negative(0)  # 0: as the checkpoint's preprocessor_config.json says
     max_pixels: int = not_negative(0)

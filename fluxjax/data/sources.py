@@ -117,7 +117,7 @@ def _open(config: DataConfig, name: str, path: str, *manifests: str) -> Source:
     if not path:
         from ..tasks.embedded import ensure
 
-        folder = ensure(name, config.root)
+        folder = ensure(name, config.root, cell=config.embedded_cell)
         found = (folder / manifest for manifest in manifests if (folder / manifest).exists())
         path = str(next(found, folder / manifests[-1]))  # one that is missing is told by whoever opens it
     source = config.sources[name]

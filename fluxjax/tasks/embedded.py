@@ -25,16 +25,18 @@ Recipe = DigitsRecipe | PansRecipe | StringsRecipe
 RECIPES: dict[str, Recipe] = {"digits": DigitsRecipe(), "pans": PansRecipe(), "reverse": StringsRecipe()}
 
 
-def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = None) -> pathlib.Path:
+def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = None, cell: int = 0) -> pathlib.Path:
     """Returns the folder of an embedded data set (`train.jsonl`, `eval.jsonl`, media), built if it is missing.
 
-    Raises `ConfigError` for an unknown name, `DataError` when it cannot be written.
+    With `cell`, its pictures are so large that a digit is a square of so many pixels. Raises `ConfigError` for an
+    unknown name, `DataError` when it cannot be written.
     """
     if name not in RECIPES:
         raise ConfigError(
             f"data.sources.{name} has no path and is no embedded data set; embedded are {', '.join(RECIPES)}"
         )
     chosen = recipe or RECIPES[name]
+    chosen = _enlarged(chosen, cell) if cell else chosen
     folder = (pathlib.Path(root).expanduser() if root else cache_folder()) / f"{name}-{digest(chosen)}"
 
     def write(temporary: pathlib.Path) -> None:
@@ -43,6 +45,14 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
 
     build_once(folder, write)
     return folder
+
+
+def _enlarged(recipe: Recipe, cell: int) -> Recipe:
+    if isinstance(recipe, DigitsRecipe):
+        return dataclasses.replace(recipe, cell=cell, shift=recipe.shift * cell / recipe.cell)
+    if isinstance(recipe, PansRecipe):
+        return dataclasses.replace(recipe, side=2 * cell)
+    return recipe
 
 
 def digest(recipe: Recipe) -> str:

@@ -36,7 +36,8 @@ class PansRecipe:
         "phantom.png",
     )
     photo_side: int = 160  # pixels, of the shorter side after scaling down
-    size: int = 32  # pixels, square, of the clip
+    size: int = 32  # pixels, square, of the window
+    side: int = 32  # pixels, square, of the clip: the window is enlarged to it
     frames: int = 8
     fps: int = 8
     speeds: tuple[int, ...] = (2,)  # pixels a frame
@@ -94,7 +95,7 @@ def load_photos(recipe: PansRecipe) -> dict[str, np.ndarray]:
 def draw_clip(
     rng: np.random.Generator, photos: list[np.ndarray], recipe: PansRecipe, varied: bool
 ) -> tuple[np.ndarray, str]:
-    """Returns a clip, uint8 [frames, size, size, 3], and the direction in which its content moves."""
+    """Returns a clip, uint8 [frames, side, side, 3], and the direction in which its content moves."""
     for _ in range(1000):
         photo = photos[rng.integers(len(photos))]
         if varied:
@@ -110,7 +111,13 @@ def draw_clip(
         clip = clip[..., rng.permutation(3)]
         if rng.random() < 0.5:
             clip = 255 - clip
-    return np.clip(clip, 0, 255).astype(np.uint8), answer
+    return _enlarged(np.clip(clip, 0, 255).astype(np.uint8), recipe.side), answer
+
+
+def _enlarged(clip: np.ndarray, side: int) -> np.ndarray:
+    if clip.shape[1] == side:
+        return clip
+    return np.stack([Image.fromarray(frame).resize((side, side), Image.Resampling.BILINEAR) for frame in clip])
 
 
 def encode(frames: np.ndarray, recipe: PansRecipe) -> bytes:

@@ -76,6 +76,20 @@ def test_held_out_digits_are_scans_that_training_never_uses(root):
             assert {str(data.target[scan]) for scan in scans} == {digit}
 
 
+def test_pictures_grow_with_a_digit(tmp_path, monkeypatch):
+    """So that a digit stays one merged feature of a model with larger patches."""
+    monkeypatch.setitem(embedded.RECIPES, "digits", DIGITS)
+    monkeypatch.setitem(embedded.RECIPES, "pans", PANS)
+    sources = {"digits": SourceConfig(), "pans": SourceConfig()}
+    for cell, wide in ((0, 16), (28, 28)):
+        opened = open_sources(DataConfig(root=str(tmp_path), sources=sources, embedded_cell=cell))
+        for prompt in (opened["digits"][index] for index in range(5)):
+            with Image.open(prompt.media[0].path) as strip:
+                assert strip.size == (wide * len(prompt.answer), wide)
+        with av.open(opened["pans"][0].media[0].path) as clip:
+            assert (clip.streams.video[0].width, clip.streams.video[0].height) == (2 * wide, 2 * wide)
+
+
 def test_the_warm_start_sees_one_scan_of_each_digit_and_every_length(tmp_path):
     recipe = DigitsRecipe(
         train=1, held_out=1, warm_start=24, rotation=0.0, scaling=0.0, shift=0.0, brightness=(1.0, 1.0)
