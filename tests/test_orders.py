@@ -14,7 +14,7 @@ from packing_cases import MODEL, make_config
 
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Strategy
-from fluxjax.hosts.gang import fingerprint
+from fluxjax.hosts.gang import fingerprint, release
 from fluxjax.hosts.orders import (
     Begin,
     End,
@@ -107,6 +107,17 @@ def test_processes_agree_on_settings_and_shapes():
     assert fingerprint(other, first) != fingerprint(config, first)
     (whole,) = Composer(config, 4, MODEL.vision).shares(groups, prepared, [range(4)])
     assert fingerprint(config, Composer(config, 4, MODEL.vision).lay_out(whole)) != fingerprint(config, first)
+
+
+def test_processes_agree_on_the_release(tmp_path):
+    """One line that is another, in one of the files that make programs, is another release."""
+    for room in ("fluxjax", "models", "sharding"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "a.py").write_text("scale = 1.0\n")
+    first = release.__wrapped__(tmp_path)
+    assert release.__wrapped__(tmp_path) == first
+    (tmp_path / "models" / "a.py").write_text("scale = 1.1\n")
+    assert release.__wrapped__(tmp_path) != first
 
 
 def test_each_process_is_told_its_own():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,8 @@ from ..batch.composition import Composition
 from ..config import Config, ConfigError
 from ..config.run_folder import to_json
 from .orders import End, Gather, Learn, Order, decode, encode, told
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Gang:
@@ -114,6 +118,16 @@ def _on_every_device(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda weight: weight, out_shardings=NamedSharding(mesh, P()))
 
 
+@functools.cache
+def release(root: pathlib.Path = ROOT) -> str:
+    """What programs are made by: JAX, and every line of the packages that write them."""
+    sources = sorted(path for room in ("fluxjax", "models", "sharding") for path in (root / room).rglob("*.py"))
+    digest = hashlib.sha256(f"{jax.__version__} {importlib.metadata.version('jaxlib')}".encode())
+    for path in sources:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def fingerprint(config: Config, composition: Composition) -> str:
     """Equal in processes that would run the same programs on a step's rows."""
     microbatches = sorted(composition.everywhere, key=lambda one: -1 if one.owner is None else one.owner)
@@ -122,7 +136,7 @@ def fingerprint(config: Config, composition: Composition) -> str:
         for one in microbatches
     ]
     settings = {name: value for name, value in to_json(config).items() if name in ("model", "sharding", "algorithm")}
-    return hashlib.sha256(json.dumps([jax.__version__, settings, shapes]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([release(), settings, shapes]).encode()).hexdigest()[:16]
 
 
 class SharedComposer(Composer):
