@@ -1,7 +1,6 @@
 """One of several processes of a run under ODC, for `test_odc_processes`: `odc_process.py SETTINGS`, one JSON object.
 
-`job` is `equality`: random minibatches under ODC against collective FSDP on the same mesh; or `training`: a learner and
-checkpoints, where a process may be killed for real, hang, or fail in the middle of a minibatch.
+A learner and checkpoints; a process may be killed for real, hang, or fail in the middle of a minibatch.
 """
 
 import json
@@ -19,46 +18,11 @@ sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE / "sharding")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
 from fluxjax.base.process import share_between_devices  # noqa: E402
 from sharding.links import Links, initialize, leave  # noqa: E402
-from sharding.odc import Odc  # noqa: E402
 from sharding.odc.worker import Worker  # noqa: E402
-
-
-def equality(links: Links) -> None:
-    """Point to point between all devices, and hybrid with a group in each process; both orders."""
-    from toy import assert_equal, make_batch, strategy, toy
-
-    model, params = toy()
-    fsdp = strategy(jax.device_count(), model)
-    placed = fsdp.shard(params)
-    batches = [make_batch(rows) for rows in (4, 8, 4, 8, 4)]
-    total = None
-    for batch in batches:
-        more = jax.jit(fsdp.loss_and_grad)(placed, fsdp.place(fsdp.own(batch)))
-        total = more if total is None else jax.tree.map(jnp.add, total, more)
-    assert total is not None
-    want = (total[0], total[1].sums, total[2])
-    rng = np.random.default_rng(0)
-    for group in (0, SETTINGS["devices"]):
-        for deterministic in (False, True):
-            odc = Odc(fsdp, links=links, group=group, deterministic=deterministic, live_layers=2)
-            for _ in range(2):
-                own = rng.integers(0, jax.device_count(), len(batches)).tolist()
-                loss, tally, grads = odc.loss_and_grad(placed, batches, own)
-                assert_equal(mine((loss, tally.sums, grads)), mine(want), 1e-5)
-            scores = odc.logprobs(placed, [batch["inputs"] for batch in batches], own)
-            here = {d for d in range(jax.device_count()) if fsdp.mesh.devices.flat[d] in jax.local_devices()}
-            assert [one is not None for one in scores] == [d in here for d in own]
-    say(done=True)
-
-
-def mine(tree):
-    """What of each array lies on this process's devices."""
-    return jax.tree.map(lambda array: np.stack([np.asarray(s.data) for s in array.addressable_shards]), tree)
 
 
 def training(links: Links) -> None:
@@ -123,7 +87,7 @@ def main() -> None:
     initialize(SETTINGS["coordinator"], SETTINGS["processes"], SETTINGS["process"])
     links = Links(timeout=SETTINGS.get("timeout", 60.0))
     try:
-        {"equality": equality, "training": training}[SETTINGS["job"]](links)
+        training(links)
         multihost_utils.sync_global_devices("end")
         links.barrier("end")
     except Exception as error:

@@ -1,4 +1,4 @@
-"""ODC across two real processes on loopback: equal to FSDP; a death in mid-minibatch ends both."""
+"""ODC across two real processes on loopback: a death in mid-minibatch ends both. `test_processes` has its results."""
 
 import signal
 
@@ -9,18 +9,11 @@ WORKER = "odc_process.py"
 pytestmark = pytest.mark.long
 
 
-def test_equals_fsdp(tmp_path):
-    """Two devices in each of two processes, so that some fetches stay in a process and some don't."""
-    with Processes(WORKER, tmp_path, [{}, {}], job="equality", devices=2) as run:
-        assert run.ends() == [0, 0], run.errors(0) + run.errors(1)
-        assert run.said(0)["done"] and run.said(1)["done"]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Where four steps of training end."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    with Processes(WORKER, folder, [{}, {}], job="training", devices=1, steps=4, checkpoints=str(folder / "c")) as run:
+    with Processes(WORKER, folder, [{}, {}], devices=1, steps=4, checkpoints=str(folder / "c")) as run:
         assert run.ends() == [0, 0], run.errors(0) + run.errors(1)
         return run.said(0)["norms"]
 
@@ -37,7 +30,7 @@ def undisturbed(tmp_path_factory):
 def test_a_fault_in_mid_minibatch_ends_all_and_the_run_resumes(fault, victim, says, undisturbed, tmp_path):
     own = [{}, {}]
     own[victim] = {"fault": fault, "fault_step": 3}
-    settings = {"job": "training", "devices": 1, "steps": 4, "checkpoints": str(tmp_path / "c")}
+    settings = {"devices": 1, "steps": 4, "checkpoints": str(tmp_path / "c")}
     timeout = 20.0 if fault == "stop" else 90.0  # only a stopped process is noticed by its silence
     with Processes(WORKER, tmp_path, own, timeout=timeout, **settings) as run:
         survivor = run.processes[1 - victim]
