@@ -37,7 +37,8 @@ class Scrape(Callback):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Iterator[str]:
-    """What the port of a run says after its step. Its engine is embedded; it is told that there are servers and processes."""
+    """What the port of a run says after its step. Its engine is embedded, and it has one process; it is told that there
+    are servers and two processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

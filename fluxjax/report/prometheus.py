@@ -41,7 +41,7 @@ class PrometheusPort:
             self._gauges[tag] = prometheus_client.Gauge(name, tag, registry=self._registry)
         self._gauges[tag].set(value)
 
-    def export(self, collector: Collector) -> None:
+    def export(self, collector: ServerCollector | HostCollector) -> None:
         """Serves what `collector` says whenever it is asked."""
         if self._server is not None:
             self._registry.register(collector)
