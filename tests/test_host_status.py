@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -80,7 +81,7 @@ def gangs() -> tuple[Gang, Gang]:
 
 def test_process_0_hears_of_a_step_when_the_next_is_agreed_on():
     lead, other = gangs()
-    orders, nothing = other.orders(), Composition((), ())
+    orders, nothing = other.orders(), Composition((), (), np.zeros(0, int), np.zeros(0, int))
     for step in (1, 2):
         lead.watch.begin()
         lead.tell_rows([{}, {}])
