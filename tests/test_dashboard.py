@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from run_cases import flags, letters
 
+from fluxjax.base.host_status import HostStage, HostStatus
 from fluxjax.config.cli import load
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
@@ -21,6 +22,7 @@ DASHBOARD: dict[str, Any] = json.loads(
 )
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 PATTERN = re.compile(r'__name__=~"([^"]+)"')
+HOSTS = [HostStatus(i, "gpu7", 8, 10**9, 0, 3, (HostStage("layout", 0.0, 0.1 + i),), 0.5) for i in range(2)]
 SERVERS = [ServerStatus(f"server {i}", f"http://127.0.0.1:{i}", i, True, 3, 5, 1, 99.5, i, 1000, "") for i in range(2)]
 
 
@@ -35,7 +37,8 @@ class Scrape(Callback):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Iterator[str]:
-    """What the port of a run says after its step. Its engine is embedded; it is told that there are servers."""
+    """What the port of a run says after its step. Its engine is embedded, and it has one process; it is told that there
+    are servers and two processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -47,6 +50,7 @@ def exported(tmp_path_factory) -> Iterator[str]:
     scrape = Scrape(port)
     with FluxTrainer(config, callbacks=[scrape]) as trainer:
         trainer.pool.servers = lambda: SERVERS
+        trainer.gang.statuses = lambda: HOSTS
         trainer.fit()
     yield scrape.text
 
@@ -71,11 +75,22 @@ def test_servers_are_told_apart_by_a_label(exported):
     assert "fluxjax_servers_up 2.0" in exported and "fluxjax_servers_restarts 1.0" in exported
 
 
+def test_processes_are_told_apart_by_labels(exported):
+    for i in range(2):
+        assert f'fluxjax_host_own_seconds{{host="gpu7",process="{i}"}} {0.1 + i}' in exported
+        assert f'fluxjax_host_slowest{{host="gpu7",process="{i}"}} {float(i)}' in exported
+    assert "fluxjax_hosts_slowest 1.0" in exported
+
+
 def test_every_panel_can_be_read():
     assert DASHBOARD["schemaVersion"] >= 42
     [variable] = DASHBOARD["templating"]["list"]
     assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
-    assert [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"] == ["Training", "Rollout"]
+    assert [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"] == [
+        "Training",
+        "Rollout",
+        "Processes",
+    ]
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in PANELS:
         assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"], panel["id"]

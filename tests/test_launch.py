@@ -1,10 +1,13 @@
 """`python -m fluxjax.launch`: one run over several real processes, on images and videos."""
 
+import contextlib
 import os
 import pathlib
 import re
 import signal
+import socket
 import time
+import urllib.request
 
 import pytest
 from run_cases import Commands, ended, logged
@@ -32,11 +35,39 @@ def commands() -> Commands:
 
 
 @pytest.fixture(scope="module")
-def two(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A run over two processes, undisturbed."""
+def scraped(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[str]]:
+    """A run over two processes, undisturbed, and what the Prometheus port of each said last."""
     run_dir = tmp_path_factory.mktemp("two") / "run"
-    commands.run(run_dir, CONFIG, SMALL, processes=2)
-    return run_dir
+    port, pages = two_free_ports(), ["", ""]
+    arguments = [*SMALL, f"--config.report.prometheus_port={port}"]
+    process = commands.start(run_dir, CONFIG, arguments, processes=2)
+    with ended(process):
+        end = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < end:
+            for number in range(2):
+                with (
+                    contextlib.suppress(OSError),  # it has not begun, or has ended
+                    urllib.request.urlopen(f"http://127.0.0.1:{port + number}/metrics", timeout=5) as reply,
+                ):
+                    pages[number] = reply.read().decode()
+            time.sleep(0.1)
+    assert process.returncode == 0, (run_dir.parent / "run.log").read_text()[-4000:]
+    return run_dir, pages
+
+
+@pytest.fixture(scope="module")
+def two(scraped: tuple[pathlib.Path, list[str]]) -> pathlib.Path:
+    return scraped[0]
+
+
+def two_free_ports() -> int:
+    """The first of two neighbours."""
+    while True:
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError, OverflowError):
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            second.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def weights(run_dir: pathlib.Path) -> dict[str, bytes]:
@@ -91,6 +122,29 @@ def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, 
 def children(parent: int) -> list[int]:
     """Process ids, in the order in which they were started."""
     return [int(word) for word in pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+@pytest.mark.long
+def test_every_process_is_seen(scraped):
+    """A line each on the display, a log, a Prometheus port, and its part of a step's record."""
+    run_dir, pages = scraped
+    text = (run_dir.parent / "run.log").read_text()
+    for process in range(2):
+        assert f"process {process} ({socket.gethostname()}) | devices 1 | memory" in text
+        lines = (run_dir / "processes" / f"process-{process}.log").read_text().splitlines()
+        assert f"process {process} of 2" in lines[0] and lines[-1].endswith("the run is over")
+        assert sum(": step " in line for line in lines) == 6, "3 of the warm start and 3 of RL"
+        assert f'process="{process}"' in pages[0] and "process_resident_memory_bytes" in pages[process]
+    assert "fluxjax_loss" in pages[0] and "fluxjax_hosts_bytes_told" in pages[0]
+    assert 'process="1"' in pages[1] and 'process="0"' not in pages[1]
+    assert "INFO" not in text, "the terminal is for the display"
+    steps = [record for record in read(run_dir / "metrics.jsonl") if record["phase"] == "rl"]
+    assert len(steps) == 3
+    for record in steps:
+        assert [host["process"] for host in record["hosts"]] == [0, 1]
+        assert all(host["devices"] == 1 and host["memory_bytes"] > 1e8 for host in record["hosts"])
+        assert all(host["train_seconds"] > 0 and host["prepare_seconds"] > 0 for host in record["hosts"])
+        assert record["hosts/slowest"] in (0, 1) and 100 < record["hosts/bytes_told"] < 100_000
 
 
 MORE = {"algorithm.importance.normalize=True": ["--config.algorithm.importance.kind=truncate"]}

@@ -23,7 +23,8 @@ from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
 from fluxjax.config import ReportConfig
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
-from fluxjax.report.metrics import MetricsLog, ServerCollector, Summary, dump_samples, read
+from fluxjax.report.metrics import MetricsLog, Summary, dump_samples, read
+from fluxjax.report.prometheus import ServerCollector
 from fluxjax.run import callbacks
 from fluxjax.run.callbacks import Callbacks, Reporter
 from fluxjax.runtime.ports import StepReport

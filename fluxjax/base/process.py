@@ -12,6 +12,8 @@ import gc
 import inspect
 import os
 import pathlib
+import resource
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +62,19 @@ def settle_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def resident_bytes() -> int:
+    """Returns the memory that this process has resident, in bytes; where there is no /proc, the most that it ever
+    had."""
+    try:
+        for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 HASHED = ("hash_obj", "compile_options_obj", "strip_device_assignment")

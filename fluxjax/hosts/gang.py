@@ -6,7 +6,9 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import logging
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +20,16 @@ from jax.sharding import PartitionSpec as P
 from sharding.links import Links
 from sharding.walk import Params
 
+from ..base.host_status import HostStatus
 from ..base.types import Group, PreparedPrompt
 from ..batch.composer import Composer
 from ..batch.composition import Composition
 from ..config import Config, ConfigError
 from ..config.run_folder import to_json
 from .orders import End, Gather, Learn, Order, decode, encode, told
+from .statuses import StepWatch, decode_status, encode_status, is_status, shifted, step_line
+
+log = logging.getLogger(__name__)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -37,7 +43,11 @@ class Gang:
         self.process = links.process if links is not None else 0
         self.processes = links.processes if links is not None else 1
         self.bytes_told = 0  # by this process, to all others together
+        self.watch = StepWatch()  # of this process
         self._number = 0  # of the last step
+        self._stepped = 0  # the last step that this process has made
+        self._stepped_at = 0.0  # when, on `time.perf_counter`
+        self._statuses: dict[int, HostStatus] = {}  # the newest, by process
 
     @property
     def links(self) -> Links | None:
@@ -47,6 +57,11 @@ class Gang:
     @property
     def alone(self) -> bool:
         return self.processes == 1
+
+    @property
+    def rank_here(self) -> int:
+        """How many processes with lower numbers share this one's ports."""
+        return self._links.rank_here if self._links is not None else 0
 
     def tell(self, order: Order) -> None:
         """Gives all other processes the same order. Raises LinkError where one has failed."""
@@ -71,7 +86,12 @@ class Gang:
         assert self._links is not None
         order: Order | None = None
         while not isinstance(order, End):
-            order = decode(self._links.receive(0))
+            with self.watch.waiting():
+                data = self._links.receive(0)
+            order = decode(data)
+            if isinstance(order, Learn):
+                self._number = order.number
+                self.watch.begin()
             yield order
 
     def agree(self, config: Config, composition: Composition) -> None:
@@ -82,15 +102,55 @@ class Gang:
         mine = fingerprint(config, composition)
         if self.process:
             self._links.send(0, mine.encode())
+            self.watch.agreed()
             return
         for process in range(1, self.processes):
-            theirs = self._links.receive(process).decode()
+            theirs = self._fingerprint_of(process)
             if theirs != mine:
                 self._links.fail(
                     f"process {process} would run another program than process 0 ({theirs} and {mine}): start all with "
                     "the same command, release, and versions of JAX"
                 )
                 self._links.check()
+        self.watch.agreed()
+
+    def _fingerprint_of(self, process: int) -> str:
+        assert self._links is not None
+        while is_status(data := self._links.receive(process)):
+            self._note(process, data)
+        return data.decode()
+
+    def stepped(self, idle: float | None = None) -> None:
+        """This process has made the step whose rows were told last; once more for the same step, nothing happens. Each
+        other tells process 0 how the step went, which hears of it where it waits anyway: in `agree` and `whole`.
+        `idle`: see `HostStatus`. Raises LinkError where a process has failed."""
+        if self.alone or self._stepped == self._number:
+            return
+        self._stepped, self._stepped_at = self._number, time.perf_counter()
+        status = self.watch.status(self.process, self._number, idle)
+        self._know(status)
+        log.info("%s", step_line(status))
+        if self.process:
+            assert self._links is not None
+            self._links.send(0, encode_status(shifted(status, -self._stepped_at)))
+
+    def statuses(self) -> list[HostStatus]:
+        """The newest of each process that this one knows of, by process: itself and, in process 0, the others."""
+        return [status for _, status in sorted(self._statuses.items())]
+
+    def _note(self, process: int, data: bytes) -> None:
+        self._know(shifted(decode_status(data, process), self._stepped_at))
+
+    def _know(self, status: HostStatus) -> None:
+        self._statuses = self._statuses | {status.process: status}  # another one: threads read it at any time
+
+    def _hear_statuses(self) -> None:
+        """Those of the last step, in process 0: each other sent its own before it took part in what came behind."""
+        assert self._links is not None
+        for process in range(1, self.processes):
+            known = self._statuses.get(process)
+            if (known.step if known is not None else 0) < self._stepped:
+                self._note(process, self._links.receive(process))
 
     def whole(self, params: Params, mesh: Mesh) -> Params:
         """The weights as process 0 can hand them on: its own arrays, whole. The others are told to take part. Alone:
@@ -98,7 +158,9 @@ class Gang:
         if self.alone:
             return params
         self.tell(Gather())
-        return brought(params, mesh, keep=True)
+        weights = brought(params, mesh, keep=True)
+        self._hear_statuses()
+        return weights
 
 
 def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:
@@ -156,11 +218,17 @@ class SharedComposer(Composer):
         version: int | None = None,
     ) -> Composition:
         """This process's rows only. The others have been told theirs, so that the step must follow."""
-        shards = local_shards(self._gang.processes)
-        shares = self.shares(groups, prepared, shards, skip_idle=skip_idle, version=version)
-        composition = self.lay_out(shares[0])
-        self._gang.tell_rows([told(share) for share in shares])
-        self._gang.agree(self._settings, composition)
+        watch = self._gang.watch
+        watch.begin()
+        with watch.stage("plan"):
+            shards = local_shards(self._gang.processes)
+            shares = self.shares(groups, prepared, shards, skip_idle=skip_idle, version=version)
+        with watch.stage("layout"):
+            composition = self.lay_out(shares[0])
+        with watch.stage("plan"):
+            self._gang.tell_rows([told(share) for share in shares])
+        with watch.waiting():
+            self._gang.agree(self._settings, composition)
         return composition
 
 

@@ -45,6 +45,7 @@ class Learner:
     params: Params
     opt_state: Any
     version: int
+    idle: float | None = None  # seconds that its devices waited for others in the last step, where that is measured
 
     def __init__(
         self,
@@ -144,6 +145,7 @@ class Learner:
         if microbatches[0].work is not None:
             alone = any(microbatch.owner is not None for microbatch in microbatches)
             metrics["seconds/idle"] = self.gradients.odc.idle if alone else 0.0
+            self.idle = self.gradients.odc.idle if alone else None
         return metrics
 
     def update(self, grads: Params, tally: Tally) -> dict[str, float]:

@@ -17,8 +17,12 @@ from rich.text import Text
 
 from rollout.fleet_job import ServerStatus
 
+from ..base.host_status import HostStatus
+from .hosts_shown import HostTable, host_lines
+
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
+_PLAIN_HOSTS_SECONDS = 60.0
 
 
 class Display:
@@ -26,11 +30,13 @@ class Display:
 
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
         self._servers: Callable[[], Sequence[ServerStatus]] = tuple
+        self._hosts: Callable[[], Sequence[HostStatus]] = tuple
         self._console = console or Console(file=sys.stdout, soft_wrap=True)
         self._terminal = self._console.is_terminal
         self._total = total_steps
         self._rewards: deque[float] = deque(maxlen=60)
         self._last_line = 0.0
+        self._last_hosts = 0.0  # when their lines were printed
         self._seconds: dict[str, float] = {}
         self._eval: dict[str, float] = {}
         self._progress = Progress(
@@ -63,7 +69,16 @@ class Display:
         """Shows rollout servers as they are at each moment; `servers` is called from any thread."""
         self._servers = servers
         if self._live:
-            self._live.update(Group(self._progress, _ServerTable(servers)))
+            self._live.update(self._drawn())
+
+    def show_hosts(self, hosts: Callable[[], Sequence[HostStatus]]) -> None:
+        """Shows the processes of the run as they are at each moment; `hosts` is called from any thread."""
+        self._hosts = hosts
+        if self._live:
+            self._live.update(self._drawn())
+
+    def _drawn(self, *more: Table) -> Group:
+        return Group(self._progress, *more, HostTable(self._hosts), _ServerTable(self._servers))
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         """Begins a phase of `total` steps, of which `done` were done before the run was resumed."""
@@ -84,10 +99,14 @@ class Display:
         self._seconds = {name: value + 0.9 * self._seconds.get(name, 0.0) for name, value in seconds.items()}
         self._progress.update(self._task, completed=step)
         if self._live:
-            self._live.update(Group(self._progress, self._table(metrics), _ServerTable(self._servers)))
+            self._live.update(self._drawn(self._table(metrics)))
         elif time.monotonic() - self._last_line > _PLAIN_SECONDS or step == self._total:
             self._last_line = time.monotonic()
             self.note(self._line(step, metrics))
+            if time.monotonic() - self._last_hosts > _PLAIN_HOSTS_SECONDS or step == self._total:
+                self._last_hosts = time.monotonic()
+                for line in host_lines(self._hosts()):
+                    self.note(line)
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         # The median: a step that compiles takes a hundred times as long as the next one.

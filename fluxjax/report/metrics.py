@@ -9,21 +9,20 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import prometheus_client
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
 from rollout.fleet_job import ServerStatus
 
+from ..base.host_status import HostStatus
 from ..base.types import Group
-from ..config import ConfigError
 from ..config.run_folder import replace_text
+from .hosts_shown import host_records
+from .prometheus import HostCollector, PrometheusPort, ServerCollector
 
 _FLUSH_SECONDS = 10.0
 _EVENTS: Any = event_pb2  # generated, without types
@@ -46,15 +45,7 @@ class MetricsLog:
     ) -> None:
         """Opens the files. `evaluated_step` is `resume_step` by default. Raises OSError if the folder cannot be
         written, `ConfigError` if the port is taken."""
-        self._registry = prometheus_client.CollectorRegistry()
-        self._server = None
-        if prometheus_port:
-            try:
-                self._server, _ = prometheus_client.start_http_server(prometheus_port, registry=self._registry)
-            except OSError as error:
-                raise ConfigError(
-                    f"report.prometheus_port: cannot serve on {prometheus_port}: {error.strerror}"
-                ) from error
+        self._port = PrometheusPort(prometheus_port)
         self.file = run_dir / "metrics.jsonl"
         kept = []
         if resume_step is not None:
@@ -74,72 +65,36 @@ class MetricsLog:
                     session_log=_EVENTS.SessionLog(status=_EVENTS.SessionLog.START),
                 )
             )
-        self._gauges: dict[str, prometheus_client.Gauge] = {}
 
-    def log(self, phase: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step: `phase` is warm_start, rl or eval, `metrics` has names like `reward/digits`."""
-        record = {"phase": phase, "step": step, "time": round(time.time(), 3), **metrics}
+    def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: Sequence[HostStatus] = ()) -> None:
+        """Writes the metrics of a step: `phase` is warm_start, rl or eval, `metrics` has names like `reward/digits`;
+        of several processes, `hosts` are their states after the step."""
+        record: dict[str, Any] = {"phase": phase, "step": step, "time": round(time.time(), 3), **metrics}
+        if hosts:
+            record["hosts"] = host_records(hosts)
         self._stream.write(json.dumps(record) + "\n")
         event = _EVENTS.Event(wall_time=time.time(), step=step)
         for name, value in metrics.items():
             tag = name if phase == "rl" else f"{phase}/{name}"
             event.summary.MergeFrom(scalar(tag, value))
-            if self._server is not None:
-                self._gauge(tag).set(value)
+            self._port.set(tag, value)
         self._board.write_event(event)
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._board.flush()
             self._flushed = time.monotonic()
 
-    def _gauge(self, tag: str) -> prometheus_client.Gauge:
-        if tag not in self._gauges:
-            name = "fluxjax_" + "".join(c if c.isalnum() else "_" for c in tag)
-            self._gauges[tag] = prometheus_client.Gauge(name, tag, registry=self._registry)
-        return self._gauges[tag]
-
     def export_servers(self, servers: Callable[[], Sequence[ServerStatus]]) -> None:
         """Serves the state of rollout servers on the Prometheus port, as it is when it is asked for."""
-        if self._server is not None:
-            self._registry.register(ServerCollector(servers))
+        self._port.export(ServerCollector(servers))
+
+    def export_hosts(self, hosts: Callable[[], Sequence[HostStatus]]) -> None:
+        """Serves the state of trainer processes on the Prometheus port, as it is when it is asked for."""
+        self._port.export(HostCollector(hosts))
 
     def close(self) -> None:
         self._stream.close()
         self._board.close()
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-
-
-_SERVER_METRICS: Mapping[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]] = {
-    "up": (GaugeMetricFamily, "1: it takes requests, 0: it starts, or was lost"),
-    "asleep": (GaugeMetricFamily, "1: it gave its memory back, until it is needed"),
-    "weight_version": (GaugeMetricFamily, "the version of the weights that it was proven to have, -1: none"),
-    "running": (GaugeMetricFamily, "samples that it generates"),
-    "waiting": (GaugeMetricFamily, "samples that wait for a place"),
-    "tokens_per_second": (GaugeMetricFamily, "generated tokens a second, as it says itself"),
-    "restarts": (CounterMetricFamily, "times that it was lost"),
-    "tokens": (CounterMetricFamily, "generated tokens that came from it"),
-}
-
-
-class ServerCollector(Collector):
-    """The rollout servers as Prometheus metrics, `fluxjax_server_*`, with a label `server`. Nothing where there are
-    none."""
-
-    def __init__(self, servers: Callable[[], Sequence[ServerStatus]]) -> None:
-        self._servers = servers
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # else a registry asks before there are any
-
-    def collect(self) -> Iterable[Metric]:
-        servers = self._servers()
-        for name, (family, text) in _SERVER_METRICS.items() if servers else ():
-            metric = family(f"fluxjax_server_{name}", text, labels=["server"])
-            for server in servers:
-                value = server.version if name == "weight_version" else getattr(server, name)
-                metric.add_metric([server.name], float(value))
-            yield metric
+        self._port.close()
 
 
 def read(file: pathlib.Path) -> list[dict[str, Any]]:

@@ -15,9 +15,11 @@ from ..base.timeline import Timeline
 from ..base.types import Group, Prompt
 from ..config import Config, ReportConfig
 from ..coordinator.machine import Coordinator
+from ..hosts.gang import Gang
 from ..learner.gradients import GAP
 from ..learner.learner import Learner
 from ..report.display import Display
+from ..report.hosts_shown import host_lanes, host_metrics
 from ..report.metrics import MetricsLog, Summary, TrainingResult, dump_samples
 from ..runtime.runtime import Observer, StepReport
 
@@ -99,13 +101,18 @@ class Reporter(Observer):
         decode: Callable[[Sequence[int]], str],
         callbacks: Callbacks,
         servers: Callable[[], Sequence[ServerStatus]] = tuple,
+        gang: Gang | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
+        """`timeline` gets a lane for each process of `gang`."""
         self._settings, self._run_dir = settings, run_dir
         self._summary, self._metrics, self._display = summary, metrics, display
         self._decode, self._callbacks = decode, callbacks
         self._since = time.perf_counter()  # when the last step, evaluation or checkpoint ended
         self._servers = servers
         self._served = time.perf_counter(), _tokens(servers())  # at the last step
+        self._gang, self._timeline = gang or Gang(), timeline or Timeline()
+        self._told = self._gang.bytes_told  # at the last step
 
     def on_step(self, report: StepReport) -> None:
         settings, summary, step = self._settings, self._summary, report.step
@@ -116,14 +123,17 @@ class Reporter(Observer):
         # Measured from step to step, because the stages of a step overlap with each other and with the next step's.
         before, self._since = self._since, time.perf_counter()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
-        metrics |= self._server_metrics()
+        metrics |= self._server_metrics() | self._host_metrics()
+        hosts = self._gang.statuses()
+        for span in host_lanes(hosts, step):
+            self._timeline.add(span)
         summary.steps_not_finite += int(metrics.get("skipped_nonfinite", 0.0))
         for stage, value in seconds.items():
             summary.add_seconds(stage, value)
         summary.samples_trained += len(responses)
         summary.tokens_trained += tokens
         self._watch_gap(step, metrics.get(GAP, 0.0))
-        self._metrics.log("rl", step, metrics)
+        self._metrics.log("rl", step, metrics, hosts)
         if settings.dump_samples_every and step % settings.dump_samples_every == 0:
             dump_samples(self._run_dir / "samples", step, report.groups, self._decode, settings.dump_samples)
         self._display.step(step, metrics, seconds)
@@ -142,6 +152,15 @@ class Reporter(Observer):
             # Not the sum of what servers say: between two steps, they may have been idle for a while.
             "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # tokens leave with a server
         }
+
+    def _host_metrics(self) -> dict[str, float]:
+        """Those of the processes of the run together, where there are several. `hosts/bytes_told`: by process 0 to all
+        others since the last step."""
+        hosts = self._gang.statuses()
+        if not hosts:
+            return {}
+        before, self._told = self._told, self._gang.bytes_told
+        return host_metrics(hosts) | {"hosts/bytes_told": float(self._told - before)}
 
     def _watch_gap(self, step: int, gap: float) -> None:
         summary, limit = self._summary, self._settings.logprob_gap_alarm

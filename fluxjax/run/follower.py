@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,10 @@ from ..hosts.gang import Gang, brought
 from ..hosts.orders import Begin, Gather, Learn, Order, OrderError, Restore, Save, Start, share_of
 from ..learner.policy_trainer import with_scores
 from ..learner.warm_start import begin_warm_start, warm_start_source
+from ..report.prometheus import HostCollector, PrometheusPort
 from .build import build_learning, describe_model
 from .checkpoint import Checkpoints
+from .process_log import process_log
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +77,17 @@ class Follower:
             self._reference = self._learner.params
 
     def _learn(self, order: Learn) -> None:
-        composition = self._composer.lay_out(share_of(order.rows, self._inputs))
+        watch = self._gang.watch
+        with watch.stage("media"):
+            share = share_of(order.rows, self._inputs)
+        with watch.stage("layout"):
+            composition = self._composer.lay_out(share)
         self._gang.agree(self._config, composition)
         learner = self._learner
         if self._warm_start is None:
             composition = with_scores(composition, learner.gradients, learner.params, self._reference, self._config)
         learner.step(composition.everywhere)
+        self._gang.stepped(learner.idle)
 
     def _inputs(self, draws: Sequence[int]) -> Mapping[int, ModelInput]:
         source = self._warm_start or self._prompts
@@ -105,8 +113,9 @@ class Follower:
 
 
 def follow(gang: Gang) -> None:
-    """Trains along in the run that process 0 begins, until it says that the run is over. Raises ConfigError where this
-    host does not see the run's folder."""
+    """Trains along in the run that process 0 begins, until it says that the run is over. Logs to
+    `RUN/processes/process-N.log`; serves metrics of its own where `report.prometheus_port` says so. Raises ConfigError
+    where this host does not see the run's folder, or the port is taken."""
     orders = gang.orders()
     start = next(orders)
     if not isinstance(start, Start):
@@ -116,7 +125,15 @@ def follow(gang: Gang) -> None:
         config = run_folder.read_config(run_dir)
     except ConfigError as error:
         raise ConfigError(f"run_dir must be on a file system that all hosts share: {error}") from error
-    follower = Follower(config, gang, run_dir)
-    for order in orders:
-        follower.obey(order)
-    follower.close()
+    with process_log(run_dir, gang), contextlib.closing(PrometheusPort(prometheus_port(config, gang))) as port:
+        port.export(HostCollector(gang.statuses))
+        follower = Follower(config, gang, run_dir)
+        for order in orders:
+            follower.obey(order)
+        follower.close()
+
+
+def prometheus_port(config: Config, gang: Gang) -> int:
+    """`report.prometheus_port`, or the next ones where several processes share the ports of a host; 0: none."""
+    port = config.report.prometheus_port
+    return port + gang.rank_here if port else 0

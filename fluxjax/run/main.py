@@ -19,6 +19,7 @@ from ..hosts.start import join
 from .callbacks import SettledHeap
 from .checkpoint import ResumeError
 from .follower import follow
+from .process_log import process_log
 from .trainer import FluxTrainer
 
 # Errors that a user can mend; any other is a defect and keeps its traceback.
@@ -46,7 +47,7 @@ def main(config: Config) -> int:
         if gang.process:
             follow(gang)
         else:
-            with FluxTrainer(config, gang=gang) as trainer:
+            with FluxTrainer(config, gang=gang) as trainer, process_log(trainer.run_dir, gang):
                 trainer.fit(callbacks=[SettledHeap()])
     except USER_ERRORS as error:
         if links is not None:

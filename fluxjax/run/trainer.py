@@ -157,6 +157,7 @@ class FluxTrainer:
 
     def weights(self) -> dict[str, Any]:
         """The learner's parameters: on its mesh, or, of several processes, brought together in this one's memory."""
+        self.gang.stepped(self.learner.idle)
         return self.gang.whole(self.learner.params, self.learner.mesh)
 
     def fit(
@@ -296,7 +297,9 @@ class FluxTrainer:
             prometheus_port=config.report.prometheus_port,
         )
         self.metrics.export_servers(self.pool.servers)
+        self.metrics.export_hosts(self.gang.statuses)
         self.display.show_servers(self.pool.servers)
+        self.display.show_hosts(self.gang.statuses)
         callbacks = Callbacks(self.callbacks, self)
         callbacks.tell(Callback.on_fit_start)
         with self.display, contextlib.closing(self.metrics):
@@ -343,6 +346,7 @@ class FluxTrainer:
                     self.summary.count_skip,
                 )
                 async for step, metrics in steps:
+                    self.gang.stepped(self.learner.idle)
                     self.metrics.log("warm_start", step, metrics)
                     self.display.step(step, metrics, {})
         self.gang.tell(Begin("rl"))
@@ -376,6 +380,8 @@ class FluxTrainer:
             decode=self.processor.decode,
             callbacks=callbacks,
             servers=self.pool.servers,
+            gang=self.gang,
+            timeline=self.timeline,
         )
         self._runtime = Runtime(
             self.coordinator,

@@ -55,6 +55,7 @@ class Links:
     def __init__(self, *, timeout: float = 60.0, grace: float = 10.0, host: str = "") -> None:
         self.process = jax.process_index()
         self.processes = jax.process_count()
+        self.rank_here = 0  # among the processes that share this one's loopback interface, and so its ports
         self._timeout = timeout
         self._grace = grace
         self._news = threading.Condition()  # guards what follows
@@ -74,6 +75,7 @@ class Links:
 
     def _meet(self, host: str) -> None:
         names, places = zip(*gather([socket.gethostname(), place()]), strict=True)
+        self.rank_here = places[: self.process].count(places[self.process])
         if not host:
             away = [name for name, where in zip(names, places, strict=True) if where != places[self.process]]
             host = own_address(away) if away else "127.0.0.1"

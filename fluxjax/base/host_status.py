@@ -1,0 +1,50 @@
+"""The state of one trainer process, as it tells process 0 and as users see it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class HostStage:
+    """Seconds in which a process did one thing: `plan`, `media`, `layout` or `train`. In the statuses of a `Gang`,
+    `start` and `end` are on `time.perf_counter` there; on the way, before the end of the step: other hosts have other
+    clocks, and a step ends everywhere at once."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class HostStatus:
+    """A process after a step. `memory`: bytes resident; `device_memory`: bytes in use at most so far, of its fullest
+    device, 0 where the device does not say. `step` counts optimizer steps since the processes were started. `waited`:
+    seconds that it stood still before and within the step, for orders or for the others to agree. `idle`: seconds of
+    `train` that its devices waited for others, None where that is not measured (only `odc` does)."""
+
+    process: int
+    host: str
+    devices: int
+    memory: int
+    device_memory: int
+    step: int
+    stages: tuple[HostStage, ...]
+    waited: float
+    idle: float | None = None
+
+    @property
+    def prepared(self) -> float:
+        """Seconds of all that comes before the step's programs: planning, reading media, laying out."""
+        return sum(stage.end - stage.start for stage in self.stages if stage.name != "train")
+
+    @property
+    def trained(self) -> float:
+        """Seconds of the step's programs, waiting for other processes within them included."""
+        return sum(stage.end - stage.start for stage in self.stages if stage.name == "train")
+
+    @property
+    def own(self) -> float:
+        """Seconds that the others may wait for: collectives end everywhere at once, so that without `idle` only
+        `prepared` tells one process from another."""
+        return self.prepared + (self.trained - self.idle if self.idle is not None else 0.0)

@@ -1,0 +1,104 @@
+"""What a process tells process 0 of itself after each step: measured here, written as small, versioned msgpack."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import time
+from collections.abc import Iterator
+
+import jax
+import msgpack
+
+from ..base.host_status import HostStage, HostStatus
+from ..base.process import resident_bytes
+from .orders import PROTOCOL, OrderError
+
+_MARK = b"status:"  # what else comes from a process is a fingerprint, which has no colon
+
+
+class StepWatch:
+    """Times the stages of this process's steps."""
+
+    def __init__(self) -> None:
+        self._stages: list[HostStage] = []
+        self._agreed = 0.0  # when
+        self._waited = 0.0
+
+    def begin(self) -> None:
+        """A step begins. Forgets the stages of the step before."""
+        self._stages = []
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._stages.append(HostStage(name, start, time.perf_counter()))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    def agreed(self) -> None:
+        """All are about to run the step's programs."""
+        self._agreed = time.perf_counter()
+
+    def status(self, process: int, step: int, idle: float | None) -> HostStatus:
+        """The step, which is done, as measured; forgets how long it waited."""
+        now = time.perf_counter()
+        waited, self._waited = self._waited, 0.0
+        devices = jax.local_devices()
+        stats = [device.memory_stats() or {} for device in devices]
+        return HostStatus(
+            process=process,
+            host=socket.gethostname(),
+            devices=len(devices),
+            memory=resident_bytes(),
+            device_memory=max(stat.get("peak_bytes_in_use", 0) for stat in stats),
+            step=step,
+            stages=(*self._stages, HostStage("train", self._agreed, now)),
+            waited=waited,
+            idle=idle,
+        )
+
+
+def shifted(status: HostStatus, seconds: float) -> HostStatus:
+    """The same on a clock that is ahead by so many seconds."""
+    stages = tuple(HostStage(stage.name, stage.start + seconds, stage.end + seconds) for stage in status.stages)
+    return dataclasses.replace(status, stages=stages)
+
+
+def step_line(status: HostStatus) -> str:
+    """A step for the log of the process."""
+    stages = ", ".join(f"{stage.name} {stage.end - stage.start:.3f} s" for stage in status.stages)
+    return f"step {status.step}: {stages}, waited {status.waited:.3f} s, {status.memory / 1e9:.2f} GB"
+
+
+def encode_status(status: HostStatus) -> bytes:
+    """The process itself is not written: who sends it is known."""
+    fields = dataclasses.asdict(status)
+    del fields["process"]
+    fields["stages"] = [dataclasses.astuple(stage) for stage in status.stages]
+    return _MARK + bytes(msgpack.Packer().pack({"protocol": PROTOCOL, **fields}))
+
+
+def is_status(data: bytes) -> bool:
+    return data.startswith(_MARK)
+
+
+def decode_status(data: bytes, process: int) -> HostStatus:
+    """Raises OrderError for what `encode_status` did not make, or another version of this program."""
+    try:
+        fields = msgpack.unpackb(data.removeprefix(_MARK))
+        protocol = fields.pop("protocol")
+        if protocol != PROTOCOL:
+            raise OrderError(f"process {process} speaks version {protocol} of the orders, this one {PROTOCOL}")
+        stages = tuple(HostStage(str(name), float(start), float(end)) for name, start, end in fields.pop("stages"))
+        return HostStatus(process=process, stages=stages, **fields)
+    except OrderError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.exceptions.UnpackException) as error:
+        raise OrderError(f"process {process} sent {len(data)} bytes that are no status: {error}") from error
