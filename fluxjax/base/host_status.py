@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,12 @@ class HostStatus:
     @property
     def prepared(self) -> float:
         """Seconds of all that comes before the step's programs: planning, reading media, laying out."""
-        return sum(stage.end - stage.start for stage in self.stages if stage.name != "train")
+        return math.fsum(stage.end - stage.start for stage in self.stages if stage.name != "train")
 
     @property
     def trained(self) -> float:
         """Seconds of the step's programs, waiting for other processes within them included."""
-        return sum(stage.end - stage.start for stage in self.stages if stage.name == "train")
+        return math.fsum(stage.end - stage.start for stage in self.stages if stage.name == "train")
 
     @property
     def own(self) -> float:
