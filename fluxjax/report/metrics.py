@@ -22,8 +22,8 @@ from tensorboardX.summary import scalar
 from rollout.fleet_job import ServerStatus
 
 from ..base.types import Group
-from ..config import ConfigError
 from ..config.run_folder import replace_text
+from .metrics_port import MetricsPort
 
 _FLUSH_SECONDS = 10.0
 _EVENTS: Any = event_pb2  # generated, without types
@@ -43,18 +43,14 @@ class MetricsLog:
         resume_step: int | None = None,
         evaluated_step: int | None = None,
         prometheus_port: int = 0,
+        prometheus_host: str = "127.0.0.1",
     ) -> None:
         """Opens the files. `evaluated_step` is `resume_step` by default. Raises OSError if the folder cannot be
-        written, `ConfigError` if the port is taken."""
+        written, `ConfigError` if the port is taken, or others reach it without a token."""
         self._registry = prometheus_client.CollectorRegistry()
-        self._server = None
+        self._server: MetricsPort | None = None
         if prometheus_port:
-            try:
-                self._server, _ = prometheus_client.start_http_server(prometheus_port, registry=self._registry)
-            except OSError as error:
-                raise ConfigError(
-                    f"report.prometheus_port: cannot serve on {prometheus_port}: {error.strerror}"
-                ) from error
+            self._server = MetricsPort(self._registry, prometheus_host, prometheus_port)
         self.file = run_dir / "metrics.jsonl"
         kept = []
         if resume_step is not None:
@@ -106,8 +102,7 @@ class MetricsLog:
         self._stream.close()
         self._board.close()
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.close()
 
 
 _SERVER_METRICS: Mapping[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]] = {

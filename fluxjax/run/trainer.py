@@ -293,6 +293,7 @@ class FluxTrainer:
             resume_step=resumed,
             evaluated_step=self.coordinator.evaluated_step,
             prometheus_port=config.report.prometheus_port,
+            prometheus_host=config.report.prometheus_host,
         )
         self.metrics.export_servers(self.pool.servers)
         self.display.show_servers(self.pool.servers)
