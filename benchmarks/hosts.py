@@ -37,7 +37,16 @@ PARTS = ("controller", "scaling", "waiting")
 STEP_SECONDS = 10.0  # of which process 0 should take less than a hundredth to decide
 RANKS = 8
 SIDES = ("collective_lb_micro", "odc_lb_mini")
-SETTINGS = ("longalign:1", "longalign:2", "longalign:4", "longalign:8", "swe_smith:2", "swe_smith:4", "aime:2", "aime:4")
+SETTINGS = (
+    "longalign:1",
+    "longalign:2",
+    "longalign:4",
+    "longalign:8",
+    "swe_smith:2",
+    "swe_smith:4",
+    "aime:2",
+    "aime:4",
+)
 GOLDEN = "longalign:4"  # of ODC's parametric study, whose gain it reports as 1.34
 STRATEGIES = ("fsdp", "ulysses", "flex_ulysses", "odc")
 
@@ -46,7 +55,11 @@ def main(argv: Sequence[str]) -> int:
     """0, or 1 with one line on standard error for a process that failed, 2 for input that can't be."""
     options = _parser().parse_args(argv)
     parts = options.part or list(PARTS)
-    result: dict[str, Any] = {"benchmark": "hosts", "cores": cores(), "load_average_before": round(os.getloadavg()[0], 2)}
+    result: dict[str, Any] = {
+        "benchmark": "hosts",
+        "cores": cores(),
+        "load_average_before": round(os.getloadavg()[0], 2),
+    }
     try:
         if "controller" in parts:
             result |= controller(options)
@@ -103,7 +116,9 @@ def _controlled(team: Team, processes: int, options: argparse.Namespace) -> dict
             answers.append(answer)
     team.finish()
     seconds = {name: spread([one["seconds"][name] for one in answers]) for name in answers[0]["seconds"]}
-    whole = statistics.median(sum(one["seconds"][name] for name in ("plan", "told", "encode", "send")) for one in answers)
+    whole = statistics.median(
+        sum(one["seconds"][name] for name in ("plan", "told", "encode", "send")) for one in answers
+    )
     size = statistics.median(one["bytes"] for one in answers)
     return {
         "seconds": seconds,
@@ -123,9 +138,10 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy in STRATEGIES:
         settings = {"groups": 4, "group_size": 4, "devices": 1, "strategy": strategy, "model": True}
-        with Team("hosts_worker.py", settings, {}, 1, pinned=True) as one, Team(
-            "hosts_worker.py", settings, {}, 2, pinned=True
-        ) as two:
+        with (
+            Team("hosts_worker.py", settings, {}, 1, pinned=True) as one,
+            Team("hosts_worker.py", settings, {}, 2, pinned=True) as two,
+        ):
             if refused := two.about.get("refused"):
                 found[strategy] = {"refused": refused}
                 continue
@@ -226,10 +242,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=int, default=4, help="prompts of a process (default 4)")
     parser.add_argument("--group-size", type=int, default=8, help="responses of a prompt (default 8)")
     parser.add_argument("--devices", type=int, default=8, help="of a process, in the controller's plan (default 8)")
-    parser.add_argument("--settings", type=_setting, nargs="*", default=SETTINGS, help="of waiting: data set:samples a device")
+    parser.add_argument(
+        "--settings", type=_setting, nargs="*", default=SETTINGS, help="of waiting: data set:samples a device"
+    )
     parser.add_argument("--minibatches", type=int, default=24, help="of each of them (default 24)")
     parser.add_argument("--waiting-repeats", type=int, default=3, help="of each minibatch (default 3)")
-    parser.add_argument("--ideal", type=float, default=0.5, help="mean seconds of a device in a minibatch (default 0.5)")
+    parser.add_argument(
+        "--ideal", type=float, default=0.5, help="mean seconds of a device in a minibatch (default 0.5)"
+    )
     return parser
 
 

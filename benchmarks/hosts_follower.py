@@ -1,4 +1,5 @@
-"""Followers that speak the wire and compute nothing, many in one process: run by `hosts_scripted.py`, standard library only.
+"""Followers that speak the wire and compute nothing, many in one process: run by `hosts_scripted.py`. Standard library
+only.
 
     python benchmarks/hosts_follower.py '{"port": 1234, "secret": "...", "followers": 511}'
 

@@ -36,7 +36,8 @@ class Rank:
         self._first = 1  # key of the next minibatch
 
     def minibatch(self, microbatches: Sequence[Sequence[float]], barrier: str) -> float:
-        """Seconds of the minibatch; `microbatches` are the seconds of each, by rank. Where the barrier is that of a `microbatch`, all have as many of them."""
+        """Seconds of the minibatch; `microbatches` are the seconds of each, by rank. Where the barrier is that of a
+        `microbatch`, all ranks have as many of them."""
         links, counts = self._links, [len(own) for own in microbatches]
         for peer in self._peers:  # as owner: what the peers fetch, whenever they come to it
             for number in range(counts[peer]):

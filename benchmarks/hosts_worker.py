@@ -126,10 +126,8 @@ class Process:
         learner = self._learner
         assert learner is not None
         started = time.perf_counter()
-        if self._gang.process:
-            composition = self._follow()
-        else:
-            composition = self._composer.compose(*self._step(number))
+        follows = self._gang.process > 0
+        composition = self._follow() if follows else self._composer.compose(*self._step(number))
         learner.step(composition.microbatches)
         jax.block_until_ready(learner.params)
         return {"seconds": time.perf_counter() - started}
@@ -152,7 +150,9 @@ class Process:
         for draw, own in enumerate(lengths):
             prompt = Prompt(str(draw), "random", "", "", draw=draw)
             prepared[draw] = PreparedPrompt(prompt, self._inputs([draw])[draw])
-            samples = tuple(Sample(self._response(rng, draw, k, n), Reward(0.0, False), k - 1.5) for k, n in enumerate(own))
+            samples = tuple(
+                Sample(self._response(rng, draw, k, n), Reward(0.0, False), k - 1.5) for k, n in enumerate(own)
+            )
             groups.append(Group(prompt, samples))
         return groups, prepared
 

@@ -21,8 +21,8 @@ MOST = 4 << 30  # bytes of a request: a bucket of weights may be one large tenso
 
 
 class Guarded:
-    """Answers 401 to those without the token, 413 to a body of more than `most` bytes, which is not read to its end, and
-    503 to all while the server stops."""
+    """Answers 401 to those without the token, 413 to a body of more than `most` bytes, which is not read to its end,
+    and 503 to all while the server stops."""
 
     def __init__(self, app: ASGIApp, token: str, stopping: Callable[[], bool], most: int = MOST) -> None:
         self._app, self._stopping, self._most = app, stopping, most

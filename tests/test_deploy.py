@@ -99,7 +99,9 @@ def trainer_call(folder: pathlib.Path) -> list[str]:
 
 def run(script: list[str | pathlib.Path], folder: pathlib.Path, **environment: str) -> None:
     path = f"{folder}/bin:{os.environ['PATH']}"
-    done = subprocess.run(script, cwd=folder, env={"PATH": path} | environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        script, cwd=folder, env={"PATH": path} | environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -151,5 +153,7 @@ def test_a_node_of_skypilot_serves_until_training_has_ended(tmp_path):
 
 
 def test_a_server_without_a_token_does_not_start(tmp_path):
-    done = subprocess.run(["bash", DEPLOY / "serve.sh", "model", "1"], env={"PATH": os.environ["PATH"]}, capture_output=True)
+    done = subprocess.run(
+        ["bash", DEPLOY / "serve.sh", "model", "1"], env={"PATH": os.environ["PATH"]}, capture_output=True
+    )
     assert done.returncode and b"FLUXJAX_TOKEN" in done.stderr

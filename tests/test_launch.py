@@ -130,7 +130,10 @@ def test_tasks_of_slurm_find_each_other(nodes, host):
 
 
 MPIRUN = {  # as recorded: what `mpirun -n 2` of each release leaves in the environment, and where it was started
-    "4.1.4": ({"OMPI_MCA_orte_hnp_uri": "1747517440.0;tcp://192.0.2.2:42975;tcp6://[fd00::2]:47013"}, "192.0.2.2:63529"),
+    "4.1.4": (
+        {"OMPI_MCA_orte_hnp_uri": "1747517440.0;tcp://192.0.2.2:42975;tcp6://[fd00::2]:47013"},
+        "192.0.2.2:63529",
+    ),
     "4.1.4, IPv6 only": ({"OMPI_MCA_orte_hnp_uri": "1747517440.0;tcp6://[fd00::2,fd00::3]:47013"}, "[fd00::2]:63529"),
     "5.0.11": ({"PMIX_NAMESPACE": "prterun-gpu-7-1435@1", "PMIX_HOSTNAME": "gpu-8"}, "gpu-7:62875"),
 }

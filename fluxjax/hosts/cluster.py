@@ -16,7 +16,7 @@ def found(settings: DistributedConfig, environment: Mapping[str, str]) -> Distri
     """The settings, with what they leave open as Open MPI or Slurm says it: a rank of `mpirun`, a task of `srun` is a
     process. Of one process where nobody says anything.
 
-    Kubernetes and SkyPilot substitute what they know in a command line (deploy/), so that nothing has to be found there.
+    Kubernetes and SkyPilot substitute what they know in a command line (deploy/): nothing has to be found there.
     Raises ConfigError for an Open MPI that does not say where it was started."""
     if settings.processes:
         return settings

@@ -6,6 +6,7 @@ import hmac
 import http.server
 import os
 import threading
+from typing import Any
 
 import prometheus_client
 
@@ -25,9 +26,9 @@ class MetricsPort:
         wanted = f"Bearer {os.environ[TOKEN]}".encode() if os.environ.get(TOKEN) else b""
         if not wanted and not is_loopback(host):
             raise ConfigError(f"report.prometheus_host is {host}, which other machines reach: set {TOKEN}")
-        family = prometheus_client.MetricsHandler.factory(registry)
+        handler: Any = prometheus_client.MetricsHandler.factory(registry)  # a class
 
-        class Guarded(family):  # type: ignore[misc,valid-type]
+        class Guarded(handler):
             def do_GET(self) -> None:
                 given = self.headers.get("Authorization", "").encode()
                 if wanted and not hmac.compare_digest(given, wanted):

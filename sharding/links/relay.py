@@ -26,9 +26,9 @@ _in_use = False
 def initialize(coordinator: str, processes: int, process: int, **options: Any) -> None:
     """Calls `jax.distributed.initialize(coordinator, processes, process, **options)`, through a relay if not process 0.
 
-    `coordinator` is `host:port`; on loopback, nobody else's host reaches the service. `heartbeat_timeout_seconds` must stay above the time-out of `Links`, which else has no
-    time to name the process that hangs. JAX's calls to the service release the interpreter lock, so that a relay in
-    threads of this process is enough.
+    `coordinator` is `host:port`; on loopback, no other host reaches the service. `heartbeat_timeout_seconds` must stay
+    above the time-out of `Links`, which else has no time to name the process that hangs. JAX's calls to the service
+    release the interpreter lock, so that a relay in threads of this process is enough.
     """
     global _in_use
     if process > 0:
