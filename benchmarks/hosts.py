@@ -123,6 +123,7 @@ def _controlled(team: Team, processes: int, options: argparse.Namespace) -> dict
     return {
         "seconds": seconds,
         "share": round(whole / STEP_SECONDS, 5),
+        "share_of_cpu": round(statistics.median(one["cpu"] for one in answers) / STEP_SECONDS, 5),
         "bytes": size,
         "bytes_a_process": round(size / (processes - 1)) if processes > 1 else 0,
         "bytes_a_token": round(size / answers[0]["tokens_told"], 2) if processes > 1 else 0,

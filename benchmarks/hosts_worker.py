@@ -96,18 +96,20 @@ class Process:
         shards = [range(process * each, (process + 1) * each) for process in range(self._processes)]
         groups, prepared = self._step(number)
         watch, gang, links = Stopwatch(), self._gang, self._links
-        before = gang.bytes_told
+        before, cpu = gang.bytes_told, time.thread_time()
         with watch("plan"):
             shares = self._composer.shares(groups, prepared, shards)
+        cpu = time.thread_time() - cpu
         with watch("own_rows"):
             composition = self._composer.lay_out(shares[0])
         if links is not None and isinstance(links._links, ScriptedLinks):
             links._links.answer(fingerprint(self._config, composition))
-        sent = links.seconds if links is not None else 0.0
+        sent, started = links.seconds if links is not None else 0.0, time.thread_time()
         with watch("told"):
             rows = [told(share) for share in shares]
         with watch("encode"):
             gang.tell_rows(rows)
+        cpu += time.thread_time() - started
         with watch("agree"):
             gang.agree(self._config, composition)
         seconds = watch.take()
@@ -116,6 +118,7 @@ class Process:
         others = [len(s.response.token_ids) for share in shares[1:] for group in share.groups for s in group.samples]
         return {
             "seconds": {name: round(value, 5) for name, value in seconds.items()},
+            "cpu": round(cpu, 5),
             "bytes": gang.bytes_told - before,
             "tokens": self.tokens,
             "tokens_told": sum(others),

@@ -280,9 +280,7 @@ class EvaluationConfig:
 @dataclasses.dataclass(slots=True)
 class ReportConfig:
     prometheus_port: int = within(0, "[0, 65535]")  # 0: off
-    prometheus_host: str = (
-        "127.0.0.1"  # to listen on; beyond loopback needs FLUXJAX_TOKEN, as the scraper's credentials
-    )
+    prometheus_host: str = "127.0.0.1"  # to listen on; beyond loopback needs FLUXJAX_TOKEN, a scraper's credentials
     logprob_gap_alarm: float = positive(1e-4)  # mean absolute; in float32
     dump_samples_every: int = not_negative(20)  # steps; 0: never
     dump_samples: int = not_negative(8)  # a dump
@@ -291,7 +289,7 @@ class ReportConfig:
 
 @dataclasses.dataclass(slots=True)
 class DistributedConfig:
-    """Several trainer processes, one a host. Those of Slurm and Open MPI find each other; elsewhere, the first three are
+    """Several trainer processes, one a host. Those of Slurm and Open MPI find each other; elsewhere, three fields are
     given. `python -m fluxjax.launch` starts them on one machine."""
 
     coordinator: str = ""  # host:port of process 0
