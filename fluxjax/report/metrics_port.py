@@ -6,7 +6,7 @@ import hmac
 import http.server
 import os
 import threading
-from typing import Any
+from typing import Any, cast
 
 import prometheus_client
 
@@ -37,7 +37,7 @@ class MetricsPort:
                     super().do_GET()
 
         try:
-            self._server = http.server.ThreadingHTTPServer((host, port), Guarded)
+            self._server = http.server.ThreadingHTTPServer((host, port), cast(Any, Guarded))
         except OSError as error:
             raise ConfigError(f"report.prometheus_port: cannot serve on {port}: {error.strerror or error}") from error
         self._server.daemon_threads = True
