@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -153,43 +153,52 @@ class Worker:
         return json.loads(line)
 
 
-class Pair:
-    """Two workers of one distributed program, each pinned to a core of its own."""
+class Team:
+    """Workers of one distributed program, a process each, on this machine."""
 
-    def __init__(self, script: str, settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        """`settings` go to both, with `port`, `processes`, `process` and `core`. Raises `WorkerError` for less than two
-        cores."""
-        pinned = sorted(os.sched_getaffinity(0))[:2]
-        if len(pinned) < 2:
-            raise WorkerError("two cores are needed, one for each process")
+    def __init__(
+        self, script: str, settings: Mapping[str, Any], env: Mapping[str, str], count: int, *, pinned: bool = False
+    ) -> None:
+        """`settings` go to all, with `port`, `processes` and `process`; to those that are `pinned` with a `core` each.
+        Raises `WorkerError` for fewer cores than that takes."""
+        available = sorted(os.sched_getaffinity(0))
+        if pinned and len(available) < count:
+            raise WorkerError(f"{count} cores are needed, one for each process")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            shared = {**settings, "port": probe.getsockname()[1], "processes": 2}
+            shared = {**settings, "port": probe.getsockname()[1], "processes": count}
         command = [sys.executable, str(ROOT / "benchmarks" / script)]
         self._stack = contextlib.ExitStack()
-        self._pool = self._stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+        self._pool = self._stack.enter_context(concurrent.futures.ThreadPoolExecutor(count))
 
         def start(process: int) -> Worker:
-            own = {**shared, "process": process, "core": pinned[process]}
+            own = {**shared, "process": process} | ({"core": available[process]} if pinned else {})
             return Worker(f"process {process}", command, own, thread_environment(1) | {"JAX_PLATFORMS": "cpu"} | env)
 
-        self._workers = [self._stack.enter_context(worker) for worker in self._pool.map(start, range(2))]
+        self._workers = [self._stack.enter_context(worker) for worker in self._pool.map(start, range(count))]
         self.about = self._workers[0].about
         self._number = 0
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:
-        """The answers of both, which are asked at the same time; `number` says the how manieth time."""
+        """The answers of all, which are asked at the same time; `number` says the how manieth time."""
         self._number += 1
         return list(self._pool.map(lambda worker: worker.ask(number=self._number, **request), self._workers))
 
     def finish(self) -> list[dict[str, Any]]:
         return list(self._pool.map(Worker.finish, self._workers))
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+class Pair(Team):
+    """Two workers of one distributed program, each pinned to a core of its own."""
+
+    def __init__(self, script: str, settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
+        super().__init__(script, settings, env, 2, pinned=True)
 
 
 # --- the worker's end ---------------------------------------------------------------------------

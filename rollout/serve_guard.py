@@ -10,30 +10,49 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .engine import EngineError
 from .serve_calls import error_response
 from .wire import BadRequest
 
 LEFT = 499  # the status that is logged for a client that went away
+MOST = 4 << 30  # bytes of a request: a bucket of weights may be one large tensor, in base64
 
 
 class Guarded:
-    """Answers 401 to those without the token, and 503 to all while the server stops."""
+    """Answers 401 to those without the token, 413 to a body of more than `most` bytes, which is not read to its end,
+    and 503 to all while the server stops."""
 
-    def __init__(self, app: ASGIApp, token: str, stopping: Callable[[], bool]) -> None:
-        self._app, self._stopping = app, stopping
+    def __init__(self, app: ASGIApp, token: str, stopping: Callable[[], bool], most: int = MOST) -> None:
+        self._app, self._stopping, self._most = app, stopping, most
         self._wanted = f"Bearer {token}".encode() if token else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal: Response | None = None
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        headers = dict(scope.get("headers", ()))
+        given, length = headers.get(b"authorization", b""), headers.get(b"content-length", b"0")
         if self._stopping():
             refusal = error_response("the server is shutting down", 503)
         elif self._wanted and scope.get("path") != "/health" and not hmac.compare_digest(given, self._wanted):
             refusal = error_response("Authorization: Bearer TOKEN is wanted, with the token of this server", 401)
-        await (refusal or self._app)(scope, receive, send)
+        elif length.isdigit() and int(length) > self._most:
+            refusal = error_response(f"a request has at most {self._most} bytes, not {length.decode()}", 413)
+        await (refusal or self._app)(scope, self._bounded(receive), send)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """For bodies that come in pieces without saying their length."""
+        came = 0
+
+        async def bounded() -> Message:
+            nonlocal came
+            message = await receive()
+            came += len(message.get("body", b""))
+            if came > self._most:
+                raise HTTPException(413, f"a request has at most {self._most} bytes")
+            return message
+
+        return bounded
 
 
 def health_route(path: str = "/health") -> Route:

@@ -54,10 +54,21 @@ for _ in $(seq 50); do
     sleep 0.2
 done
 timeout 300 srun -n 2 --overcommit .venv/bin/python -m fluxjax.train --config=configs/vlm.py:debug --config.run_dir="$folder/run"
-.venv/bin/python - "$folder/run/summary.json" <<'CHECK'
+trained() { # FOLDER of a run
+    .venv/bin/python - "$1/summary.json" <<'CHECK'
 import json, sys
 
 summary = json.load(open(sys.argv[1]))
 assert summary["complete"] and summary["devices"] == 2, summary
 print(f"two tasks of Slurm trained {summary['steps']} steps on {summary['devices']} devices")
 CHECK
+}
+trained "$folder/run"
+# The same with a server of ours beside them, which loads what the first run has trained.
+CHECKPOINT="$folder/run/model" RUN_DIR="$folder/served" ENGINE=serve SERVER=rollout.serve SERVER_FLAGS="--dtype float32" TRAINERS=2 \
+    timeout 300 sbatch --quiet --wait --nodes=1 --gpus-per-node=0 --output="$folder/served.log" deploy/slurm.sbatch \
+    --config=configs/vlm.py:debug --config.warm_start.steps=0 || {
+    cat "$folder/served.log"
+    exit 1
+}
+trained "$folder/served"

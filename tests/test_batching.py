@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from packing_cases import MODEL, compose, make_config, make_groups
 
 from fluxjax.batch.composer import sft_groups
-from fluxjax.batch.composition import Item, unpack, with_reference
-from fluxjax.batch.rows import Budget, grid, pack
+from fluxjax.batch.composition import Item, Piece, unpack, with_reference
+from fluxjax.batch.rows import Budget, _Deal, grid, pack
 from fluxjax.config import ConfigError, LossAggregation
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
@@ -120,6 +120,26 @@ def test_media_that_fill_the_patch_budget_go_to_the_next_microbatch():
 def test_media_count_once_for_all_responses_of_a_group_in_a_row():
     plan = pack([Item("x", 10, (5, 5, 5), patches=40)], Budget(64, (1,), (64,)), share_prompts=False)
     assert [(len(rows_of([micro])[0]), micro.patches) for micro in plan] == [(3, 64)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30), st.integers(1, 6), st.integers(1, 4))
+def test_a_row_goes_to_the_shard_that_a_look_at_all_of_them_would_choose(rows, shards, most):
+    """It adds the fewest patches, then has the fewest, then the fewest rows; `rows` are pairs of items."""
+    patches, cap = {0: 0, 1: 4, 2: 8, 3: 12}, 20
+    deal, held, counts = _Deal(shards, most, cap), [set() for _ in range(shards)], [0] * shards
+    for pair in rows:
+        added = [sum(patches[item] for item in set(pair) - have) for have in held]
+        before = [sum(patches[item] for item in have) for have in held]
+        keys = [(added[k], before[k], counts[k], k) for k in range(shards)]
+        fitting = [key for key in keys if counts[key[3]] < most and before[key[3]] + added[key[3]] <= cap]
+        row = tuple(Piece(item, (0,)) for item in pair)
+        assert deal.take(row, {item: patches[item] for item in pair}) == bool(fitting)
+        if fitting:
+            shard = min(fitting)[3]
+            assert deal.shards[shard][-1] is row
+            held[shard] |= set(pair)
+            counts[shard] += 1
+        assert [len(shard) for shard in deal.shards] == counts
 
 
 def test_shards_are_filled_evenly():

@@ -276,3 +276,35 @@ def test_routes_of_weights_are_measured_without_sglang() -> None:
     assert routes["bucket"]["bytes"] == routes["shm"]["bytes"] * 4 // 3
     assert 0 < shares["1e-06"] < shares["0.001"] <= 1.1
     assert line["stall_share"]["tiny"] == line["stall"]["tiny"]["share"]
+
+
+@pytest.mark.long
+def test_what_deciding_for_all_costs():
+    """Real processes and scripted ones are told as many bytes each, which grow with the responses."""
+    few = ["--groups=1", "--group-size=2", "--devices=1", "--repeats=1", "--warmup=0"]
+    answer = hosts("--part=controller", "--processes", "2", "--scripted", "6", *few)
+    found = answer["controller"]["by_processes"]
+    assert {processes: one["followers"] for processes, one in found.items()} == {"2": "real", "6": "scripted"}
+    for one in found.values():
+        assert 4 < one["bytes_a_token"] < 12 and one["share"] > 0
+    assert found["6"]["bytes"] > found["2"]["bytes"]
+
+
+@pytest.mark.long
+def test_waiting_gains_what_the_schedules_say():
+    """Eight real processes; the waits are long beside what else a loaded machine does."""
+    settings = ["--settings", "longalign:1", "longalign:8", "--minibatches=1", "--waiting-repeats=1", "--ideal=4"]
+    found = hosts("--part=waiting", *settings)["waiting"]
+    assert found["longalign:1"]["predicted_by_the_schedules"] == 1.0, "one sample a device: nothing to balance"
+    for one in found.values():
+        for side, seconds in one["seconds"].items():
+            assert seconds >= one["seconds_predicted"][side]
+
+
+def hosts(*arguments: str) -> dict:
+    command = [sys.executable, str(ROOT / "benchmarks" / "hosts.py"), *arguments]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # a device a process
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = done.stdout.splitlines()
+    return json.loads(line)

@@ -183,6 +183,33 @@ def test_tasks_of_slurm_find_each_other(nodes, host):
         config.validate()
 
 
+MPIRUN = {  # as recorded: what `mpirun -n 2` of each release leaves in the environment, and where it was started
+    "4.1.4": (
+        {"OMPI_MCA_orte_hnp_uri": "1747517440.0;tcp://192.0.2.2:42975;tcp6://[fd00::2]:47013"},
+        "192.0.2.2:63529",
+    ),
+    "4.1.4, IPv6 only": ({"OMPI_MCA_orte_hnp_uri": "1747517440.0;tcp6://[fd00::2,fd00::3]:47013"}, "[fd00::2]:63529"),
+    "5.0.11": ({"PMIX_NAMESPACE": "prterun-gpu-7-1435@1", "PMIX_HOSTNAME": "gpu-8"}, "gpu-7:62875"),
+}
+
+
+@pytest.mark.parametrize("release", MPIRUN)
+def test_ranks_of_open_mpi_find_each_other(release):
+    """Also in an allocation of Slurm, where the daemons of `mpirun` are the tasks."""
+    said, coordinator = MPIRUN[release]
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "3"}
+    for rank in (0, 1):
+        environment = slurm | said | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(rank)}
+        place = found(DistributedConfig(timeout=7.0), environment)
+        assert (place.coordinator, place.processes, place.process) == (coordinator, 2, rank) and place.timeout == 7.0
+    assert found(DistributedConfig(), said | {"OMPI_COMM_WORLD_SIZE": "1"}).processes == 1
+
+
+def test_an_open_mpi_that_does_not_say_where_it_is_is_refused():
+    with pytest.raises(ConfigError, match=r"set distributed\.coordinator"):
+        found(DistributedConfig(), {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})
+
+
 def test_what_is_given_counts_and_one_task_is_one_process():
     slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "2"}
     given = DistributedConfig(coordinator="b:1", processes=2, process=1)

@@ -5,9 +5,12 @@ import io
 import itertools
 import json
 import queue
+import socket
 import threading
 import time
 import types
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +23,11 @@ from tensorboardX.proto import event_pb2
 
 from fluxjax.base.timeline import Span
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
-from fluxjax.config import ReportConfig
+from fluxjax.config import ConfigError, ReportConfig
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
 from fluxjax.report.metrics import MetricsLog, Summary, dump_samples, read
+from fluxjax.report.metrics_port import MetricsPort
 from fluxjax.report.prometheus import ServerCollector
 from fluxjax.run import callbacks
 from fluxjax.run.callbacks import Callbacks, Reporter
@@ -365,3 +369,30 @@ def test_steps_count_what_servers_delivered(tmp_path, servers, monkeypatch):
         assert first == second == {"servers/up": 1.0, "servers/restarts": 1.0, "servers/tokens_per_second": 50 / 20}
     else:
         assert first == second == {}
+
+
+def scraped(port: int, *, token: str = "") -> int:
+    """The status of an answer."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_metrics_beyond_loopback_need_a_token(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.delenv("FLUXJAX_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0, which other machines reach: set FLUXJAX_TOKEN"):
+        MetricsPort(registry, "0.0.0.0", port)
+    served = MetricsPort(registry, "127.0.0.1", port)
+    assert scraped(port) == 200, "on loopback, without one"
+    served.close()
+    monkeypatch.setenv("FLUXJAX_TOKEN", "secret")
+    served = MetricsPort(registry, "0.0.0.0", port)
+    assert [scraped(port, token=token) for token in ("secret", "", "secre", "secrett")] == [200, 401, 401, 401]
+    served.close()

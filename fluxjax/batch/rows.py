@@ -6,6 +6,7 @@ Everything is a pure function of the sizes in their order, so a resumed run pack
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -261,29 +262,55 @@ def _spread(
     while waiting:
         wanted = min(-(-len(waiting) // budget.num_shards), allowed[-1])
         per_shard = next(size for size in allowed if size >= wanted)
-        shards: list[list[Row]] = [[] for _ in range(budget.num_shards)]
-        members: list[set[int]] = [set() for _ in shards]
-        patches = [0] * budget.num_shards
-        left: list[Row] = []
-        for row in waiting:
-            media = {piece.item for piece in row if items[piece.item].patches}
-            best: tuple[int, int, int, int] | None = None
-            for shard in range(budget.num_shards):
-                added = sum(items[item].patches for item in media if item not in members[shard])
-                if len(shards[shard]) < per_shard and patches[shard] + added <= budget.patches[-1]:
-                    key = (added, patches[shard], len(shards[shard]), shard)
-                    best = key if best is None else min(best, key)
-            if best is None:
-                left.append(row)
-                continue
-            added, _, _, shard = best
-            shards[shard].append(row)
-            members[shard] |= media
-            patches[shard] += added
-        size = next(size for size in allowed if size >= max(map(len, shards)))
-        buffer = max(patches) if tokens else next(size for size in budget.patches if size >= max(patches))
-        packed = tuple(tuple(shard) for shard in shards)
+        deal = _Deal(budget.num_shards, per_shard, budget.patches[-1])
+        left = [row for row in waiting if not deal.take(row, {p.item: items[p.item].patches for p in row})]
+        size = next(size for size in allowed if size >= max(map(len, deal.shards)))
+        buffer = max(deal.patches)
+        buffer = buffer if tokens else next(size for size in budget.patches if size >= buffer)
+        packed = tuple(tuple(shard) for shard in deal.shards)
         plan.append(PackedRows(size, tokens or budget.tokens_per_row, buffer, packed))
         assert len(left) < len(waiting), "a row has more patches than a shard may hold"
         waiting = left
     return plan
+
+
+class _Deal:
+    """The shards of one microbatch, while rows are dealt to them. It looks at few of them: those that have media of the
+    row, and the one with the fewest patches and rows; thousands of shards are no slower than ten."""
+
+    def __init__(self, num_shards: int, most_rows: int, most_patches: int) -> None:
+        self.shards: list[list[Row]] = [[] for _ in range(num_shards)]
+        self.patches = [0] * num_shards
+        self._most_rows, self._most_patches = most_rows, most_patches
+        self._holders: dict[int, set[int]] = {}  # shards that have an item's media
+        self._emptiest = [(0, 0, shard) for shard in range(num_shards)]  # a heap; entries that have changed stay in it
+
+    def take(self, row: Row, patches: Mapping[int, int]) -> bool:
+        """Deals the row, whose items have so many patches each, unless no shard has room for it."""
+        media = [item for item, count in patches.items() if count]
+        candidates = {shard for item in media for shard in self._holders.get(item, ())} | self._first()
+        best: tuple[int, int, int, int] | None = None
+        for shard in candidates:
+            added = sum(patches[item] for item in media if shard not in self._holders.get(item, ()))
+            held, rows = self.patches[shard], len(self.shards[shard])
+            if rows < self._most_rows and held + added <= self._most_patches:
+                key = (added, held, rows, shard)
+                best = key if best is None else min(best, key)
+        if best is None:
+            return False
+        added, _, _, shard = best
+        self.shards[shard].append(row)
+        self.patches[shard] += added
+        for item in media:
+            self._holders.setdefault(item, set()).add(shard)
+        heapq.heappush(self._emptiest, (self.patches[shard], len(self.shards[shard]), shard))
+        return True
+
+    def _first(self) -> set[int]:
+        """The shard that has room for a row and the fewest patches, then the fewest rows; none where all are full."""
+        while self._emptiest:
+            held, rows, shard = self._emptiest[0]
+            if rows < self._most_rows and (held, rows) == (self.patches[shard], len(self.shards[shard])):
+                return {shard}
+            heapq.heappop(self._emptiest)
+        return set()

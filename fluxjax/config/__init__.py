@@ -281,6 +281,7 @@ class EvaluationConfig:
 @dataclasses.dataclass(slots=True)
 class ReportConfig:
     prometheus_port: int = within(0, "[0, 65535]")  # 0: off
+    prometheus_host: str = "127.0.0.1"  # to listen on; beyond loopback needs FLUXJAX_TOKEN, a scraper's credentials
     logprob_gap_alarm: float = positive(1e-4)  # mean absolute; in float32
     dump_samples_every: int = not_negative(20)  # steps; 0: never
     dump_samples: int = not_negative(8)  # a dump
@@ -289,11 +290,11 @@ class ReportConfig:
 
 @dataclasses.dataclass(slots=True)
 class DistributedConfig:
-    """Several trainer processes, one a host. Slurm's tasks find each other; elsewhere, the first three are given.
-    `python -m fluxjax.launch` starts them on one machine."""
+    """Several trainer processes, one a host. Those of Slurm and Open MPI find each other; elsewhere, three fields are
+    given. `python -m fluxjax.launch` starts them on one machine."""
 
     coordinator: str = ""  # host:port of process 0
-    processes: int = not_negative(0)  # 0: as many as Slurm has tasks, else one
+    processes: int = not_negative(0)  # 0: as many as Slurm has tasks or Open MPI ranks, else one
     process: int = not_negative(0)  # this one's number, from 0
     timeout: float = positive(15.0)  # seconds of silence after which a process is taken for lost
 

@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
+from typing import TypeAlias
 
-from ..config import DistributedConfig
+from ..config import ConfigError, DistributedConfig
 
 FIRST_PORT, PORTS = 61440, 4096  # where JAX's own coordinator would be: above those that systems give away
 
 
 def found(settings: DistributedConfig, environment: Mapping[str, str]) -> DistributedConfig:
-    """The settings, with what they leave open as Slurm says it: a task of `srun` is a process. Of one process where
-    nobody says anything.
+    """The settings, with what they leave open as Open MPI or Slurm says it: a rank of `mpirun`, a task of `srun` is a
+    process. Of one process where nobody says anything.
 
-    Kubernetes substitutes what it knows in a command line (deploy/), so that nothing has to be found there."""
+    Kubernetes and SkyPilot substitute what they know in a command line (deploy/): nothing has to be found there.
+    Raises ConfigError for an Open MPI that does not say where it was started."""
     if settings.processes:
         return settings
+    for look in (_open_mpi, _slurm):  # `mpirun` in an allocation of Slurm starts its daemons as tasks
+        if (place := look(environment)) is not None:
+            coordinator, processes, process = place
+            return dataclasses.replace(settings, coordinator=coordinator, processes=processes, process=process)
+    return dataclasses.replace(settings, processes=1)
+
+
+Place: TypeAlias = tuple[str, int, int]  # coordinator, processes, this process
+
+
+def _slurm(environment: Mapping[str, str]) -> Place | None:
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks < 2 or "SLURM_PROCID" not in environment:
-        return DistributedConfig(processes=1, timeout=settings.timeout)
+        return None
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
     step = int(environment["SLURM_JOB_ID"]) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
-    return DistributedConfig(
-        coordinator=f"{first_host(nodes)}:{FIRST_PORT + step % PORTS}",
-        processes=tasks,
-        process=int(environment["SLURM_PROCID"]),
-        timeout=settings.timeout,
-    )
+    return f"{first_host(nodes)}:{_port(step)}", tasks, int(environment["SLURM_PROCID"])
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Place | None:
+    """The coordinator is on the host where `mpirun` was started: rank 0 must run there, as it does by default."""
+    ranks = int(environment.get("OMPI_COMM_WORLD_SIZE", "1"))
+    if ranks < 2:
+        return None
+    uri, job = environment.get("OMPI_MCA_orte_hnp_uri", ""), environment.get("PMIX_NAMESPACE", "")
+    if match := re.match(r"(\d+)\.\d+;tcp(?:://([^,:]+)|6://\[([^,\]]+))", uri):  # to version 4: its job, its addresses
+        number, host = int(match[1]) >> 16, match[2] or f"[{match[3]}]"
+    elif match := re.fullmatch(r"prterun-(.+)-(\d+)@\d+", job):  # from version 5 on: a host's name, a process id
+        number, host = int(match[2]), match[1]
+    else:
+        raise ConfigError(
+            f"Open MPI started {ranks} processes, but not by mpirun: set distributed.coordinator, .processes, .process"
+        )
+    return f"{host}:{_port(number)}", ranks, int(environment["OMPI_COMM_WORLD_RANK"])
+
+
+def _port(number: int) -> int:
+    """One that two jobs of a host share with little probability."""
+    return FIRST_PORT + number % PORTS
 
 
 def first_host(nodes: str) -> str:

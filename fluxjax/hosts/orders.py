@@ -8,7 +8,8 @@ bytes of the smallest integers that hold them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, TypeAlias
 
 import msgpack
@@ -219,9 +220,9 @@ def _told_group(group: TrainGroup) -> dict[str, Any]:
         "temperatures": [response.temperature for response in responses],
         "advantages": _bytes([sample.advantage for sample in group.samples], "<f8"),
         "lengths": [len(response.token_ids) for response in responses],
-        "tokens": _integers([token for response in responses for token in response.token_ids]),
-        "logprobs": _bytes([value for response in responses for value in response.logprobs], "<f4"),
-        "versions": _integers([version for response in responses for version in response.versions]),
+        "tokens": _integers(chain.from_iterable(response.token_ids for response in responses)),
+        "logprobs": _bytes(chain.from_iterable(response.logprobs for response in responses), "<f4"),
+        "versions": _integers(chain.from_iterable(response.versions for response in responses)),
     }
 
 
@@ -247,13 +248,13 @@ def _group(told: Mapping[str, Any], inputs: ModelInput) -> TrainGroup:
     return TrainGroup(told["name"], inputs, tuple(samples), weights, told["version"], told["temperature"])
 
 
-def _bytes(values: Any, dtype: str) -> bytes:
-    return np.asarray(values, dtype).tobytes()
+def _bytes(values: Iterable[float] | np.ndarray, dtype: str) -> bytes:
+    return np.fromiter(values, dtype).tobytes()  # a third of the time of `np.asarray`, which reads a list twice
 
 
-def _integers(values: Sequence[int] | np.ndarray) -> list[Any]:
+def _integers(values: Iterable[int] | np.ndarray) -> list[Any]:
     """[dtype, least, bytes of the differences to the least]."""
-    array = np.asarray(values, np.int64)
+    array = np.fromiter(values, np.int64)
     least = int(array.min(initial=0))
     above = array - least
     dtype = np.min_scalar_type(int(above.max(initial=0))).newbyteorder("<").str

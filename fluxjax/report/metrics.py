@@ -42,10 +42,11 @@ class MetricsLog:
         resume_step: int | None = None,
         evaluated_step: int | None = None,
         prometheus_port: int = 0,
+        prometheus_host: str = "127.0.0.1",
     ) -> None:
         """Opens the files. `evaluated_step` is `resume_step` by default. Raises OSError if the folder cannot be
-        written, `ConfigError` if the port is taken."""
-        self._port = PrometheusPort(prometheus_port)
+        written, `ConfigError` if the port is taken, or others reach it without a token."""
+        self._port = PrometheusPort(prometheus_port, prometheus_host)
         self.file = run_dir / "metrics.jsonl"
         kept = []
         if resume_step is not None:

@@ -11,25 +11,21 @@ from prometheus_client.registry import Collector
 from rollout.fleet_job import ServerStatus
 
 from ..base.host_status import HostStatus
-from ..config import ConfigError
 from .hosts_shown import slowest
+from .metrics_port import MetricsPort
 
 
 class PrometheusPort:
     """Serves metrics from a thread, with memory, CPU seconds and open files of this process (`process_*`). Port 0:
     nothing is served, and what it is told is forgotten."""
 
-    def __init__(self, port: int) -> None:
-        """Raises ConfigError if the port is taken, or there is none of this number."""
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        """Raises ConfigError as `MetricsPort` does."""
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, prometheus_client.Gauge] = {}
-        self._server = None
+        self._server: MetricsPort | None = None
         if port:
-            try:
-                self._server, _ = prometheus_client.start_http_server(port, registry=self._registry)
-            except (OSError, OverflowError) as error:
-                reason = (error.strerror if isinstance(error, OSError) else None) or error
-                raise ConfigError(f"report.prometheus_port: cannot serve on {port}: {reason}") from error
+            self._server = MetricsPort(self._registry, host, port)
             prometheus_client.ProcessCollector(registry=self._registry)
 
     def set(self, tag: str, value: float) -> None:
@@ -48,8 +44,7 @@ class PrometheusPort:
 
     def close(self) -> None:
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.close()
 
 
 _SERVER_METRICS: Mapping[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]] = {

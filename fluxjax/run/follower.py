@@ -125,12 +125,16 @@ def follow(gang: Gang) -> None:
         config = run_folder.read_config(run_dir)
     except ConfigError as error:
         raise ConfigError(f"run_dir must be on a file system that all hosts share: {error}") from error
-    with process_log(run_dir, gang), contextlib.closing(PrometheusPort(prometheus_port(config, gang))) as port:
+    with process_log(run_dir, gang), contextlib.closing(_metrics_port(config, gang)) as port:
         port.export(HostCollector(gang.statuses))
         follower = Follower(config, gang, run_dir)
         for order in orders:
             follower.obey(order)
         follower.close()
+
+
+def _metrics_port(config: Config, gang: Gang) -> PrometheusPort:
+    return PrometheusPort(prometheus_port(config, gang), config.report.prometheus_host)
 
 
 def prometheus_port(config: Config, gang: Gang) -> int:

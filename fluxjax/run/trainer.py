@@ -295,6 +295,7 @@ class FluxTrainer:
             resume_step=resumed,
             evaluated_step=self.coordinator.evaluated_step,
             prometheus_port=config.report.prometheus_port,
+            prometheus_host=config.report.prometheus_host,
         )
         self.metrics.export_servers(self.pool.servers)
         self.metrics.export_hosts(self.gang.statuses)

@@ -8,6 +8,7 @@ the service through a relay of their own, which forwards every byte, and never c
 """
 
 import contextlib
+import ipaddress
 import socket
 import threading
 import time
@@ -25,14 +26,24 @@ _in_use = False
 def initialize(coordinator: str, processes: int, process: int, **options: Any) -> None:
     """Calls `jax.distributed.initialize(coordinator, processes, process, **options)`, through a relay if not process 0.
 
-    `coordinator` is `host:port`. `heartbeat_timeout_seconds` must stay above the time-out of `Links`, which else has no
-    time to name the process that hangs. JAX's calls to the service release the interpreter lock, so that a relay in
-    threads of this process is enough.
+    `coordinator` is `host:port`; on loopback, no other host reaches the service. `heartbeat_timeout_seconds` must stay
+    above the time-out of `Links`, which else has no time to name the process that hangs. JAX's calls to the service
+    release the interpreter lock, so that a relay in threads of this process is enough.
     """
     global _in_use
     if process > 0:
         coordinator, _in_use = _relay(coordinator), True
+    elif is_loopback(coordinator.rpartition(":")[0]):
+        options.setdefault("coordinator_bind_address", coordinator)  # JAX listens on all interfaces else
     jax.distributed.initialize(coordinator, processes, process, **options)
+
+
+def is_loopback(host: str) -> bool:
+    """Says whether the name or address is one of this host that no other can mean."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def survives_coordinator() -> bool:

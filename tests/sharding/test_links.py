@@ -88,6 +88,17 @@ def team(folder: pathlib.Path, scenario: str, processes: int) -> Iterator[Team]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which sockets listen")
+def test_processes_of_one_host_are_called_on_loopback_only(tmp_path: pathlib.Path) -> None:
+    """Wires, arrays, and JAX's coordination and gloo as well."""
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    with team(tmp_path, "listening", 2) as run:
+        assert run.codes([0, 1]) == [0, 0], run.report()
+        for process in (0, 1):
+            assert len(run.words(process)) >= 3 and set(run.words(process)) <= loopback, run.report()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_arrays_and_messages(tmp_path: pathlib.Path, processes: int) -> None:
     """Bit by bit, before and after the offer, from many threads onto two devices; counters; barriers; a quiet end."""

@@ -1,0 +1,85 @@
+"""One rank of a minibatch whose computation is a wait as long as the cost model says: run by `benchmarks/hosts.py`.
+
+What it does besides is real: it fetches a shard of the weights from every peer before a microbatch, pushes as much back
+behind it, and waits for the others where the method has them wait.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+from common import Channel
+
+from sharding.links import Links, initialize
+
+SHARD = 1 << 14  # floats of a shard that is fetched and pushed: the wait stands for all layers, the shard for one
+
+
+class Rank:
+    """Fetches, waits and pushes; every array under a key that is used once."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._device = jax.local_devices()[0]
+        self._shard = jax.device_put(np.zeros(SHARD, np.float32), self._device)
+        self._like = [jax.ShapeDtypeStruct((SHARD,), np.float32)]
+        self._peers = [peer for peer in range(links.processes) if peer != links.process]
+        self._first = 1  # key of the next minibatch
+
+    def minibatch(self, microbatches: Sequence[Sequence[float]], barrier: str) -> float:
+        """Seconds of the minibatch; `microbatches` are the seconds of each, by rank. Where the barrier is that of a
+        `microbatch`, all ranks have as many of them."""
+        links, counts = self._links, [len(own) for own in microbatches]
+        for peer in self._peers:  # as owner: what the peers fetch, whenever they come to it
+            for number in range(counts[peer]):
+                links.offer(self._key(peer, number), [self._shard])
+        links.barrier("start")
+        started = time.perf_counter()
+        for number, seconds in enumerate(microbatches[links.process]):
+            name = self._key(links.process, number)
+            links.ready([array for peer in self._peers for array in links.fetch(peer, name, self._like, self._device)])
+            time.sleep(seconds)
+            for peer in self._peers:
+                links.send(peer, self._gradient)
+            if barrier == "microbatch":
+                links.barrier("microbatch")
+        for peer in self._peers:
+            for _ in range(counts[peer]):
+                links.receive(peer)
+        links.barrier("minibatch")
+        took = time.perf_counter() - started
+        self._first += links.processes * max(counts)
+        return took
+
+    @property
+    def _gradient(self) -> bytes:
+        return bytes(4 * SHARD)
+
+    def _key(self, client: int, number: int) -> int:
+        return self._first + number * self._links.processes + client
+
+
+def main(settings: dict[str, Any]) -> None:
+    channel = Channel()
+    initialize(f"127.0.0.1:{settings['port']}", settings["processes"], settings["process"])
+    links = Links(timeout=60.0)
+    rank = Rank(links)
+    channel.say(process=settings["process"])
+    for request in channel.requests():
+        channel.say(seconds=rank.minibatch(request["seconds"], request["barrier"]))
+    channel.say()
+    links.barrier("end")
+    links.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

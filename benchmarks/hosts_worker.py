@@ -1,0 +1,205 @@
+"""A process of several that train together, or process 0 beside scripted followers: run by `benchmarks/hosts.py`.
+
+`tell` does what process 0 does for the others in a step, without the step; `step` is a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+from common import Channel, Stopwatch, response_lengths
+from hosts_scripted import ScriptedLinks
+from ulysses_worker import text_model
+
+from fluxjax.algorithms import grpo
+from fluxjax.base.process import keep_freed_memory
+from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
+from fluxjax.batch.composer import Composer
+from fluxjax.batch.composition import Composition
+from fluxjax.config import Config, ConfigError, Strategy
+from fluxjax.hosts.gang import Gang, SharedComposer, check_across_processes, fingerprint
+from fluxjax.hosts.orders import Learn, OrderError, decode, share_of, told
+from fluxjax.learner.learner import Learner
+from models.decoder import parameter_count
+from models.inputs import ModelInput
+from sharding.links import Links, initialize
+
+MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 128,
+    "intermediate_size": 1024,
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+}
+PROMPT = 100  # tokens
+SIZES = {True: (256, 512), False: (2048, 4096)}  # with a model, and without: tokens of a response and of a row, at most
+
+
+class MeteredLinks:
+    """Links that know how long they took to send."""
+
+    def __init__(self, links: Links | ScriptedLinks) -> None:
+        self._links = links
+        self.process, self.processes = links.process, links.processes
+        self.receive, self.fail, self.check = links.receive, links.fail, links.check
+        self.seconds = 0.0
+
+    def send(self, process: int, data: bytes) -> None:
+        started = time.perf_counter()
+        self._links.send(process, data)
+        self.seconds += time.perf_counter() - started
+
+
+class Process:
+    """One process of the run, which draws the same steps as the others."""
+
+    def __init__(self, settings: dict[str, Any], links: MeteredLinks | None) -> None:
+        self._settings, self._links = settings, links
+        self._gang = Gang(cast(Links, links)) if links is not None else Gang()
+        self._processes = self._gang.processes
+        self._most, row = SIZES["model" in settings]
+        self._config = Config()
+        self._config.sharding.strategy = Strategy(settings["strategy"])
+        self._config.packing.tokens_per_row, self._config.packing.rows_per_device = row, 1
+        self._config.rollout.max_new_tokens = self._most
+        self._devices = settings["devices"] * self._processes
+        self.tokens = 0  # of the last step, responses only
+        self._learner: Learner | None = None
+        self._composer: Composer = Composer(self._config, self._devices)
+        if "model" in settings:
+            if self._processes > 1:
+                check_across_processes(self._config)
+            model = text_model(MODEL)
+            self.parameters = parameter_count(model)
+            self._learner = Learner(self._config, model, grpo.token_loss)
+            if not self._gang.process:
+                self._composer = SharedComposer(self._gang, self._config, self._devices)
+
+    def tell(self, number: int) -> dict[str, Any]:
+        """What process 0 does for the others: plan, write down, send, hear that they agree."""
+        if self._gang.process:
+            self._follow()
+            return {}
+        each = self._settings["devices"]
+        shards = [range(process * each, (process + 1) * each) for process in range(self._processes)]
+        groups, prepared = self._step(number)
+        watch, gang, links = Stopwatch(), self._gang, self._links
+        before, cpu = gang.bytes_told, time.thread_time()
+        with watch("plan"):
+            shares = self._composer.shares(groups, prepared, shards)
+        cpu = time.thread_time() - cpu
+        with watch("own_rows"):
+            composition = self._composer.lay_out(shares[0])
+        if links is not None and isinstance(links._links, ScriptedLinks):
+            links._links.answer(fingerprint(self._config, composition))
+        sent, started = links.seconds if links is not None else 0.0, time.thread_time()
+        with watch("told"):
+            rows = [told(share) for share in shares]
+        with watch("encode"):
+            gang.tell_rows(rows)
+        cpu += time.thread_time() - started
+        with watch("agree"):
+            gang.agree(self._config, composition)
+        seconds = watch.take()
+        seconds["send"] = (links.seconds if links is not None else 0.0) - sent
+        seconds["encode"] -= seconds["send"]
+        others = [len(s.response.token_ids) for share in shares[1:] for group in share.groups for s in group.samples]
+        return {
+            "seconds": {name: round(value, 5) for name, value in seconds.items()},
+            "cpu": round(cpu, 5),
+            "bytes": gang.bytes_told - before,
+            "tokens": self.tokens,
+            "tokens_told": sum(others),
+        }
+
+    def step(self, number: int) -> dict[str, Any]:
+        """A step, from scored groups to new parameters."""
+        learner = self._learner
+        assert learner is not None
+        started = time.perf_counter()
+        follows = self._gang.process > 0
+        composition = self._follow() if follows else self._composer.compose(*self._step(number))
+        learner.step(composition.microbatches)
+        jax.block_until_ready(learner.params)
+        return {"seconds": time.perf_counter() - started}
+
+    def _follow(self) -> Composition:
+        order = decode(self._gang._links.receive(0))  # type: ignore[union-attr]
+        if not isinstance(order, Learn):
+            raise OrderError(f"expected rows, not {order.name}")
+        composition = self._composer.lay_out(share_of(order.rows, self._inputs))
+        self._gang.agree(self._config, composition)
+        return composition
+
+    def _step(self, number: int) -> tuple[list[Group], dict[int, PreparedPrompt]]:
+        """So many groups for each process."""
+        prompts, size = self._settings["groups"] * self._processes, self._settings["group_size"]
+        lengths = response_lengths(True, prompts, size, self._most, seed=number)
+        self.tokens = sum(map(sum, lengths))
+        rng = np.random.default_rng(number)
+        groups, prepared = [], {}
+        for draw, own in enumerate(lengths):
+            prompt = Prompt(str(draw), "random", "", "", draw=draw)
+            prepared[draw] = PreparedPrompt(prompt, self._inputs([draw])[draw])
+            samples = tuple(
+                Sample(self._response(rng, draw, k, n), Reward(0.0, False), k - 1.5) for k, n in enumerate(own)
+            )
+            groups.append(Group(prompt, samples))
+        return groups, prepared
+
+    def _response(self, rng: np.random.Generator, draw: int, sample: int, length: int) -> Response:
+        return Response(
+            rid=f"{draw}/{sample}",
+            draw=draw,
+            sample=sample,
+            token_ids=tuple(rng.integers(0, MODEL["vocab_size"], length).tolist()),
+            logprobs=tuple((-rng.random(length)).astype(np.float32).tolist()),
+            versions=(1,) * length,
+            finish="stop",
+        )
+
+    def _inputs(self, draws: Sequence[int]) -> dict[int, ModelInput]:
+        tokens, places = np.zeros(PROMPT, np.int32), np.tile(np.arange(PROMPT, dtype=np.int32), (3, 1))
+        return {draw: ModelInput(tokens, places, np.full(PROMPT, -1, np.int32), PROMPT) for draw in draws}
+
+
+def main(settings: dict[str, Any]) -> None:
+    if "core" in settings:
+        os.sched_setaffinity(0, {settings["core"]})  # before JAX starts its threads
+    keep_freed_memory()  # as in `fluxjax.train`
+    channel = Channel()
+    links: Links | ScriptedLinks | None = None
+    if settings["processes"] > 1:
+        initialize(f"127.0.0.1:{settings['port']}", settings["processes"], settings["process"])
+        links = Links(timeout=60.0)
+    elif "scripted" in settings:
+        links = ScriptedLinks(settings["scripted"])
+    try:
+        process = Process(settings, MeteredLinks(links) if links is not None else None)
+    except ConfigError as error:
+        channel.say(refused=str(error))
+        return
+    channel.say(processes=settings["processes"])
+    for request in channel.requests():
+        channel.say(**getattr(process, request["do"])(request["number"]))
+    channel.say(tokens=process.tokens, parameters=getattr(process, "parameters", 0))
+    if isinstance(links, Links):
+        links.barrier("end")
+    if links is not None:
+        links.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
