@@ -1,10 +1,13 @@
-"""Starts the processes of one run on this machine, one coordinator and those that train along.
+"""Starts the processes of one run on this machine, one coordinator and those that train along, and starts them again
+when one of them fails.
 
     python -m fluxjax.launch --processes 2 -- --config=configs/vlm.py --config.run_dir=runs/two
 
 What stands behind `--` goes to `python -m fluxjax.train`. Process 0 writes here; the others to RUN.process-1.log and so
-on, beside the run's folder, or to files in the working directory where `--config.run_dir` is not given. When one ends
-with an error, all end. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`.
+on, beside the run's folder. When one is killed, fails or freezes, all end, and the run goes on from its newest
+checkpoint: as often as there is a newer one each time, and --restarts times in a row without. An error that only you
+can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`, and
+let the scheduler start it again (deploy/): it goes on by itself.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
-GRACE = 15.0  # seconds in which all must have ended when one has failed
+from .base.errors import ConfigError
+from .config import cli, run_folder
+
+GRACE = 10.0  # seconds in which all must have ended when one has failed
+USER = 2  # the exit status of an error that only the user can mend
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,31 +35,105 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fluxjax.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--processes", type=int, required=True, help="how many, process 0 included")
+    parser.add_argument(
+        "--processes",
+        type=_counts,
+        required=True,
+        metavar="N[,N...]",
+        help="how many, process 0 included; 4,2: four at first, two when they are started again",
+    )
+    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="at most, without a new checkpoint (3)")
     options = parser.parse_args(own)
-    if options.processes < 1:
-        parser.error(f"--processes is {options.processes}; it must be at least 1")
+    if min(options.processes) < 1:
+        parser.error(f"--processes is {min(options.processes)}; it must be at least 1")
     if own and not train:
         parser.error("nothing to train: put the arguments of fluxjax.train behind --")
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context(_log(train, process).open("a")) for process in range(1, options.processes)]
-        run = Processes(options.processes, train, logs)
-        stack.callback(run.kill)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: run.signal(number))
-        return run.wait()
+    try:
+        folder = run_folder.named(cli.load(train))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER
+    supervisor = Supervisor(options.processes, options.restarts, train, folder)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: supervisor.stop(number))
+    return supervisor.run()
 
 
-def _log(train: Sequence[str], process: int) -> pathlib.Path:
-    """Where a process that is not the first writes."""
-    given = [word.partition("=")[2] for word in train if word.startswith("--config.run_dir=")]
-    file = pathlib.Path(f"{given[-1].rstrip('/') if given else 'fluxjax'}.process-{process}.log")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return file
+def _counts(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+class Supervisor:
+    """One run, in as many attempts as it takes."""
+
+    def __init__(self, processes: Sequence[int], restarts: int, train: Sequence[str], folder: pathlib.Path) -> None:
+        """`processes` of each attempt, the last of these of all further ones; `folder` is the run's."""
+        self._processes, self._restarts, self._folder = processes, restarts, folder
+        self._train = [*train, f"--config.run_dir={folder}"]
+        self._run: Processes | None = None
+        self._stopping = False
+
+    def run(self) -> int:
+        """Returns the exit status: 0, or that of the process that failed first in the last attempt."""
+        attempt, idle = 0, 0
+        while True:
+            attempt += 1
+            before = self._newest()
+            failed = self._attempt(self._processes[min(attempt, len(self._processes)) - 1])
+            if failed is None or self._stopping:
+                return failed.status if failed is not None else 0
+            print(f"{failed}; all have ended", file=sys.stderr)
+            if failed.by_user:
+                return USER
+            newest = self._newest()
+            idle = 0 if newest != before else idle + 1
+            if idle > self._restarts:
+                print(f"error: {idle} attempts in a row ended without a new checkpoint; see above why", file=sys.stderr)
+                return failed.status
+            where = "the beginning" if newest is None else f"the checkpoint of step {newest}"
+            print(f"attempt {attempt + 1} goes on from {where}", file=sys.stderr, flush=True)
+
+    def stop(self, number: int) -> None:
+        """Passes a signal on to process 0, which ends the others in good order; there is no further attempt."""
+        self._stopping = True
+        if self._run is not None:
+            self._run.signal(number)
+
+    def _attempt(self, count: int) -> Failure | None:
+        with contextlib.ExitStack() as stack:
+            logs = [stack.enter_context(self._log(process).open("a")) for process in range(1, count)]
+            self._run = Processes(count, self._train, logs)
+            stack.callback(self._run.kill)
+            return self._run.wait()
+
+    def _log(self, process: int) -> pathlib.Path:
+        """Where a process that is not the first writes."""
+        file = self._folder.with_name(f"{self._folder.name}.process-{process}.log")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
+
+    def _newest(self) -> int | None:
+        """The step of the newest checkpoint."""
+        with contextlib.suppress(OSError):
+            steps = [int(entry.name) for entry in (self._folder / "checkpoints").iterdir() if entry.name.isdigit()]
+            return max(steps, default=None)
+        return None
+
+
+class Failure:
+    """How an attempt ended: `process` failed first, with `status`; `by_user`: only the user can mend it."""
+
+    def __init__(self, process: int, status: int, statuses: Mapping[int, int]) -> None:
+        self.process, self.status = process, status
+        self.by_user = USER in statuses.values()
+
+    def __str__(self) -> str:
+        how = f"was ended by {signal.Signals(-self.status).name}" if self.status < 0 else f"ended with {self.status}"
+        return f"process {self.process} {how}"
 
 
 class Processes:
-    """The processes of one run, as children of this one."""
+    """The processes of one attempt, as children of this one."""
 
     def __init__(self, count: int, train: Sequence[str], logs: Sequence[IO[str]]) -> None:
         with socket.socket() as free:
@@ -70,27 +151,32 @@ class Processes:
             self._children.append(subprocess.Popen([*command, *own], stdout=out, stderr=out, start_new_session=True))
 
     def signal(self, number: int) -> None:
-        """To process 0, which ends the others in good order."""
         with contextlib.suppress(ProcessLookupError):
             self._children[0].send_signal(number)
 
-    def wait(self) -> int:
-        """Returns when all have ended: 0, or the status of the first that failed, and the others with it."""
-        failed, since = 0, 0.0
+    def wait(self) -> Failure | None:
+        """Returns when all have ended, how it failed if it did. When one fails, all end."""
+        first: tuple[int, int] | None = None  # the process that failed first, its status
+        since = 0.0
         while any(child.poll() is None for child in self._children):
             for process, child in enumerate(self._children):
-                if not failed and (status := child.poll()):
-                    failed, since = status, time.monotonic()
-                    print(f"process {process} ended with status {status}; all end", file=sys.stderr)
-            if failed and time.monotonic() > since + GRACE:
+                if first is None and (status := child.poll()):
+                    first, since = (process, status), time.monotonic()
+            if first is not None and time.monotonic() > since + GRACE:
                 self.kill()
             time.sleep(0.1)
-        return failed or next((child.returncode for child in self._children if child.returncode), 0)
+        statuses = {process: child.returncode for process, child in enumerate(self._children) if child.returncode}
+        if first is None and statuses:
+            first = min(statuses.items())
+        return None if first is None else Failure(*first, statuses)
 
     def kill(self) -> None:
+        """Ends what has not ended; returns when nothing of it runs."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
+        for child in self._children:
+            child.wait()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import av
 import jax
@@ -111,9 +111,15 @@ class Commands:
         }
 
     def start(
-        self, run_dir: pathlib.Path, config: str, arguments: list[str], devices: int = 1, processes: int = 1
+        self,
+        run_dir: pathlib.Path,
+        config: str,
+        arguments: list[str],
+        devices: int = 1,
+        processes: int = 1,
+        launch: Sequence[str] = (),
     ) -> subprocess.Popen:
-        """`devices` of each of so many processes."""
+        """`devices` of each of so many processes; `launch` are further arguments of what starts several."""
         flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"  # the last one counts
         env = self.env | {"XLA_FLAGS": flags}
         log = run_dir.parent / f"{run_dir.name}.log"
@@ -122,7 +128,11 @@ class Commands:
                 [
                     sys.executable,
                     "-m",
-                    *(["fluxjax.launch", "--processes", str(processes), "--"] if processes > 1 else ["fluxjax.train"]),
+                    *(
+                        ["fluxjax.launch", "--processes", str(processes), *launch, "--"]
+                        if processes > 1
+                        else ["fluxjax.train"]
+                    ),
                     f"--config={config}",
                     f"--config.run_dir={run_dir}",
                     *arguments,

@@ -18,6 +18,7 @@ from fluxjax.config import Config, ConfigError, DistributedConfig, cli
 from fluxjax.hosts.cluster import found
 from fluxjax.hosts.gang import check_across_processes
 from fluxjax.report.metrics import read
+from fluxjax.run.main import LOST
 
 CONFIG = "configs/vlm.py:debug"
 SMALL = [
@@ -93,30 +94,48 @@ def test_two_processes_train_as_one(commands, two, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("number", "victim", "phase", "step", "why"),
+    ("number", "victim", "phase", "step", "launch", "why"),
     [
-        (signal.SIGKILL, 0, "warm_start", 2, "its connection closed"),
-        (signal.SIGSTOP, 1, "warm_start", 2, "it has not answered for 15 s"),
-        (signal.SIGKILL, 1, "rl", 1, "its connection closed"),
+        (signal.SIGSTOP, 1, "warm_start", 2, ["--restarts=0"], "it has not answered for 15 s"),
+        (signal.SIGKILL, 1, "rl", 1, [], "its connection closed"),
+        (signal.SIGKILL, 0, "rl", 1, ["--processes=2,1"], "its connection closed"),
     ],
 )
-def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, phase, step, why, tmp_path):
-    """And in the same folder the run goes on to the same weights, bit for bit."""
+def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, phase, step, launch, why, tmp_path):
+    """They are started again, and come to the weights of the undisturbed run, bit for bit; or one alone goes on, with as
+    many devices in all, and learns what two would have. Where nobody starts them again, all have ended in 30 s."""
     run_dir = tmp_path / "run"
-    process = commands.start(run_dir, CONFIG, SMALL, processes=2)
+    process = commands.start(run_dir, CONFIG, SMALL, processes=2, launch=launch)
     with ended(process):
         end = time.monotonic() + 300
         while not logged(run_dir, phase, step)():
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.02)
-        os.kill(children(process.pid)[victim], number)
-        assert process.wait(90) not in (0, None)
-    survivor = tmp_path / ("run.process-1.log" if victim == 0 else "run.log")
-    told = [line for line in survivor.read_text().splitlines() if f"process {victim} (" in line]
+        first = children(process.pid)
+        os.kill(first[victim], number)
+        killed = time.monotonic()
+        while any(pathlib.Path(f"/proc/{pid}").exists() for pid in first):
+            assert time.monotonic() < killed + 30
+            time.sleep(0.1)
+        status = process.wait(300)
+    text = (tmp_path / "run.log").read_text()
+    survivor = text if victim else (tmp_path / "run.process-1.log").read_text()
+    told = [line for line in survivor.splitlines() if f"process {victim} (" in line and "is lost" in line]
     assert len(told) == 1 and f"is lost: {why}" in told[0]
-    if phase == "rl":
-        assert "resuming after step" in commands.run(run_dir, CONFIG, SMALL, processes=2)
+    if launch == ["--restarts=0"]:
+        assert status == LOST and "1 attempts in a row ended without a new checkpoint" in text
+        return
+    assert status == 0, text[-4000:]
+    assert f"process {victim} was ended by SIGKILL; all have ended" in text
+    assert "attempt 2 goes on from the checkpoint of step 1" in text and "resuming after step 1" in text
+    if not launch:
         assert weights(run_dir) == weights(two)
+        return
+    found, want = (
+        {line["step"]: line["loss"] for line in read(folder / "metrics.jsonl") if line["phase"] == "rl"}
+        for folder in (run_dir, two)
+    )
+    assert found == pytest.approx(want, rel=1e-3, abs=1e-4) and len(found) == 3
 
 
 def children(parent: int) -> list[int]:
@@ -153,8 +172,6 @@ MORE = {"algorithm.importance.normalize=True": ["--config.algorithm.importance.k
 @pytest.mark.parametrize(
     "override",
     [
-        "sharding.strategy=odc",
-        "sharding.strategy=flex_ulysses",
         "stream_trainer.enabled=True",
         "speculative_sync.enabled=True",
         "algorithm.importance.normalize=True",
@@ -240,9 +257,51 @@ def test_settings_that_name_no_process_are_refused(values, says):
         (["--processes", "0", "--", "--config=configs/vlm.py"], "--processes is 0"),
         (["--processes", "2"], "nothing to train"),
         (["--", "--config=configs/vlm.py"], "--processes"),
+        (["--processes", "2,0", "--", "--config=configs/vlm.py"], "--processes is 0"),
     ],
 )
 def test_a_command_that_starts_nothing_says_why(arguments, says, capsys):
     with pytest.raises(SystemExit):
         launch.main(arguments)
     assert says in capsys.readouterr().err
+
+
+def test_a_setting_that_is_none_starts_nothing(capsys):
+    assert launch.main(["--processes", "2", "--", "--config=configs/vlm.py", "--config.steps=many"]) == 2
+    assert "config.steps" in capsys.readouterr().err
+
+
+@pytest.fixture
+def scripted(monkeypatch, tmp_path):
+    """Runs a supervisor whose attempts end as told: `(statuses of the processes, whether there is a new checkpoint)`."""
+    made: list[int] = []
+
+    def run(attempts, processes=(2,), restarts=1):
+        left = iter(attempts)
+
+        def attempt(self, count):
+            made.append(count)
+            statuses, saved = next(left)
+            if saved:
+                (tmp_path / "run" / "checkpoints" / str(len(made))).mkdir(parents=True)
+            failed = {process: status for process, status in enumerate(statuses) if status}
+            return launch.Failure(*next(iter(failed.items())), failed) if failed else None
+
+        monkeypatch.setattr(launch.Supervisor, "_attempt", attempt)
+        return launch.Supervisor(processes, restarts, [], tmp_path / "run").run(), made
+
+    return run
+
+
+def test_a_run_is_started_again_while_it_comes_further(scripted):
+    failed = [([0, -9], True), ([3, 1], True), ([1, 3], False), ([0, -9], True)]
+    assert scripted([*failed, ([0, 0], False)], processes=(4, 3)) == (0, [4, 3, 3, 3, 3])
+
+
+def test_a_run_that_comes_no_further_ends(scripted, capsys):
+    assert scripted([([0, -9], False)] * 5, restarts=2) == (-9, [2, 2, 2])
+    assert "3 attempts in a row ended without a new checkpoint" in capsys.readouterr().err
+
+
+def test_what_the_user_must_mend_is_not_tried_again(scripted):
+    assert scripted([([3, 2], True)]) == (2, [2])

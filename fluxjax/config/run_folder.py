@@ -16,11 +16,16 @@ from .bounds import Section
 CONFIG = "config.json"
 
 
+def named(config: Config) -> pathlib.Path:
+    """The folder that the configuration names, or a new one for now."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return pathlib.Path(config.run_dir or f"runs/{config.name}-{now}")
+
+
 def create(config: Config) -> pathlib.Path:
     """Returns the run's folder, made if missing, and writes the configuration into it, also if the run is resumed:
     settings may have changed. Raises `ConfigError` if it cannot be written."""
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = pathlib.Path(config.run_dir or f"runs/{config.name}-{now}")
+    folder = named(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write(config, folder)

@@ -37,9 +37,12 @@ USER_ERRORS = (
 )
 
 
+LOST = 3  # the exit status where another process was lost, or a device failed: started again, the run may go well
+
+
 def main(config: Config) -> int:
     """Trains; returns the exit status: 0 if complete or stopped on request, 2 for an error that the user can mend. Of
-    several processes, each ends when one does."""
+    several processes, each ends when one does: with `LOST`, where the reason is another's."""
     use_compile_cache()
     links: Links | None = None
     try:
@@ -51,7 +54,7 @@ def main(config: Config) -> int:
                 trainer.fit(callbacks=[SettledHeap()])
     except USER_ERRORS as error:
         if links is not None:
-            leave(error, links, 2)
+            leave(error, links, LOST if isinstance(links.explain(error), LinkError | OdcError) else 2)
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Exception as error:
