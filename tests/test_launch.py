@@ -102,8 +102,8 @@ def test_two_processes_train_as_one(commands, two, tmp_path):
     ],
 )
 def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, phase, step, launch, why, tmp_path):
-    """They are started again, and come to the weights of the undisturbed run, bit for bit; or one alone goes on, with as
-    many devices in all, and learns what two would have. Where nobody starts them again, all have ended in 30 s."""
+    """All have ended in 30 s. They are started again, and come to the weights of the undisturbed run, bit for bit; or one
+    alone goes on, and learns what two would have."""
     run_dir = tmp_path / "run"
     process = commands.start(run_dir, CONFIG, SMALL, processes=2, launch=launch)
     with ended(process):
@@ -273,7 +273,7 @@ def test_a_setting_that_is_none_starts_nothing(capsys):
 
 @pytest.fixture
 def scripted(monkeypatch, tmp_path):
-    """Runs a supervisor whose attempts end as told: `(statuses of the processes, whether there is a new checkpoint)`."""
+    """Runs a supervisor whose attempts end as told: (statuses of the processes, whether there is a new checkpoint)."""
     made: list[int] = []
 
     def run(attempts, processes=(2,), restarts=1):
