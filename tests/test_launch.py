@@ -102,8 +102,8 @@ def test_two_processes_train_as_one(commands, two, tmp_path):
     ],
 )
 def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, phase, step, launch, why, tmp_path):
-    """All have ended in 30 s. They are started again, and come to the undisturbed run's weights, bit for bit; or one alone
-    goes on, and learns what two would have."""
+    """All have ended in 30 s. They are started again, and come to the undisturbed run's weights, bit for bit; or one
+    alone goes on, and learns what two would have."""
     run_dir = tmp_path / "run"
     process = commands.start(run_dir, CONFIG, SMALL, processes=2, launch=launch)
     with ended(process):
