@@ -111,8 +111,8 @@ class Composer:
         skip_idle: bool = False,
         version: int | None = None,
     ) -> list[Share]:
-        """What several processes lay out of the microbatches of `compose`: those with these shards each. Reads no array
-        of any prompt. Raises, as `compose` does."""
+        """What several processes lay out of the microbatches of `compose`: those with these shards each. Reads no token
+        and no pixel of any prompt. Raises, as `compose` does."""
         self.shapes.next_step()
         chosen = self._chosen(groups, prepared, skip_idle, version)
         outline = self._dealer.outline(chosen)
