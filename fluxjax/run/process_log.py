@@ -39,7 +39,7 @@ def process_log(run_dir: pathlib.Path, gang: Gang) -> Iterator[None]:
         yield
         log.info("the run is over")
     except BaseException as error:
-        log.error("%s: %s", type(error).__name__, error)
+        log.info("ended by %s: %s", type(error).__name__, error)  # whoever catches it tells the terminal
         raise
     finally:
         root.handlers = before
