@@ -58,7 +58,9 @@ def steps(strategy: str, links: Links) -> None:
             leaves: dict[str, Any] = {f"grad {i}": leaf for i, leaf in enumerate(jax.tree.leaves(whole))}
             sums: dict[str, Any] = {f"sum {name}": np.asarray(value) for name, value in tally.sums.items()}
             np.savez(out / f"{strategy}{seed}.npz", **leaves, **sums)
-        read = {f"{draw} {sample}": values for (draw, sample), values in host_cases.scores(composition).items()}
+        read: dict[str, Any] = {
+            f"{draw} {sample}": values for (draw, sample), values in host_cases.scores(composition).items()
+        }
         np.savez(out / f"{strategy}{seed}-{process}.npz", **read)
     losses = recorded.losses(SETTINGS["steps"])
     print(json.dumps({strategy: losses}), flush=True)

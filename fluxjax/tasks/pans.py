@@ -117,7 +117,8 @@ def draw_clip(
 def _enlarged(clip: np.ndarray, side: int) -> np.ndarray:
     if clip.shape[1] == side:
         return clip
-    return np.stack([Image.fromarray(frame).resize((side, side), Image.Resampling.BILINEAR) for frame in clip])
+    frames = (Image.fromarray(frame).resize((side, side), Image.Resampling.BILINEAR) for frame in clip)
+    return np.stack([np.asarray(frame) for frame in frames])
 
 
 def encode(frames: np.ndarray, recipe: PansRecipe) -> bytes:
