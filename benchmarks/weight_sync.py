@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
         if size in DELTAS:
             deltas[size] = {f"{rate:g}": _alone(measure_delta, size, rate, options, folder) for rate in options.rates}
         model, processor = build_model(config, open_sources(config.data))
-        sizes, params = model.config, models.split(model)[1]
+        sizes, weights = model.config, [models.split(model)[1]]
         _say(f"{size}: {parameter_count(model) / 1e6:.0f}M parameters")
         saved = folder / size
         models.save(model, saved, dtype=DTYPE)
@@ -107,11 +107,11 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
         del model
         for name in options.servers:
             with _server(name, saved, options) as server:
-                measured = Measured(server, sizes, params, folder / "shared", name, options)
+                measured = Measured(server, sizes, weights, folder / "shared", name, options)
                 routes.setdefault(size, {})[name] = asyncio.run(measured.routes())
                 if name == "serve":
                     stalls[size] = measured.stall()
-        del params
+        weights.clear()
         shutil.rmtree(saved)
     return {
         "sizes": {size: dict(zip(("hidden", "intermediate", "layers", "heads", "kv_heads"), SIZES[size], strict=True))
@@ -201,10 +201,11 @@ class Measured:
     """One server, to which weights are brought by each route in turn."""
 
     def __init__(
-        self, server: LocalServer, sizes: AnyConfig, params: Mapping[str, Any], shared: pathlib.Path, name: str,
+        self, server: LocalServer, sizes: AnyConfig, weights: list[Any], shared: pathlib.Path, name: str,
         options: argparse.Namespace,
     ) -> None:  # fmt: skip
-        self._server, self._sizes, self._params, self._name, self._options = server, sizes, params, name, options
+        """`weights` has one entry: the newest. So large a model must not be there three times."""
+        self._server, self._sizes, self._weights, self._name, self._options = server, sizes, weights, name, options
         self._shared, self._local = shared, shared.with_name("pulled")
         self._version = 0
 
@@ -225,7 +226,8 @@ class Measured:
                      options=FleetOptions(patience=120.0))  # fmt: skip
 
     def _next(self, share: float = 1.0) -> tuple[int, Mapping[str, Any]]:
-        """A version with other weights: all of them, or about this share of their words."""
+        """A version with other weights than the one before, which nobody holds then: all of them, or about this share of
+        their words."""
         self._version += 1
         key = jax.random.key(self._version)
 
@@ -233,7 +235,8 @@ class Measured:
             here = jax.random.uniform(key, weight.shape) < share
             return jnp.where(here, weight * 1.01, weight)
 
-        return self._version, jax.block_until_ready(jax.tree.map(jax.jit(moved), self._params))
+        self._weights[:] = [jax.block_until_ready(jax.tree.map(jax.jit(moved), self._weights[0]))]
+        return self._version, self._weights[0]
 
     async def routes(self) -> dict[str, Any]:
         """Seconds until the server is proven to have a version, and those of them that it can't generate."""
