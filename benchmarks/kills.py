@@ -78,6 +78,7 @@ def _once(options: argparse.Namespace, name: str, run: Any) -> dict[str, Any]:
 
 
 def _undisturbed(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+    began = 0.0
     for _ in range(2):  # the first one compiles
         subprocess.run(["rm", "-rf", str(folder)], check=True)
         began = time.monotonic()

@@ -226,8 +226,8 @@ class Measured:
                      options=FleetOptions(patience=120.0))  # fmt: skip
 
     def _next(self, share: float = 1.0) -> tuple[int, Mapping[str, Any]]:
-        """A version with other weights than the one before, which nobody holds then: all of them, or about this share of
-        their words."""
+        """A version whose weights differ from the one before, which nobody holds then: all of them, or about this share
+        of their words."""
         self._version += 1
         key = jax.random.key(self._version)
 
