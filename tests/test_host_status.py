@@ -73,6 +73,9 @@ class Wire(Links):
     def receive(self, process: int) -> bytes:
         return self.boxes[self.process].get_nowait()  # what would have to be waited for is an error
 
+    def counted(self, topic: str) -> int:
+        return 0
+
 
 def gangs() -> tuple[Gang, Gang]:
     boxes: list[queue.SimpleQueue[bytes]] = [queue.SimpleQueue(), queue.SimpleQueue()]

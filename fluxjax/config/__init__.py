@@ -297,6 +297,8 @@ class DistributedConfig:
     processes: int = not_negative(0)  # 0: as many as Slurm has tasks or Open MPI ranks, else one
     process: int = not_negative(0)  # this one's number, from 0
     timeout: float = positive(15.0)  # seconds of silence after which a process is taken for lost
+    # Seconds that a process may be at one step, or one checkpoint, before all end; compiling does not count.
+    progress_timeout: float = positive(900.0)
 
 
 @dataclasses.dataclass(slots=True)

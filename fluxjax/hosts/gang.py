@@ -27,6 +27,7 @@ from ..batch.composition import Composition
 from ..config import Config, ConfigError
 from ..config.run_folder import to_json
 from .orders import End, Gather, Learn, Order, decode, encode, told
+from .progress import Progress
 from .statuses import StepWatch, decode_status, encode_status, is_status, shifted, step_line
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,11 @@ class Gang:
     """All processes that train together. Of one process it is trivial: nobody is told, nothing has to be brought
     together. Orders are given from one thread at a time, and what they order is done by process 0, too."""
 
-    def __init__(self, links: Links | None = None) -> None:
+    def __init__(self, links: Links | None = None, progress_timeout: float = 900.0) -> None:
+        """`progress_timeout`: see `DistributedConfig`. Process 0 is timed while it tells rows and hears of them, and
+        while weights are gathered: in what all compute together, the others are stuck where it is."""
         self._links = links
+        self._progress = Progress(links, progress_timeout) if links is not None else None
         self.process = links.process if links is not None else 0
         self.processes = links.processes if links is not None else 1
         self.bytes_told = 0  # by this process, to all others together
@@ -72,8 +76,18 @@ class Gang:
     def tell_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Has each other process learn from its own rows, `rows[process]`."""
         self._number += 1
+        if self._progress is not None:
+            self._progress.begin(self._place)
         for process in range(1, self.processes):
             self._send(process, encode(Learn(self._number, rows[process])))
+
+    def _place(self) -> str:
+        return f"step {self._number}, {self.watch.at}"
+
+    def close(self) -> None:
+        """No limit counts any more."""
+        if self._progress is not None:
+            self._progress.close()
 
     def _send(self, process: int, data: bytes) -> None:
         assert self._links is not None
@@ -92,7 +106,10 @@ class Gang:
             if isinstance(order, Learn):
                 self._number = order.number
                 self.watch.begin()
+            assert self._progress is not None
+            self._progress.begin(self._place if isinstance(order, Learn) else functools.partial(str, order.name))
             yield order
+            self._progress.end()
 
     def agree(self, config: Config, composition: Composition) -> None:
         """Compares with all others what this process is about to run: its settings and the shapes of its arrays. Raises
@@ -113,6 +130,8 @@ class Gang:
                 )
                 self._links.check()
         self.watch.agreed()
+        assert self._progress is not None
+        self._progress.end()
 
     def _fingerprint_of(self, process: int) -> str:
         assert self._links is not None
@@ -157,9 +176,11 @@ class Gang:
         the weights as they are."""
         if self.alone:
             return params
-        self.tell(Gather())
-        weights = brought(params, mesh, keep=True)
-        self._hear_statuses()
+        assert self._progress is not None
+        with self._progress.of("the gathering of weights"):
+            self.tell(Gather())
+            weights = brought(params, mesh, keep=True)
+            self._hear_statuses()
         return weights
 
 

@@ -25,4 +25,4 @@ def join(settings: DistributedConfig) -> tuple[Gang, Links | None]:
             f"distributed.coordinator is {settings.coordinator}: process {settings.process} of {settings.processes} "
             f"does not reach the others: {' '.join(str(error).split())[:300]}"
         ) from error
-    return Gang(links), links
+    return Gang(links, settings.progress_timeout), links

@@ -24,6 +24,7 @@ class StepWatch:
     def __init__(self) -> None:
         self._stages: list[HostStage] = []
         self._agreed = 0.0  # when
+        self.at = "its programs"  # what this process does: a stage, or, between stages, this
         self._waited = 0.0
 
     def begin(self) -> None:
@@ -32,8 +33,9 @@ class StepWatch:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, before, self.at = time.perf_counter(), self.at, name
         yield
+        self.at = before
         self._stages.append(HostStage(name, start, time.perf_counter()))
 
     @contextlib.contextmanager

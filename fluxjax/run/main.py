@@ -63,6 +63,7 @@ def main(config: Config) -> int:
         traceback.print_exc()
         leave(error, links)
     if links is not None:
+        gang.close()
         links.barrier("end")
         links.close()
     return 0

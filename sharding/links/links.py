@@ -166,6 +166,11 @@ class Links:
         else:
             self._wires.send(process, {"kind": "count", "topic": topic})
 
+    def counted(self, topic: str) -> int:
+        """How many notifications of `topic` have come so far."""
+        with self._news:
+            return self._counts[topic]
+
     def wait(self, topic: str, at_least: int) -> None:
         """Returns when `at_least` notifications of `topic` have come since the beginning, from all processes together.
         Raises LinkError for a failure before."""
@@ -231,6 +236,11 @@ class Links:
         if self._wires is not None:
             self._wires.tell_all({"kind": "closed"})
             self._wires.close()
+
+    @property
+    def name(self) -> str:
+        """This process and its host, as failures name it."""
+        return self._name(self.process)
 
     def _name(self, process: int) -> str:
         host = self._cards[process].host if self._cards else socket.gethostname()

@@ -1,0 +1,96 @@
+"""A process that is alive and does not come on: a deadlock, a collective that never ends. Heartbeats notice neither."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+
+from sharding.links import LinkError, Links
+
+HEAD_START = 5.0  # seconds that others have before process 0, which waits for them, takes itself for stuck
+_LOOK = 0.5  # seconds between two looks at the clock
+_LONG = 3.0  # seconds after which a compilation is announced; short ones would be too many messages
+_BEGUN, _ENDED = "progress/compiles", "progress/compiled"  # topics of `Links`
+
+
+class Compilations:
+    """How many programs this process compiles at the moment, as JAX says it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.under_way = 0
+        jax.monitoring.register_event_listener(self._begun)
+        jax.monitoring.register_event_duration_secs_listener(self._ended)
+
+    def _begun(self, event: str, **_: str | int) -> None:
+        if event == "/jax/compilation_cache/compile_requests_use_cache":
+            with self._lock:
+                self.under_way += 1
+
+    def _ended(self, event: str, *_: float, **__: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            with self._lock:
+                self.under_way = max(self.under_way - 1, 0)
+
+
+@functools.cache
+def compilations() -> Compilations:
+    """Those of this process: a listener can't be taken back."""
+    return Compilations()
+
+
+class Progress:
+    """Ends all processes where this one is at the same piece of work for `limit` seconds (and `HEAD_START`, in process
+    0). Seconds in which it or another one compiles do not count: a process that compiles tells the others."""
+
+    def __init__(self, links: Links, limit: float) -> None:
+        self._links, self._limit = links, limit + (0.0 if links.process else HEAD_START)
+        self._compilations = compilations()
+        self._work: tuple[float, Callable[[], str]] | None = None  # since when, and what
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="progress", daemon=True).start()
+
+    def begin(self, what: Callable[[], str]) -> None:
+        """This process is at a piece of work now; `what` says which, when it is asked."""
+        self._work = time.monotonic(), what
+
+    def end(self) -> None:
+        """It waits for the next one, as long as that takes."""
+        self._work = None
+
+    @contextlib.contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        self.begin(lambda: what)
+        yield
+        self.end()
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        compiles_since, announced, moved = 0.0, False, 0.0
+        with contextlib.suppress(LinkError):  # another has failed: all end
+            while not self._ended.wait(_LOOK):
+                now = time.monotonic()
+                if not self._compilations.under_way:
+                    compiles_since = now
+                long = now > compiles_since + _LONG
+                if long != announced:
+                    announced = long
+                    self._tell(_BEGUN if long else _ENDED)
+                if self._compilations.under_way or self._links.counted(_BEGUN) > self._links.counted(_ENDED):
+                    moved = now
+                work = self._work
+                if work is not None and now > max(work[0], moved) + self._limit:
+                    self._links.fail(f"{self._links.name} has not come on for {self._limit:g} s, at {work[1]()}")
+                    return
+
+    def _tell(self, topic: str) -> None:
+        for peer in range(self._links.processes):
+            if peer != self._links.process:
+                self._links.notify(peer, topic)

@@ -1,0 +1,64 @@
+"""One of two processes, of which one may come no further, for `test_progress`: `progress_process.py SETTINGS`.
+
+Process 0 orders a step and waits for both to agree. `fault`: process 1 is `stuck` while it reads media, or `compiles`
+for longer than the limit, as JAX would say it; or nothing.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+
+SETTINGS = json.loads(sys.argv[1])
+os.environ["JAX_PLATFORMS"] = "cpu"
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import jax  # noqa: E402
+from packing_cases import MODEL, make_config, make_groups  # noqa: E402
+
+from fluxjax.batch.composer import Composer  # noqa: E402
+from fluxjax.hosts.gang import Gang  # noqa: E402
+from fluxjax.hosts.orders import End, Learn, told  # noqa: E402
+from sharding.links import Links, initialize, leave  # noqa: E402
+
+
+def main() -> None:
+    initialize(SETTINGS["coordinator"], SETTINGS["processes"], SETTINGS["process"])
+    links = Links(timeout=60.0)
+    gang = Gang(links, SETTINGS["limit"])
+    config = make_config(tokens_per_row=64, rows=2)
+    composer = Composer(config, 2, MODEL.vision)
+    shares = composer.shares(*make_groups([[5], [4]], [[3], [2]]), [range(1), range(1, 2)])
+    composition = composer.lay_out(shares[gang.process])
+    try:
+        if gang.process == 0:
+            gang.tell_rows([told(share) for share in shares])
+            gang.agree(config, composition)
+            gang.tell(End())
+        else:
+            for order in gang.orders():
+                if isinstance(order, Learn):
+                    with gang.watch.stage("media"):
+                        fail()
+                    gang.agree(config, composition)
+        gang.close()
+        links.barrier("end")
+    except Exception as error:
+        leave(error, links)
+    links.close()
+
+
+def fail() -> None:
+    if SETTINGS["fault"] == "stuck":
+        threading.Event().wait()
+    if SETTINGS["fault"] == "compiles":
+        jax.monitoring.record_event("/jax/compilation_cache/compile_requests_use_cache")
+        time.sleep(4 * SETTINGS["limit"])
+        jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 1.0)
+
+
+if __name__ == "__main__":
+    main()
