@@ -20,14 +20,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import IO
 
-from .base.errors import ConfigError
+from .base.errors import LOST, USER, ConfigError
 from .config import cli, run_folder
 
 GRACE = 10.0  # seconds in which all must have ended when one has failed
-USER = 2  # the exit status of an error that only the user can mend
+LOOK_SECONDS = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,13 +75,16 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit status: 0, or that of the process that failed first in the last attempt."""
-        attempt, idle = 0, 0
-        while True:
+        attempt, idle, status = 0, 0, 0
+        while not self._stopping:
             attempt += 1
             before = self._newest()
             failed = self._attempt(self._processes[min(attempt, len(self._processes)) - 1])
-            if failed is None or self._stopping:
-                return failed.status if failed is not None else 0
+            if failed is None:
+                return 0
+            status = failed.status
+            if self._stopping:
+                break
             print(f"{failed}; all have ended", file=sys.stderr)
             if failed.by_user:
                 return USER
@@ -89,9 +92,10 @@ class Supervisor:
             idle = 0 if newest != before else idle + 1
             if idle > self._restarts:
                 print(f"error: {idle} attempts in a row ended without a new checkpoint; see above why", file=sys.stderr)
-                return failed.status
+                break
             where = "the beginning" if newest is None else f"the checkpoint of step {newest}"
             print(f"attempt {attempt + 1} goes on from {where}", file=sys.stderr, flush=True)
+        return status
 
     def stop(self, number: int) -> None:
         """Passes a signal on to process 0, which ends the others in good order; there is no further attempt."""
@@ -104,6 +108,8 @@ class Supervisor:
             logs = [stack.enter_context(self._log(process).open("a")) for process in range(1, count)]
             self._run = Processes(count, self._train, logs)
             stack.callback(self._run.kill)
+            if self._stopping:  # the signal came while it was started
+                self._run.signal(signal.SIGTERM)
             return self._run.wait()
 
     def _log(self, process: int) -> pathlib.Path:
@@ -121,14 +127,23 @@ class Supervisor:
 
 
 class Failure:
-    """How an attempt ended: `process` failed first, with `status`; `by_user`: only the user can mend it."""
+    """How an attempt ended: `process` failed, others because of it; `by_user`: only the user can mend it. `status` is
+    as shells have it."""
 
-    def __init__(self, process: int, status: int, statuses: Mapping[int, int]) -> None:
-        self.process, self.status = process, status
-        self.by_user = USER in statuses.values()
+    def __init__(self, ended: Mapping[int, int], frozen: Collection[int] = ()) -> None:
+        """`ended` are the statuses of those that failed, in the order in which they ended; `frozen` did not end by
+        themselves."""
+        own = [process for process, status in ended.items() if status != LOST]
+        self.process = next(iter([*frozen, *own, *ended]))
+        self._how = ended[self.process]
+        self._frozen = self.process in frozen
+        self.by_user = USER in ended.values()
+        self.status = 128 - self._how if self._how < 0 else self._how
 
     def __str__(self) -> str:
-        how = f"was ended by {signal.Signals(-self.status).name}" if self.status < 0 else f"ended with {self.status}"
+        if self._frozen:
+            return f"process {self.process} did not end with the others"
+        how = f"was ended by {signal.Signals(-self._how).name}" if self._how < 0 else f"ended with {self._how}"
         return f"process {self.process} {how}"
 
 
@@ -156,19 +171,24 @@ class Processes:
 
     def wait(self) -> Failure | None:
         """Returns when all have ended, how it failed if it did. When one fails, all end."""
-        first: tuple[int, int] | None = None  # the process that failed first, its status
+        ended: dict[int, int] = {}
+        frozen: list[int] = []
         since = 0.0
-        while any(child.poll() is None for child in self._children):
-            for process, child in enumerate(self._children):
-                if first is None and (status := child.poll()):
-                    first, since = (process, status), time.monotonic()
-            if first is not None and time.monotonic() > since + GRACE:
+        while running := [process for process, child in enumerate(self._children) if child.poll() is None]:
+            self._note(ended)
+            since = since if ended else time.monotonic()
+            if ended and time.monotonic() > since + GRACE:
+                frozen = running
                 self.kill()
-            time.sleep(0.1)
-        statuses = {process: child.returncode for process, child in enumerate(self._children) if child.returncode}
-        if first is None and statuses:
-            first = min(statuses.items())
-        return None if first is None else Failure(*first, statuses)
+            time.sleep(LOOK_SECONDS)
+        self._note(ended)
+        return Failure(ended, frozen) if ended else None
+
+    def _note(self, ended: dict[int, int]) -> None:
+        """Adds those that have failed since the last look."""
+        for process, child in enumerate(self._children):
+            if child.poll() and process not in ended:
+                ended[process] = child.returncode
 
     def kill(self) -> None:
         """Ends what has not ended; returns when nothing of it runs."""

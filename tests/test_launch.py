@@ -18,7 +18,6 @@ from fluxjax.config import Config, ConfigError, DistributedConfig, cli
 from fluxjax.hosts.cluster import found
 from fluxjax.hosts.gang import check_across_processes
 from fluxjax.report.metrics import read
-from fluxjax.run.main import LOST
 
 CONFIG = "configs/vlm.py:debug"
 SMALL = [
@@ -123,7 +122,7 @@ def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, 
     told = [line for line in survivor.splitlines() if f"process {victim} (" in line and "is lost" in line]
     assert len(told) == 1 and f"is lost: {why}" in told[0]
     if launch == ["--restarts=0"]:
-        assert status == LOST and "1 attempts in a row ended without a new checkpoint" in text
+        assert status == 128 + signal.SIGKILL and "1 attempts in a row ended without a new checkpoint" in text
         return
     assert status == 0, text[-4000:]
     assert f"process {victim} was ended by SIGKILL; all have ended" in text
@@ -285,7 +284,7 @@ def scripted(monkeypatch, tmp_path):
             if saved:
                 (tmp_path / "run" / "checkpoints" / str(len(made))).mkdir(parents=True)
             failed = {process: status for process, status in enumerate(statuses) if status}
-            return launch.Failure(*next(iter(failed.items())), failed) if failed else None
+            return launch.Failure(failed) if failed else None
 
         monkeypatch.setattr(launch.Supervisor, "_attempt", attempt)
         return launch.Supervisor(processes, restarts, [], tmp_path / "run").run(), made
@@ -299,8 +298,20 @@ def test_a_run_is_started_again_while_it_comes_further(scripted):
 
 
 def test_a_run_that_comes_no_further_ends(scripted, capsys):
-    assert scripted([([0, -9], False)] * 5, restarts=2) == (-9, [2, 2, 2])
+    assert scripted([([0, -9], False)] * 5, restarts=2) == (137, [2, 2, 2])
     assert "3 attempts in a row ended without a new checkpoint" in capsys.readouterr().err
+
+
+def test_who_failed_is_named_not_who_noticed():
+    assert str(launch.Failure({0: 3, 2: -9})) == "process 2 was ended by SIGKILL"
+    assert str(launch.Failure({1: 3, 0: 1})) == "process 0 ended with 1"
+    assert str(launch.Failure({0: 3, 1: -9}, frozen=[1])) == "process 1 did not end with the others"
+    assert str(launch.Failure({0: 3})) == "process 0 ended with 3" and launch.Failure({0: 3}).status == 3
+
+
+def test_a_signal_between_two_attempts_is_not_lost(scripted, monkeypatch):
+    monkeypatch.setattr(launch.Supervisor, "_newest", lambda self: self.stop(signal.SIGTERM))
+    assert scripted([([0, -9], True)] * 3) == (137, [2])
 
 
 def test_what_the_user_must_mend_is_not_tried_again(scripted):

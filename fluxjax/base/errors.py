@@ -1,5 +1,7 @@
 """Errors that a user can mend: one line that names the field, the file or the record, and the fix."""
 
+USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: only the user can mend it; another process was lost
+
 
 class ConfigError(ValueError):
     """A setting is wrong. The message names the field, the value and what is allowed."""

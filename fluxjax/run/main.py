@@ -10,7 +10,7 @@ from rollout.weights.checksums import WeightsMismatch
 from sharding.links import LinkError, Links, leave
 from sharding.odc import OdcError
 
-from ..base.errors import DataError
+from ..base.errors import LOST, USER, DataError
 from ..base.process import use_compile_cache
 from ..config import Config, ConfigError
 from ..coordinator import CoordinatorError
@@ -37,9 +37,6 @@ USER_ERRORS = (
 )
 
 
-LOST = 3  # the exit status where another process was lost, or a device failed: started again, the run may go well
-
-
 def main(config: Config) -> int:
     """Trains; returns the exit status: 0 if complete or stopped on request, 2 for an error that the user can mend. Of
     several processes, each ends when one does: with `LOST`, where the reason is another's."""
@@ -54,9 +51,9 @@ def main(config: Config) -> int:
                 trainer.fit(callbacks=[SettledHeap()])
     except USER_ERRORS as error:
         if links is not None:
-            leave(error, links, LOST if isinstance(links.explain(error), LinkError | OdcError) else 2)
+            leave(error, links, LOST if isinstance(links.explain(error), LinkError | OdcError) else USER)
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return LOST if isinstance(error, LinkError) else USER
     except Exception as error:
         if links is None:
             raise
