@@ -32,7 +32,7 @@ class Compilations:
             with self._lock:
                 self.under_way += 1
 
-    def _ended(self, event: str, *_: float, **__: str | int) -> None:
+    def _ended(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             with self._lock:
                 self.under_way = max(self.under_way - 1, 0)
