@@ -6,7 +6,7 @@ import logging
 import queue
 import socket
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,14 +76,21 @@ class Wire(Links):
     def counted(self, topic: str) -> int:
         return 0
 
+    def notify(self, process: int, topic: str) -> None:
+        """Nobody here is waited for."""
 
-def gangs() -> tuple[Gang, Gang]:
+
+@pytest.fixture
+def gangs() -> Iterator[tuple[Gang, Gang]]:
     boxes: list[queue.SimpleQueue[bytes]] = [queue.SimpleQueue(), queue.SimpleQueue()]
-    return Gang(Wire(0, boxes)), Gang(Wire(1, boxes))
+    both = Gang(Wire(0, boxes)), Gang(Wire(1, boxes))
+    yield both
+    for gang in both:
+        gang.close()
 
 
-def test_process_0_hears_of_a_step_when_the_next_is_agreed_on():
-    lead, other = gangs()
+def test_process_0_hears_of_a_step_when_the_next_is_agreed_on(gangs):
+    lead, other = gangs
     orders, nothing = other.orders(), Composition((), (), np.zeros(0, int), np.zeros(0, int))
     for step in (1, 2):
         lead.watch.begin()
@@ -186,8 +193,8 @@ def test_a_process_serves_its_own_state():
     assert "process_resident_memory_bytes" in text
 
 
-def test_processes_that_share_a_host_serve_on_neighbouring_ports():
-    config, (_, second) = Config(), gangs()
+def test_processes_that_share_a_host_serve_on_neighbouring_ports(gangs):
+    config, (_, second) = Config(), gangs
     assert prometheus_port(config, second) == 0
     config.report.prometheus_port = 9100
     assert prometheus_port(config, second) == 9101 and prometheus_port(config, Gang()) == 9100
@@ -195,8 +202,8 @@ def test_processes_that_share_a_host_serve_on_neighbouring_ports():
         PrometheusPort(65536)
 
 
-def test_a_process_logs_into_the_folder_of_the_run(tmp_path):
-    (_, gang), terminal = gangs(), logging.StreamHandler(io.StringIO())
+def test_a_process_logs_into_the_folder_of_the_run(gangs, tmp_path):
+    (_, gang), terminal = gangs, logging.StreamHandler(io.StringIO())
     logging.getLogger().addHandler(terminal)
     try:
         for attempt in range(2):  # a resumed run writes behind what is there

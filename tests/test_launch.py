@@ -304,6 +304,7 @@ def test_a_run_that_comes_no_further_ends(scripted, capsys):
 
 def test_who_failed_is_named_not_who_noticed():
     assert str(launch.Failure({0: 3, 2: -9})) == "process 2 was ended by SIGKILL"
+    assert str(launch.Failure({0: 1, 1: -9})) == "process 1 was ended by SIGKILL"
     assert str(launch.Failure({1: 3, 0: 1})) == "process 0 ended with 1"
     assert str(launch.Failure({0: 3, 1: -9}, frozen=[1])) == "process 1 did not end with the others"
     assert str(launch.Failure({0: 3})) == "process 0 ended with 3" and launch.Failure({0: 3}).status == 3
