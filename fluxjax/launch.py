@@ -133,9 +133,9 @@ class Failure:
     def __init__(self, ended: Mapping[int, int], frozen: Collection[int] = ()) -> None:
         """`ended` are the statuses of those that failed, in the order in which they ended; `frozen` did not end by
         themselves."""
-        killed = [process for process, status in ended.items() if status < 0]
+        killed = [process for process, status in ended.items() if status < 0 and process not in frozen]
         own = [process for process, status in ended.items() if status != LOST]
-        self.process = next(iter([*frozen, *killed, *own, *ended]))
+        self.process = next(iter([*killed, *frozen, *own, *ended]))
         self._how = ended[self.process]
         self._frozen = self.process in frozen
         self.by_user = USER in ended.values()
