@@ -33,7 +33,7 @@ from common import Channel, Stopwatch, peak_rss_mib
 from compile_clock import CompileClock
 
 import models
-from fluxjax.algorithms import ALGORITHMS
+from fluxjax.algorithms import find_algorithm
 from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import Group, MediaKind, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
@@ -52,7 +52,7 @@ from models.decoder import parameter_count
 from rollout.engine import GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine
 from rollout.requests import EngineLimits
-from rollout.scheduler import SlotTable
+from rollout.slots import SlotTable
 
 MATMUL = 2048  # rows and columns of the matrices whose product tells what this machine can do
 
@@ -111,7 +111,7 @@ class Steps:
             )
             self.engine._scheduler.table = ForcedSlots(self.engine._scheduler.limits, lengths)
         if stage != "rollout":
-            token_loss = ALGORITHMS[config.algorithm.name].token_loss
+            token_loss = find_algorithm(config.algorithm).token_loss
             learner = Learner(config, self.model, token_loss, never_sampled=self.sampling.forbidden_ids)
             reference = learner.params if config.algorithm.kl_coefficient else None
             self.learner = learner

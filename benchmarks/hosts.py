@@ -6,9 +6,9 @@
 
 Parts: `controller` times what process 0 does for the others in a step (planning, telling them their rows, hearing that
 they agree) and counts the bytes, for real processes and for scripted ones that read and answer but compute nothing;
-`scaling` is a step of one process and of two with twice the batch, each pinned to a core; `waiting` is ODC with LB-Mini
-against collective FSDP with LB-Micro on eight real processes whose computation is a wait as long as ODC's cost model
-says.
+`scaling` is a step of one process and of two with twice the batch, each pinned to a core, by size of the model;
+`waiting` is ODC with LB-Mini against collective FSDP with LB-Micro on eight real processes whose computation is a wait
+as long as ODC's cost model says.
 
 Prints one JSON line on standard output and its progress on standard error. `benchmarks/README.md` says more.
 """
@@ -28,6 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 
 import numpy as np
 from common import Team, WorkerError, cores, spread
+from hosts_worker import MODELS
 from odc_simulated import METHODS, METHODS_RL, lengths_of, work
 
 from sharding.planner import Limits
@@ -135,33 +136,41 @@ def _controlled(team: Team, processes: int, options: argparse.Namespace) -> dict
 
 
 def scaling(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of one over seconds of two, by strategy: 1 would be perfect; a strategy that refuses, with its words."""
-    found: dict[str, Any] = {}
-    for strategy in STRATEGIES:
-        settings = {"groups": 4, "group_size": 4, "devices": 1, "strategy": strategy, "model": True}
-        with (
-            Team("hosts_worker.py", settings, {}, 1, pinned=True) as one,
-            Team("hosts_worker.py", settings, {}, 2, pinned=True) as two,
-        ):
-            if refused := two.about.get("refused"):
-                found[strategy] = {"refused": refused}
-                continue
-            seconds: dict[str, list[float]] = {"one": [], "two": []}
-            for repeat in range(options.warmup + options.repeats):
-                for name, team in (("one", one), ("two", two)):
-                    took = max(answer["seconds"] for answer in team.ask(do="step"))
-                    _say(f"{strategy}, {name}: {took:.3f} s{' (warm-up)' if repeat < options.warmup else ''}")
-                    if repeat >= options.warmup:
-                        seconds[name].append(took)
-            ends = [one.finish(), two.finish()]
-        medians = [statistics.median(seconds[name]) for name in ("one", "two")]
-        found[strategy] = {
-            "seconds": {name: spread(values) for name, values in seconds.items()},
-            "efficiency": round(medians[0] / medians[1], 3),
-            "parameters": ends[0][0]["parameters"],
-            "tokens_a_process": ends[0][0]["tokens"],
-        }
-    return found
+    """What two processes do a second over twice what one does, by model and strategy: 1 would be perfect. `machine` is
+    the same for two processes that have nothing to do with each other: what their cores leave each other."""
+    return {
+        model: {"machine": _scaled(model, "fsdp", options, strangers=True)}
+        | {strategy: _scaled(model, strategy, options) for strategy in STRATEGIES}
+        for model in options.models
+    }
+
+
+def _scaled(model: str, strategy: str, options: argparse.Namespace, strangers: bool = False) -> dict[str, Any]:
+    """One step, again and again, in turns with one of twice the prompts; a strategy that refuses, with its words."""
+    settings = {"groups": 4, "group_size": 4, "devices": 1, "strategy": strategy, "model": model, "row": options.row}
+    with (
+        Team("hosts_worker.py", settings, {}, 1, pinned=True) as one,
+        Team("hosts_worker.py", settings | {"strangers": strangers}, {}, 2, pinned=True) as two,
+    ):
+        if refused := two.about.get("refused"):
+            return {"refused": refused}
+        seconds: dict[str, list[float]] = {"one": [], "two": []}
+        for repeat in range(options.warmup + options.repeats):
+            for name, team in (("one", one), ("two", two)):
+                took = max(answer["seconds"] for answer in team.ask(do="step"))
+                warm_up = repeat < options.warmup
+                _say(f"{model}, {strategy}, {name}: {took:.3f} s{' (warm-up)' if warm_up else ''}")
+                if not warm_up:
+                    seconds[name].append(took)
+        ends = {"one": one.finish()[0], "two": two.finish()[0]}
+    tokens = {"one": ends["one"]["tokens"], "two": ends["two"]["tokens"] * (2 if strangers else 1)}
+    rate = {name: tokens[name] / statistics.median(seconds[name]) for name in seconds}
+    return {
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "efficiency": round(rate["two"] / (2 * rate["one"]), 3),
+        "parameters": ends["one"]["parameters"],
+        "tokens": tokens,
+    }
 
 
 # --- ODC against collective FSDP, computation waited for ------------------------------------------
@@ -238,6 +247,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--part", action="append", choices=PARTS, help="only this one; may be repeated")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of controller and scaling (default 5)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default 2)")
+    parser.add_argument(
+        "--models", choices=MODELS, nargs="*", default=["3M", "20M"], help="of scaling (default 3M 20M)"
+    )
+    parser.add_argument(
+        "--row", type=int, default=2048, help="tokens of a device's row, of scaling: more are fewer microbatches "
+        "(default 2048)",
+    )  # fmt: skip
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2, 4], help="real ones (default 1 2 4)")
     parser.add_argument("--scripted", type=int, nargs="*", default=[64, 512], help="scripted ones (default 64 512)")
     parser.add_argument("--groups", type=int, default=4, help="prompts of a process (default 4)")

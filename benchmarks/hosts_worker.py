@@ -10,7 +10,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -28,23 +28,22 @@ from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
 from fluxjax.config import Config, ConfigError, Strategy
 from fluxjax.hosts.gang import Gang, SharedComposer, check_across_processes, fingerprint
-from fluxjax.hosts.orders import Learn, OrderError, decode, share_of, told
+from fluxjax.hosts.orders import Learn, OrderError, decode, share_of, told_all
 from fluxjax.learner.learner import Learner
 from models.decoder import parameter_count
 from models.inputs import ModelInput
 from sharding.links import Links, initialize
 
-MODEL = {
-    "vocab_size": 8192,
-    "hidden_size": 128,
-    "intermediate_size": 1024,
-    "num_layers": 4,
-    "num_heads": 8,
-    "num_kv_heads": 2,
-    "head_dim": 64,
+VOCABULARY = 8192
+_SHAPE = {"vocab_size": VOCABULARY, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+MODELS = {  # by their parameters
+    "0.2M": _SHAPE | {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2},
+    "3M": _SHAPE | {"hidden_size": 128, "intermediate_size": 1024},
+    "20M": _SHAPE | {"hidden_size": 512, "intermediate_size": 2048},
 }
 PROMPT = 100  # tokens
-SIZES = {True: (256, 512), False: (2048, 4096)}  # with a model, and without: tokens of a response and of a row, at most
+MOST = {True: 256, False: 2048}  # tokens of a response, with a model and without
+ROW = 4096  # tokens, without
 
 
 class MeteredLinks:
@@ -54,11 +53,12 @@ class MeteredLinks:
         self._links = links
         self.process, self.processes = links.process, links.processes
         self.receive, self.fail, self.check = links.receive, links.fail, links.check
+        self.counted, self.notify, self.name = links.counted, links.notify, links.name
         self.seconds = 0.0
 
-    def send(self, process: int, data: bytes) -> None:
+    def send(self, process: int, *data: bytes) -> None:
         started = time.perf_counter()
-        self._links.send(process, data)
+        self._links.send(process, *data)
         self.seconds += time.perf_counter() - started
 
 
@@ -69,21 +69,24 @@ class Process:
         self._settings, self._links = settings, links
         self._gang = Gang(cast(Links, links)) if links is not None else Gang()
         self._processes = self._gang.processes
-        self._most, row = SIZES["model" in settings]
+        self._most, row = MOST["model" in settings], settings.get("row", ROW)
         self._config = Config()
         self._config.sharding.strategy = Strategy(settings["strategy"])
         self._config.packing.tokens_per_row, self._config.packing.rows_per_device = row, 1
         self._config.rollout.max_new_tokens = self._most
         self._devices = settings["devices"] * self._processes
         self.tokens = 0  # of the last step, responses only
+        self._vocabulary = MODELS[settings["model"]]["vocab_size"] if "model" in settings else VOCABULARY
         self._learner: Learner | None = None
         self._composer: Composer = Composer(self._config, self._devices)
         if "model" in settings:
             if self._processes > 1:
                 check_across_processes(self._config)
-            model = text_model(MODEL)
+            model = text_model(MODELS[settings["model"]])
             self.parameters = parameter_count(model)
-            self._learner = Learner(self._config, model, grpo.token_loss)
+            others = links._links if links is not None else None
+            assert not isinstance(others, ScriptedLinks)
+            self._learner = Learner(self._config, model, grpo.token_loss, links=others)
             if not self._gang.process:
                 self._composer = SharedComposer(self._gang, self._config, self._devices)
 
@@ -96,6 +99,9 @@ class Process:
         shards = [range(process * each, (process + 1) * each) for process in range(self._processes)]
         groups, prepared = self._step(number)
         watch, gang, links = Stopwatch(), self._gang, self._links
+        with watch("arrive"):
+            for sample in (sample for group in groups for sample in group.samples):
+                _ = sample.response.data, sample.response.facts
         before, cpu = gang.bytes_told, time.thread_time()
         with watch("plan"):
             shares = self._composer.shares(groups, prepared, shards)
@@ -106,7 +112,7 @@ class Process:
             links._links.answer(fingerprint(self._config, composition))
         sent, started = links.seconds if links is not None else 0.0, time.thread_time()
         with watch("told"):
-            rows = [told(share) for share in shares]
+            rows = told_all(shares)
         with watch("encode"):
             gang.tell_rows(rows)
         cpu += time.thread_time() - started
@@ -115,23 +121,23 @@ class Process:
         seconds = watch.take()
         seconds["send"] = (links.seconds if links is not None else 0.0) - sent
         seconds["encode"] -= seconds["send"]
-        others = [len(s.response.token_ids) for share in shares[1:] for group in share.groups for s in group.samples]
+        others = self.tokens - int(composition.lengths.sum())
         return {
             "seconds": {name: round(value, 5) for name, value in seconds.items()},
             "cpu": round(cpu, 5),
             "bytes": gang.bytes_told - before,
             "tokens": self.tokens,
-            "tokens_told": sum(others),
+            "tokens_told": others,
         }
 
-    def step(self, number: int) -> dict[str, Any]:
-        """A step, from scored groups to new parameters."""
+    def step(self, _: int) -> dict[str, Any]:
+        """A step, from scored groups to new parameters; always the same one, so that it compiles once."""
         learner = self._learner
         assert learner is not None
         started = time.perf_counter()
         follows = self._gang.process > 0
-        composition = self._follow() if follows else self._composer.compose(*self._step(number))
-        learner.step(composition.microbatches)
+        composition = self._follow() if follows else self._composer.compose(*self._step(0))
+        learner.step(composition.everywhere)
         jax.block_until_ready(learner.params)
         return {"seconds": time.perf_counter() - started}
 
@@ -139,7 +145,7 @@ class Process:
         order = decode(self._gang._links.receive(0))  # type: ignore[union-attr]
         if not isinstance(order, Learn):
             raise OrderError(f"expected rows, not {order.name}")
-        composition = self._composer.lay_out(share_of(order.rows, self._inputs))
+        composition = self._composer.lay_out(share_of(order.rows, order.responses, self._inputs))
         self._gang.agree(self._config, composition)
         return composition
 
@@ -164,13 +170,13 @@ class Process:
             rid=f"{draw}/{sample}",
             draw=draw,
             sample=sample,
-            token_ids=tuple(rng.integers(0, MODEL["vocab_size"], length).tolist()),
+            token_ids=tuple(rng.integers(0, self._vocabulary, length).tolist()),
             logprobs=tuple((-rng.random(length)).astype(np.float32).tolist()),
             versions=(1,) * length,
             finish="stop",
         )
 
-    def _inputs(self, draws: Sequence[int]) -> dict[int, ModelInput]:
+    def _inputs(self, draws: Iterable[int]) -> dict[int, ModelInput]:
         tokens, places = np.zeros(PROMPT, np.int32), np.tile(np.arange(PROMPT, dtype=np.int32), (3, 1))
         return {draw: ModelInput(tokens, places, np.full(PROMPT, -1, np.int32), PROMPT) for draw in draws}
 
@@ -178,6 +184,8 @@ class Process:
 def main(settings: dict[str, Any]) -> None:
     if "core" in settings:
         os.sched_setaffinity(0, {settings["core"]})  # before JAX starts its threads
+    if settings.get("strangers"):
+        settings |= {"processes": 1, "process": 0}
     keep_freed_memory()  # as in `fluxjax.train`
     channel = Channel()
     links: Links | ScriptedLinks | None = None

@@ -4,7 +4,8 @@
     python benchmarks/kills.py --out runs/killed --seeds 3 --kinds stop --processes 4
 
 Each run is `python -m fluxjax.launch` on this machine, with the synchronous policy and embedded engines; one of its
-processes gets the signal, once, at a moment drawn from the seconds that an undisturbed run takes. Runs that are
+processes gets the signal, once, at a moment drawn from the seconds that an undisturbed run takes: of every four, one
+from all of them, and three from those after its first step, since most of such a short run is its start. Runs that are
 complete in `--out` are not made again. Prints one JSON line: for each run which process, when and in which phase;
 `ended`, seconds until every process of that attempt had ended; `back`, until the next attempt had made a step; `equal`,
 whether the final weights are those of the undisturbed run, bit for bit.
@@ -19,6 +20,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -33,7 +35,7 @@ from common import ROOT
 
 SETTINGS = {
     "warm_start.steps": 3,
-    "steps": 6,
+    "steps": 12,
     "evaluation.samples": 8,
     "evaluation.every": 2,
     "evaluation.samples_during": 8,
@@ -79,22 +81,28 @@ def _once(options: argparse.Namespace, name: str, run: Any) -> dict[str, Any]:
 
 def _undisturbed(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     began = 0.0
+    first = 0.0
     for _ in range(2):  # the first one compiles
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
         began = time.monotonic()
         run = _start(options, folder)
+        while not STEP.search(_log(folder)) and run.poll() is None:
+            _look(began)
+        first = time.monotonic() - began
         status = run.wait(LIMIT)
         if status:
             raise RuntimeError(f"the undisturbed run ended with {status}: see {folder}.log")
-    return {"seconds": round(time.monotonic() - began, 1), "weights": _weights(folder)}
+    seconds = {"first_step": round(first, 1), "seconds": round(time.monotonic() - began, 1)}
+    return seconds | {"weights": _weights(folder)}
 
 
 def _disturbed(
     options: argparse.Namespace, folder: pathlib.Path, kind: str, seed: int, whole: Mapping[str, Any]
 ) -> dict[str, Any]:
-    subprocess.run(["rm", "-rf", str(folder), f"{folder}.log"], check=True)
+    shutil.rmtree(folder, ignore_errors=True)
     draw = random.Random(f"{kind} {seed}")
-    moment, victim = draw.uniform(0.02, 0.95) * whole["seconds"], draw.randrange(options.processes)
+    least = whole["first_step"] if seed % 4 else 0.02 * whole["seconds"]
+    moment, victim = draw.uniform(least, 0.95 * whole["seconds"]), draw.randrange(options.processes)
     began = time.monotonic()
     run = _start(options, folder)
     time.sleep(moment)

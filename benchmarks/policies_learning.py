@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     for seed in options.seeds:  # seed by seed, so that what is there so far compares
         for policy in options.policies:
             folder = options.out / f"{policy}-{seed}"
-            if not _complete(folder) and not _train(options, policy, seed, folder):
+            if not train(folder, options.config, seed, options.every, RUNS[policy]):
                 print(f"error: {policy} with seed {seed} did not end well; see {folder}.log", file=sys.stderr)
                 return 1
             runs[policy][seed] = json.loads((folder / "summary.json").read_text())
@@ -74,17 +74,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _complete(folder: pathlib.Path) -> bool:
+def train(folder: pathlib.Path, config: str, seed: int, every: int, flags: Sequence[str]) -> bool:
+    """Makes a run unless it is complete. Returns whether it ended well."""
     file = folder / "summary.json"
-    return file.exists() and json.loads(file.read_text())["complete"]
-
-
-def _train(options: argparse.Namespace, policy: str, seed: int, folder: pathlib.Path) -> bool:
-    print(f"{policy}, seed {seed} ...", file=sys.stderr)
+    if file.exists() and json.loads(file.read_text())["complete"]:
+        return True
+    print(f"{folder.name} ...", file=sys.stderr)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "fluxjax.train", f"--config={options.config}", f"--config.run_dir={folder}"]
-    command += [f"--config.seed={seed}", f"--config.evaluation.every={options.every}"]
-    command += ["--config.evaluation.samples_during=200", *RUNS[policy]]
+    command = [sys.executable, "-m", "fluxjax.train", f"--config={config}", f"--config.run_dir={folder}"]
+    command += [f"--config.seed={seed}", f"--config.evaluation.every={every}"]
+    command += ["--config.evaluation.samples_during=200", *flags]
     with (folder.parent / f"{folder.name}.log").open("a") as log:
         return subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=False).returncode == 0
 

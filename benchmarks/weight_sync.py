@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -204,7 +205,7 @@ class Measured:
         self, server: LocalServer, sizes: AnyConfig, weights: list[Any], shared: pathlib.Path, name: str,
         options: argparse.Namespace,
     ) -> None:  # fmt: skip
-        """`weights` has one entry: the newest. So large a model must not be there three times."""
+        """`weights` has one entry: the newest."""
         self._server, self._sizes, self._weights, self._name, self._options = server, sizes, weights, name, options
         self._shared, self._local = shared, shared.with_name("pulled")
         self._version = 0
@@ -226,16 +227,17 @@ class Measured:
                      options=FleetOptions(patience=120.0))  # fmt: skip
 
     def _next(self, share: float = 1.0) -> tuple[int, Mapping[str, Any]]:
-        """A version whose weights differ from the one before, which nobody holds then: all of them, or about this share
-        of their words."""
+        """A version whose weights differ from the one before, in whose place it is: all of them, or about this share of
+        their words."""
         self._version += 1
         key = jax.random.key(self._version)
 
+        @functools.partial(jax.jit, donate_argnums=0)  # the machine has no room for two of the largest
         def moved(weight: jax.Array) -> jax.Array:
             here = jax.random.uniform(key, weight.shape) < share
             return jnp.where(here, weight * 1.01, weight)
 
-        self._weights[:] = [jax.block_until_ready(jax.tree.map(jax.jit(moved), self._weights[0]))]
+        self._weights[0] = jax.block_until_ready(jax.tree.map(moved, self._weights[0]))
         return self._version, self._weights[0]
 
     async def routes(self) -> dict[str, Any]:

@@ -1,54 +1,48 @@
-"""An algorithm of your own: REINFORCE with a leave-one-out baseline (RLOO, arXiv:2402.14740, equation 8).
+"""An algorithm of your own: imitate the best answers of each group (RAFT, arXiv:2304.06767), below in 25 lines.
 
     python examples/own_algorithm.py
-    python examples/own_algorithm.py --config.steps=50       every setting of fluxjax.train
+    python examples/own_algorithm.py --config.steps=50                                  every setting of fluxjax.train
+    PYTHONPATH=examples python -m fluxjax.train --config=configs/text.py:debug \
+        --config.algorithm.name=own_algorithm:BestOfGroup                               without a script of your own
 
-An algorithm has two functions: `advantages` runs on the host, over scored groups; `token_loss` runs inside `jit`, over
-a packed batch. The batch's loss weights already hold the normalisation (`algorithm.loss_aggregation`).
+`advantages` runs on the host, over scored groups; `token_loss` runs inside `jit`, over a packed batch, whose loss
+weights already hold the normalisation (`algorithm.loss_aggregation`). See docs/algorithms.md.
 """
 
-import dataclasses
 import sys
-from collections.abc import Sequence
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
-from fluxjax.base.types import Group, TrainBatch
-from fluxjax.config import AlgorithmConfig, cli
+from fluxjax.algorithms import RLAlgorithm
+from fluxjax.algorithms.advantages import rewards_of, with_advantages
+from fluxjax.algorithms.loss import masked
+from fluxjax.config import cli
 from fluxjax.report.metrics import read
 from fluxjax.run.trainer import FluxTrainer
 
 
-class LeaveOneOut:
-    def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Each response's reward minus the mean of the others' of its group."""
-        return [self._with_advantages(group) for group in groups]
+class BestOfGroup(RLAlgorithm):
+    """What has the group's highest reward is learned, the rest ignored; groups without any difference are, too."""
 
-    def _with_advantages(self, group: Group) -> Group:
-        total, count = sum(sample.reward.value for sample in group.samples), len(group.samples)
-        samples = tuple(
-            dataclasses.replace(s, advantage=s.reward.value - (total - s.reward.value) / (count - 1))
-            for s in group.samples
-        )
-        return dataclasses.replace(group, samples=samples)
+    def __init__(self, temper: float = 1.0) -> None:
+        self.temper = temper  # settings of your own are arguments
 
-    def token_loss(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        entropies_BT: Float[Array, "B T"],
-        batch: TrainBatch,
-        cfg: AlgorithmConfig,
-    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-        """The policy gradient as it stands: on-policy, so without ratios and clipping."""
-        trained_BT = batch.loss_weights_BT != 0.0
-        surprise_BT = jnp.where(trained_BT, -logprobs_BT, 0.0)
+    def advantages(self, groups, cfg):
+        return [with_advantages(group, self._best(rewards_of(group))) for group in groups]
+
+    def _best(self, rewards_G):
+        return self.temper * ((rewards_G == rewards_G.max()) & (rewards_G > rewards_G.min()))
+
+    def token_loss(self, logprobs_BT, entropies_BT, batch, cfg):
+        surprise_BT = masked(-logprobs_BT, batch.loss_weights_BT != 0.0)
         return batch.advantages_BT * surprise_BT, {"surprise": surprise_BT}
+
+    def idle_without_advantage(self, cfg):
+        return True  # groups whose advantages are all 0 need not be computed
 
 
 def main() -> None:
     config = cli.load(["--config=configs/text.py:debug", *sys.argv[1:]])
-    with FluxTrainer(config, algorithm=LeaveOneOut()) as trainer:
+    config.algorithm.impl = BestOfGroup(temper=0.5)
+    with FluxTrainer(config) as trainer:
         trainer.fit()
     for record in read(trainer.run_dir / "metrics.jsonl"):
         if record["phase"] == "rl":

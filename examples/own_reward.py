@@ -4,14 +4,14 @@
     python examples/own_reward.py --config.steps=50          every setting of fluxjax.train
 
 A reward is a function of the prompt and the text of one response; it returns a number (1 counts as correct) or a
-`Reward`. The configuration names it as `module:function`. It may also be a coroutine, for instance to ask a server.
+`Reward`. The configuration names it as `module:function`. It may also be a coroutine, for instance to ask a server;
+docs/rewards.md has more.
 """
 
 import sys
 
-from fluxjax.base.types import Prompt, Reward
 from fluxjax.config import cli
-from fluxjax.run.trainer import FluxTrainer
+from fluxjax.rewards import Prompt, Reward
 
 
 def letters_then_order(prompt: Prompt, text: str) -> Reward:
@@ -23,6 +23,8 @@ def letters_then_order(prompt: Prompt, text: str) -> Reward:
 
 
 def main() -> None:
+    from fluxjax.run.trainer import FluxTrainer  # here, because the processes that score import this file, too
+
     config = cli.load(["--config=configs/text.py:debug", *sys.argv[1:]])
     config.data.sources["reverse"].reward = "own_reward:letters_then_order"
     with FluxTrainer(config) as trainer:

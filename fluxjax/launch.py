@@ -5,15 +5,17 @@ when one of them fails.
 
 What stands behind `--` goes to `python -m fluxjax.train`. Process 0 writes here; the others to RUN.process-1.log and so
 on, beside the run's folder. When one is killed, fails or freezes, all end, and the run goes on from its newest
-checkpoint: as often as there is a newer one each time, and --restarts times in a row without. An error that only you
-can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`, and
-let the scheduler start it again (deploy/): it goes on by itself.
+checkpoint, or a newer snapshot (checkpoint.snapshot_every): as often as there is a newer one each time, and --restarts
+times in a row without. An error that only you can mend (a setting, a file) ends the run. On clusters, start
+`fluxjax.train` itself, with `--config.distributed.*`, and let the scheduler start it again (deploy/): it goes on by
+itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import pathlib
 import signal
 import socket
@@ -25,8 +27,10 @@ from typing import IO
 
 from .base.errors import LOST, USER, ConfigError
 from .config import cli, run_folder
+from .run import snapshot_folder
 
 GRACE = 10.0  # seconds in which all must have ended when one has failed
+STOPPED = 20.0  # seconds after which a process that was stopped (SIGSTOP) has failed; others may notice before
 LOOK_SECONDS = 0.05
 
 
@@ -49,14 +53,18 @@ def main(argv: Sequence[str]) -> int:
     if own and not train:
         parser.error("nothing to train: put the arguments of fluxjax.train behind --")
     try:
-        folder = run_folder.named(cli.load(train))
+        config = cli.load(train)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER
+    folder, memory = run_folder.named(config), pathlib.Path(config.checkpoint.snapshot_folder)
     supervisor = Supervisor(options.processes, options.restarts, train, folder)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: supervisor.stop(number))
-    return supervisor.run()
+    try:
+        return supervisor.run()
+    finally:
+        snapshot_folder.remove(folder, memory)
 
 
 def _counts(text: str) -> list[int]:
@@ -78,8 +86,8 @@ class Supervisor:
         attempt, idle, status = 0, 0, 0
         while not self._stopping:
             attempt += 1
-            before = self._newest()
-            failed = self._attempt(self._processes[min(attempt, len(self._processes)) - 1])
+            before = self._newest(attempt)
+            failed = self._attempt(self._count(attempt))
             if failed is None:
                 return 0
             status = failed.status
@@ -88,13 +96,12 @@ class Supervisor:
             print(f"{failed}; all have ended", file=sys.stderr)
             if failed.by_user:
                 return USER
-            newest = self._newest()
+            newest = self._newest(attempt + 1)
             idle = 0 if newest != before else idle + 1
             if idle > self._restarts:
                 print(f"error: {idle} attempts in a row ended without a new checkpoint; see above why", file=sys.stderr)
                 break
-            where = "the beginning" if newest is None else f"the checkpoint of step {newest}"
-            print(f"attempt {attempt + 1} goes on from {where}", file=sys.stderr, flush=True)
+            print(f"attempt {attempt + 1} goes on from {newest}", file=sys.stderr, flush=True)
         return status
 
     def stop(self, number: int) -> None:
@@ -118,12 +125,19 @@ class Supervisor:
         file.parent.mkdir(parents=True, exist_ok=True)
         return file
 
-    def _newest(self) -> int | None:
-        """The step of the newest checkpoint."""
+    def _count(self, attempt: int) -> int:
+        return self._processes[min(attempt, len(self._processes)) - 1]
+
+    def _newest(self, attempt: int) -> str:
+        """From where an attempt goes on."""
+        steps: list[int] = []
         with contextlib.suppress(OSError):
             steps = [int(entry.name) for entry in (self._folder / "checkpoints").iterdir() if entry.name.isdigit()]
-            return max(steps, default=None)
-        return None
+        checkpoint = max(steps, default=-1)
+        snapshot = snapshot_folder.newest(self._folder, self._count(attempt))
+        if snapshot > checkpoint:
+            return f"the snapshot of step {snapshot}"
+        return "the beginning" if checkpoint < 0 else f"the checkpoint of step {checkpoint}"
 
 
 class Failure:
@@ -132,7 +146,7 @@ class Failure:
 
     def __init__(self, ended: Mapping[int, int], frozen: Collection[int] = ()) -> None:
         """`ended` are the statuses of those that failed, in the order in which they ended; `frozen` did not end by
-        themselves."""
+        themselves, the likeliest reason first."""
         killed = [process for process, status in ended.items() if status < 0 and process not in frozen]
         own = [process for process, status in ended.items() if status != LOST]
         self.process = next(iter([*killed, *frozen, *own, *ended]))
@@ -143,7 +157,7 @@ class Failure:
 
     def __str__(self) -> str:
         if self._frozen:
-            return f"process {self.process} did not end with the others"
+            return f"process {self.process} was stopped, or did not end with the others"
         how = f"was ended by {signal.Signals(-self._how).name}" if self._how < 0 else f"ended with {self._how}"
         return f"process {self.process} {how}"
 
@@ -171,15 +185,17 @@ class Processes:
             self._children[0].send_signal(number)
 
     def wait(self) -> Failure | None:
-        """Returns when all have ended, how it failed if it did. When one fails, all end."""
+        """Returns when all have ended, how it failed if it did. When one fails, or is stopped, all end."""
         ended: dict[int, int] = {}
         frozen: list[int] = []
-        since = 0.0
+        since = going = time.monotonic()
         while running := [process for process, child in enumerate(self._children) if child.poll() is None]:
             self._note(ended)
-            since = since if ended else time.monotonic()
-            if ended and time.monotonic() > since + GRACE:
-                frozen = running
+            stopped = [process for process in running if _is_stopped(self._children[process])]
+            now = time.monotonic()
+            since, going = since if ended else now, going if stopped else now
+            if now > min(since + GRACE, going + STOPPED):
+                frozen = sorted(running, key=lambda process: process not in stopped)
                 self.kill()
             time.sleep(LOOK_SECONDS)
         self._note(ended)
@@ -198,6 +214,13 @@ class Processes:
                 child.kill()
         for child in self._children:
             child.wait()
+
+
+def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
+    """Its heartbeats would tell the others so, but not before it has met them."""
+    with contextlib.suppress(ChildProcessError, AttributeError):  # macOS has no `waitid` before Python 3.13
+        return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 if __name__ == "__main__":

@@ -93,11 +93,16 @@ class Decoder(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         feature_index_BT: Int[Array, "B T"] | None = None,
         vision: VisionInput | None = None,
+        features_MD: Float[Array, "M D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Token embeddings; a text model has no use for the last two arguments and refuses pixels."""
-        if vision is not None:
+        """Token embeddings; a text model has no use for the last three arguments and refuses pixels and features."""
+        if vision is not None or features_MD is not None:
             raise ValueError("this is a text model; it can't read images or videos")
         return walk.use(self.embedding)(tokens_BT)
+
+    def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
+        """What `embed` takes in the place of `vision`, computed by itself; a text model has none."""
+        raise ValueError("this is a text model; it can't read images or videos")
 
     def rotary(self, positions_3BT: Int[Array, "3 B T"]) -> Rotary:
         """(cosine, sine) `[B, T, H]` float32 of the positions (time, height, width).

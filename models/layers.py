@@ -6,6 +6,7 @@ Norms, softmax, exact GELU and rotary embeddings compute in float32; everything 
 
 import dataclasses
 import math
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,18 @@ ones = nnx.initializers.ones_init()
 zeros = nnx.initializers.zeros_init()
 
 
+@runtime_checkable
+class DrawnOnHost(Protocol):
+    """Random initial values. Called by JAX code; `on_host` draws the same distribution without compiling."""
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array: ...
+
+    def on_host(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Normal:
-    """Initial values with mean 0. Called by JAX code; `on_host` draws the same distribution without compiling."""
+    """Normally distributed initial values with mean 0."""
 
     std: float
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding
 
 from sharding.walk import Params
 from sharding.weights import WeightSpec, by_path, map_weights, on_first_device, place, place_stack
 
 from .config import AnyConfig, Qwen25VLConfig
 from .decoder import Decoder
-from .layers import Normal
+from .layers import DrawnOnHost
 from .qwen2_5_vl.modeling import Qwen25VL
 
 
@@ -34,15 +35,20 @@ def create(config: AnyConfig, seed: int = 0, shardings: Callable[[Decoder], Para
     places = by_path((shardings or on_first_device)(model))
 
     def draw(path: tuple, variable: nnx.Variable) -> jax.Array:
-        spec: WeightSpec = variable.get_metadata("spec")
         names = tuple(key.key for key in path)
-        if isinstance(spec.init, Normal):
-            rng = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(".".join(names).encode())]))
-            layers = (spec.init.on_host(rng, spec.shape).astype(spec.dtype) for _ in itertools.count())
-        else:  # a constant
-            layers = itertools.repeat(np.asarray(spec.init(jax.random.key(0), spec.shape, spec.dtype)))
-        if len(variable.shape) > len(spec.shape):
-            return place_stack(layers, variable.shape[0], places[names])
-        return place(next(layers), places[names])
+        return drawn(names, variable, seed, places[names])
 
     return nnx.merge(nnx.graphdef(model), map_weights(draw, model))
+
+
+def drawn(path: tuple[str, ...], variable: nnx.Variable, seed: int, sharding: Sharding) -> jax.Array:
+    """The first value of an abstract weight, where `sharding` wants it."""
+    spec: WeightSpec = variable.get_metadata("spec")
+    if isinstance(spec.init, DrawnOnHost):
+        rng = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(".".join(path).encode())]))
+        layers = (spec.init.on_host(rng, spec.shape).astype(spec.dtype) for _ in itertools.count())
+    else:  # a constant
+        layers = itertools.repeat(np.asarray(spec.init(jax.random.key(0), spec.shape, spec.dtype)))
+    if len(variable.shape) > len(spec.shape):
+        return place_stack(layers, variable.shape[0], sharding)
+    return place(next(layers), sharding)

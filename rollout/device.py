@@ -14,13 +14,17 @@ from jax.typing import DTypeLike
 import models
 from models.decoder import Decoder, is_abstract, shapes_only
 from models.hf import tensor_names
+from models.inputs import PackedTokens
+from models.shadow import Fetch, ShadowTensor
 from models.tensor_names import TensorName
 from sharding.walk import Walk
 from sharding.weights import by_path
 
 from .engine import EngineError
 from .engine_weights import EngineLayout, LayerParams, check_finite, engine_model, outputs_last, split_layers
+from .pixels import Pixels
 from .programs import KVCache, Rows, programs
+from .prompt_features import FeatureWork
 from .requests import EngineLimits
 from .sampling import SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
@@ -35,6 +39,7 @@ class NewTokens:
     tokens_BR: np.ndarray
     logprobs_BR: np.ndarray
     count_B: np.ndarray  # number of tokens of each row that count; the others are filling
+    lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)  # why requests got no pixels, by rid
 
     @property
     def finite_B(self) -> np.ndarray:
@@ -43,7 +48,8 @@ class NewTokens:
         return (np.isfinite(self.logprobs_BR) | ~counted_BR).all(axis=1)
 
     def only(self, rows_B: np.ndarray) -> NewTokens:
-        return NewTokens(self.slots_B[rows_B], self.tokens_BR[rows_B], self.logprobs_BR[rows_B], self.count_B[rows_B])
+        kept = self.slots_B[rows_B], self.tokens_BR[rows_B], self.logprobs_BR[rows_B], self.count_B[rows_B]
+        return NewTokens(*kept, self.lost)
 
 
 def _ids(sampling: SlotSampling) -> tuple[int, int]:
@@ -65,8 +71,15 @@ class DeviceState:
     params: LayerParams | None  # None: none came yet, or a failure left some of them behind
 
     def __init__(
-        self, model: Decoder, walk: Walk, limits: EngineLimits, layout: EngineLayout, dtype: DTypeLike | None
+        self,
+        model: Decoder,
+        walk: Walk,
+        limits: EngineLimits,
+        layout: EngineLayout,
+        dtype: DTypeLike | None,
+        fetch: Fetch | None = None,
     ) -> None:
+        self.pixels = Pixels(fetch)
         self._engine_model, self._matrices = engine_model(model)
         self._graphdef, params = models.split(self._engine_model)[0], models.split(shapes_only(model))[1]
         self._abstract, self._text = models.abstract(model.config), model.config.text
@@ -144,12 +157,15 @@ class DeviceState:
             raise
 
     def start(self, plan: StartPlan) -> NewTokens:
-        """Prefills prompts into pages and draws the first token of each sample that is complete."""
-        none = np.zeros(0, np.int32)
+        """Prefills prompts into pages and draws the first token of each sample that is complete.
+
+        A request whose pixels can't be had is computed with blank ones, so that nobody else loses anything: its tokens
+        mean nothing, and it is among the `lost`."""
+        none, lost = np.zeros(0, np.int32), dict[str, Exception]()
         parts = [(none, none, np.zeros(0, np.float32))]
         drawn = []
         for step in plan:
-            rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch)
+            rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch, lost)
             sizes = (*step.batch.inputs.tokens_BT.shape, len(step.writes.page_W))
             if step.starts is None:
                 self.shapes.add(("fill", sizes))
@@ -162,16 +178,58 @@ class DeviceState:
                 drawn.append((step.slots_B, new))
         parts += [(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new))) for slots_B, new in drawn]
         slots_B, tokens_B, logprobs_B = map(np.concatenate, zip(*parts, strict=True))
-        return NewTokens(slots_B, tokens_B[:, None], logprobs_B[:, None], np.ones_like(slots_B))
+        return NewTokens(slots_B, tokens_B[:, None], logprobs_B[:, None], np.ones_like(slots_B), lost)
 
-    def _prefill(self, batch: PrefillBatch) -> tuple[Rows, jax.Array]:
-        vision, context = batch.inputs.vision, batch.context
+    def _prefill(self, batch: PrefillBatch, lost: dict[str, Exception]) -> tuple[Rows, jax.Array]:
+        inputs, context = self._with_pixels(batch, lost), batch.context
+        vision = inputs.vision
         sizes = (vision.num_patches, vision.frame_bound) if vision is not None else ()
-        if context is None:
-            self.shapes.add(("prefill", (*batch.inputs.tokens_BT.shape, *sizes)))
-            return self.programs.prefill(self.params, batch.inputs)
-        self.shapes.add(("continue", (*batch.inputs.tokens_BT.shape, context.pages_BC.shape[1], *sizes)))
-        return self.programs.prefill(self.params, batch.inputs, self._ready_cache(), context)
+        before: tuple[Any, ...] = ()
+        if context is not None:
+            sizes, before = (context.pages_BC.shape[1], *sizes), (self._ready_cache(), context)
+        if batch.features is not None:
+            features_FD = self._features(batch.features, lost)
+            sizes, before = (*sizes, len(features_FD)), (*(before or (None, None)), features_FD)
+            batch.features = None
+        self.shapes.add(("prefill" if context is None else "continue", (*inputs.tokens_BT.shape, *sizes)))
+        return self.programs.prefill(self.params, inputs, *before)
+
+    def _with_pixels(self, batch: PrefillBatch, lost: dict[str, Exception]) -> PackedTokens:
+        vision = batch.inputs.vision
+        if vision is None or not isinstance(vision.patches_PX, ShadowTensor):
+            return batch.inputs
+        patches_PX = np.zeros(vision.patches_PX.shape, np.float32)
+        for rid, start, stop in batch.shown:
+            self._fetch(rid, vision.patches_PX[start:stop], patches_PX[start:stop], lost)
+        return dataclasses.replace(batch.inputs, vision=dataclasses.replace(vision, patches_PX=patches_PX))
+
+    def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
+        """Leaves the patches as they are where they can't be had."""
+        try:
+            if rid not in lost:
+                into_PX[:] = self.pixels.take(tensor)
+        except Exception as error:
+            lost[rid] = error
+
+    def _features(self, work: FeatureWork, lost: dict[str, Exception]) -> jax.Array:
+        """Computes the groups that are missing, one after the other."""
+        kept = work.kept
+        for number in work.groups:
+            group, patches = kept.groups[number], kept.patches(number)
+            if isinstance(patches, ShadowTensor):
+                pixels = np.zeros(patches.shape, np.float32)
+                self._fetch(work.rid, patches, pixels, lost)
+                patches = pixels
+            vision = kept.input(number, patches)
+            self.shapes.add(("features", (vision.num_patches, vision.frame_bound)))
+            features_MD = self.programs.features(self.params, vision)
+            if kept.rows is None:
+                shape, place = (kept.size, features_MD.shape[1]), features_MD.sharding
+                kept.rows = jnp.zeros(shape, features_MD.dtype, device=place)
+            self.shapes.add(("keep", (kept.size, len(features_MD))))
+            kept.rows = self.programs.keep(kept.rows, features_MD, np.int32(group.row))
+        assert kept.rows is not None, "the first chunk that shows a feature has some computed"
+        return kept.rows
 
     def decode(self, plan: RoundPlan) -> NewTokens:
         """Up to `steps_per_sync` tokens for each running sample."""

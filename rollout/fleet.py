@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -20,6 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from models.config import AnyConfig
+from models.shadow import Fetch
 
 from .engine import EngineError, EngineStats, GenerateRequest, TokenChunk
 from .fleet_job import FleetOptions, Server, ServerStatus
@@ -39,8 +41,9 @@ class Fleet:
     """Servers for `rollout.fleet_engine`s, one a seat. `start`, `close` at the end; `join` and `leave` in between.
 
     `processes` are started by the fleet, `addresses` are of servers that others start; server `i` takes seat
-    `i % seats`, and is called by `name` and its number. `limits` are what a server can take. Every method but `close`
-    may be called from any thread.
+    `i % seats`, and is called by `name` and its number. `limits` are what a server can take. Prompts may have their
+    pixels elsewhere where servers fetch these themselves (`shadows`), or else `fetch` has them, for each request when
+    it is sent. Every method but `close` may be called from any thread.
     """
 
     def __init__(
@@ -55,15 +58,18 @@ class Fleet:
         name: str = "server",
         route: Route | None = None,
         options: FleetOptions | None = None,
+        fetch: Fetch | None = None,
+        shadows: bool = False,
     ) -> None:
-        self.limits, self._options = limits, options or FleetOptions()
+        self.limits = dataclasses.replace(limits, shadows=shadows or fetch is not None)
+        self._options = options or FleetOptions()
         self._folders, self._route = folders, route or SharedMemory()
         self._first = [*processes, *addresses]
         self.seats = seats or len(self._first)
         if not self.seats:
             raise EngineError("a fleet needs a server at least")
-        self._state = FleetState(config, limits, self._options, self.seats)
-        self._requests = FleetRequests(self._state)
+        self._state = FleetState(config, self.limits, self._options, self.seats)
+        self._requests = FleetRequests(self._state, fetch=fetch, shadows=shadows)
         self._name, self._joined = name, 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
@@ -340,6 +346,8 @@ class Fleet:
     async def resume(self, seat: int) -> None:
         self._state.seats[seat].paused = False
         self._state.tell()
+        if self._options.together:
+            await self._requests.sent(seat, self._options.start_seconds)
         await self._on_seat(seat, lambda server: server.client.resume())
 
     async def sleep(self, seat: int) -> None:

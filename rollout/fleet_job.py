@@ -23,6 +23,7 @@ class FleetOptions:
     look_every: float = 1.0  # seconds between two looks at a server
     attempts: int = 4  # servers that a request may lose before it fails
     token: str = ""  # that servers beyond this host ask for
+    together: bool = False  # what is asked for while a seat is paused runs only when all of it is on the servers
     interval: int = 16  # tokens between two looks at a response, at least; those since then are lost with a server
 
 
@@ -202,6 +203,7 @@ class Attempt:
     replies: Mapping[int, SampleReply]
     heard: float = math.inf  # when something came, or had no reason to come; not before it is sent
     came: int = 0  # tokens, by then
+    accepted: bool = False  # the server has all of it
 
     def silence(self, excused: bool) -> float:
         """Seconds since something came, as seen by those who look now and then."""

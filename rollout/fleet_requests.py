@@ -7,7 +7,9 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from models.shadow import Fetch, ShadowTensor
 
 from . import wire
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
@@ -18,15 +20,28 @@ from .sglang import SampleReply, ServerError
 
 
 class FleetRequests:
-    """Generates on the servers of `state`, in its thread."""
+    """Generates on the servers of `state`, in its thread. Servers are given tickets in the place of pixels (`shadows`),
+    or what `fetch` has for these."""
 
-    def __init__(self, state: FleetState) -> None:
+    def __init__(self, state: FleetState, *, fetch: Fetch | None = None, shadows: bool = False) -> None:
         self._state, self._options = state, state.options
+        self._fetch, self._shadows = fetch, shadows
         self._jobs: dict[str, FleetJob] = {}
 
     def running(self, seat: int) -> int:
         """Samples of the seat that are open."""
         return sum(len(job.open) for job in list(self._jobs.values()) if job.seat == seat)
+
+    async def sent(self, seat: int, most: float) -> None:
+        """Returns when servers have what the seat was asked for, or after so many seconds."""
+
+        def missing() -> bool:
+            jobs = (job for job in self._jobs.values() if job.seat == seat)
+            return any(job.running is None or not job.running.accepted for job in jobs)
+
+        deadline = time.monotonic() + most
+        while missing() and time.monotonic() < deadline:
+            await self._state.news()
 
     async def serve(self, seat: int, request: GenerateRequest, put: Callable[[TokenChunk], None]) -> None:
         """Generates: `put` gets one chunk a sample, with all of its tokens, when it has ended. Raises EngineError."""
@@ -112,22 +127,37 @@ class FleetRequests:
                 self._state.seats[job.seat].tokens += len(reply.versions)
                 self._state.seats[job.seat].preemptions += reply.preemptions
 
+    def _body(self, request: GenerateRequest, rids: Mapping[int, str], interval: int) -> wire.Json:
+        """What a server gets; pixels that it can't fetch are fetched for it. Raises EngineError where they can't be."""
+        vision = request.prompt.vision
+        if not self._shadows and vision is not None and isinstance(vision.patches_PX, ShadowTensor):
+            assert self._fetch is not None, "requests are checked"
+            try:
+                pixels = dataclasses.replace(vision, patches_PX=vision.patches_PX.materialize(self._fetch))
+            except Exception as error:
+                raise EngineError(f"request {request.rid!r} was lost: {type(error).__name__}: {error}") from error
+            request = dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, vision=pixels))
+        return wire.request_body(request, rids, self._state.config, interval=interval)
+
     async def _collect(self, job: FleetJob, attempt: Attempt) -> None:
         server, replies = attempt.server, attempt.replies
         rids = {sample: reply.rid for sample, reply in replies.items()}
         request = dataclasses.replace(job.request, prefix_ids=tuple(map(job.ids, range(job.request.n))))
         # Each event has all tokens so far: more than some dozens of them would be quadratic in a response's length.
         interval = max(self._options.interval, request.sampling.max_new_tokens // 32)
-        body = await asyncio.to_thread(  # patches are many bytes
-            wire.request_body, request, rids, self._state.config, interval=interval
-        )
+        body = await asyncio.to_thread(self._body, request, rids, interval)  # patches are many bytes
         if job.aborted & job.open:  # in the meantime
             return
         job.running, attempt.heard = attempt, time.monotonic()
         sample_of = {reply.rid: sample for sample, reply in replies.items()}
         version = -1 if server.holds is None else server.holds.version
         least = max(server.served, default=-1)  # an older one is of another life, whatever its number
-        ending = server.client.generate(body, list(replies.values()), self._state.limits.vocabulary, version)
+
+        def accepted() -> None:
+            attempt.accepted = True
+            self._state.tell()
+
+        ending = server.client.generate(body, list(replies.values()), self._state.limits.vocabulary, version, accepted)
         async with contextlib.aclosing(ending) as stream:
             async for reply in stream:
                 sample, finish = sample_of[reply.rid], reply.finish

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count
 from models.inputs import ModelInput
+from models.shadow import Fetch
 from sharding.mesh import Device
 from sharding.walk import Walk
 
@@ -33,6 +34,7 @@ from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
 from .pages import PAGE_TOKENS, pages_for
+from .pixels import AHEAD_PATCHES
 from .programs import doubling
 from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Job, Scheduler
@@ -62,6 +64,8 @@ class JaxEngine:
     `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first one.
     `model` may be abstract; the weights then come with the first `update_weights`. Arrays of a real one are shared as
     those that `update_weights` gets.
+    `fetch` is asked for the pixels of prompts that have none (`models.shadow`), from several threads, when they are
+    prefilled or are next. A request whose pixels it can't give is lost, with the reason.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class JaxEngine:
         devices: Sequence[Device] | None = None,
         walk: Walk = Walk(),  # noqa: B008 (frozen)
         version: int = 0,
+        fetch: Fetch | None = None,
     ) -> None:
         sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens, "steps_per_sync": steps_per_sync}
         if min(sizes.values()) < 1:
@@ -88,12 +93,19 @@ class JaxEngine:
         small = jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL
         vocabulary = config.text.vocab_size
         self._limits = EngineLimits(
-            slots, max_sequence_tokens, vocabulary, vision, steps_per_sync, small, kv_tokens=kv_tokens
+            slots,
+            max_sequence_tokens,
+            vocabulary,
+            vision,
+            steps_per_sync,
+            small,
+            kv_tokens=kv_tokens,
+            shadows=fetch is not None,
         )
         self._kv_fraction, self._kv_given = kv_fraction, kv_tokens > 0
         self._kv_known = self._kv_given  # else it is found out before the first request
         layout = EngineLayout.of(devices)
-        self._device = DeviceState(model, walk, self._limits, layout, compute_dtype)
+        self._device = DeviceState(model, walk, self._limits, layout, compute_dtype, fetch)
         self._scheduler = Scheduler(self._limits)
         self._version = version
         self._tokens_prefilled = 0
@@ -143,6 +155,12 @@ class JaxEngine:
             sample.aborted = True
         if not self._turn.locked():  # else whoever holds it reaps
             self._deliver(self._scheduler.reap())
+
+    async def between_turns(self, work: Callable[[], Result], /) -> Result:
+        """Calls `work` in the engine's thread while no turn is in flight, and returns what it returns: so another
+        model computes on the engine's devices. Whoever waits for the device gets it in the order of asking."""
+        async with self._between_turns():
+            return await self._in_thread(work)
 
     # --- weights and memory ---------------------------------------------------------------------
 
@@ -207,7 +225,10 @@ class JaxEngine:
         async with self._between_turns():
             pass
 
-    async def resume(self) -> None:
+    async def resume(self, *, by_seed: bool = False) -> None:
+        """See `Engine.resume`. `by_seed`: what waits is taken up in the order of seeds, not in that of coming."""
+        if by_seed:
+            self._scheduler.by_seed()
         self._paused = False
         self._attach()
         self._kick()
@@ -242,6 +263,7 @@ class JaxEngine:
             self._closed = True
             self._lose(self._scheduler.clear(), "the engine was closed")
         self._thread.shutdown(wait=False)
+        self._device.pixels.close()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -258,6 +280,11 @@ class JaxEngine:
     def devices(self) -> tuple[Device, ...]:
         """The devices that the engine computes on: whoever is lent the engine may use them."""
         return self._device.layout.devices
+
+    @property
+    def shadows(self) -> bool:
+        """Whether pixels of prompts may be elsewhere."""
+        return self._limits.shadows
 
     @property
     def cache_usage(self) -> CacheUsage:
@@ -318,6 +345,7 @@ class JaxEngine:
                 except Exception as error:
                     self._lose(self._scheduler.clear(), _described(error), error)
                 self._deliver(self._scheduler.reap())
+        self._device.pixels.expect(())
 
     async def _one_turn(self) -> None:
         """Serves the running samples, and finds out whose fault it is if that fails."""
@@ -330,6 +358,12 @@ class JaxEngine:
                 raise
             self._lose(self._scheduler.blame(jobs), _described(error), error)
             return
+        lost = {job: new.lost[rid] for rid, job in self._scheduler.jobs.items() if rid in new.lost} if new.lost else {}
+        if lost:
+            slots = [sample.slot for job in lost for sample in job.samples]
+            new = new.only(~np.isin(new.slots_B, slots))
+        for job, error in lost.items():
+            self._fail(self._scheduler.drop([job]), _described(error), error)
         finite_B = new.finite_B
         broken, new = self._scheduler.holders(new.slots_B[~finite_B]), new.only(finite_B)
         chunks = self._scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version)
@@ -340,12 +374,22 @@ class JaxEngine:
 
     async def _new_tokens(self) -> NewTokens:
         if not self._scheduler.to_start():
-            return await self._in_thread(self._device.decode, turns.plan_round(self._scheduler, self._limits))
+            plan_of_round = turns.plan_round(self._scheduler, self._limits)
+            self._expect_pixels(())
+            return await self._in_thread(self._device.decode, plan_of_round)
         plan = turns.plan_starts(self._scheduler, self._limits)
+        self._expect_pixels(plan)
         prefilled = sum(step.batch.tokens for step in plan if step.batch.outputs is None)
         new = await self._in_thread(self._device.start, plan)
         self._tokens_prefilled += prefilled
         return new
+
+    def _expect_pixels(self, plan: Sequence[turns.StartStep]) -> None:
+        """Has those of this turn fetched, and those of the next ones meanwhile."""
+        if self._limits.shadows:
+            now = (tensor for step in plan if step.batch.outputs is None for tensor in step.batch.pixels())
+            ahead = turns.pixels_ahead(self._scheduler, self._limits, AHEAD_PATCHES)
+            self._device.pixels.expect(itertools.chain(now, ahead))
 
     async def _in_thread(self, function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -364,6 +408,10 @@ class JaxEngine:
         must be finite, too, or the next sample in such a slot would suffer.
         """
         self._device.cache = None
+        self._fail(jobs, reason, cause)
+
+    @staticmethod
+    def _fail(jobs: Sequence[Job], reason: str, cause: Exception | None) -> None:
         if cause is not None:
             traceback.clear_frames(cause.__traceback__)  # whoever keeps the error would keep the turn's arrays, too
         for job in jobs:

@@ -10,7 +10,10 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import uvicorn
 
 TOKEN = "FLUXJAX_TOKEN"
 
@@ -32,7 +35,7 @@ def add_network_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_network_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if not options.token and not _is_loopback(options.host):
+    if not options.token and not is_loopback(options.host):
         parser.error(
             f"--host {options.host} can be reached from other machines: give a --token, or set {TOKEN}, "
             "so that not everybody can change the weights"
@@ -47,7 +50,7 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -71,21 +74,26 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def serve_until_told(app: Any, listening: socket.socket, stop: Callable[[], Awaitable[None]]) -> None:
-    """Serves an ASGI application, says so in one line, and ends at SIGTERM or SIGINT, after `stop`."""
+def address_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn.Server:
+    """What serves an ASGI application by its `serve`, until `should_exit` is set. `started` is called when it is ready.
+    Signals are the caller's: uvicorn would die of them, and wait for samples that run on."""
     import uvicorn
 
     class Uvicorn(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            yield  # signals are ours: uvicorn would die of them, and wait for samples that run on
+            yield
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            host, port = listening.getsockname()[:2]
-            print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+            started()
 
-    http = Uvicorn(
+    return Uvicorn(
         uvicorn.Config(
             app,
             access_log=False,
@@ -96,6 +104,11 @@ async def serve_until_told(app: Any, listening: socket.socket, stop: Callable[[]
             timeout_graceful_shutdown=5,
         )
     )
+
+
+async def serve_until_told(app: Any, listening: socket.socket, stop: Callable[[], Awaitable[None]]) -> None:
+    """Serves an ASGI application, says so in one line, and ends at SIGTERM or SIGINT, after `stop`."""
+    http = http_server(app, lambda: print(f"listening on {address_of(listening)}", flush=True))
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told.set)

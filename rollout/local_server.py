@@ -1,22 +1,18 @@
-"""A rollout server as a process of this machine: its command, its log, its end."""
+"""A rollout server as a process of this machine: its command, its port."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pathlib
-import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from .engine import EngineError
+from .local_process import LocalProcess
 
 PLUGIN = pathlib.Path(__file__).parent / "sglang_plugin"
-GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +46,12 @@ class ServerCommand:
         return variables
 
 
-class LocalServer:
+class LocalServer(LocalProcess):
     """Starts the command, again and again if need be, each time on another port and with its output behind `log`."""
 
     def __init__(self, command: ServerCommand, log: pathlib.Path) -> None:
-        self._command, self.log = command, log
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__(log)
+        self._command = command
         self.address = ""
 
     def start(self) -> None:
@@ -64,61 +60,8 @@ class LocalServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, str(pathlib.Path(__file__).with_name("bound.py")), *self._command.words(port)]
-        with self.log.open("ab") as out:
-            try:
-                self._process = subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    env=self._command.variables(),
-                    start_new_session=True,  # Ctrl-C is for the run; and a group, so that all of its processes end
-                )
-            except OSError as error:
-                raise EngineError(f"can't start {words[0]}: {error}") from error
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def ended(self) -> int | None:
-        """The exit status, None while it runs."""
-        return None if self._process is None else self._process.poll()
-
-    def stop(self) -> None:
-        """Ends it and all of its processes: politely, then not. Blocks for a few seconds at most."""
-        process = self._process  # another thread may kill it meanwhile
-        if process is None:
-            return
-        _signal(process, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self.kill()
-
-    def kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            _signal(process, signal.SIGKILL)
-            process.wait()
-
-    def last_words(self, lines: int = 5) -> str:
-        """The end of its log, for messages."""
-        return "\n".join(_tail(self.log, lines))
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def _tail(file: pathlib.Path, lines: int) -> Sequence[str]:
-    try:
-        with file.open("rb") as log:
-            log.seek(max(0, file.stat().st_size - 8192))
-            return log.read().decode(errors="replace").splitlines()[-lines:]
-    except OSError:
-        return []
+        words = self._command.words(port)
+        try:
+            self.begin(words, self._command.variables())
+        except OSError as error:
+            raise EngineError(f"can't start {words[0]}: {error}") from error

@@ -8,20 +8,23 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 import models
 from models.decoder import Decoder
 from models.inputs import ModelInput
+from sharding.mesh import make_mesh
 from sharding.walk import Params, Walk
 
 from .engine_weights import EngineLayout, LayerParams, engine_model
 from .pages import PAGE_TOKENS, pages_for
 from .programs import KVCache, programs
+from .prompt_features import FeatureWork, PromptFeatures
 from .requests import EngineLimits
-from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, SlotTable
-from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, chunk_tokens, part, plan
+from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS
+from .slots import SlotTable
+from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, by_groups, chunk_tokens, part, plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +70,8 @@ def lowered_programs(
     merge_unit: int = 1,
 ) -> dict[str, jax.stages.Lowered]:
     """The programs that need most, by name, not compiled yet: `prefill` of as many prompts like the given one, which is
-    the longest, as a call takes, or of the last chunk of a sequence where that is more; `decode` of all slots at their
-    full length.
+    the longest, as a call takes, or of the last chunk of a sequence where that is more; `features` of its largest group
+    of frame pairs, where its features are computed by groups; `decode` of all slots at their full length.
 
     `begun` are the lengths of a prompt's responses that are prefilled with it, where requests go on after their cache
     was dropped. `merge_unit` patches are a feature.
@@ -79,10 +82,12 @@ def lowered_programs(
     engine = programs(graphdef, Walk(), limits.steps_per_sync, rows)
     whole = chunk_tokens(prompt)
     fitting = tuple(np.zeros(n, np.int32) for n in begun if len(prompt) + n <= whole) or (np.zeros(0, np.int32),)
+    kept = PromptFeatures.of(prompt, merge_unit, PREFILL_PATCHES) if by_groups(prompt.vision) else None
+    features = None if kept is None else FeatureWork("", kept, ())
     if len(prompt) <= whole:
-        prefixes = [Prefix(prompt, fitting)] * max(PREFILL_TOKENS // len(prompt), 1)
+        prefixes = [Prefix(prompt, fitting, features=features)] * max(PREFILL_TOKENS // len(prompt), 1)
     else:
-        prefixes = [Prefix(part(prompt, fitting[0], 0, whole), fitting[:1])]
+        prefixes = [Prefix(part(prompt, fitting[0], 0, whole), fitting[:1], features=features)]
     packed = list(_packed(prefixes, max_sequence_tokens, merge_unit))
     longest = len(prompt) + max(begun, default=0)
     if longest > whole:
@@ -90,14 +95,27 @@ def lowered_programs(
         last = _text(CHUNK_TOKENS)
         packed += _packed([Prefix(last, (np.zeros(0, np.int32),), tuple(context))], max_sequence_tokens, 1)
     largest = max(packed, key=_scores)
-    with_context = () if largest.context is None else (arrays.cache, largest.context)
+    before: tuple[Any, ...] = () if largest.context is None else (arrays.cache, largest.context)
     pages = pages_for(max_sequence_tokens)
     table = SlotTable(slots, max_sequence_tokens, limits.pages)
     batch = table.round(np.arange(slots), slots, limits.steps_per_sync, pages)
-    return {
-        "prefill": engine.prefill.lower(arrays.params, largest.inputs, *with_context),
-        "decode": engine.decode.lower(arrays.params, arrays.cache, batch),
-    }
+    lowered = {"decode": engine.decode.lower(arrays.params, arrays.cache, batch)}
+    if kept is not None:
+        groups = (kept.input(number, kept.patches(number)) for number in range(len(kept.groups)))
+        most = max(groups, key=lambda group: group.num_patches * (group.num_patches + group.frame_bound))
+        lowered["features"] = engine.features.lower(arrays.params, most)
+        if largest.features is not None:
+            rows_FD = (kept.size, model.config.text.hidden_size)
+            table = arrays.params["embedding"]["table"]
+            before = (*(before or (None, None)), jax.ShapeDtypeStruct(rows_FD, table.dtype, sharding=_whole(devices)))
+    return lowered | {"prefill": engine.prefill.lower(arrays.params, largest.inputs, *before)}
+
+
+def _whole(devices: Sequence[Any]) -> Sharding:
+    """All of an array on each device."""
+    if len(devices) == 1:
+        return SingleDeviceSharding(devices[0])
+    return NamedSharding(make_mesh(devices=devices), PartitionSpec())
 
 
 def _text(tokens: int) -> ModelInput:

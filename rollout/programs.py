@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from models.config import TextConfig
 from models.decoder import Decoder, DecoderLayer
-from models.inputs import AnyArray, PackedTokens
+from models.inputs import AnyArray, PackedTokens, VisionInput
 from sharding.kernels.attention import Mask, attention
 from sharding.target import Target, compiling_for
 from sharding.walk import Walk
@@ -196,15 +196,45 @@ class EnginePrograms:
     ) -> None:
         self.graphdef, self.walk, self.steps, self.rows = graphdef, walk, steps, rows
         self.prefill = jax.jit(self._prefill)
+        self.features = jax.jit(self._features)
+        self.keep = jax.jit(self._keep, donate_argnums=0)
         self.fill = jax.jit(self._fill, donate_argnums=0)
         self.start = jax.jit(self._start, donate_argnums=1)
         self.decode = jax.jit(self._decode, donate_argnums=1)
 
+    def _features(self, params: LayerParams, vision: VisionInput) -> Float[Array, "M D"]:
+        """The features of some frame pairs of a prompt that has too many for one prefill."""
+        model, _ = model_by_layers(self.graphdef, params)
+        with self._divided():
+            features_MD = model.features(self.walk, vision).astype(params["embedding"]["table"].dtype)
+        if self.rows is None:
+            return features_MD
+        assert isinstance(self.rows, jax.sharding.NamedSharding)
+        whole = jax.sharding.NamedSharding(self.rows.mesh, jax.sharding.PartitionSpec())
+        return jax.lax.with_sharding_constraint(features_MD, whole)
+
+    def _keep(
+        self, rows_FD: Float[Array, "F D"], features_MD: Float[Array, "M D"], row: Int[AnyArray, ""]
+    ) -> Float[Array, "F D"]:
+        """Puts features at their place among those of their prompt."""
+        return jax.lax.dynamic_update_slice_in_dim(rows_FD, features_MD, row, axis=0)
+
+    def _divided(self) -> contextlib.AbstractContextManager[None]:
+        """Over several devices the compiler divides the program, which it can't with the GPU kernel of the vision
+        tower."""
+        return contextlib.nullcontext() if self.rows is None else compiling_for(Target("cpu"))
+
     def _prefill(
-        self, params: LayerParams, inputs: PackedTokens, cache: KVCache | None = None, context: Context | None = None
+        self,
+        params: LayerParams,
+        inputs: PackedTokens,
+        cache: KVCache | None = None,
+        context: Context | None = None,
+        features_FD: Float[Array, "F D"] | None = None,
     ) -> tuple[Rows, Array]:
         """Keys, values `[L, B, K, T, H]` and final hidden states `[B, T, D]` of packed prompts, or of what follows the
-        `context` that is in the cache; every token of a row sees all of the row's context."""
+        `context` that is in the cache; every token of a row sees all of the row's context. `features_FD` were computed
+        before, and stand in the place of pixels."""
         model, layers = model_by_layers(self.graphdef, params)
         allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
         if context is not None:
@@ -226,9 +256,8 @@ class EnginePrograms:
 
             return layer(x, rotary, attend)
 
-        # Over several devices the compiler divides the program, which it can't with the GPU kernel of the vision tower.
-        with contextlib.nullcontext() if self.rows is None else compiling_for(Target("cpu")):
-            x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
+        with self._divided():
+            x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision, features_FD)
         x, by_layer = self.walk.each(layers, x, step, range(len(layers)))
         k_LBKTH, v_LBKTH = (jnp.swapaxes(jnp.stack(x), 2, 3) for x in zip(*by_layer, strict=True))
         return self._placed((k_LBKTH, v_LBKTH)), model.final_norm(self.walk, x)

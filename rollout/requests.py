@@ -24,6 +24,7 @@ import numpy as np
 
 from models.config import VisionConfig
 from models.inputs import ModelInput, VisionInput
+from models.shadow import ShadowTensor
 
 from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .pages import PAGE_TOKENS, pages_for
@@ -45,6 +46,7 @@ class EngineLimits:
     steps_per_sync: int = 4  # tokens a sample in one round, at most
     small_model: bool = True  # rather fill up a batch than compile another shape
     kv_tokens: int = 0  # that the cache holds; 0: all slots at full length
+    shadows: bool = False  # patches may be elsewhere: there is somebody to fetch them
 
     @property
     def pages(self) -> int:
@@ -139,7 +141,7 @@ def _prompt(prompt: Any, limits: EngineLimits, max_new_tokens: int) -> ModelInpu
     if prompt.vision is not None:
         if limits.vision is None:
             raise ValueError("the prompt has images or videos, but the model is text-only")
-        vision = _vision(prompt.vision, limits.vision)
+        vision = _vision(prompt.vision, limits.vision, limits.shadows)
         features = vision.num_patches // limits.vision.merge_unit
     return ModelInput(
         tokens_T,
@@ -150,18 +152,15 @@ def _prompt(prompt: Any, limits: EngineLimits, max_new_tokens: int) -> ModelInpu
     )
 
 
-def _vision(vision: Any, config: VisionConfig) -> VisionInput:
+def _vision(vision: Any, config: VisionConfig, shadows: bool) -> VisionInput:
     if not isinstance(vision, VisionInput):
         raise ValueError(f"prompt.vision must be a VisionInput, not {_shown(vision)}")
     if vision.route is not None:
         raise ValueError("prompt.vision has a route between devices; an engine takes prompts as they were prepared")
-    patches_PX = _array("prompt.vision.patches_PX", vision.patches_PX, (None, config.patch_values), jnp.floating)
+    patches_PX = _patches(vision.patches_PX, config.patch_values, shadows)
     P = len(patches_PX)
     if not P or P % config.merge_unit:
         raise ValueError(f"prompt.vision has {P} patches; {config.merge_unit} of them make a feature")
-    patches_PX = patches_PX.astype(np.float32, copy=False)
-    if not np.isfinite(patches_PX).all():
-        raise ValueError("prompt.vision.patches_PX has NaN or infinity among its pixels")
     frames_P = _integers("prompt.vision.frame_segments_P", vision.frame_segments_P, (P,), 0, P)
     bound = _integer("prompt.vision.frame_bound", vision.frame_bound, 0)
     longest = int(np.bincount(frames_P)[1:].max(initial=0))
@@ -174,6 +173,22 @@ def _vision(vision: Any, config: VisionConfig) -> VisionInput:
         _integers("prompt.vision.window_segments_P", vision.window_segments_P, (P,), 0, P),
         bound,
     )
+
+
+def _patches(patches_PX: Any, values: int, shadows: bool) -> np.ndarray | ShadowTensor:
+    """What stands for patches is as they are, but for their values, which nobody has seen yet."""
+    name = "prompt.vision.patches_PX"
+    if isinstance(patches_PX, ShadowTensor):
+        if not shadows:
+            raise ValueError(f"{name} is elsewhere ({patches_PX!r}), and this engine was made without `fetch`")
+        if patches_PX.ndim != 2 or patches_PX.shape[1] != values or patches_PX.dtype != np.float32:
+            stands_for = f"{patches_PX.dtype} {patches_PX.shape}"
+            raise ValueError(f"{name} stands for {stands_for}; it must be float32 (P, {values})")
+        return patches_PX
+    array = _array(name, patches_PX, (None, values), jnp.floating).astype(np.float32, copy=False)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} has NaN or infinity among its pixels")
+    return array
 
 
 def _is_integer(kind: type) -> bool:

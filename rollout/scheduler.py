@@ -1,10 +1,10 @@
 """The engine's bookkeeping of requests, samples, slots and pages: pure host code without device, clock or event loop.
 
-Samples wait in the order of submission and take the lowest free slots in that order, so that equal submissions
-give equal batches. A slot is a place in the tables; what a sample has in the cache is in its pages, which it gets when
-they are free, in the order of submission, too. The full pages of a prompt are held by all samples of its request
-together. A sample that has pages and nothing in them (new, or the weights changed) is to be *started* from prefilled
-rows; all others are decoded.
+Samples wait in the order of submission (or of seeds) and take the lowest free slots in that order, so that equal
+submissions give equal batches. A slot is a place in the tables; what a sample has in the cache is in its pages, which
+it gets when they are free, in the order of submission, too. The full pages of a prompt are held by all samples of its
+request together. A sample that has pages and nothing in them (new, or the weights changed) is to be *started* from
+prefilled rows; all others are decoded.
 
 Pages are given for the tokens that are there, not for those that may come: responses end long before their limit more
 often than not. Where a round finds no free page, the youngest sample that has any loses its pages and is started again
@@ -20,137 +20,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
-from .pages import PAGE_TOKENS, PagePool, pages_for
-from .programs import DecodeRound, doubling
+from .pages import PAGE_TOKENS, PagePool
+from .prompt_features import PromptFeatures
 from .requests import EngineLimits, checked, ended_before
-from .sampling import SlotSampling, seed_words
+from .slots import SlotTable
 
-LEAST_IDS = 8  # stop and forbidden ids a slot; doubled when a request brings more
-PREFILL_TOKENS = 4096  # of one turn, so that rounds come in between; a single prompt with media may have more
+PREFILL_TOKENS = 4096  # of one turn, so that rounds come in between; what is not cut may have more
 CHUNK_TOKENS = 2048  # of one prompt, or of what a sample has, in one prefill; a multiple of a page
-
-
-class SlotTable:
-    """The state of `N` slots on the host, in a cache of `pages` pages; entries of free slots are stale."""
-
-    def __init__(self, slots: int, max_sequence_tokens: int, pages: int) -> None:
-        self.no_page = pages  # out of range: nothing is written there
-        self.page_NC = np.full((slots, pages_for(max_sequence_tokens)), pages, np.int32)  # of each slot's entries
-        self.pages_N = np.zeros(slots, np.int32)  # the first so many are its pages; 0: all are stale
-        self.prompt_N = np.zeros(slots, np.int32)  # tokens of the prompt
-        self.next_position_N = np.zeros(slots, np.int32)  # rotary position of the response's first token
-        self.produced_N = np.zeros(slots, np.int32)  # tokens of the response, prefix included
-        self.limit_N = np.zeros(slots, np.int32)  # the most tokens that the response may have
-        self.response_NT = np.zeros((slots, max_sequence_tokens), np.int32)
-        self.temperature_N = np.ones(slots, np.float32)
-        self.top_p_N = np.ones(slots, np.float32)
-        self.top_k_N = np.zeros(slots, np.int32)
-        self.seed_N2 = np.zeros((slots, 2), np.uint32)
-        self.sample_N = np.zeros(slots, np.int32)
-        self.stop_ids_NI = np.full((slots, LEAST_IDS), -1, np.int32)
-        self.forbidden_ids_NI = np.full((slots, LEAST_IDS), -1, np.int32)
-
-    def assign(self, request: GenerateRequest, samples: list[int], slots: list[int], prefixes: list[tuple]) -> None:
-        """Gives free slots to samples of one request, which begin with these tokens."""
-        sampling = request.sampling
-        self.prompt_N[slots] = len(request.prompt)
-        self.next_position_N[slots] = request.prompt.next_position
-        self.produced_N[slots] = list(map(len, prefixes))
-        for slot, prefix in zip(slots, prefixes, strict=True):
-            self.response_NT[slot, : len(prefix)] = prefix
-        self.limit_N[slots] = sampling.max_new_tokens
-        self.temperature_N[slots] = sampling.temperature
-        self.top_p_N[slots] = sampling.top_p
-        self.top_k_N[slots] = sampling.top_k
-        self.seed_N2[slots] = seed_words(request.seed)
-        self.sample_N[slots] = [request.samples[i] for i in samples] if request.samples else samples
-        self.stop_ids_NI = _with_ids(self.stop_ids_NI, slots, sampling.stop_ids)
-        self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slots, sampling.forbidden_ids)
-
-    def place(self, slot: int, pages: list[int]) -> None:
-        """Notes the pages that the sample of a slot has now."""
-        self.page_NC[slot, : len(pages)] = pages
-        self.page_NC[slot, len(pages) :] = self.no_page
-        self.pages_N[slot] = len(pages)
-
-    def wanted_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
-        """The pages that some slots need for so many more tokens each, or for as many as they may get, of which the
-        last one is never in the cache."""
-        entries_B = np.minimum(self.produced_N[slots_B] + steps, self.limit_N[slots_B]) + self.prompt_N[slots_B] - 1
-        return -(-entries_B // PAGE_TOKENS)
-
-    def extend(self, slots_B: np.ndarray, tokens_BR: np.ndarray, count_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Adds the first `count_B` (at least 1) tokens to each slot; returns who hit a stop id, and who the limit."""
-        fresh_BR = np.arange(tokens_BR.shape[1]) < count_B[:, None]
-        column_BR = self.produced_N[slots_B][:, None] + np.arange(tokens_BR.shape[1])
-        row_BR = np.broadcast_to(slots_B[:, None], column_BR.shape)
-        self.response_NT[row_BR[fresh_BR], column_BR[fresh_BR]] = tokens_BR[fresh_BR]
-        self.produced_N[slots_B] += count_B
-        last_B = np.take_along_axis(tokens_BR, count_B[:, None] - 1, axis=1)
-        stop_B = (last_B == self.stop_ids_NI[slots_B]).any(axis=1)
-        return stop_B, self.produced_N[slots_B] >= self.limit_N[slots_B]
-
-    def sampling(self, slots_B: np.ndarray, size: int) -> SlotSampling:
-        """The parameters of some slots, filled up to `size` rows with those of slot 0 (never looked at)."""
-        slots_B = _filled(slots_B, size, 0)
-        return SlotSampling(
-            self.temperature_N[slots_B],
-            self.top_p_N[slots_B],
-            self.top_k_N[slots_B],
-            _trimmed(self.stop_ids_NI[slots_B]),
-            _trimmed(self.forbidden_ids_NI[slots_B]),
-            self.seed_N2[slots_B],
-            self.sample_N[slots_B],
-        )
-
-    def round(self, slots_B: np.ndarray, size: int, steps: int, view_pages: int) -> DecodeRound:
-        """The input of the decode program for `steps` tokens, filled up to `size` rows with nothing to do. The first
-        `view_pages` pages of each slot are read."""
-        padding = size - len(slots_B)
-        produced_B = self.produced_N[slots_B]
-        cached_B = self.prompt_N[slots_B] + produced_B - 1  # the last token is the round's first input
-        entry_BR = cached_B[:, None] + np.arange(steps)
-        page_BR = np.minimum(entry_BR // PAGE_TOKENS, self.page_NC.shape[1] - 1)
-        entries_BR = self.page_NC[slots_B[:, None], page_BR] * PAGE_TOKENS + entry_BR % PAGE_TOKENS
-        entries_BR[entry_BR >= self.page_NC.shape[1] * PAGE_TOKENS] = self.no_page * PAGE_TOKENS
-
-        def fill(x_B: np.ndarray) -> np.ndarray:
-            return np.pad(x_B, (0, padding))
-
-        return DecodeRound(
-            pages_BC=np.pad(self.page_NC[slots_B, :view_pages], ((0, padding), (0, 0))),
-            entries_BR=np.pad(entries_BR, ((0, padding), (0, 0)), constant_values=self.no_page * PAGE_TOKENS),
-            token_B=fill(self.response_NT[slots_B, produced_B - 1]),
-            position_B=fill(self.next_position_N[slots_B] + produced_B - 1),
-            length_B=fill(cached_B),
-            index_B=fill(produced_B),
-            remaining_B=fill(self.limit_N[slots_B] - produced_B),
-            sampling=self.sampling(slots_B, size),
-        )
-
-
-def _filled(x_B: np.ndarray, size: int, value: int) -> np.ndarray:
-    return np.pad(x_B, (0, size - len(x_B)), constant_values=value).astype(np.int32)
-
-
-def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
-    """Only as wide as these slots need: other requests, past or present, must not decide the compiled shape."""
-    return ids_BI[:, : doubling(int((ids_BI >= 0).sum(axis=1).max()), LEAST_IDS)]
-
-
-def _with_ids(ids_NI: np.ndarray, slots: list[int], ids: tuple[int, ...]) -> np.ndarray:
-    """Writes a list of ids for some slots, into a wider table if need be; returns the table."""
-    width = doubling(len(ids), ids_NI.shape[1])
-    if width > ids_NI.shape[1]:  # `np.pad` takes longer than all the rest of a start
-        ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)
-    ids_NI[slots] = -1
-    ids_NI[slots, : len(ids)] = ids
-    return ids_NI
 
 
 @dataclasses.dataclass(eq=False)
@@ -200,6 +82,7 @@ class Job:
     suspect: bool = False  # a turn that it shared with others failed
     pages: list[int] = dataclasses.field(default_factory=list)  # the full ones of the prompt, while any sample has them
     filled: int = 0  # of their entries, those that are written; whole pages
+    features: PromptFeatures | None = None  # of its images and videos, between the chunks of its prompt
 
     @property
     def open(self) -> bool:
@@ -253,6 +136,14 @@ class Scheduler:
             else:
                 done.append(self._end_with(sample, finish))
         return job, done
+
+    def by_seed(self) -> None:
+        """Requests of which no sample has a slot yet are taken up in the order of their seeds, whenever they came."""
+        new = [job for job in self.jobs.values() if all(sample.slot < 0 for sample in job.samples)]
+        numbers = sorted(job.number for job in new)
+        for number, job in zip(numbers, sorted(new, key=lambda job: job.request.seed), strict=True):
+            job.number = number
+        self.waiting = deque(sorted(self.waiting, key=lambda sample: (sample.job.number, sample.index)))
 
     def next_turn(self) -> None:
         """Gives free slots and pages to those who wait, and decides what the next turn is: a start, or a round, for
@@ -336,13 +227,25 @@ class Scheduler:
         self.cached_N[sample.slot] = False
         self._pageless.add(sample)
         if job.pages and not self.pool.holders[job.pages[0]]:
-            job.pages, job.filled = [], 0
+            job.pages, job.filled, job.features = [], 0, None
             for other in job.samples:
                 other.forget_context()
 
     def to_start(self) -> dict[Job, list[RunningSample]]:
         """Samples that the next turn starts, by job: a round if there are none."""
         return self._starting
+
+    def upcoming(self) -> Iterator[Job]:
+        """The jobs that wait for a start behind the turn that was planned, in about the order in which they get it.
+        One whose images and videos that turn does not finish is among them."""
+        slots = np.flatnonzero((self.table.pages_N > 0) & ~self.cached_N).tolist()
+        held = (sample for sample in map(self.occupant.__getitem__, slots) if sample is not None)
+        pageless = sorted(self._pageless, key=lambda sample: sample.age)
+        seen = {job for job in self._starting if job.features is None}
+        for sample in itertools.chain(held, pageless, self.waiting):
+            if sample.place is None and sample.job not in seen:
+                seen.add(sample.job)
+                yield sample.job
 
     def _to_start(self) -> dict[Job, list[RunningSample]]:
         """Samples that hold pages and have nothing decoded in them, in the order of their slots, as many as fit one
@@ -397,7 +300,7 @@ class Scheduler:
         """
         self.invalidate()
         if len(jobs) == 1:
-            return self._drop(jobs)
+            return self.drop(jobs)
         for job in jobs:
             job.suspect = True
         return []
@@ -484,9 +387,9 @@ class Scheduler:
 
     def clear(self) -> list[Job]:
         """Drops everything; returns the jobs that were open."""
-        return self._drop(list(self.jobs.values()))
+        return self.drop(list(self.jobs.values()))
 
-    def _drop(self, jobs: list[Job]) -> list[Job]:
+    def drop(self, jobs: list[Job]) -> list[Job]:
         """Forgets jobs, without chunks; returns them."""
         for job in jobs:
             del self.jobs[job.request.rid]

@@ -58,7 +58,7 @@ class RolloutServer:
     ) -> None:
         self._engine, self._config, self._processor = engine, config, processor
         self._info = info or {}
-        self._reader = RequestReader(config, processor, media_bytes)
+        self._reader = RequestReader(config, processor, media_bytes, shadows=engine.shadows)
         self._answers: dict[str, Answer] = {}  # of samples in flight, by rid
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
@@ -159,7 +159,7 @@ class RolloutServer:
 
     async def _continue(self, request: Request) -> Response:
         read_json_object(await request.body())
-        await self._engine.resume()
+        await self._engine.resume(by_seed=True)  # what came over a network came in any order
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     # --- memory ---------------------------------------------------------------------------------
@@ -201,6 +201,7 @@ class RolloutServer:
             "vocab_size": self._config.text.vocab_size,
             "weight_version": str(self._version),
             "asleep": self._engine.asleep,
+            "shadows": self._engine.shadows,
         }
         return JSONResponse(self._info | info)
 

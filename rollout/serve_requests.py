@@ -24,7 +24,7 @@ from models.processing import Processor
 
 from .engine import GenerateRequest, SamplingParams
 from .requests import checked_sampling
-from .wire import FIELDS, BadRequest, Incoming, Json, array_of, given_prompt, our_media, sampling_of
+from .wire import FIELDS, BadRequest, Incoming, Json, array_of, given_prompt, is_shadow, our_media, sampling_of
 
 MOST = (1 << 31) - 1
 
@@ -187,14 +187,16 @@ class MediaStore:
 
 
 def _size(media: Json) -> int:
-    return len(media["patches"]["data"])
+    patches = media["patches"]
+    return len(json.dumps(patches)) if is_shadow(patches) else len(patches["data"])
 
 
 class RequestReader:
-    """Prepares the prompts of bodies for one model; `capacity` bytes of media are kept."""
+    """Prepares the prompts of bodies for one model; `capacity` bytes of media are kept. `shadows`: patches may be
+    elsewhere, where the engine fetches them."""
 
-    def __init__(self, config: AnyConfig, processor: Processor, capacity: int) -> None:
-        self._config, self._processor = config, processor
+    def __init__(self, config: AnyConfig, processor: Processor, capacity: int, *, shadows: bool = False) -> None:
+        self._config, self._processor, self._shadows = config, processor, shadows
         self._store = MediaStore(capacity)
 
     def requests(self, body: Body) -> list[Incoming]:
@@ -237,6 +239,11 @@ class RequestReader:
                 raise BadRequest(f"{field}: one entry in our format has all media of a sample")
             for media in ours:
                 found[field] = media
+                if is_shadow(media.get("patches")) and not self._shadows:
+                    raise BadRequest(
+                        f"{field}: tickets in the place of patches, which this server can't fetch: it was made without "
+                        "`fetch`; send the pixels"
+                    )
                 if "patches" in media:
                     sent[media["key"]] = media
         if found and len(found) < len(sample.media):

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import io
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import aiohttp
@@ -186,15 +186,24 @@ class ServerClient:
     # --- generation -----------------------------------------------------------------------------
 
     async def generate(
-        self, body: Json, replies: Sequence[SampleReply], vocabulary: int, version: int
+        self,
+        body: Json,
+        replies: Sequence[SampleReply],
+        vocabulary: int,
+        version: int,
+        accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[SampleReply]:
         """Sends a body of `wire.request_body` and fills `replies`, one a sample in its order; yields each that ended.
+        `accepted` is called when the server has begun its answer; from then on the body is empty: it may have many
+        pixels.
 
         `version` is what the server has now. After a ServerError, `replies` hold what came until then: the first
         `len(versions)` tokens of each are certain in every respect.
         """
         reader = _Reader(self.address, replies, body["sampling_params"], vocabulary, version)
         async with self._reach("POST", "/generate", body, None) as response:
+            body.clear()
+            accepted()
             try:
                 async for event in _events(response):
                     ended = reader.read(event)
@@ -235,6 +244,7 @@ class ServerClient:
             async with self._session.request(
                 method, self.address + route, data=data, headers=headers, timeout=timeout
             ) as response:
+                del data
                 if response.status >= 400:
                     text = (await response.text(errors="replace"))[:500]
                     kind = Refused if response.status < 500 and response.status != 429 else ServerError

@@ -5,8 +5,10 @@ running sample up to `steps_per_sync` tokens. Samples share the computation of t
 continued, or must be recomputed because the weights changed or the cache was full.
 
 A prompt, or what a sample has, is computed `CHUNK_TOKENS` at a time where it is longer: chunks go into pages, and what
-follows them sees these pages. So does a sample that starts later than others of its prompt. A prompt is never cut
-before its last image or video: what is before that is one chunk, because the vision tower computes all of it at once.
+follows them sees these pages. So does a sample that starts later than others of its prompt. Of up to `PREFILL_PATCHES`
+patches, the vision tower computes all at once, in the same program: such a prompt is not cut before its last image or
+video. A prompt with more is cut anywhere, and the tower computes frame pairs by groups as chunks get to them
+(`rollout.prompt_features`).
 """
 
 import dataclasses
@@ -18,9 +20,11 @@ from jax import Array
 
 from models.inputs import ModelInput, PackedTokens, VisionInput
 from models.processing.vision_input import concatenate, pad
+from models.shadow import ShadowTensor
 
 from .pages import PAGE_TOKENS, pages_for
 from .programs import Context, DecodeRound, PageWrites, Rows, Starts, doubling, geometric
+from .prompt_features import FeatureWork, PromptFeatures, padded_patches
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Scheduler
 
@@ -29,18 +33,19 @@ LEAST_ROWS = 32  # samples of a start or a round, for a small model
 LEAST_VIEW = 32  # cache entries read by a round, unless its samples can never have so many
 LEAST_TOKENS = 16  # a row of a prefill
 LEAST_AREA = 256  # rows x row length: for a small model less costs hardly less, and would be more shapes to compile
-LEAST_FEATURES = 16  # features of the vision tower
-PREFILL_PATCHES = 4096  # of one prefill, unless a single prompt has more
+PREFILL_PATCHES = 4096  # of one prefill, or of one program for a prompt that has more, unless a frame pair has more
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
     """A prompt to prefill, or the rest of one that begins in the pages `context`, and the tokens that each of its
-    samples already has (may be none), in sample order."""
+    samples already has (may be none), in sample order. With `features`, its pixels are in no batch."""
 
     prompt: ModelInput
     responses: tuple[np.ndarray, ...]
     context: tuple[int, ...] = ()
+    rid: str = ""
+    features: FeatureWork | None = None
 
 
 class Place(NamedTuple):
@@ -54,16 +59,34 @@ class Place(NamedTuple):
     skip: int = 0
 
 
+class Shown(NamedTuple):
+    """The patches `start .. stop` of a batch are those of a request."""
+
+    rid: str
+    start: int
+    stop: int
+
+
 @dataclasses.dataclass(eq=False)
 class PrefillBatch:
     """One call of the prefill program; `places[i][j]` is sample `j` of prefix `i`. The engine fills in `outputs`:
-    keys and values, and hidden states, on the device."""
+    keys and values, and hidden states, on the device. Then `features` are not needed any more."""
 
     inputs: PackedTokens
     places: list[list[Place]]
     tokens: int  # computed, padding not counted
     context: Context | None = None
+    shown: tuple[Shown, ...] = ()
+    features: FeatureWork | None = None  # of its only prompt
     outputs: tuple[Rows, Array] | None = None
+
+    def pixels(self) -> Iterator[ShadowTensor]:
+        """The patches that have to be fetched, in the order of their use."""
+        if self.features is not None:
+            tensors = map(self.features.kept.patches, self.features.groups)
+            yield from (tensor for tensor in tensors if isinstance(tensor, ShadowTensor))
+        elif self.inputs.vision is not None and isinstance(patches_PX := self.inputs.vision.patches_PX, ShadowTensor):
+            yield from (patches_PX[start:stop] for _, start, stop in self.shown)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +157,7 @@ def _cut(
     """The next chunks of a job's samples, and the prefixes of those that can start without one, with their samples."""
     prompt, chunks = job.request.prompt, []
     P, media = len(prompt), _media_end(prompt)
+    rid = job.request.rid
     alone: list[tuple[Prefix, list[RunningSample]]] = []
     together: list[RunningSample] = []
     for sample in samples:
@@ -147,7 +171,8 @@ def _cut(
         elif sample.filled > job.filled:
             context = tuple(sample.pages[: done // PAGE_TOKENS])
             last = part(prompt, scheduler.response(sample), done, end)
-            alone.append((Prefix(last, (np.zeros(0, np.int32),), context), [sample]))
+            features = _features(limits, job, last, end)
+            alone.append((Prefix(last, (np.zeros(0, np.int32),), context, rid, features), [sample]))
         else:
             together.append(sample)
     if not together:
@@ -166,13 +191,53 @@ def _cut(
     together.sort(key=lambda sample: sample.index)
     context = tuple(job.pages[: skip // PAGE_TOKENS])
     rest = part(prompt, np.zeros(0, np.int32), skip, P)
-    return chunks, [*alone, (Prefix(rest, tuple(map(scheduler.response, together)), context), together)]
+    prefix = Prefix(rest, tuple(map(scheduler.response, together)), context, rid, _features(limits, job, rest, P))
+    return chunks, [*alone, (prefix, together)]
+
+
+def by_groups(vision: VisionInput | None) -> bool:
+    """Whether there are too many patches for one program."""
+    return vision is not None and vision.num_patches > PREFILL_PATCHES
+
+
+def _features(limits: EngineLimits, job: Job, part: ModelInput, end: int) -> FeatureWork | None:
+    """What the tokens up to `end` of a request need, of which `part` are the last; None for nothing, or where the same
+    program computes it. The job keeps features as long as later tokens need any."""
+    prompt, shown = job.request.prompt, job.request.prompt.shown[0]
+    if not by_groups(prompt.vision) or not len(shown):
+        return None
+    kept = job.features or PromptFeatures.of(prompt, _merge_unit(limits), PREFILL_PATCHES)
+    job.features = None if end > shown[-1] else kept
+    return None if part.vision is None else FeatureWork(job.request.rid, kept, kept.plan(part.feature_index_T))
+
+
+def pixels_ahead(scheduler: Scheduler, limits: EngineLimits, most: int) -> Iterator[ShadowTensor]:
+    """The patches that have to be fetched for the turns behind the one that is planned, in about the order of their
+    use: no more than `most`, unless the first ones are."""
+    for job in scheduler.upcoming():
+        prompt = job.request.prompt
+        if prompt.vision is None or not isinstance(prompt.vision.patches_PX, ShadowTensor):
+            continue
+        rest_T = prompt.feature_index_T[min(job.filled, (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS) :]
+        if not (rest_T >= 0).any():
+            continue
+        tensors: list[np.ndarray | ShadowTensor] = [prompt.vision.patches_PX]
+        if by_groups(prompt.vision):
+            kept = job.features or PromptFeatures.of(prompt, _merge_unit(limits), PREFILL_PATCHES)
+            tensors = list(map(kept.patches, kept.missing(rest_T)))
+        for tensor in tensors:
+            if isinstance(tensor, ShadowTensor):  # part of it may be here
+                yield tensor
+                most -= len(tensor)
+            if most <= 0:
+                return
 
 
 def _media_end(prompt: ModelInput) -> int:
-    """The tokens up to the page in which the last image or video ends; 0 without media."""
-    media = np.flatnonzero(prompt.feature_index_T >= 0)
-    return pages_for(int(media[-1]) + 1) * PAGE_TOKENS if len(media) else 0
+    """The tokens up to the page in which the last image or video ends, of those that are computed with the tokens; 0
+    without media."""
+    tokens, _ = prompt.shown
+    return pages_for(int(tokens[-1]) + 1) * PAGE_TOKENS if len(tokens) and not by_groups(prompt.vision) else 0
 
 
 def chunk_tokens(prompt: ModelInput) -> int:
@@ -197,7 +262,8 @@ def part(prompt: ModelInput, response_T: np.ndarray, start: int, end: int) -> Mo
 def _chunk(scheduler: Scheduler, limits: EngineLimits, sample: RunningSample, part: ModelInput) -> StartStep:
     done, job = sample.written, sample.job
     context = tuple(sample.pages[: done // PAGE_TOKENS])
-    prefix = Prefix(part, (np.zeros(0, np.int32),), context)
+    features = _features(limits, job, part, done + len(part))
+    prefix = Prefix(part, (np.zeros(0, np.int32),), context, job.request.rid, features)
     batch = _pack([prefix], limits.max_sequence_tokens, _merge_unit(limits), 1)
     writes = _writes(scheduler, limits, batch, [sample], [batch.places[0][0]])
     sample.filled = done + len(part)
@@ -317,6 +383,7 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
     positions_3BT = np.zeros((3, B, T), np.int32)
     feature_index_BT = np.full((B, T), -1, np.int32)
     visions: list[VisionInput] = []
+    shown: list[Shown] = []
     places: list[list[Place]] = []
     row = features = 0
     for prefix, (row_lengths, relative_places) in zip(prefixes, layouts, strict=True):
@@ -325,7 +392,10 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
         tokens_BT[row:end, :P] = prompt.token_ids_T
         positions_3BT[:, row:end, :P] = prompt.positions_3T[:, None]
         index = prompt.feature_index_T
-        feature_index_BT[row:end, :P] = np.where(index >= 0, index + features, -1)
+        if prefix.features is not None:
+            feature_index_BT[row:end, :P] = prefix.features.kept.places(index)
+        else:
+            feature_index_BT[row:end, :P] = np.where(index >= 0, index + features, -1)
         for r, length in enumerate(row_lengths, start=row):
             segments_BT[r, :length] = 1
         places.append([place._replace(row=row + place.row) for place in relative_places])
@@ -336,7 +406,9 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
             tokens_BT[place.row, columns] = response
             branches_BT[place.row, columns] = branch
             positions_3BT[:, place.row, columns] = prompt.next_position + np.arange(len(response), dtype=np.int32)
-        if prompt.vision is not None:
+        if prompt.vision is not None and prefix.features is None:
+            start = features * merge_unit
+            shown.append(Shown(prefix.rid, start, start + prompt.vision.num_patches))
             visions.append(prompt.vision)
             features += prompt.vision.num_patches // merge_unit
         row = end
@@ -344,10 +416,10 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
     vision = None
     if visions:
         joined = concatenate(visions)
-        vision = pad(joined, merge_unit * geometric(joined.num_patches // merge_unit, LEAST_FEATURES))
+        vision = pad(joined, padded_patches(joined.num_patches, merge_unit))
     inputs = PackedTokens(tokens_BT, segments_BT, branches_BT, positions_3BT, predecessor_BT, feature_index_BT, vision)
     context = _context(prefixes, [len(row_lengths) for row_lengths, _ in layouts], B)
-    return PrefillBatch(inputs, places, sum(lengths), context)
+    return PrefillBatch(inputs, places, sum(lengths), context, tuple(shown), prefixes[0].features)
 
 
 def _context(prefixes: Sequence[Prefix], rows: Sequence[int], B: int) -> Context | None:

@@ -6,6 +6,7 @@ The samples of a request travel together, as a batch: sample `i` of the batch ha
 Media travel as the trainer computes on them: patches, grids and rotary positions, in raster order as Hugging Face's
 processors return them, beside prompts whose placeholders are expanded. Their `format` is known to `rollout.serve` and
 to SGLang with our extension (`rollout/sglang_plugin`); only the first sample carries the patches, the others their key.
+An engine that fetches pixels itself gets tickets in the place of patches, in window order (`SHADOW`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from models.config import AnyConfig, PatchLayout, Qwen25VLConfig
+from models.config import AnyConfig, PatchLayout, Qwen25VLConfig, VisionConfig
 from models.inputs import ModelInput
-from models.processing.vision_input import pack_patches
+from models.processing.vision_input import arrange, arranged
+from models.qwen2_5_vl.positions import Grid
+from models.shadow import Rows, ShadowTensor
 
 from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
 
@@ -31,6 +34,7 @@ ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: seeds that follow each 
 NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
 DTYPES = ("float32", "int32")
 MOST_GRID = 1 << 16  # patches on a side, or frame pairs; three sides do not overflow
+SHADOW = "shadow"  # of `patches`: {"dtype", "shape", "rows": [[ticket, start, stop], or an array that is here, ...]}
 FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
 
@@ -103,10 +107,11 @@ def _media(prompt: ModelInput, config: Qwen25VLConfig) -> dict[str, Json]:
     """The images and the videos of a prompt, by their field: patches in raster order, and a grid for each medium."""
     vision, unit = prompt.vision, config.vision.merge_unit
     assert vision is not None
-    blocks_MX = vision.patches_PX.reshape(len(vision.patches_PX) // unit, -1)
+    patches_PX = vision.patches_PX
     frames_M = vision.frame_segments_P[::unit]
     shown = prompt.feature_index_T >= 0
     found: dict[str, Json] = {}
+    told = 0  # tokens
     for field, name in FIELDS.items():
         token = getattr(config, name)
         of_kind = shown & (prompt.token_ids_T == token)
@@ -117,15 +122,43 @@ def _media(prompt: ModelInput, config: Qwen25VLConfig) -> dict[str, Json]:
         grids = [_grid(prompt, frames_M, run, field, unit) for run in runs]
         frames = [frame for run, grid in zip(runs, grids, strict=True) for frame in np.split(run, grid[0])]
         arrays = {
-            "patches": blocks_MX[prompt.feature_index_T[places]].reshape(-1, vision.patches_PX.shape[1]),
             "grid_thw": np.asarray(grids, np.int32),
             "offsets": np.asarray([(frame[0], frame[-1]) for frame in frames], np.int32),  # of each frame pair's tokens
         }
-        key = hashlib.sha256(b"".join(array.tobytes() for array in arrays.values())).hexdigest()
-        found[field] = {"key": key, **{name: array_json(array) for name, array in arrays.items()}}
-    if int(shown.sum()) != sum(media["patches"]["shape"][0] // unit for media in found.values()):
+        if isinstance(patches_PX, ShadowTensor):
+            patches = shadow_json(_in_window_order(prompt, patches_PX, runs, grids, config.vision))
+            name = json.dumps(patches).encode()
+        else:
+            blocks_MX = patches_PX.reshape(len(patches_PX) // unit, -1)
+            raster_PX = blocks_MX[prompt.feature_index_T[places]].reshape(-1, patches_PX.shape[1])
+            patches, name = array_json(raster_PX), raster_PX.tobytes()
+        key = hashlib.sha256(b"".join([name, *(array.tobytes() for array in arrays.values())])).hexdigest()
+        found[field] = {"key": key, "patches": patches, **{name: array_json(array) for name, array in arrays.items()}}
+        told += len(places)
+    if int(shown.sum()) != told:
         raise EngineError("the prompt shows media at tokens that are neither image nor video placeholders")
     return found
+
+
+def _in_window_order(
+    prompt: ModelInput,
+    patches_PX: ShadowTensor,
+    runs: Sequence[np.ndarray],
+    grids: Sequence[Grid],
+    config: VisionConfig,
+) -> ShadowTensor:
+    """The patches of the media that these runs of tokens show. Raises EngineError where a medium's features do not
+    stand as their grid has them."""
+    tensors = []
+    for run, grid in zip(runs, grids, strict=True):
+        rows = prompt.feature_index_T[run]
+        first = int(rows.min())
+        if not np.array_equal(rows - first, arrange([grid], PatchLayout.of(config)).feature_order):
+            raise EngineError(
+                f"tokens {run[0]} .. {run[-1]} of the prompt show a medium whose patches are in another order"
+            )
+        tensors.append(patches_PX[first * config.merge_unit : (first + len(run)) * config.merge_unit])
+    return tensors[0] if len(tensors) == 1 else np.concatenate(tensors)  # type: ignore[call-overload]
 
 
 def _grid(prompt: ModelInput, frames_M: np.ndarray, run: np.ndarray, field: str, unit: int) -> tuple[int, int, int]:
@@ -180,6 +213,47 @@ def array_json(array: np.ndarray) -> Json:
     }
 
 
+def shadow_json(tensor: ShadowTensor) -> Json:
+    """What stands for patches: where each row of them is."""
+    rows = [
+        [piece.ticket, piece.start, piece.stop] if isinstance(piece, Rows) else array_json(piece)
+        for piece in tensor.pieces
+    ]
+    return {SHADOW: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "rows": rows}}
+
+
+def is_shadow(patches: Any) -> bool:
+    """Whether `patches` of our format are tickets."""
+    return isinstance(patches, dict) and SHADOW in patches
+
+
+def patches_of(name: str, value: Any) -> np.ndarray | ShadowTensor:
+    """The patches that `array_json` wrote, in raster order, or `shadow_json`, in window order. Raises BadRequest."""
+    if not is_shadow(value):
+        return array_of(name, value)
+    try:
+        told = value[SHADOW]
+        dtype, shape, rows = told["dtype"], tuple(told["shape"]), told["rows"]
+        if dtype != "float32" or len(shape) != 2 or not all(type(side) is int and side > 0 for side in shape):
+            raise ValueError(f"{dtype} {shape} must be float32 and [P, X]")
+        pieces = [_rows_of(row) if isinstance(row, list) else array_of(name, row) for row in rows]
+        if any(isinstance(piece, np.ndarray) and piece.shape[1:] != shape[1:] for piece in pieces):
+            raise ValueError(f"an array among the rows is not [P, {shape[1]}]")
+        tensor = ShadowTensor(pieces, shape[1:], np.dtype(dtype))
+        if tensor.shape != shape:
+            raise ValueError(f"the rows are {len(tensor)}, the shape says {shape[0]}")
+    except (TypeError, KeyError, ValueError) as error:
+        raise error if isinstance(error, BadRequest) else BadRequest(f"{name}.{SHADOW}: {error!r}") from None
+    return tensor
+
+
+def _rows_of(row: list[Any]) -> Rows:
+    ticket, start, stop = row
+    if not isinstance(ticket, str) or type(start) is not int or type(stop) is not int or not 0 <= start < stop:
+        raise ValueError(f"{str(row)[:200]} is no [ticket, start, stop]")
+    return Rows(ticket, start, stop)
+
+
 def array_of(name: str, value: Any) -> np.ndarray:
     """The array that `array_json` wrote. Raises BadRequest."""
     try:
@@ -202,9 +276,11 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
     if positions.shape != (3, len(ids)):
         raise BadRequest(f"positions has the shape {positions.shape}; {len(ids)} tokens need (3, {len(ids)})")
     unit = config.vision.merge_unit
-    runs: list[tuple[int, np.ndarray, tuple[int, ...]]] = []  # first token, patches in raster order, grid
+    layout = PatchLayout.of(config.vision)
+    runs: list[tuple[int, np.ndarray | ShadowTensor, tuple[int, ...]]] = []  # first token, patches, grid
     for field, entry in media.items():
-        patches, grids = (array_of(f"{field}.{name}", entry.get(name)) for name in ("patches", "grid_thw"))
+        patches = patches_of(f"{field}.patches", entry.get("patches"))
+        grids = array_of(f"{field}.grid_thw", entry.get("grid_thw"))
         if patches.ndim != 2 or grids.ndim != 2 or grids.shape[1] != 3 or grids.dtype != np.int32:
             raise BadRequest(
                 f"{field}: patches {patches.shape} and grid_thw {grids.dtype} {grids.shape} must be [P, X] and "
@@ -227,11 +303,12 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
             runs.append((int(shown[0]), patches[start:end], tuple(grid)))
     runs.sort(key=lambda run: run[0])
     try:
-        vision, feature_order = pack_patches(
-            np.concatenate([patches for _, patches, _ in runs]),
-            [grid for *_, grid in runs],
-            PatchLayout.of(config.vision),
-        )
+        whole = arrange([grid for *_, grid in runs], layout)
+        packed = [
+            patches if isinstance(patches, ShadowTensor) else arrange([grid], layout).packed(patches)
+            for _, patches, grid in runs
+        ]
+        vision, feature_order = arranged(whole, np.concatenate(packed)), whole.feature_order
     except ValueError as error:
         raise BadRequest(f"grid_thw: {error}") from None
     feature_index = np.full(len(ids_T), -1, np.int32)

@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
+from .lora import Weight, merge
 from .walk import Forward, Loss, Params, Tally, Walk
-from .weights import ShardingRules, WeightSpec, shardings, specs, with_shardings
+from .weights import ShardingRules, WeightSpec, by_path, shardings, specs, with_shardings
 
 Batch = TypeVar("Batch")  # a pytree of arrays
 
@@ -31,7 +33,8 @@ class Fsdp:
     `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a
     device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
     a pytree like the batch, or a prefix of it. Weights are kept in their declared dtype and cast to `compute_dtype`
-    before they are sent, which halves the traffic of bf16; `remat` and `unroll` are those of the walk.
+    before they are sent, which halves the traffic of bf16; `remat` and `unroll` are those of the walk. Weights whose
+    declaration says `frozen` have no gradients.
 
     A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
     where each sequence is computed, and the batch is composed after the plan, so a run may change planners between two
@@ -61,12 +64,38 @@ class Fsdp:
         self.remat = remat
         self._row_dims = row_dims
         self._axes = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
-        weights_as_they_are = not self._axes and self.compute_dtype == jnp.float32
-        self._walk = Walk(gather=None if weights_as_they_are else self._gather, remat=remat, unroll=unroll)
+        declared: dict[tuple[str, ...], WeightSpec] = by_path(self.specs)
+        self._frozen = {path for path, spec in declared.items() if spec.frozen}
+        adapted = any(spec.lora for spec in declared.values())
+        weights_as_they_are = not self._axes and self.compute_dtype == jnp.float32 and not adapted
+        self._walk = Walk(
+            gather=None if weights_as_they_are else self._gather,
+            merge=self._merge if adapted else None,
+            remat=remat,
+            unroll=unroll,
+        )
 
     def shard(self, params: Params) -> Params:
         """The parameters as they lie on the mesh, without a copy where they lie there already."""
         return _put(params, self.shardings)
+
+    def trained(self, tree: Params) -> Params:
+        """What is trained, of parameters or of a tree like them."""
+        if not self._frozen:
+            return tree
+        return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if path not in self._frozen})
+
+    def frozen(self, params: Params) -> Params:
+        """What is not trained of the parameters."""
+        return unflatten_dict({path: leaf for path, leaf in by_path(params).items() if path in self._frozen})
+
+    def with_trained(self, params: Params, trained: Params) -> Params:
+        """The parameters with others for those that are trained."""
+        return unflatten_dict(by_path(params) | by_path(trained)) if self._frozen else trained
+
+    def shard_trained(self, tree: Params) -> Params:
+        """What is trained, or its gradients, as they lie on the mesh."""
+        return _put(tree, self.trained(self.shardings))
 
     def own(self, batch: Batch) -> Batch:
         """Those rows of a whole batch of host arrays that `place` wants of this process; all, where there is one."""
@@ -96,18 +125,21 @@ class Fsdp:
         return jax.tree.map(_from_own_rows, batch, placed)
 
     def loss_and_grad(self, params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
-        """(loss, tally, gradients): loss and tally summed over all devices, gradients laid out like `params`."""
+        """(loss, tally, gradients): loss and tally summed over all devices, gradients laid out like what is trained of
+        `params`."""
 
         def local(params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
-            def objective(params: Params) -> tuple[jax.Array, Tally]:
-                return self.loss(nnx.merge(self.graphdef, params), batch, self._walk)
+            def objective(trained: Params) -> tuple[jax.Array, Tally]:
+                model = nnx.merge(self.graphdef, self.with_trained(params, trained))
+                return self.loss(model, batch, self._walk)
 
-            (loss, tally), grads = jax.value_and_grad(objective, has_aux=True)(params)
+            (loss, tally), grads = jax.value_and_grad(objective, has_aux=True)(self.trained(params))
             sums, maxima = self._reduce(jax.lax.psum, tally.sums), self._reduce(jax.lax.pmax, tally.maxima)
             return self._reduce(jax.lax.psum, loss), Tally(sums, maxima), grads
 
         specs = self.param_specs()
-        return self._on_mesh(local, (specs, self._row_specs(batch)), (P(), P(), specs))(params, batch)
+        results = P(), P(), self.trained(specs)
+        return self._on_mesh(local, (specs, self._row_specs(batch)), results)(params, batch)
 
     def logprobs(self, params: Params, inputs: PyTree) -> PyTree:
         """The results of `forward`, rows spread over the devices."""
@@ -122,14 +154,33 @@ class Fsdp:
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     def _gather(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
+        return self._whole(spec, self._cast(self._varying(spec, local)))
+
+    def _varying(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
         cut = self.rules.cut(spec, self.mesh)
         replicated_over = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
-        if replicated_over:
-            # Its transpose sums the gradient over these axes; here, it does so after the scatter, on the slice.
-            local = jax.lax.pcast(local, replicated_over, to="varying")
-        if jnp.issubdtype(local.dtype, jnp.floating):
-            local = local.astype(self.compute_dtype)
+        # Its transpose sums the gradient over these axes; here, it does so after the scatter, on the slice.
+        return jax.lax.pcast(local, replicated_over, to="varying") if replicated_over else local
+
+    def _cast(self, local: jax.Array) -> jax.Array:
+        return local.astype(self.compute_dtype) if jnp.issubdtype(local.dtype, jnp.floating) else local
+
+    def _whole(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
+        cut = self.rules.cut(spec, self.mesh)
         return local if cut is None else jax.lax.all_gather(local, cut.axes, axis=cut.dim, tiled=True)
+
+    def _merge(self, weight: Weight, adapter_a: Weight, adapter_b: Weight) -> jax.Array:
+        """The whole weight with the product of its adapters, which is added to the shards before they are cast and
+        gathered. The adapter that has the axis along which the weight is cut is cut as the weight is, for `rules`
+        choose by axes; the other is gathered, in float32."""
+        (spec, local), (spec_a, a), (spec_b, b) = weight, adapter_a, adapter_b
+        cut = self.rules.cut(spec, self.mesh)
+        a, b = self._varying(spec_a, a), self._varying(spec_b, b)
+        if cut is None or cut.dim >= spec.inputs:
+            a = self._whole(spec_a, a)
+        if cut is None or cut.dim < spec.inputs:
+            b = self._whole(spec_b, b)
+        return self._whole(spec, self._cast(merge(spec, self._varying(spec, local), a, b)))
 
     def _reduce(self, reduction: Callable, tree: PyTree) -> PyTree:
         return reduction(tree, self._axes) if self._axes else tree

@@ -18,9 +18,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
+from .lora import Weight, beside, is_adapter
 from .weights import WeightSpec
 
 Gather = Callable[[WeightSpec, jax.Array], jax.Array]
+Merge = Callable[[Weight, Weight, Weight], jax.Array]
 Module = TypeVar("Module", bound=nnx.Module)
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -54,10 +56,12 @@ class Walk:
     `gather(spec, local)` turns the local shard of an (unstacked) weight into the whole weight, in the compute
     dtype. `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` all is kept but
     gathered weights, which are gathered again, or else the whole model would lie on every device between forward and
-    backward.
+    backward. `merge(weight, a, b)` does so for a weight that has adapters, and adds their product
+    (`lora`); models without adapters need none.
     """
 
     gather: Gather | None = None
+    merge: Merge | None = None
     remat: str = "none"
     # With remat `none`, stacks of at most so many layers are written out: nothing that is kept is copied into stacks.
     unroll: int = 8
@@ -66,13 +70,22 @@ class Walk:
         """The module with its whole weights; call it where they are needed, so that they live briefly."""
         if self.gather is None:
             return module
-        gather = self.gather
         graphdef, state = nnx.split(module)
+        weights = dict(nnx.to_flat_state(state))
 
-        def whole(variable: nnx.Variable) -> nnx.Variable:
-            return variable.replace(gather(variable.get_metadata("spec"), variable[...]))
+        def declared(path: tuple) -> Weight:
+            return weights[path].get_metadata("spec"), weights[path][...]
 
-        return nnx.merge(graphdef, jax.tree.map(whole, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+        whole: dict[tuple, nnx.Variable] = {}
+        for path, variable in weights.items():
+            spec, local = declared(path)
+            if is_adapter(path):  # nobody reads it further
+                whole[path] = variable
+            elif spec.lora and self.merge is not None:
+                whole[path] = variable.replace(self.merge((spec, local), *map(declared, beside(path))))
+            else:
+                whole[path] = variable.replace(self.gather(spec, local))
+        return nnx.merge(graphdef, nnx.from_flat_state(whole))
 
     def scan(
         self, layers: Module, carry: Carry, step: Callable[[Module, Carry, X], tuple[Carry, Y]], xs: PyTree = None

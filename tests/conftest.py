@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile much and run little: optimisations would take longer than they save. Subprocesses inherit this.
@@ -43,9 +44,16 @@ import pytest  # noqa: E402
 
 from fluxjax.base.process import share_between_devices  # noqa: E402
 
+
+def scheduled() -> int:
+    """The scheduling policy of this thread, where the system has several."""
+    return os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else 0
+
+
 hypothesis.settings.register_profile("fluxjax", deadline=None)  # no test depends on how fast the machine is
 hypothesis.settings.load_profile("fluxjax")
 share_between_devices()
+SCHEDULED = scheduled()
 gc.freeze()  # tracing makes many objects: collections need not look at all that was imported each time
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -61,6 +69,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker("slow")
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """A test that leaves this process a real-time one, as an encoder may, starves all others, its children included."""
+    assert scheduled() == SCHEDULED, "this process is scheduled otherwise now: see media_files.new_video"
 
 
 @pytest.fixture(scope="session")
@@ -90,3 +103,15 @@ def held_by():
     gc.collect()
     before = {device: now(device) for device in jax.devices()}
     return lambda device: now(device) - before[device]
+
+
+@pytest.fixture
+def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A real file system of 2 MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.decode().strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)

@@ -2,18 +2,19 @@
 
 import jax
 import numpy as np
-from learner_cases import random_groups, tiny
+from learner_cases import tiny
 from packing_cases import MODEL, make_config
 
-from fluxjax.algorithms import grpo
+from fluxjax.algorithms import ALGORITHMS
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import unpack
 from fluxjax.config import Config, ImportanceLevel, Strategy
 from fluxjax.learner.learner import Learner
-from fluxjax.learner.policy_trainer import with_scores
+from fluxjax.learner.scoring import with_scores
 
 DEVICES = 4
 HEADS = (4, 2)
+ALGORITHM = ALGORITHMS["grpo"]
 STRATEGIES = ["fsdp", "ulysses", "flex_ulysses", "odc", "hybrid"]
 SEEDS = [4, 11]  # odc: a microbatch of all devices; devices of a process that have none
 
@@ -42,13 +43,15 @@ class Recorded:
 
     def __init__(self, config: Config, compositions, mesh=None, links=None) -> None:
         self.config, self.compositions = config, compositions
-        self.learner = Learner(config, tiny(HEADS), grpo.token_loss, mesh=mesh, links=links)
+        self.learner = Learner(config, tiny(HEADS), ALGORITHM.token_loss, mesh=mesh, links=links)
         self._reference = jax.tree.map(lambda weight: weight * np.float32(0.9), self.learner.params)
 
     def composition(self, seed: int):
         """With what the loss reads beside the pass itself."""
         learner = self.learner
-        return with_scores(self.compositions[seed], learner.gradients, learner.params, self._reference, self.config)
+        weights = learner.params, self._reference
+        [scored] = with_scores([self.compositions[seed]], learner.gradients, *weights, self.config, ALGORITHM)
+        return scored
 
     def losses(self, steps: int) -> list[float]:
         """Those of so many steps, over all seeds in turn."""
@@ -61,7 +64,3 @@ def scores(composition) -> dict[tuple[int, int], np.ndarray]:
     names = ("reference_logprobs_BT", "response_log_ratios_BT")
     found = [unpack(composition, [getattr(batch, name) for batch in composition.batches]) for name in names]
     return {key: np.concatenate([one[key] for one in found]) for key in found[0] if key[0] >= 0}
-
-
-def groups_of(seed: int):
-    return random_groups(seed)

@@ -21,6 +21,7 @@ import host_cases  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
+from learner_cases import random_groups  # noqa: E402
 
 from fluxjax.base.process import share_between_devices  # noqa: E402
 from fluxjax.batch.composition import Composition  # noqa: E402
@@ -68,11 +69,11 @@ def steps(strategy: str, links: Links) -> None:
 
 def laid_out(config: Config, seed: int) -> Composition:
     """This process's part of a step, from orders that have been written and read."""
-    groups, prepared = host_cases.groups_of(seed)
+    groups, prepared = random_groups(seed)
     shares = host_cases.composer(config).shares(groups, blinded(prepared), local_shards(SETTINGS["processes"]))
-    order = decode(encode(Learn(1, told(shares[SETTINGS["process"]]))))
+    order = decode(encode(Learn(1, *told(shares[SETTINGS["process"]]))))
     assert isinstance(order, Learn)
-    here = share_of(order.rows, lambda draws: {draw: prepared[draw].inputs for draw in draws})
+    here = share_of(order.rows, order.responses, lambda draws: {draw: prepared[draw].inputs for draw in draws})
     composition = host_cases.composer(config).lay_out(here)
     program = np.array([int(fingerprint(config, composition), 16) % 2**31])
     assert len(np.unique(multihost_utils.process_allgather(program))) == 1, "all would run the same programs"

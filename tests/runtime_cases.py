@@ -60,6 +60,9 @@ class Scorer:
         self.scored.append(response.rid)
         return Reward(float(sum(response.token_ids) % 7), correct=False)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
 
 @dataclasses.dataclass
 class Trainer:
@@ -95,9 +98,13 @@ class Evaluator:
 @dataclasses.dataclass
 class Checkpointer:
     saved: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    snapshots: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.saved[step] = json.loads(json.dumps(state))
+
+    def snapshot(self, step: int, state: dict[str, Any]) -> None:
+        self.snapshots[step] = json.loads(json.dumps(state))
 
 
 class Diary(Observer):

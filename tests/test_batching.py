@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from packing_cases import MODEL, compose, make_config, make_groups
 
 from fluxjax.batch.composer import sft_groups
-from fluxjax.batch.composition import Item, Piece, unpack, with_reference
-from fluxjax.batch.rows import Budget, _Deal, grid, pack
+from fluxjax.batch.composition import Item, Piece, unpack
+from fluxjax.batch.fitted import _placed
+from fluxjax.batch.rows import Budget, _Deal, _with_room, grid, pack
+from fluxjax.batch.scored import with_reference
 from fluxjax.config import ConfigError, LossAggregation
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
@@ -140,6 +142,25 @@ def test_a_row_goes_to_the_shard_that_a_look_at_all_of_them_would_choose(rows, s
             held[shard] |= set(pair)
             counts[shard] += 1
         assert [len(shard) for shard in deal.shards] == counts
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.lists(st.integers(1, 20), min_size=1, max_size=8))
+def test_a_piece_goes_to_the_row_that_a_look_at_all_of_them_would_choose(sizes, room):
+    """Longest first: where it leaves the least room, the first of several; and the first of all with room for it."""
+    sizes, left = np.array(sizes), np.array(room)
+    order = np.argsort(-sizes, kind="stable")
+    where = _placed(sizes, order, left)
+    for i in order.tolist():
+        assert list(_with_room(left, int(sizes[i]))) == np.flatnonzero(left >= sizes[i]).tolist()
+        fitting = [(free, row) for row, free in enumerate(left.tolist()) if free >= sizes[i]]
+        if not fitting:
+            assert where is None
+            return
+        row = min(fitting)[1]
+        assert where is None or where[i] == row
+        left[row] -= sizes[i]
+    assert where is not None
+    assert list(_with_room(left[:0], 1)) == []
 
 
 def test_shards_are_filled_evenly():

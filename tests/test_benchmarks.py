@@ -291,6 +291,14 @@ def test_what_deciding_for_all_costs():
 
 
 @pytest.mark.long
+def test_a_step_of_two_processes_is_compared_with_one_of_one():
+    found = hosts("--part=scaling", "--models", "0.2M", "--repeats=1", "--warmup=1")["weak_scaling"]["0.2M"]
+    assert list(found) == ["machine", "fsdp", "ulysses", "flex_ulysses", "odc"]
+    for one in found.values():
+        assert 0 < one["efficiency"] < 2 and one["tokens"]["two"] > one["tokens"]["one"]
+
+
+@pytest.mark.long
 def test_waiting_gains_what_the_schedules_say():
     """Eight real processes; the waits are long beside what else a loaded machine does."""
     settings = ["--settings", "longalign:1", "longalign:8", "--minibatches=1", "--waiting-repeats=1", "--ideal=4"]
@@ -308,3 +316,15 @@ def hosts(*arguments: str) -> dict:
     assert done.returncode == 0, done.stderr[-2000:]
     (line,) = done.stdout.splitlines()
     return json.loads(line)
+
+
+@pytest.mark.long
+def test_slices_of_materializers_are_counted(tmp_path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "shadow_loader.py"), "--part", "bytes", "--materializers", "2"]
+    done = subprocess.run([*command, "--media", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout)
+    found = line["bytes"]["by_materializers"]["2"]
+    assert line["benchmark"] == "shadow_loader" and line["bytes"]["largest_over_share"] == found["largest_over_share"]
+    assert found["sum_over_whole"] == 1.0, "every row is fetched once"
+    assert 1 <= found["largest_over_share"] < found["whole_samples_over_share"]

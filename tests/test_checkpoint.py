@@ -74,18 +74,6 @@ def test_errors_name_the_folder(tmp_path):
         Checkpoints(tmp_path / "file" / "c", keep=1)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of 2 MiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.decode().strip()}")
-    yield pathlib.Path(mount)
-    subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
 def limit(disk: pathlib.Path, files: int) -> None:
     subprocess.run(["mount", "-o", f"remount,nr_inodes={files}", str(disk)], check=True)
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from fluxjax import config as sections
-from fluxjax.config import Config, ConfigError, DType, Importance, cli, scheduling
+from fluxjax.config import Config, ConfigError, DType, Importance, algorithms, cli, scheduling
 from fluxjax.config.cli import NEEDS, remarks
 from fluxjax.config.run_folder import from_json, to_json
 from fluxjax.simulation.options import SimulateConfig as SimulatedConfig
@@ -105,6 +105,8 @@ def test_overrides_are_typed():
         ("--config.name=a/b", "name is 'a/b'"),
         ("--config.seed=3000000000", "seed is 3000000000"),
         ("--config.algorithm.name=sft", "algorithm.name is sft"),
+        ("--config.algorithm.minibatches=333", "algorithm.minibatches is 333, but the responses of a prompt stay"),
+        ("--config.algorithm.dual_clip=0.5", "algorithm.dual_clip is 0.5; it must be 0 or above 1"),
         ("--config.sharding.balance=lb", "'lb' is not one of lb_mini, lb_micro, local_sort"),
         ("--config.sharding.hybrid=true", "sharding.hybrid needs sharding.strategy odc, not fsdp"),
         ("--config.sharding.deterministic=true", "sharding.deterministic needs sharding.strategy odc, not fsdp"),
@@ -193,6 +195,14 @@ UNREAD = [  # settings that do nothing with these others: (what was set, what it
     ("schedules.target_staleness=0.3", "policy.name adaptive_async, not synchronous", ""),
     ("policy.max_num_gen_batches=5", "policy.dynamic_sampling True, not False", ""),
     ("stream_trainer.chunk=2", "stream_trainer.enabled True, not False", ""),
+    ("data.preprocessors=2", "data.mode flight, not uri", "data.mode=uri"),
+    ("data.preprocessors=2", "data.loader shadow, not central", "data.loader=central"),
+    ("data.mode=uri", "data.loader shadow, not central", "data.loader=central"),
+    ("data.spill_gib=1", "data.loader shadow, not central", "data.loader=central"),
+    ("data.ahead=3", "data.loader shadow, not central", "data.loader=central"),
+    ("data.index=/a", "data.loader shadow, not central", "data.loader=central"),
+    ("data.lease_seconds=9", "data.preprocessors above 0, not 0", ""),
+    ("data.decode_seconds=9", "data.workers above 0, not 0", ""),
     ("speculative_sync.confidence=0.7", "speculative_sync.enabled True, not False", ""),
     ("parallelism.rise=2", "parallelism.enabled True, not False", ""),
     ("parallelism.calm=2", "parallelism.enabled True, not False", ""),
@@ -224,10 +234,14 @@ UNREAD = [  # settings that do nothing with these others: (what was set, what it
     ),
     ("algorithm.importance.level=sequence", "algorithm.importance.kind truncate or mask, not none", ""),
     ("algorithm.importance.normalize=True", "algorithm.importance.kind truncate or mask, not none", ""),
-    ("algorithm.importance.decay=0.9", "policy.name april or adaptive_async, not synchronous", ""),
+    (
+        "algorithm.importance.decay=0.9",
+        "policy.name april or adaptive_async (or replay.share above 0), not synchronous",
+        "",
+    ),
     (
         "algorithm.clip_high=0.28",
-        "algorithm.importance.decoupled False, not True",
+        "algorithm.importance.decoupled False (or several algorithm.minibatches or epochs), not True",
         "policy.name=april algorithm.importance.decoupled=True",
     ),
     ("sharding.max_degree=2", "sharding.strategy ulysses or flex_ulysses or odc, not fsdp", ""),
@@ -372,7 +386,8 @@ BOUNDED = """
     checkpoint.keep checkpoint.every evaluation.samples evaluation.samples_during evaluation.every
     data.video_frames data.max_decoded_pixels data.max_decoded_frames data.min_pixels data.max_pixels
     report.logprob_gap_alarm report.timeline_steps report.prometheus_port report.dump_samples_every
-    report.dump_samples algorithm.clip_low algorithm.clip_high algorithm.kl_coefficient
+    report.dump_samples algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.minibatches
+    algorithm.epochs algorithm.kl_coefficient algorithm.reference_every
     algorithm.entropy_coefficient algorithm.importance.low algorithm.importance.high algorithm.importance.decay
     tail_batching.prompts tail_batching.responses april.oversample april.max_staleness adaptive_async.min_ratio
     adaptive_async.ratio adaptive_async.max_ratio adaptive_async.ema adaptive_async.kp adaptive_async.ki
@@ -415,7 +430,7 @@ def test_help_shows_bounds():
 
 def test_every_comment_of_a_field_is_shown_by_the_help():
     """A comment that does not stand behind the field's name is not found; a formatter may move it."""
-    for module in (sections, scheduling):
+    for module in (sections, algorithms, scheduling):
         source = inspect.getsource(module)
         assert not re.findall(r"^    \)  #.*", source, re.MULTILINE)
 

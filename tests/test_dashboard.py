@@ -12,6 +12,7 @@ import pytest
 from run_cases import flags, letters
 
 from fluxjax.base.host_status import HostStage, HostStatus
+from fluxjax.base.preprocessor_status import PreprocessorStatus
 from fluxjax.config.cli import load
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
@@ -24,6 +25,8 @@ PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel[
 PATTERN = re.compile(r'__name__=~"([^"]+)"')
 HOSTS = [HostStatus(i, "gpu7", 8, 10**9, 0, 3, (HostStage("layout", 0.0, 0.1 + i),), 0.5) for i in range(2)]
 SERVERS = [ServerStatus(f"server {i}", f"http://127.0.0.1:{i}", i, True, 3, 5, 1, 99.5, i, 1000, "") for i in range(2)]
+PREPROCESSORS = [PreprocessorStatus(f"preprocessor-{i}", i == 0, 9, 5000, 3, i, hits=7, misses=1) for i in range(2)]
+PIXELS = {"data/waited": 0.25, "data/decoded_frames_per_second": 340.0, "data/cache_hits": 0.875}
 
 
 class Scrape(Callback):
@@ -37,8 +40,8 @@ class Scrape(Callback):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Iterator[str]:
-    """What the port of a run says after its step. Its engine is embedded, and it has one process; it is told that there
-    are servers and two processes."""
+    """What the port of a run says after its step. Its engine is embedded, and it has one process and no pixels; it is
+    told that there are servers, two processes and preprocessors."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -51,6 +54,8 @@ def exported(tmp_path_factory) -> Iterator[str]:
     with FluxTrainer(config, callbacks=[scrape]) as trainer:
         trainer.pool.servers = lambda: SERVERS
         trainer.gang.statuses = lambda: HOSTS
+        trainer.pixels.preprocessors = lambda: PREPROCESSORS
+        trainer.pixels.metrics = lambda: PIXELS
         trainer.fit()
     yield scrape.text
 
@@ -82,6 +87,13 @@ def test_processes_are_told_apart_by_labels(exported):
     assert "fluxjax_hosts_slowest 1.0" in exported
 
 
+def test_preprocessors_are_told_apart_by_a_label(exported):
+    for i in range(2):
+        assert f'fluxjax_preprocessor_up{{preprocessor="preprocessor-{i}"}} {float(i == 0)}' in exported
+        assert f'fluxjax_preprocessor_lost_total{{preprocessor="preprocessor-{i}"}} {i}.0' in exported
+    assert "fluxjax_data_waited 0.25" in exported
+
+
 def test_every_panel_can_be_read():
     assert DASHBOARD["schemaVersion"] >= 42
     [variable] = DASHBOARD["templating"]["list"]
@@ -90,6 +102,7 @@ def test_every_panel_can_be_read():
         "Training",
         "Rollout",
         "Processes",
+        "Data",
     ]
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in PANELS:

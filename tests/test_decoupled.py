@@ -12,7 +12,8 @@ from learner_cases import alone, assert_equal, learner, outcome, random_groups, 
 from packing_cases import MODEL, compose, make_config, make_groups, owners, works
 
 from fluxjax.batch.composer import Composer
-from fluxjax.batch.composition import plan_metrics, unpack, with_reference
+from fluxjax.batch.composition import plan_metrics, unpack
+from fluxjax.batch.scored import with_reference
 from fluxjax.batch.work import estimate, model_sizes
 from fluxjax.config import Balance, ConfigError, Strategy
 from fluxjax.data.prepare import PromptLimits

@@ -72,7 +72,8 @@ class BreaksAfter(Callback):
 def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path) -> None:
     """Without any bound. What was dropped is in the checkpoint; once the reward is mended, the same command goes on."""
     rule.broken = False
-    config = configuration(tmp_path, policy, policy__max_num_gen_batches=0)
+    here = {"rewards__kinds__function__processes": False}  # the test watches it, and mends it
+    config = configuration(tmp_path, policy, policy__max_num_gen_batches=0, **here)
     with FluxTrainer(config) as trainer:
         trainer.fit(callbacks=[BreaksAfter(rule)])
         drawn = trainer.coordinator.ledger.drawn

@@ -19,7 +19,7 @@ from fluxjax.base.timeline import Span
 from fluxjax.batch.composition import Composition
 from fluxjax.config import Config, ConfigError
 from fluxjax.hosts.gang import Gang
-from fluxjax.hosts.orders import OrderError
+from fluxjax.hosts.orders import PROTOCOL, OrderError
 from fluxjax.hosts.statuses import decode_status, encode_status, is_status, shifted
 from fluxjax.report.display import Display
 from fluxjax.report.hosts_shown import MOST, host_lanes, host_lines, host_metrics, slowest
@@ -51,7 +51,8 @@ def test_what_is_no_status_is_refused(data):
 
 def test_another_release_is_refused():
     with pytest.raises(OrderError, match="version 99"):
-        decode_status(encode_status(status()).replace(b"\xa8protocol\x01", b"\xa8protocol\x63"), 1)
+        encoded = encode_status(status())
+        decode_status(encoded.replace(b"\xa8protocol" + bytes([PROTOCOL]), b"\xa8protocol\x63"), 1)
 
 
 def test_only_what_is_not_waiting_is_a_process_s_own():
@@ -94,7 +95,7 @@ def test_process_0_hears_of_a_step_when_the_next_is_agreed_on(gangs):
     orders, nothing = other.orders(), Composition((), (), np.zeros(0, int), np.zeros(0, int))
     for step in (1, 2):
         lead.watch.begin()
-        lead.tell_rows([{}, {}])
+        lead.tell_rows([({}, []), ({}, [])])
         next(orders)
         with other.watch.stage("media"):
             pass

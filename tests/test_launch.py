@@ -4,20 +4,26 @@ import contextlib
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 
+import numpy as np
 import pytest
 from run_cases import Commands, ended, logged
 from safetensors.numpy import load_file
 
 from fluxjax import launch
+from fluxjax.base.errors import LOST
 from fluxjax.config import Config, ConfigError, DistributedConfig, cli
 from fluxjax.hosts.cluster import found
 from fluxjax.hosts.gang import check_across_processes
 from fluxjax.report.metrics import read
+from fluxjax.run import snapshot_folder
 
 CONFIG = "configs/vlm.py:debug"
 SMALL = [
@@ -76,9 +82,16 @@ def weights(run_dir: pathlib.Path) -> dict[str, bytes]:
 
 @pytest.mark.long
 def test_two_processes_train_as_one(commands, two, tmp_path):
-    """The same losses as one process with as many devices, warm start and RL; float32."""
-    one = tmp_path / "run"
+    """The same losses as one process with as many devices, warm start and RL; float32. They also go on from where it
+    was."""
+    one, joined = tmp_path / "one", tmp_path / "joined"
     commands.run(one, CONFIG, SMALL, devices=2)
+    shutil.copytree(one, joined)
+    shutil.rmtree(joined / "checkpoints" / max(os.listdir(joined / "checkpoints"), key=int))
+    assert "resuming after step 2" in commands.run(joined, CONFIG, SMALL, processes=2)
+    for name, tensor in load_file(one / "model" / "model.safetensors").items():
+        resumed = load_file(joined / "model" / "model.safetensors")[name]
+        np.testing.assert_allclose(resumed, tensor, rtol=1e-3, atol=1e-5, err_msg=name)
     kept = ("loss", "grad_norm", "reward/mean", "packing/microbatches", "packing/token_fill", "packing/patch_fill")
     found, want = (
         {(line["phase"], line["step"]): line for line in read(run_dir / "metrics.jsonl")} for run_dir in (two, one)
@@ -137,9 +150,94 @@ def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, 
     assert found == pytest.approx(want, rel=1e-3, abs=1e-4) and len(found) == 3
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
+def test_a_gang_goes_on_from_its_snapshot(commands, two, number, victim, tmp_path):
+    """That of the step before the one in which a process failed, where the newest checkpoint is the first."""
+    run_dir, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    often = ["--config.checkpoint.every=0", "--config.checkpoint.snapshot_every=1"]
+    often = [*SMALL, *often, f"--config.checkpoint.snapshot_folder={memory}"]
+    process = commands.start(run_dir, CONFIG, often, processes=2)
+    with ended(process):
+        end = time.monotonic() + 300
+        while snapshot_folder.newest(run_dir, 2) < 2:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        os.kill(children(process.pid)[victim], number)
+        status = process.wait(300)
+    text = (tmp_path / "run.log").read_text()
+    assert status == 0, text[-4000:]
+    assert "attempt 2 goes on from the snapshot of step 2\n" in text and "resuming after step 2:" in text
+    assert weights(run_dir) == weights(two)
+    assert not list(memory.iterdir()), "the run is over"
+
+
+def test_a_process_that_is_stopped_before_it_has_come_is_named(commands, tmp_path):
+    process = commands.start(tmp_path / "run", CONFIG, SMALL, processes=2, launch=["--restarts=0"])
+    with ended(process):
+        end = time.monotonic() + 60
+        while sum(map(has_begun, children(process.pid))) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(children(process.pid)[1], signal.SIGSTOP)
+        assert process.wait(30) == 128 + signal.SIGKILL
+    assert "process 1 was stopped, or did not end with the others" in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_process_that_does_not_come_is_waited_for_so_long(commands, missing, tmp_path):
+    """Also where JAX would wait for longer, and end with a stack trace."""
+    command = [f"--config={CONFIG}", *SMALL, f"--config.run_dir={tmp_path / 'run'}"]
+    place = {"coordinator": f"127.0.0.1:{two_free_ports()}", "processes": 2, "process": 1 - missing, "start_timeout": 2}
+    command += [f"--config.distributed.{name}={value}" for name, value in place.items()]
+    run = subprocess.run(
+        [sys.executable, "-m", "fluxjax.train", *command], env=commands.env, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == LOST
+    assert "has waited 2 s for the others (distributed.start_timeout)" in run.stderr and "stack trace" not in run.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("when", ["at once", "as they meet"])
+def test_a_process_that_is_stopped_before_the_links_are_up_is_waited_for_so_long(commands, frozen, when, tmp_path):
+    """Without a supervisor: the other one ends by itself."""
+    port, processes = two_free_ports(), []
+    place = {"coordinator": f"127.0.0.1:{port}", "processes": 2, "start_timeout": 20}
+    with contextlib.ExitStack() as stack:
+        for number in range(2):
+            command = [f"--config={CONFIG}", *SMALL, f"--config.run_dir={tmp_path / 'run'}"]
+            command += [f"--config.distributed.{name}={value}" for name, value in (place | {"process": number}).items()]
+            errors = stack.enter_context((tmp_path / f"errors{number}").open("w"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fluxjax.train", *command], env=commands.env, stderr=errors, stdout=errors
+            )
+            processes.append(stack.enter_context(ended(process)))
+        end = time.monotonic() + 60
+        while when == "as they meet" and not connected(port):
+            assert time.monotonic() < end and all(process.poll() is None for process in processes)
+            time.sleep(0.001)
+        processes[frozen].send_signal(signal.SIGSTOP)
+        assert processes[1 - frozen].wait(90) == LOST
+    text = (tmp_path / f"errors{1 - frozen}").read_text()
+    assert "start_timeout" in text or "is lost" in text, text
+
+
+def connected(port: int) -> bool:
+    """Whether there is a connection to this port of loopback."""
+    lines = pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return any(words[2].endswith(f":{port:04X}") and words[3] == "01" for words in map(str.split, lines))
+
+
 def children(parent: int) -> list[int]:
     """Process ids, in the order in which they were started."""
     return [int(word) for word in pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def has_begun(pid: int) -> bool:
+    """Whether it runs a program of its own: one that is stopped between `vfork` and `exec` holds up its parent."""
+    return b"fluxjax.launch" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.long
@@ -154,6 +252,9 @@ def test_every_process_is_seen(scraped):
         assert sum(": step " in line for line in lines) == 6, "3 of the warm start and 3 of RL"
         assert f'process="{process}"' in pages[0] and "process_resident_memory_bytes" in pages[process]
     assert "fluxjax_loss" in pages[0] and "fluxjax_hosts_bytes_told" in pages[0]
+    for engine in range(2):  # one in each process, and both have generated
+        (tokens,) = re.findall(rf'fluxjax_server_tokens_total{{server="server {engine}"}} (\S+)', pages[0])
+        assert float(tokens) > 0
     assert 'process="1"' in pages[1] and 'process="0"' not in pages[1]
     assert "INFO" not in text, "the terminal is for the display"
     steps = [record for record in read(run_dir / "metrics.jsonl") if record["phase"] == "rl"]
@@ -176,6 +277,7 @@ MORE = {"algorithm.importance.normalize=True": ["--config.algorithm.importance.k
         "algorithm.importance.normalize=True",
         "sharding.compile_ahead=4",
         "sharding.devices=1",
+        "parallelism.enabled=True",
     ],
 )
 def test_what_several_processes_cannot_do_is_refused_by_name(override):
@@ -297,6 +399,25 @@ def test_a_run_is_started_again_while_it_comes_further(scripted):
     assert scripted([*failed, ([0, 0], False)], processes=(4, 3)) == (0, [4, 3, 3, 3, 3])
 
 
+def test_a_run_is_started_again_while_there_are_newer_snapshots(monkeypatch, tmp_path, capsys):
+    """Of all processes that the next attempt has: those of another number count for nothing."""
+    run_dir, step = tmp_path / "run", iter(range(2, 10))
+    (run_dir / "checkpoints" / "2").mkdir(parents=True)
+    folder = snapshot_folder.begun(run_dir, tmp_path)
+    folder.mkdir()
+
+    def attempt(self, count):
+        newest = next(step)
+        for process in range(count if newest < 4 else 1):
+            snapshot_folder.file_of(folder, newest, process, count).touch()
+        return launch.Failure({0: -9})
+
+    monkeypatch.setattr(launch.Supervisor, "_attempt", attempt)
+    assert launch.Supervisor((1, 2), 1, [], run_dir).run() == 137
+    lines = [line for line in capsys.readouterr().err.splitlines() if "goes on" in line]
+    assert [line.partition("the ")[2] for line in lines] == ["checkpoint of step 2", *["snapshot of step 3"] * 2]
+
+
 def test_a_run_that_comes_no_further_ends(scripted, capsys):
     assert scripted([([0, -9], False)] * 5, restarts=2) == (137, [2, 2, 2])
     assert "3 attempts in a row ended without a new checkpoint" in capsys.readouterr().err
@@ -307,12 +428,13 @@ def test_who_failed_is_named_not_who_noticed():
     assert str(launch.Failure({0: 1, 1: -9})) == "process 1 was ended by SIGKILL"
     assert str(launch.Failure({1: 3, 0: 1})) == "process 0 ended with 1"
     assert str(launch.Failure({1: -9, 0: -9}, frozen=[0])) == "process 1 was ended by SIGKILL"
-    assert str(launch.Failure({0: 3, 1: -9}, frozen=[1])) == "process 1 did not end with the others"
+    assert launch.Failure({0: -9, 1: -9}, frozen=[1, 0]).process == 1
+    assert str(launch.Failure({0: 3, 1: -9}, frozen=[1])) == "process 1 was stopped, or did not end with the others"
     assert str(launch.Failure({0: 3})) == "process 0 ended with 3" and launch.Failure({0: 3}).status == 3
 
 
 def test_a_signal_between_two_attempts_is_not_lost(scripted, monkeypatch):
-    monkeypatch.setattr(launch.Supervisor, "_newest", lambda self: self.stop(signal.SIGTERM))
+    monkeypatch.setattr(launch.Supervisor, "_newest", lambda self, attempt: self.stop(signal.SIGTERM))
     assert scripted([([0, -9], True)] * 3) == (137, [2])
 
 

@@ -201,8 +201,8 @@ def test_metrics_against_numpy():
 
 @pytest.mark.parametrize("most", [0.5, 0.0])
 def test_a_step_is_clipped_adamw(most):
-    """The update of one step against the formula of Adam's first step: `lr * g / (|g| + eps) + lr * decay * w`. A
-    largest norm of 0 clips nothing."""
+    """The update of one step against the formula of Adam's first step: `lr * g / (|g| + eps) + lr * decay * w`, without
+    decay for norms and biases. A largest norm of 0 clips nothing."""
     config = config_for(lr=0.1, eps=0.01, weight_decay=0.3, max_grad_norm=most)
     learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(1))
     served = learner.params  # perhaps by an engine, which does not copy what lies as it needs it
@@ -213,11 +213,17 @@ def test_a_step_is_clipped_adamw(most):
     learner.step(microbatches_for("text", config))
     assert not any(weight.is_deleted() for weight in jax.tree.leaves(served))
 
-    def expected(weight, grad):
-        grad = grad * (most / norm if most else 1.0)
-        return weight - 0.1 * (grad / (np.abs(grad) + 0.01) + 0.3 * weight)
+    matrices = {"q", "k", "v", "o", "gate", "up", "down", "table"}
+    assert {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(before)} - matrices == {
+        *("q_bias", "k_bias", "v_bias", "scale")
+    }
 
-    assert_close(learner.params, jax.tree.map(expected, before, grads), 1e-5)
+    def expected(path, weight, grad):
+        grad = grad * (most / norm if most else 1.0)
+        decay = 0.3 if path[-1].key in matrices else 0.0
+        return weight - 0.1 * (grad / (np.abs(grad) + 0.01) + decay * weight)
+
+    assert_close(learner.params, jax.tree_util.tree_map_with_path(expected, before, grads), 1e-5)
 
 
 def test_an_update_takes_place_in_the_arrays_that_it_replaces():

@@ -15,23 +15,32 @@ from packing_cases import MODEL, make_config
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import PackedRows
 from fluxjax.config import Strategy
+from fluxjax.data.materializer import Materializer
 from fluxjax.hosts.gang import fingerprint, release
 from fluxjax.hosts.orders import (
+    PROTOCOL,
     Begin,
+    Coming,
     End,
     Gather,
     Learn,
+    Offer,
     OrderError,
     Restore,
     Save,
+    Snapshot,
     Start,
     decode,
     encode,
     share_of,
     told,
+    told_all,
 )
+from models.shadow import ShadowTensor
 
-ORDERS = [Start("/runs/a"), Begin("rl"), Gather(), Save(7), Restore(3), End()]
+ORDERS = [Start("/runs/a", "secret"), Begin("rl"), Gather(), Save(7), Restore(3), Offer("/m/a"), End()]
+ORDERS += [Coming([[3, [["a ticket", "place 1"], ["another", ""]]], [5, []]])]
+ORDERS += [Snapshot(5, "/m/a"), Restore(5, "/m/a", {"next_index": 4, "mixtures": [{"weights": {"a": 0.5}}]})]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
@@ -61,9 +70,9 @@ def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, tog
     shares = composer().shares(groups, prepared, shards)
     parts = []
     for share in shares:
-        order = decode(encode(Learn(1, told(share))))
+        order = decode(encode(Learn(1, *told(share))))
         assert isinstance(order, Learn)
-        here = share_of(order.rows, lambda draws: {draw: inputs[draw] for draw in draws})
+        here = share_of(order.rows, order.responses, lambda draws: {draw: inputs[draw] for draw in draws})
         parts.append(composer().lay_out(here))
     assert {key for part in parts for key in part.keys if key[0] >= 0} == set(whole.keys)
     assert sum(len(part.cells) for part in parts) == len(whole.cells)
@@ -84,7 +93,7 @@ def test_no_media_are_told_and_no_batch():
     sizes = []
     for rows in (2, 8):
         (share,) = Composer(make_config(64, rows), 1, MODEL.vision).shares(groups, prepared, [range(1)])
-        data = encode(Learn(1, told(share)))
+        data = encode(Learn(1, *told(share)))
         sizes.append(len(data))
         for one in prepared.values():
             if one.inputs.vision is not None:
@@ -92,7 +101,7 @@ def test_no_media_are_told_and_no_batch():
     assert max(sizes) < min(sizes) + 100
     tokens = sum(len(sample.response.token_ids) for group in groups for sample in group.samples)
     responses = sum(len(group.samples) for group in groups)
-    assert max(sizes) < 8 * tokens + 64 * responses + 256 * len(groups) + 200
+    assert max(sizes) < 6 * tokens + 64 * responses + 256 * len(groups) + 200
 
 
 def test_processes_agree_on_settings_and_shapes():
@@ -123,13 +132,28 @@ def test_processes_agree_on_the_release(tmp_path):
 
 def test_each_process_is_told_its_own():
     groups, prepared = random_groups(3)
+    inputs = {draw: one.inputs for draw, one in prepared.items()}
     composer = Composer(make_config(64, 2), 4, MODEL.vision)
     shares = composer.shares(groups, prepared, [range(k, k + 1) for k in range(4)])
-    assert sum(len(share.groups) for share in shares) < 2 * len(groups)
-    for share in shares:
+    data = [encode(Learn(1, *rows)) for rows in told_all(shares)]
+    assert data == [encode(Learn(1, *told(share))) for share in shares]
+    heard = []
+    for order in map(decode, data):
+        assert isinstance(order, Learn)
+        share = share_of(order.rows, order.responses, lambda draws: {draw: inputs[draw] for draw in draws})
         micros = [micro for micro in share.micros if isinstance(micro, PackedRows)]
-        items = {piece.item for micro in micros for shard in micro.shards for row in shard for piece in row}
-        assert items == set(range(len(share.groups)))
+        pieces = [piece for micro in micros for shard in micro.shards for row in shard for piece in row]
+        shown = sorted((piece.item, k) for piece in pieces for k in piece.responses)
+        assert shown == [(item, k) for item, group in enumerate(share.groups) for k in range(len(group.samples))]
+        heard += [sample.response for group in share.groups for sample in group.samples]
+    sent = [sample.response for group in groups for sample in group.samples if sample.response.token_ids]
+    assert sorted((r.draw, r.sample) for r in heard) == sorted((r.draw, r.sample) for r in sent)
+    known = {(r.draw, r.sample): r for r in sent}
+    for response in heard:
+        whole = dataclasses.replace(known[response.draw, response.sample], rid="")
+        assert response == whole
+        for ours, theirs in zip(response.arrays, whole.arrays, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +163,8 @@ def test_each_process_is_told_its_own():
         (b"\xc1nonsense", "no order"),
         (msgpack.packb([1, 2]), "no order"),
         (msgpack.packb({"protocol": 9, "order": "end"}), "version 9"),
-        (msgpack.packb({"protocol": 1, "order": "dance"}), "no order 'dance'"),
-        (msgpack.packb({"protocol": 1, "order": "save", "steps": 3}), "order save"),
+        (msgpack.packb({"protocol": PROTOCOL, "order": "dance"}), "no order 'dance'"),
+        (msgpack.packb({"protocol": PROTOCOL, "order": "save", "steps": 3}), "order save"),
     ],
 )
 def test_what_is_no_order_is_named(data, says):
@@ -152,14 +176,64 @@ def test_a_prompt_that_is_not_here_is_named():
     groups, prepared = random_groups(3)
     (share,) = Composer(make_config(64, 2), 1, MODEL.vision).shares(groups, prepared, [range(1)])
     with pytest.raises(OrderError, match="draw 100 can't be prepared here"):
-        share_of(told(share), lambda draws: {draw: prepared[draw].inputs for draw in draws if draw != 100})
-    cut = told(share)
-    cut["groups"][0] = {name: value for name, value in cut["groups"][0].items() if name != "lengths"}
-    with pytest.raises(OrderError, match="rows that can't be read: 'lengths'"):
-        share_of(cut, lambda draws: {draw: prepared[draw].inputs for draw in draws})
+        share_of(*told(share), lambda draws: {draw: prepared[draw].inputs for draw in draws if draw != 100})
+    cut, responses = told(share)
+    cut["groups"][0] = {name: value for name, value in cut["groups"][0].items() if name != "version"}
+    with pytest.raises(OrderError, match="rows that can't be read: 'version'"):
+        share_of(cut, responses, lambda draws: {draw: prepared[draw].inputs for draw in draws})
 
 
 def test_fields_of_orders_are_plain():
     """Nothing that would need pickle."""
     for order in ORDERS:
-        assert all(field.type in ("str", "int") for field in dataclasses.fields(order))
+        assert all(
+            field.type in ("str", "int", "Mapping[str, Any]", "Sequence[Any]") for field in dataclasses.fields(order)
+        )
+
+
+def test_tickets_are_told_in_the_place_of_media_and_come_back_as_the_same_shadows():
+    """A process that is told tickets lays out the very slices of its own devices, whatever it can't see."""
+    groups, prepared = random_groups(3)
+    shadowed = {draw: shadow_of(draw, one) for draw, one in prepared.items()}
+    data = {row.ticket: one.inputs.vision.patches_PX for _, one, rows in shadowed.values() for row in rows}
+    composer = Composer(make_config(64, 2), 4, MODEL.vision)
+    own = [range(k, k + 1) for k in range(4)]
+    plain = composer.shares(groups, prepared, own)
+    shares = composer.shares(groups, {draw: prompt for draw, (prompt, *_) in shadowed.items()}, own)
+    whole = sum(array.nbytes for array in data.values())
+    for want, share in zip(map(composer.lay_out, plain), shares, strict=True):
+        order = decode(encode(Learn(1, *told(share, lambda ticket: f"place of {ticket}"))))
+        assert isinstance(order, Learn)
+        heard = {}
+
+        def inputs(media, heard=heard):
+            heard.update(media)
+            return {draw: shadowed[draw][0].inputs for draw in media}
+
+        got = composer.lay_out(share_of(order.rows, order.responses, inputs))
+        assert heard and all(
+            told_media == ([(row.ticket, f"place of {row.ticket}") for row in shadowed[draw][2]] or None)
+            for draw, told_media in heard.items()
+        )
+        fetched = 0
+
+        def fetch(rows):
+            nonlocal fetched
+            fetched += sum(map(len, rows))
+            return [data[row.ticket][row.start : row.stop] for row in rows]
+
+        materializer = Materializer(fetch)
+        for ours, theirs in zip(want.batches, got.batches, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, ours, materializer.read(theirs))
+        materializer.close()
+        assert fetched * 4 * MODEL.vision.patch_values <= whole
+
+
+def shadow_of(draw, one):
+    """(the prompt with shadows of its patches, itself, the rows that they are)."""
+    vision = one.inputs.vision
+    if vision is None:
+        return one, one, []
+    shadow = ShadowTensor.of(f"draw {draw}", vision.patches_PX.shape, np.float32)
+    inputs = dataclasses.replace(one.inputs, vision=dataclasses.replace(vision, patches_PX=shadow))
+    return dataclasses.replace(one, inputs=inputs), one, list(shadow.elsewhere)

@@ -16,7 +16,8 @@ from packing_cases import MODEL, compose, make_config, make_groups
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.base.types import TrainBatch
-from fluxjax.batch.composition import unpack, with_reference
+from fluxjax.batch.composition import unpack
+from fluxjax.batch.scored import with_reference
 from fluxjax.config import AlgorithmConfig, LossAggregation
 from models.decoder import logprobs
 from models.inputs import PackedTokens
@@ -193,9 +194,9 @@ def shards_of(batch, num_shards):
         }
         vision = jax.tree.map(lambda x, shard=shard: part(x, 0)[shard], inputs.vision)
         targets = {
-            field.name: part(getattr(batch, field.name), 0)[shard]
+            field.name: part(values, 0)[shard]
             for field in dataclasses.fields(TrainBatch)
-            if field.name != "inputs"
+            if field.name != "inputs" and (values := getattr(batch, field.name)) is not None
         }
         yield TrainBatch(PackedTokens(**rows, vision=vision), **targets)
 

@@ -17,7 +17,7 @@ import models
 from fluxjax.algorithms import grpo
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.rows import Budget
-from fluxjax.config import Config, ConfigError, RolloutEngine, Strategy, cli
+from fluxjax.config import AlgorithmConfig, Config, ConfigError, RolloutEngine, Strategy, cli
 from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, Rows, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
@@ -231,6 +231,20 @@ def test_caches_are_as_large_as_configured_or_as_there_is_room():
     assert pages(kept) == 3, "one sequence"
     config.rollout.kv_tokens = 640
     assert pages(kept) == 40
+
+
+def test_a_critic_is_counted():
+    """Its weights and two moments, all float32; the head of the policy is a row of it."""
+    config, devices = _config(Strategy.FSDP), jax.devices()[:2]
+    plain = RunShapes.of(config, MODEL, devices).resident()
+    assert plain["critic"] == 0.0
+    config.algorithm = AlgorithmConfig.of("ppo")
+    with_critic = RunShapes.of(config, MODEL, devices).resident()
+    assert with_critic | {"critic": 0.0} == plain
+    head = 4 * MODEL.text.vocab_size * MODEL.text.hidden_size / len(devices)
+    assert with_critic["critic"] == pytest.approx(3 * (plain["masters"] - head), rel=0.01)
+    phases = dataclasses.replace(ACCOUNT, critic=3 * GIB).phases()
+    assert all(sizes["critic weights and moments"] == 3 * GIB for sizes in phases.values())
 
 
 def test_servers_are_counted_where_they_are():

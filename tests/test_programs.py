@@ -16,8 +16,9 @@ from run_cases import flags, letters
 from fluxjax.algorithms import grpo
 from fluxjax.batch import rows
 from fluxjax.batch.composer import Composer, shape_book
-from fluxjax.batch.composition import Item, Piece, tokens_of
+from fluxjax.batch.composition import Item, tokens_of
 from fluxjax.batch.fitted import fit_rows, lengths_between
+from fluxjax.batch.pieces import sized_pieces
 from fluxjax.config import Strategy
 from fluxjax.config.cli import load
 from fluxjax.learner.learner import Learner
@@ -100,22 +101,23 @@ def drawn(seed, count, longest):
 @pytest.mark.parametrize("seed", range(20))
 def test_fitted_rows_hold_every_piece_once(seed):
     items = drawn(seed, 3 + 5 * seed, 3000)
-    pieces = [Piece(i, (0,)) for i in range(len(items))]
-    lengths = lengths_between(64, 4096)
-    plan = fit_rows(items, pieces, 8, lengths)
-    assert plan is not None and {length for length, _ in plan} <= set(lengths)
+    pieces, lengths = sized_pieces(items, 4096, True), lengths_between(64, 4096)
+    fit = fit_rows(pieces.tokens, 8, lengths)
+    assert fit is not None
+    plan = fit.filled(pieces)
+    assert {length for length, _ in plan} <= set(lengths) and fit.columns() == sum(length for length, _ in plan)
     assert sorted(piece.item for _, members in plan for row in members for piece in row) == list(range(len(items)))
     for length, members in plan:
         assert len(members) <= 8
         assert all(sum(tokens_of(items, piece) for piece in row) <= length for row in members)
-    again = fit_rows(items, pieces, 8, sorted({length for length, _ in plan}))
-    assert again is not None and sum(n for n, _ in again) <= sum(n for n, _ in plan)
+    again = fit_rows(pieces.tokens, 8, sorted({length for length, _ in plan}))
+    assert again is not None and again.columns() <= fit.columns()
 
 
 def test_fitted_rows_need_a_row_that_holds_the_longest_piece():
-    items = drawn(0, 5, 3000)
-    assert fit_rows(items, [Piece(i, (0,)) for i in range(5)], 8, [64, 128]) is None
-    assert fit_rows(items, [Piece(i, (0,)) for i in range(5)], 8, []) is None
+    tokens = sized_pieces(drawn(0, 5, 3000), 4096, True).tokens
+    assert fit_rows(tokens, 8, [64, 128]) is None
+    assert fit_rows(tokens, 8, []) is None
 
 
 def test_rows_of_sequences_that_are_just_longer_than_half_a_row_are_not_half_empty():

@@ -32,10 +32,9 @@ def test_who_compiles_is_waited_for(fault, tmp_path):
         assert run.ends(90) == [0, 0], run.errors(0) + run.errors(1)
 
 
-def test_compilations_are_counted_as_jax_says_them(monkeypatch, tmp_path):
+def test_compilations_are_counted_as_jax_says_them():
     """If another release of JAX gave these events other names, no compilation would be announced."""
     counted, seen = compilations(), []
-    begun = counted._begun
 
     @jax.jit
     def program(x):
@@ -43,4 +42,4 @@ def test_compilations_are_counted_as_jax_says_them(monkeypatch, tmp_path):
 
     jax.monitoring.register_event_listener(lambda *_, **__: seen.append(counted.under_way))
     program(np.ones(7, np.float32))
-    assert max(seen) == 1 and counted.under_way == 0 and begun is not None
+    assert max(seen) == 1 and counted.under_way == 0

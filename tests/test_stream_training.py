@@ -11,7 +11,7 @@ import pytest
 from packing_cases import MODEL, make_config, make_groups
 
 import models
-from fluxjax.algorithms import grpo
+from fluxjax.algorithms import RLAlgorithm, grpo
 from fluxjax.algorithms.loss import normaliser, response_weights
 from fluxjax.base.types import Group
 from fluxjax.batch.composer import Composer
@@ -163,9 +163,8 @@ def test_an_own_algorithm_gets_all_groups() -> None:
     assert sizes == [sum(map(sum, LENGTHS[4:])), sum(map(sum, LENGTHS))]
 
 
-class OwnAlgorithm:
-    advantages = staticmethod(grpo.advantages)
-    token_loss = staticmethod(grpo.token_loss)
+class OwnAlgorithm(grpo.GRPO):
+    idle_without_advantage = RLAlgorithm.idle_without_advantage
 
 
 def test_reference_and_sequence_weights() -> None:

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300), with the switches of its successors.
+"""Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300, equation 3), and what its successors build on.
 
 The loss of token t of response i, with A_i the group's relative advantage (no critic):
 
@@ -6,48 +6,29 @@ The loss of token t of response i, with A_i the group's relative advantage (no c
         - entropy_coefficient * entropy,
     r = policy(o_t) / behaviour(o_t),  w = 1
 
-Behaviour log-probs are those that the engine reported when it sampled the token, so r also corrects for what
-differs between engine and trainer; `cfg.importance` chooses another correction, w and r: see `importance`.
-`normalize_std=False` with the constant aggregation is Dr.GRPO (arXiv:2503.20783); `clip_high > clip_low` with the
-token mean is DAPO's clip-higher (arXiv:2503.14476).
+Where A_i < 0 the minimum is bounded by `dual_clip` A_i, see `dual_clipped`. Behaviour log-probs are those that the
+engine reported when it sampled the token, so r also corrects for what differs between engine and trainer;
+`cfg.importance` chooses another correction, w and r: see `importance`. The KL term may have another estimator, or be in
+the reward: see `regularised`.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from ..base.types import Group, TrainBatch, has_variance
 from ..config import AlgorithmConfig
+from .advantages import relative_to_group
 from .importance import correction
-from .loss import clipped_surrogate, k3, masked
-
-STD_EPSILON = 1e-6  # in the unit of the reward; keeps nearly equal rewards from becoming huge advantages
+from .loss import clipped_surrogate, dual_clipped, masked, regularised
+from .rl_algorithm import RLAlgorithm
 
 
 def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
     """`A_i = (R_i - mean(R)) / (std(R) + 1e-6)` within each group (section 4.1.2); without the division if
     `cfg.normalize_std` is off. `std` has the divisor G - 1. Equal rewards give exactly 0."""
-    return [_with_advantages(group, cfg.normalize_std) for group in groups]
-
-
-def _with_advantages(group: Group, normalize_std: bool) -> Group:
-    rewards_G = np.array([sample.reward.value for sample in group.samples], np.float64)
-    if not np.isfinite(rewards_G).all():
-        raise ValueError(f"prompt {group.prompt.id}: rewards must be finite, got {rewards_G.tolist()}")
-    if not has_variance(group):  # by comparison: the computed mean of equal numbers may differ in the last bit
-        advantages_G = np.zeros_like(rewards_G)
-    else:
-        advantages_G = rewards_G - rewards_G.mean()
-        if normalize_std:
-            advantages_G /= rewards_G.std(ddof=1) + STD_EPSILON
-    samples = tuple(
-        dataclasses.replace(sample, advantage=float(value))
-        for sample, value in zip(group.samples, advantages_G, strict=True)
-    )
-    return dataclasses.replace(group, samples=samples)
+    return relative_to_group(groups, normalize_std=cfg.normalize_std)
 
 
 def zero_variance_groups(groups: Sequence[Group]) -> int:
@@ -58,19 +39,35 @@ def zero_variance_groups(groups: Sequence[Group]) -> int:
 def token_loss(
     logprobs_BT: Float[Array, "B T"], entropies_BT: Float[Array, "B T"], batch: TrainBatch, cfg: AlgorithmConfig
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-    """The loss in the head of this file. Metrics: `ratio`, r; `clip_fraction` 1 where the bound cuts the gradient off;
-    and if there is a reference `reference_kl`, KL(policy || reference) in nats by the k3 estimate.
+    """The loss in the head of this file. Metrics: `ratio`, r; `clip_fraction`, 1 where the bound cuts the gradient off,
+    and `dual_clip_fraction`, 1 where the dual clip does; and those of `regularised`.
     """
     trained_BT = batch.loss_weights_BT != 0.0
     log_ratio_BT, weight_BT = correction(logprobs_BT, batch, cfg.importance)
     ratio_BT = jnp.exp(log_ratio_BT)
     objective_BT, clipped_BT = clipped_surrogate(ratio_BT, batch.advantages_BT, cfg.clip_low, cfg.clip_high)
-    loss_BT = masked(-weight_BT * objective_BT, trained_BT)
     metrics = {"ratio": masked(ratio_BT, trained_BT), "clip_fraction": masked(clipped_BT, trained_BT)}
-    if cfg.entropy_coefficient > 0.0:
-        loss_BT = loss_BT - cfg.entropy_coefficient * masked(entropies_BT, trained_BT)
-    if cfg.kl_coefficient > 0.0:
-        reference_kl_BT = k3(masked(batch.reference_logprobs_BT - logprobs_BT, trained_BT))
-        loss_BT = loss_BT + cfg.kl_coefficient * reference_kl_BT
-        metrics["reference_kl"] = reference_kl_BT
-    return loss_BT, metrics
+    if cfg.dual_clip > 0.0:
+        objective_BT, beyond_BT = dual_clipped(objective_BT, ratio_BT, batch.advantages_BT, cfg.dual_clip)
+        metrics["dual_clip_fraction"] = masked(beyond_BT, trained_BT)
+    return regularised(-weight_BT * objective_BT, metrics, logprobs_BT, entropies_BT, batch, cfg)
+
+
+class GRPO(RLAlgorithm):
+    """The two functions above; base of those that differ in one of them."""
+
+    def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
+        return advantages(groups, cfg)
+
+    def token_loss(
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        entropies_BT: Float[Array, "B T"],
+        batch: TrainBatch,
+        cfg: AlgorithmConfig,
+    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+        return token_loss(logprobs_BT, entropies_BT, batch, cfg)
+
+    def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
+        """The surrogate is proportional to the advantage; the other two terms are not."""
+        return not (cfg.kl_coefficient or cfg.entropy_coefficient)

@@ -5,8 +5,10 @@ tokens sampled by a behaviour policy, with a weight version each. So each token 
 
     w = C(proximal / behaviour) * decay**lag
 
-The proximal policy is the trainer's at the start of the step; with one optimizer step a batch, that is the value of the
-policy itself, as a constant. `lag` counts the steps since the token's version; a segment that is fresher weighs more.
+The proximal policy is the trainer's at the start of the training step. With one optimizer step, that is the value of
+the policy itself, as a constant; with several, its log-probs are computed once, before the first
+(`TrainBatch.proximal_logprobs_BT`). `lag` counts the versions since the token's own, a training step each; a segment
+that is fresher weighs more.
 C (`ImportanceConfig.kind`) is the identity, or `min(., high)` (truncated importance sampling, Yao et al., "Your
 efficient RL framework secretly brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team,
 2025). At the level of sequences the geometric mean over the response stands for each of its tokens' ratios (GSPO,
@@ -17,7 +19,8 @@ rest (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2):
 
     w * min(r A, clip(r) A),    r = policy / proximal
 
-In a batch's only step r is 1 and nothing is clipped: the gradient is that of w A log(policy), however stale a token is.
+In the first optimizer step r is 1 and nothing is clipped: the gradient is that of w A log(policy), however stale a
+token is. So with one optimizer step a training step, `decoupled` clips nothing at all.
 Otherwise r = policy / behaviour, which has the factor proximal / behaviour in it already; what remains of w is
 `w / (proximal / behaviour)`: exactly 1 without C and decay.
 """
@@ -74,17 +77,23 @@ def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
     return corrected, changed
 
 
+def proximal(logprobs_BT: Float[Array, "B T"], batch: TrainBatch) -> Float[Array, "B T"]:
+    """The log-probs of the proximal policy, a constant; `logprobs_BT` are the policy's."""
+    stored_BT = batch.proximal_logprobs_BT
+    return jax.lax.stop_gradient(logprobs_BT) if stored_BT is None else stored_BT
+
+
 def correction(
     logprobs_BT: Float[Array, "B T"], batch: TrainBatch, cfg: ImportanceConfig
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns, for a clipped objective, log(policy over what it clips around), which is differentiable, and its factor,
-    a constant; 0 where a token is not trained on. `logprobs_BT` are the policy's before the first update on `batch`.
+    a constant; 0 where a token is not trained on. `logprobs_BT` are the policy's.
 
     `batch.response_log_ratios_BT` must be filled in at the level of sequences, by
-    `fluxjax.batch.composer.with_importance`.
+    `fluxjax.batch.scored.with_importance`.
     """
     trained_BT = batch.loss_weights_BT != 0.0
-    proximal_BT = jax.lax.stop_gradient(logprobs_BT)
+    proximal_BT = proximal(logprobs_BT, batch)
     corrected_BT = _corrected(proximal_BT, batch, cfg)
     log_weight_BT, _ = log_weight(corrected_BT, batch.lags_BT, cfg)
     if not cfg.decoupled:
@@ -98,7 +107,7 @@ def tally(
     logprobs_BT: Float[Array, "B T"], batch: TrainBatch, generated_BT: Bool[Array, "B T"], cfg: ImportanceConfig
 ) -> tuple[dict[str, Float[Array, ""]], dict[str, Float[Array, ""]]]:
     """(sums, maxima) over the tokens of a microbatch that an engine generated, for `metrics`."""
-    proximal_BT = jax.lax.stop_gradient(logprobs_BT)
+    proximal_BT = proximal(logprobs_BT, batch)
     own_BT = masked(log_ratio(proximal_BT, batch.behaviour_logprobs_BT), generated_BT)
     log_weight_BT, changed_BT = log_weight(_corrected(proximal_BT, batch, cfg), batch.lags_BT, cfg)
     weight_BT = jnp.where(generated_BT, jnp.exp(log_weight_BT), 0.0)
@@ -123,7 +132,8 @@ def metrics(tallied: Mapping[str, float], generated: float) -> dict[str, float]:
     all tokens are masked. `importance/mean`: of w, before any normalisation. `importance/clipped`: the share of tokens
     whose ratio was truncated or masked. `staleness/kl`: estimate of KL(behaviour || policy) in nats, by k3.
     `staleness/variance`: of the tokens' ratios policy / behaviour, uncorrected. `staleness/lag_mean` and `lag_max`:
-    optimizer steps between the weights that generated a token and those it is trained under.
+    versions between the weights that generated a token and those that its training step begins with. Policy means the
+    proximal one.
     """
     mean = {name: tallied[name] / generated for name in _SUMS}
     squares = mean[_SQUARES]

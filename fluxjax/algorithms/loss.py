@@ -1,10 +1,13 @@
 """The terms that policy losses are made of, and the weights that turn token losses into a step's mean."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ..config import LossAggregation
+from ..base.types import TrainBatch
+from ..config import AlgorithmConfig, KlEstimator, LossAggregation
 
 
 def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> np.ndarray:
@@ -58,9 +61,57 @@ def clipped_surrogate(
     return objective_BT, (above | below).astype(ratio_BT.dtype)
 
 
-def k3(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+def dual_clipped(
+    objective_BT: Float[Array, "B T"], ratio_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"], bound: float
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`max(objective, c A)` where A < 0 (Ye et al., arXiv:1912.09729, equation 5): PPO's minimum has no bound from
+    below, so that one stale token with a negative advantage and a large ratio could outweigh a step.
+
+    Also returns 1.0 where `c` (`bound`, above 1) cuts the gradient off, else 0.0.
+    """
+    beyond_BT = (advantages_BT < 0.0) & (ratio_BT > bound)
+    return jnp.where(beyond_BT, bound * advantages_BT, objective_BT), beyond_BT.astype(ratio_BT.dtype)
+
+
+def k3(log_ratio: Any) -> Any:
     """The estimator `exp(d) - d - 1` of KL(p || q) for tokens drawn from p, with `d = log q - log p`.
 
     Unbiased and never negative (Schulman, "Approximating KL Divergence", 2020; GRPO's equation 4 has q = reference).
     """
-    return jnp.expm1(log_ratio_BT) - log_ratio_BT
+    return log_ratio.__array_namespace__().expm1(log_ratio) - log_ratio
+
+
+def kl_estimate(log_ratio: Any, estimator: KlEstimator) -> Any:
+    """Estimates, in numpy or JAX arrays, KL(p || q) for tokens drawn from p, with `d = log q - log p` (Schulman,
+    "Approximating KL Divergence", 2020).
+
+    k1 = -d: unbiased, of either sign; as a loss it has no gradient on average, so it is for rewards. k2 = d**2 / 2:
+    biased, but as a loss its gradient is that of KL(p || q), on-policy. k3: see there.
+    """
+    if estimator is KlEstimator.K1:
+        return -log_ratio
+    return 0.5 * log_ratio**2 if estimator is KlEstimator.K2 else k3(log_ratio)
+
+
+def regularised(
+    loss_BT: Float[Array, "B T"],
+    metrics: dict[str, Float[Array, "B T"]],
+    logprobs_BT: Float[Array, "B T"],
+    entropies_BT: Float[Array, "B T"],
+    batch: TrainBatch,
+    cfg: AlgorithmConfig,
+) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+    """`loss - entropy_coefficient * entropy + kl_coefficient * KL(policy || reference)` where a token is trained on,
+    else 0. The KL term is left out where it is in the reward; `reference_kl`, a further metric, is its estimate in
+    nats."""
+    trained_BT = batch.loss_weights_BT != 0.0
+    loss_BT = masked(loss_BT, trained_BT)
+    if cfg.entropy_coefficient > 0.0:
+        loss_BT = loss_BT - cfg.entropy_coefficient * masked(entropies_BT, trained_BT)
+    if cfg.kl_coefficient > 0.0:
+        behind_BT = masked(batch.reference_logprobs_BT - logprobs_BT, trained_BT)
+        reference_kl_BT = kl_estimate(behind_BT, cfg.kl_estimator)
+        metrics = metrics | {"reference_kl": reference_kl_BT}
+        if not cfg.kl_in_reward:
+            loss_BT = loss_BT + cfg.kl_coefficient * reference_kl_BT
+    return loss_BT, metrics

@@ -21,3 +21,11 @@ class RecordError(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), (self.id, self.reason)
+
+
+def said(error: BaseException) -> str:
+    """Returns the type and the text of anybody's error, also of one whose text can't be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

@@ -6,6 +6,7 @@ was page faults. The price of keeping memory is that resident memory stays at it
 resumed run, an evaluation and the next run start at once.
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -14,7 +15,7 @@ import os
 import pathlib
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -62,6 +63,19 @@ def settle_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage in circles is looked for meanwhile, in any thread. For work that makes many objects and no circle: the
+    collector would look at all of a step's, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def resident_bytes() -> int:

@@ -5,7 +5,6 @@ Everything is host data (numpy, tuples) but `TrainBatch`, a pytree that crosses 
 """
 
 import dataclasses
-import enum
 import typing
 from collections.abc import Mapping
 
@@ -14,40 +13,12 @@ from jaxtyping import Float32, Int32
 
 from models.inputs import AnyArray, ModelInput, PackedTokens
 
-
-class MediaKind(enum.Enum):
-    IMAGE = "image"
-    VIDEO = "video"
-
-
-@dataclasses.dataclass(frozen=True)
-class Media:
-    """A media file by reference: pixels are decoded where they are used. `data` holds the encoded bytes if the record
-    embeds them (parquet)."""
-
-    kind: MediaKind
-    path: str
-    data: bytes | None = dataclasses.field(default=None, repr=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """A question as the coordinator knows it: no pixels and no tokens.
-
-    `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source; `draw`
-    counts the prompts drawn in this run, and orders everything that must not depend on time; `row` is the record's
-    number in its source.
-    """
-
-    id: str
-    source: str
-    text: str
-    answer: str
-    media: tuple[Media, ...] = ()
-    draw: int = 0
-    epoch: int = 0
-    row: int = 0
-    tokens: int = 0  # tokens of the prepared prompt; 0: not known
+from .media import Media as Media
+from .media import MediaKind as MediaKind
+from .scored import Completion as Completion
+from .scored import Prompt as Prompt
+from .scored import Response as Response
+from .scored import Reward as Reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,41 +27,6 @@ class PreparedPrompt:
 
     prompt: Prompt
     inputs: ModelInput
-
-
-@dataclasses.dataclass(frozen=True)
-class Response:
-    """The tokens that an engine generated for one sample of a prompt. The three tuples have one entry for each token.
-
-    `logprobs` are natural logs of the probability under the sampling distribution (the behaviour policy); `versions`
-    are the weight versions that the tokens come from. Raises ValueError if the tuples differ in length.
-    """
-
-    rid: str
-    draw: int  # `Prompt.draw` of its prompt
-    sample: int  # 0 <= sample < G
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    finish: str  # a `FinishReason` value: stop, length, abort
-    temperature: float | None = None  # sampling temperature; None: `rollout.temperature`
-
-    def __post_init__(self) -> None:
-        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
-            raise ValueError(
-                f"response {self.rid}: {len(self.token_ids)} tokens, {len(self.logprobs)} logprobs, "
-                f"{len(self.versions)} versions; the three must be equal"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class Reward:
-    """The score of a response. `value` enters the advantage; `correct` is the exact match that accuracy counts. A
-    reward that crashed or timed out has the value 0 and says so in `reason`."""
-
-    value: float
-    correct: bool
-    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +48,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedStep:
-    """An optimizer step, as it was made and what it found: its groups by draw, with their advantages; its metrics."""
+    """A training step, as it was made and what it found: its groups by draw, with their advantages; its metrics."""
 
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]
@@ -142,5 +78,12 @@ class TrainBatch:
     reference_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, of the frozen reference model; 0 where there is none
     # In nats, mean of log(trainer / engine) over the token's response; 0 until filled in.
     response_log_ratios_BT: Float32[AnyArray, "B T"]
-    # Optimizer steps since the weights that generated the token; -1 for prompts, given answers and padding.
+    # Versions (training steps) since the weights that generated the token; -1 for prompts, given answers and padding.
     lags_BT: Int32[AnyArray, "B T"]
+    # In nats, of the policy before the first of a training step's several optimizer steps; None: there is only one.
+    proximal_logprobs_BT: Float32[AnyArray, "B T"] | None = None
+    # In nats, mean over the token's response of log(policy over what is clipped around), where the algorithm reads it.
+    policy_log_ratios_BT: Float32[AnyArray, "B T"] | None = None
+    # Of a critic, in the unit of rewards, where the algorithm has one: values before the step, and what it learns.
+    values_BT: Float32[AnyArray, "B T"] | None = None
+    returns_BT: Float32[AnyArray, "B T"] | None = None

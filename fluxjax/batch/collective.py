@@ -18,8 +18,9 @@ from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
-from .composition import Item, Piece, TrainGroup, check, pieces_of, squares_of, tokens_of
+from .composition import Item, Piece, TrainGroup, check, squares_of, tokens_of
 from .part import Part, Room
+from .pieces import pieces_of
 from .spreading import Spreading
 from .work import Estimate
 

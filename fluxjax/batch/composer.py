@@ -16,6 +16,7 @@ from models.config import TextConfig, VisionConfig
 from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
+from ..base.process import collector_paused
 from ..base.types import Group, PreparedPrompt, Response, Reward, Sample
 from ..config import Config, Strategy
 from .composition import Composition, Outline, TrainGroup
@@ -102,6 +103,7 @@ class Composer:
         self.shapes.next_step()
         return self._dealer.compose(self._chosen(groups, prepared, skip_idle, version))
 
+    @collector_paused()
     def shares(
         self,
         groups: Sequence[Group],
@@ -114,7 +116,7 @@ class Composer:
         """What several processes lay out of the microbatches of `compose`: those with these shards each. Reads no token
         and no pixel of any prompt. Raises, as `compose` does."""
         self.shapes.next_step()
-        chosen = self._chosen(groups, prepared, skip_idle, version)
+        chosen = tuple(self._chosen(groups, prepared, skip_idle, version))
         outline = self._dealer.outline(chosen)
         return [self._dealer.share(outline, chosen, each) for each in shards]
 
@@ -141,10 +143,10 @@ class Composer:
             if group.prompt.draw == following.prompt.draw:
                 ids = f"{group.prompt.id} and {following.prompt.id}"
                 raise ValueError(f"prompts {ids} have the same draw {group.prompt.draw}")
-        members = [sorted(group.samples, key=lambda sample: sample.response.sample) for group in ordered]
-        lengths = np.array([len(sample.response.token_ids) for samples in members for sample in samples])
+        members, numbers_R3 = _in_order([group.samples for group in ordered])
+        lengths = numbers_R3[:, 1]
         weights = response_weights(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
-        newest = _newest(members)
+        newest = int(numbers_R3[:, 2].max(initial=-1))
         version = newest if version is None else version
         if newest > version:
             raise ValueError(
@@ -152,13 +154,16 @@ class Composer:
             )
 
         to_train: list[TrainGroup] = []
-        first = 0
+        counted, first = lengths.tolist(), 0
+        silent = not lengths.all()
         for group, samples in zip(ordered, members, strict=True):
-            these = slice(first, first + len(samples))
-            first = these.stop
-            if lengths[these].any():
-                speaking = tuple(sample for sample in samples if sample.response.token_ids)
-                to_train.append(self._to_train(group, prepared, speaking, weights[these][lengths[these] > 0], version))
+            own, these = tuple(samples), slice(first, first + len(samples))
+            first, weighed, tokens = these.stop, weights[these], counted[these]
+            if silent:
+                own = tuple(sample for sample in samples if sample.response.token_ids)
+                weighed, tokens = weighed[lengths[these] > 0], [n for n in tokens if n]
+            if own:
+                to_train.append(self._to_train(group, prepared, own, weighed, version).counted(tokens))
         if skip_idle:
             taught = [group for group in to_train if any(sample.advantage != 0.0 for sample in group.samples)]
             to_train = taught or to_train[:1]
@@ -191,9 +196,16 @@ def shape_book(config: Config) -> ShapeBook:
     return ShapeBook(most, alone=alone, ahead=config.sharding.compile_ahead)
 
 
-def _newest(members: Sequence[Sequence[Sample]]) -> int:
-    versions = chain.from_iterable(sample.response.versions for samples in members for sample in samples)
-    return max(versions, default=-1)
+def _in_order(members: Sequence[Sequence[Sample]]) -> tuple[Sequence[Sequence[Sample]], np.ndarray]:
+    """The samples of each group by their number, and `Response.facts` of one after the other, `[R, 3]`."""
+    counts = np.fromiter(map(len, members), np.int64, len(members))
+    facts = [sample.response.facts for samples in members for sample in samples]
+    numbers_R3 = np.fromiter(chain.from_iterable(facts), np.int64, 3 * int(counts.sum())).reshape(-1, 3)
+    group = np.repeat(np.arange(len(members)), counts)
+    if np.any((np.diff(numbers_R3[:, 0]) < 0) & (np.diff(group) == 0)):
+        members = [sorted(samples, key=lambda sample: sample.response.sample) for samples in members]
+        numbers_R3 = numbers_R3[np.lexsort((numbers_R3[:, 0], group))]
+    return members, numbers_R3
 
 
 def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[int]]) -> list[Group]:

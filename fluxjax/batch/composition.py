@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from models.inputs import ModelInput
 from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import SizedLayout
 
-from ..algorithms.importance import log_ratio, log_weight
 from ..base.types import Sample, TrainBatch
-from ..config import ConfigError, ImportanceConfig, ImportanceLevel
+from ..config import ConfigError
 
 
-@dataclasses.dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A group to pack: the tokens of its prompt and of each of its responses (all positive), its patches."""
 
     name: str  # of the prompt, for error messages
@@ -34,8 +32,7 @@ class Item:
     patches: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Responses of one item (indices, ascending) in one row, behind one copy of the prompt."""
 
     item: int
@@ -70,11 +67,21 @@ class TrainGroup:
 
     @functools.cached_property
     def item(self) -> Item:
+        return self._sized(tuple(len(sample.response.token_ids) for sample in self.samples))
+
+    def counted(self, lengths: Sequence[int]) -> TrainGroup:
+        """Itself; its samples have so many tokens, which have been counted."""
+        vars(self)["item"] = self._sized(tuple(lengths))
+        return self
+
+    def _sized(self, lengths: tuple[int, ...]) -> Item:
         patches = self.inputs.vision.num_patches if self.inputs.vision is not None else 0
-        return Item(self.name, len(self.inputs), tuple(len(s.response.token_ids) for s in self.samples), patches)
+        return Item(self.name, len(self.inputs), lengths, patches)
 
     def only(self, responses: Sequence[int]) -> TrainGroup:
-        """The group with these of its samples."""
+        """The group with these of its samples, in order."""
+        if len(responses) == len(self.samples):
+            return self
         samples = tuple(self.samples[k] for k in responses)
         return dataclasses.replace(self, samples=samples, weights=self.weights[list(responses)])
 
@@ -82,7 +89,7 @@ class TrainGroup:
 def tokens_of(items: Sequence[Item], piece: Piece) -> int:
     """The tokens of a piece, its copy of the prompt included."""
     item = items[piece.item]
-    return item.prompt + sum(item.responses[k] for k in piece.responses)
+    return item.prompt + sum(map(item.responses.__getitem__, piece.responses))
 
 
 def squares_of(items: Sequence[Item], piece: Piece) -> float:
@@ -111,39 +118,6 @@ def check(
             raise ConfigError(
                 f"prompt {item.name}: its media have {item.patches} patches, more than {media} = {patches}"
             )
-
-
-def cut(items: Sequence[Item], index: int, longest: int) -> list[Piece]:
-    """The item in as few pieces of at most `longest` tokens as first-fit-decreasing finds; nearly always one."""
-    item = items[index]
-    room = longest - item.prompt
-    if sum(item.responses) <= room:
-        return [Piece(index, tuple(range(len(item.responses))))]
-    parts: list[list[int]] = []
-    free: list[int] = []
-    for k in sorted(range(len(item.responses)), key=lambda k: -item.responses[k]):
-        part = next((p for p, left in enumerate(free) if left >= item.responses[k]), len(parts))
-        if part == len(parts):
-            parts.append([])
-            free.append(room)
-        parts[part].append(k)
-        free[part] -= item.responses[k]
-    return [Piece(index, tuple(sorted(part))) for part in parts]
-
-
-def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
-    """Returns the pieces that are one sequence each: with `share_prompts` groups, else responses.
-
-    A group is cut into pieces of at most `longest` tokens, and of at most `responses` without the prompt (0: any). A
-    response that has more with its prompt is a piece all the same.
-    """
-    if not share_prompts:
-        return [Piece(i, (k,)) for i, item in enumerate(items) for k in range(len(item.responses))]
-    pieces = []
-    for i, item in enumerate(items):
-        size = min(longest, item.prompt + responses) if responses else longest
-        pieces += cut(items, i, max(size, item.prompt + max(item.responses)))
-    return pieces
 
 
 PerToken: TypeAlias = Sequence[jax.Array | np.ndarray]  # an array `[B, T]` for each microbatch
@@ -227,6 +201,15 @@ class Composition:
         flat = [np.asarray(array, dtype).reshape(-1) for array in arrays_BT]
         return np.concatenate(flat)[self.cells] if flat else np.zeros(0, dtype)
 
+    def scattered(self, values: np.ndarray) -> list[np.ndarray]:
+        """`[B, T]` of each microbatch, from one value a token, response after response; 0 elsewhere."""
+        shapes_BT = [batch.loss_weights_BT.shape for batch in self.batches]
+        sizes = [math.prod(shape) for shape in shapes_BT]
+        flat = np.zeros(sum(sizes), np.float32)
+        flat[self.cells] = values
+        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, shapes_BT, strict=True)]
+
     def replaced(self, arrays: Mapping[str, PerToken]) -> Composition:
         """The same with other arrays, by the field of `TrainBatch`, one for each microbatch."""
         microbatches = tuple(
@@ -248,48 +231,18 @@ def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int
     return dict(zip(composition.keys, parts, strict=True))
 
 
-def with_reference(composition: Composition, logprobs_BT: PerToken) -> Composition:
-    """The composition with these log-probs, one array `[B, T]` for each microbatch, as the reference model's."""
-    pairs = zip(composition.batches, logprobs_BT, strict=True)
-    reference = [np.where(b.loss_weights_BT != 0, np.asarray(a, np.float32), np.float32(0)) for b, a in pairs]
-    return composition.replaced({"reference_logprobs_BT": reference})
-
-
-def with_importance(composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig) -> Composition:
-    """The composition with what its importance weights need of whole responses, or of all: `importance.whole`.
-
-    `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. Responses get the means of their
-    tokens' log-ratios; to normalise, advantages are divided by the tokens' mean weight, since every objective of
-    policies is proportional to them. Collective where the composition says that responses lie on several processes.
-    """
-    batches, lengths = composition.batches, composition.lengths
-    if not batches:  # the devices of this process have nothing to do
-        return composition
-    behaviour = composition.of_responses([batch.behaviour_logprobs_BT for batch in batches], np.float64)
-    ratios = log_ratio(composition.of_responses(logprobs_BT, np.float64), behaviour)
-    ratios_BT, mean = [batch.response_log_ratios_BT for batch in batches], 1.0
-    if importance.level is ImportanceLevel.SEQUENCE:
-        ratios = np.repeat(_means(ratios, composition), lengths)
-        flat = np.zeros(sum(array.size for array in ratios_BT), np.float32)
-        flat[composition.cells] = ratios
-        parts = np.split(flat, np.cumsum([array.size for array in ratios_BT])[:-1])
-        ratios_BT = [part.reshape(array.shape) for part, array in zip(parts, ratios_BT, strict=True)]
-    if importance.normalize:
-        lags = composition.of_responses([batch.lags_BT for batch in batches], np.int32)
-        mean = np.exp(log_weight(ratios, lags, importance)[0]).mean() or 1.0  # 0 if all are masked
-    advantages_BT = [(batch.advantages_BT / mean).astype(np.float32) for batch in batches]
-    return composition.replaced({"response_log_ratios_BT": ratios_BT, "advantages_BT": advantages_BT})
-
-
-def _means(values: np.ndarray, composition: Composition) -> np.ndarray:
-    """The mean of each response's values, one a token."""
-    lengths, whole = composition.lengths, composition.whole
-    sums = np.bincount(np.repeat(np.arange(len(lengths)), lengths), values, minlength=len(lengths))
-    if whole is None or not len(whole):
-        return sums / lengths
-    parts = multihost_utils.process_allgather(sums[: len(whole)].astype(np.float32))
-    sums[: len(whole)] = np.sum(parts, axis=0, dtype=np.float64)
-    return sums / np.concatenate([whole, lengths[len(whole) :]])
+def together(compositions: Sequence[Composition]) -> Composition:
+    """One composition of all microbatches, to measure how full and how even they are; of one, itself."""
+    if len(compositions) == 1:
+        return compositions[0]
+    return Composition(
+        microbatches=tuple(m for composition in compositions for m in composition.microbatches),
+        keys=tuple(key for composition in compositions for key in composition.keys),
+        cells=np.zeros(0, np.int64),  # they would have to be counted anew
+        lengths=np.concatenate([composition.lengths for composition in compositions]),
+        filled=tuple(filled for composition in compositions for filled in composition.filled),
+        elsewhere=tuple(m for composition in compositions for m in composition.elsewhere),
+    )
 
 
 def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]:

@@ -9,7 +9,6 @@ their plan then says to which device and column each token of that row goes.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -212,12 +211,9 @@ def _arrays(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     lengths = spans.response_lengths()
     cells, within = _cells(starts, lengths)
     responses = [sample.response for sample in spans.samples]
-    for name, parts in (
-        ("tokens", (response.token_ids for response in responses)),
-        ("behaviour", (response.logprobs for response in responses)),
-        ("lags", (response.versions for response in responses)),
-    ):
-        arrays[name][cells] = np.fromiter(chain.from_iterable(parts), arrays[name].dtype, len(cells))
+    numbers = zip(*(response.arrays for response in responses), strict=True)
+    for name, parts in zip(("tokens", "behaviour", "lags"), numbers, strict=True):
+        arrays[name][cells] = np.concatenate(parts)
     versions = arrays["lags"][cells]
     arrays["lags"][cells] = np.where(versions < 0, -1, np.repeat(spans.versions, lengths) - versions)
     for name, values in (

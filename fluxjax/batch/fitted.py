@@ -7,6 +7,9 @@ sequences share one with others as long, and the lengths are those of compiled p
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement
 
@@ -14,7 +17,8 @@ import numpy as np
 
 from sharding.spread.shapes import round_up
 
-from .composition import Item, Piece, Row, tokens_of
+from .composition import Piece, Row
+from .pieces import SizedPieces
 
 MORE = 2  # microbatches beyond the fewest that could hold all tokens
 GOOD = 1.06  # cells over tokens at which no further microbatch is tried
@@ -30,44 +34,62 @@ def lengths_between(shortest: int, longest: int) -> list[int]:
     return [*lengths, longest]
 
 
-def fit_rows(
-    items: Sequence[Item], pieces: Sequence[Piece], rows: int, lengths: Sequence[int]
-) -> list[tuple[int, list[Row]]] | None:
-    """The pieces in microbatches of `rows` rows each, (the length of its rows, the rows that are not empty).
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Microbatches of `rows` rows each: `lengths` are those of their rows, and piece `i` is in row `where[i]`, counted
+    through all of them. A microbatch without a piece is none."""
+
+    rows: int
+    lengths: tuple[int, ...]
+    where: np.ndarray
+
+    @functools.cached_property
+    def used(self) -> list[int]:
+        """The microbatches that have a piece."""
+        return np.unique(self.where // self.rows).tolist()
+
+    def columns(self) -> int:
+        """The lengths of the rows of each microbatch, added up."""
+        return sum(self.lengths[k] for k in self.used)
+
+    def filled(self, sized: SizedPieces) -> list[tuple[int, list[Row]]]:
+        """(the length of its rows, the rows that are not empty, by what stands in them), of each microbatch."""
+        rows: dict[int, list[Piece]] = {}
+        for i, row in zip(sized.order.tolist(), self.where[sized.order].tolist(), strict=True):
+            rows.setdefault(row, []).append(sized.pieces[i])
+        members: dict[int, list[Row]] = {k: [] for k in self.used}
+        for row, pieces in rows.items():
+            members[row // self.rows].append(tuple(pieces))
+        return [(self.lengths[k], each) for k, each in members.items()]
+
+
+def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None:
+    """Pieces of so many tokens in microbatches of `rows` rows each.
 
     `lengths` are those that rows may have, ascending; the last one bounds the number of microbatches. Of the choices
     that hold all pieces, the one with the fewest cells is taken. None if the longest piece fits no row, or too many
     microbatches would be needed.
     """
-    sizes = np.array([tokens_of(items, piece) for piece in pieces], np.int64)
     order = np.argsort(-sizes, kind="stable")
     if not len(lengths) or sizes.max() > lengths[-1]:
         return None
     total, smallest = int(sizes.sum()), int(sizes.min())
     fewest = -(-total // (rows * lengths[-1]))
-    best: tuple[int, tuple[int, ...], np.ndarray] | None = None
+    best: tuple[int, Fit] | None = None
     for count in range(fewest, fewest + MORE + 1):
         for chosen in _choices(lengths, count, total, rows, int(sizes.max())):
             cells = rows * sum(chosen)
             if best is not None and cells >= best[0]:
                 break
-            if rows * sum(length // smallest for length in chosen) < len(pieces):
+            if rows * sum(length // smallest for length in chosen) < len(sizes):
                 continue  # there are more pieces than even the smallest one fits times
             where = _placed(sizes, order, np.repeat(chosen, rows))
             if where is not None:
-                best = cells, chosen, where
+                best = cells, Fit(rows, chosen, where)
                 break
         if best is not None and best[0] <= GOOD * total:
             break
-    if best is None:
-        return None
-    found: list[tuple[int, list[Row]]] = []
-    for k, length in enumerate(best[1]):
-        members: list[list[Piece]] = [[] for _ in range(rows)]
-        for i in np.flatnonzero(best[2] // rows == k).tolist():
-            members[best[2][i] % rows].append(pieces[i])
-        found.append((length, [_in_order(row) for row in members if row]))
-    return [(length, filled) for length, filled in found if filled]
+    return best[1] if best is not None else None
 
 
 def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest: int) -> Iterator[tuple[int, ...]]:
@@ -82,16 +104,25 @@ def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest:
 
 def _placed(sizes: np.ndarray, order: np.ndarray, room: np.ndarray) -> np.ndarray | None:
     """The row of each piece: longest first, where it leaves the least room. None if one fits nowhere."""
-    left, where = room.astype(np.int64), np.zeros(len(sizes), np.int64)
-    for i in order.tolist():
-        after = left - sizes[i]
-        fits = np.flatnonzero(after >= 0)
-        if not len(fits):
+    descending, count = sizes[order], len(room)
+    # In rows of one length, a piece stands alone as long as no two of those before it and it fit one row.
+    alone = 0
+    if len(sizes) and descending[0] <= room.min() == room.max():
+        fits = descending[1:] + descending[:-1] <= room[0]
+        alone = 1 + (int(fits.argmax()) if fits.any() else len(fits))
+    if alone > count:
+        return None
+    free = room.astype(np.int64)
+    free[:alone] -= descending[:alone]
+    left = np.sort(free * count + np.arange(count)).tolist()  # by room, then by row
+    where = list(range(alone))
+    for size in descending[alone:].tolist():
+        k = bisect.bisect_left(left, size * count)
+        if k == len(left):
             return None
-        row = fits[after[fits].argmin()]
-        where[i], left[row] = row, after[row]
-    return where
-
-
-def _in_order(pieces: Sequence[Piece]) -> Row:
-    return tuple(sorted(pieces, key=lambda piece: (piece.item, piece.responses)))
+        key = left.pop(k)
+        where.append(key % count)
+        bisect.insort(left, key - size * count)
+    found = np.empty(len(sizes), np.int64)
+    found[order] = where
+    return found

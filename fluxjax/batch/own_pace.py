@@ -18,9 +18,10 @@ from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
 from .collective import Collective
-from .composition import Composition, Item, Piece, TrainGroup, pieces_of, squares_of, tokens_of
+from .composition import Composition, Item, Piece, TrainGroup, squares_of, tokens_of
 from .fill import lay_out_parts
 from .part import Part, Room, SizedPart, size_parts
+from .pieces import pieces_of
 from .share import Share, lay_out_share, share_parts
 from .work import estimate
 

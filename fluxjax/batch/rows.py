@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -18,9 +19,10 @@ from sharding.spread.buffers import size_weight
 from sharding.spread.shapes import ShapeBook, Sizes
 
 from ..config import Config, ConfigError
-from .composition import Composition, Filled, Item, PackedRows, Piece, Row, TrainGroup, check, pieces_of, tokens_of
+from .composition import Composition, Filled, Item, PackedRows, Piece, Row, TrainGroup, check, tokens_of
 from .fill import SizedRows, lay_out_rows
-from .fitted import fit_rows, lengths_between
+from .fitted import Fit, fit_rows, lengths_between
+from .pieces import SizedPieces, sized_pieces
 from .share import Share, share_rows
 
 LONG = 1024  # packing.tokens_per_row from which on rows have other lengths: what short ones save is no program worth
@@ -80,7 +82,7 @@ class RowPacking:
         return dataclasses.replace(composition, filled=tuple(sized.filled for sized in outline))
 
     def share(self, outline: Sequence[SizedRows], groups: Sequence[TrainGroup], shards: range) -> Share:
-        return share_rows(outline, groups, shards)
+        return share_rows(outline, tuple(groups), shards)
 
     def lay_out(self, share: Share) -> Composition:
         micros = [micro for micro in share.micros if isinstance(micro, PackedRows)]
@@ -92,31 +94,37 @@ class RowPacking:
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedRows]:
         """The microbatches, in buffers of sizes that the shape book chooses."""
         items = [group.item for group in groups]
-        plan, exact = pack(items, self._budget, share_prompts=self._share), self._budget.tokens_per_row < LONG
-        fitted = None if exact else self._fitted(items)
-        if fitted is not None and cells_of(fitted) <= cells_of(plan):
-            plan = fitted
+        check(items, self._budget.tokens_per_row, self._budget.patches[-1])
+        pieces = sized_pieces(items, self._budget.tokens_per_row, self._share)
+        exact = self._budget.tokens_per_row < LONG
+        plan = None if exact else self._fitted(items, pieces)
+        if plan is None or cells_of(plan) > _least_cells(items, self._budget, self._share):
+            packed = _packed(items, pieces, self._budget, self._share)
+            plan = packed if plan is None or cells_of(packed) < cells_of(plan) else plan
         frame = common_bound(group.inputs.vision for group in groups) if self._vision is not None else 0
         return [self._sized(micro, items, frame, exact) for micro in plan]
 
-    def _fitted(self, items: Sequence[Item]) -> list[PackedRows] | None:
+    def _fitted(self, items: Sequence[Item], pieces: SizedPieces) -> list[PackedRows] | None:
         """In rows whose length fits them; None where there is no such packing."""
         budget, shapes, shards = self._budget, self._shapes, self._budget.num_shards
-        pieces = pieces_of(items, budget.tokens_per_row, self._share)
-        best: list[tuple[int, int, list[Row]]] | None = None
+        best: tuple[int, Fit] | None = None  # and the cells of one shard
         for rows in reversed(budget.rows):
             known = shapes.columns(shards, 0, budget.tokens_per_row, rows)
             free = lengths_between(budget.tokens_per_row // SHORTEST, budget.tokens_per_row)
-            found = [fit_rows(items, pieces, rows * shards, known)]
+            found = [fit_rows(pieces.tokens, rows * shards, known)]
             if not shapes.full(shards):
-                found.append(fit_rows(items, pieces, rows * shards, sorted({*known, *free})))
-            cells = [rows * sum(length for length, _ in plan) if plan else math.inf for plan in found]
+                found.append(fit_rows(pieces.tokens, rows * shards, sorted({*known, *free})))
+            cells = [rows * plan.columns() if plan is not None else math.inf for plan in found]
             k = 0 if cells[0] <= (1 + shapes.patience(shards)) * cells[-1] else -1
-            if (plan := found[k]) and (best is None or cells[k] < FEWER * sum(rows * n for rows, n, _ in best)):
-                best = [(rows, length, members) for length, members in plan]
-        if best is None or any(_media_of(items, row) > budget.patches[-1] for _, _, members in best for row in members):
+            if (plan := found[k]) is not None and (best is None or cells[k] < FEWER * best[0]):
+                best = rows * plan.columns(), plan
+        if best is None:
             return None
-        return [micro for rows, n, members in best for micro in _spread(items, members, budget, rows, n)]
+        filled, rows = best[1].filled(pieces), best[1].rows // shards
+        media = any(item.patches for item in items)
+        if media and any(_media_of(items, row) > budget.patches[-1] for _, members in filled for row in members):
+            return None
+        return [micro for length, members in filled for micro in _spread(items, members, budget, rows, length)]
 
     def _sized(self, micro: PackedRows, items: Sequence[Item], frame: int, exact: bool) -> SizedRows:
         budget = self._budget
@@ -130,7 +138,9 @@ class RowPacking:
         later = self._in(coming, micro) if coming is not None else None
         micro = self._in(sizes, micro)
         used = sum(tokens_of(items, piece) for shard in micro.shards for row in shard for piece in row)
-        media = sum(_media_of(items, [piece for row in shard for piece in row]) for shard in micro.shards)
+        media = (
+            sum(_media_of(items, list(chain.from_iterable(shard))) for shard in micro.shards) if micro.patches else 0
+        )
         shards = budget.num_shards
         return SizedRows(micro, Filled(used, shards * micro.rows * micro.tokens, media, shards * micro.patches), later)
 
@@ -180,23 +190,37 @@ def pack(items: Sequence[Item], budget: Budget, *, share_prompts: bool = True) -
     response exceeds `tokens_per_row`, or its media the patches of a shard.
     """
     check(items, budget.tokens_per_row, budget.patches[-1])
-    if share_prompts:
-        whole = pieces_of(items, budget.tokens_per_row, share_prompts=True)
-        candidates = [_first_fit(items, _by_size(items, whole), budget), _chain(items, budget)]
-    else:
-        single = pieces_of(items, 0, share_prompts=False)
-        candidates = [_first_fit(items, pieces, budget) for pieces in (single, _by_size(items, single))]
-    plans = [_spread(items, rows, budget) for rows in candidates]
-    return min(plans, key=lambda plan: _cost(plan, budget))
+    return _packed(items, sized_pieces(items, budget.tokens_per_row, share_prompts), budget, share_prompts)
+
+
+def _packed(items: Sequence[Item], sized: SizedPieces, budget: Budget, share_prompts: bool) -> list[PackedRows]:
+    pieces = sized.pieces
+
+    def by_size() -> list[Row]:
+        longest_first = np.argsort(-sized.tokens, kind="stable").tolist()
+        return _first_fit(items, [pieces[i] for i in longest_first], budget)
+
+    def in_turn() -> list[Row]:
+        return _chain(items, budget) if share_prompts else _first_fit(items, pieces, budget)
+
+    first, second = (by_size, in_turn) if share_prompts else (in_turn, by_size)
+    plan = _spread(items, first(), budget)
+    if _cost(plan, budget) <= _least_cells(items, budget, share_prompts) + budget.patches[0]:
+        return plan  # the other one can't be better
+    return min(plan, _spread(items, second(), budget), key=lambda plan: _cost(plan, budget))
+
+
+def _least_cells(items: Sequence[Item], budget: Budget, share_prompts: bool) -> int:
+    """The tokens of one shard, padding included, that no packing into rows of `budget` goes below: it shows each prompt
+    once at least."""
+    tokens = sum(sum(item.responses) + item.prompt * (1 if share_prompts else len(item.responses)) for item in items)
+    rows = -(-tokens // (budget.tokens_per_row * budget.num_shards))
+    return budget.tokens_per_row * max(rows, budget.rows[0])
 
 
 def _cost(plan: list[PackedRows], budget: Budget) -> int:
     """Padded tokens and patches of one shard."""
     return sum(micro.rows * budget.tokens_per_row + micro.patches for micro in plan)
-
-
-def _by_size(items: Sequence[Item], pieces: Iterable[Piece]) -> list[Piece]:
-    return sorted(pieces, key=lambda piece: -tokens_of(items, piece))  # stable: ties stay in order
 
 
 def _first_fit(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget) -> list[Row]:
@@ -207,7 +231,7 @@ def _first_fit(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget) -
     members: list[set[int]] = []
     for piece in pieces:
         size, media = tokens_of(items, piece), items[piece.item].patches
-        for row in np.flatnonzero(free[: len(rows)] >= size):
+        for row in _with_room(free[: len(rows)], size):
             added = 0 if piece.item in members[row] else media
             if patches[row] + added <= budget.patches[-1]:
                 break
@@ -221,7 +245,16 @@ def _first_fit(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget) -
         rows[row].append(piece)
         patches[row] += added
         members[row].add(piece.item)
-    return [tuple(sorted(row, key=lambda piece: (piece.item, piece.responses))) for row in rows]
+    return [tuple(sorted(row)) for row in rows]
+
+
+def _with_room(free: np.ndarray, size: int) -> Iterator[int]:
+    """The rows, in order, that have room for so many tokens. The first one is mostly taken."""
+    fits = free >= size
+    first = int(fits.argmax()) if len(fits) else 0
+    if first < len(fits) and fits[first]:
+        yield first
+        yield from (first + 1 + np.flatnonzero(fits[first + 1 :])).tolist()
 
 
 def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
@@ -256,18 +289,22 @@ def _spread(
     A row goes where it adds the fewest patches (beside rows of the same groups), then to the shard with the
     fewest patches, then with the fewest rows. What fits in no shard waits for the next microbatch.
     """
-    waiting = sorted(rows, key=lambda row: (row[0].item, row[0].responses))
+    waiting = sorted(rows, key=lambda row: row[0])
+    media = any(item.patches for item in items)
     allowed = (most,) if most else budget.rows
     plan: list[PackedRows] = []
     while waiting:
         wanted = min(-(-len(waiting) // budget.num_shards), allowed[-1])
         per_shard = next(size for size in allowed if size >= wanted)
-        deal = _Deal(budget.num_shards, per_shard, budget.patches[-1])
-        left = [row for row in waiting if not deal.take(row, {p.item: items[p.item].patches for p in row})]
-        size = next(size for size in allowed if size >= max(map(len, deal.shards)))
-        buffer = max(deal.patches)
+        if media:
+            deal = _Deal(budget.num_shards, per_shard, budget.patches[-1])
+            left = [row for row in waiting if not deal.take(row, {p.item: items[p.item].patches for p in row})]
+            packed, buffer = tuple(map(tuple, deal.shards)), max(deal.patches)
+        else:  # in turn
+            now, left = waiting[: budget.num_shards * per_shard], waiting[budget.num_shards * per_shard :]
+            packed, buffer = tuple(tuple(now[shard :: budget.num_shards]) for shard in range(budget.num_shards)), 0
+        size = next(size for size in allowed if size >= max(map(len, packed)))
         buffer = buffer if tokens else next(size for size in budget.patches if size >= buffer)
-        packed = tuple(tuple(shard) for shard in deal.shards)
         plan.append(PackedRows(size, tokens or budget.tokens_per_row, buffer, packed))
         assert len(left) < len(waiting), "a row has more patches than a shard may hold"
         waiting = left

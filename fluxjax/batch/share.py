@@ -47,29 +47,21 @@ class PlannedRows:
 @dataclasses.dataclass(frozen=True)
 class Share:
     """`micros` are the step's microbatches, for the devices `shards` of the mesh only; their items are `groups`. Of
-    groups that are not `needed`, sizes count and nothing else."""
+    groups that are not `needed`, sizes count and nothing else. Rows need what stands in them: they may have the groups
+    of the whole step, and None there."""
 
     micros: tuple[PackedRows | PlannedRows, ...]
     groups: tuple[TrainGroup, ...]
     shards: range
-    needed: frozenset[int]
+    needed: frozenset[int] | None
     filled: tuple[Filled, ...] = ()  # of the microbatches with all of their shards
 
 
-def share_rows(outline: Sequence[SizedRows], groups: Sequence[TrainGroup], shards: range) -> Share:
-    """The share of the process that has these shards, with those of `groups` that it needs."""
-    micros = [sized.micro for sized in outline]
-    own = [micro.shards[shards.start : shards.stop] for micro in micros]
-    needed = sorted({piece.item for micro in own for rows in micro for row in rows for piece in row})
-    number = {item: k for k, item in enumerate(needed)}
-
-    def renumbered(micro: PackedRows, own: Sequence[tuple[tuple[Piece, ...], ...]]) -> PackedRows:
-        rows = [[tuple(Piece(number[p.item], p.responses) for p in row) for row in shard] for shard in own]
-        return dataclasses.replace(micro, shards=tuple(map(tuple, rows)))
-
+def share_rows(outline: Sequence[SizedRows], groups: tuple[TrainGroup, ...], shards: range) -> Share:
+    """The share of the process that has these shards. All shares have the same groups: nothing is done for each."""
+    own = [(sized.micro, sized.micro.shards[shards.start : shards.stop]) for sized in outline]
     filled = tuple(sized.filled for sized in outline)
-    chosen = tuple(groups[item] for item in needed)
-    return Share(tuple(map(renumbered, micros, own)), chosen, shards, frozenset(range(len(chosen))), filled)
+    return Share(tuple(dataclasses.replace(micro, shards=rows) for micro, rows in own), groups, shards, None, filled)
 
 
 def share_parts(outline: Sequence[SizedPart], shards: range) -> Share:

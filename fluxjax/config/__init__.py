@@ -11,13 +11,25 @@ import re
 from typing import ClassVar
 
 from ..base.errors import ConfigError
+from .algorithms import OWN_SETTINGS as OWN_SETTINGS
+from .algorithms import AlgorithmConfig
+from .algorithms import KlEstimator as KlEstimator
+from .algorithms import LossAggregation as LossAggregation
 from .bounds import bounded, check_fields, not_negative, positive, within
+from .critic import CriticConfig as CriticConfig
+from .data import DataConfig
+from .data import DataMode as DataMode
+from .data import Loader as Loader
+from .data import SourceConfig as SourceConfig
+from .lora import LoraConfig
+from .rewards import RewardKindConfig as RewardKindConfig
+from .rewards import RewardsConfig
+from .rewards import RewardTerm as RewardTerm
 from .schedules import make_schedules
 from .scheduling import (
     AdaptiveAsyncConfig,
     AprilConfig,
     ComposerConfig,
-    ImportanceConfig,
     ParallelismConfig,
     Policy,
     PolicyConfig,
@@ -27,8 +39,11 @@ from .scheduling import (
     TailBatchingConfig,
 )
 from .scheduling import Importance as Importance
+from .scheduling import ImportanceConfig as ImportanceConfig
 from .scheduling import ImportanceLevel as ImportanceLevel
 from .scheduling import Order as Order
+from .scheduling import ReplayConfig as ReplayConfig
+from .scheduling import ReplayOrder as ReplayOrder
 from .servers import RolloutEngine, ServersConfig
 from .weights import Backend as Backend
 from .weights import Route as Route
@@ -66,17 +81,6 @@ class Remat(enum.Enum):
     LAYER = "layer"  # it keeps a layer's input
     OFFLOAD = "offload"  # as layer, but in the host's memory
     AUTO = "auto"  # the first of these with which the pre-flight fits; none where there is no pre-flight
-
-
-class Algorithm(enum.Enum):
-    GRPO = "grpo"
-    SFT = "sft"
-
-
-class LossAggregation(enum.Enum):
-    TOKEN_MEAN = "token_mean"  # every token of the step counts the same (DAPO)
-    SEQUENCE_MEAN = "sequence_mean"  # every response counts the same, its tokens share that (GRPO)
-    CONSTANT = "constant"  # sum over tokens / (responses * max_new_tokens) (Dr.GRPO)
 
 
 class Schedule(enum.Enum):
@@ -135,40 +139,6 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class SourceConfig:
-    """A source of training prompts: its file, its reward, and how often prompts are drawn from it."""
-
-    path: str = ""  # .jsonl manifest or .parquet; empty: the embedded data set of the source's name
-    eval_path: str = ""  # held-out records, same format
-    weight: float = positive(1.0)
-    reward: str = "exact"  # a name in `fluxjax.rewards`, or module:function
-    warm_start_path: str = ""  # records for the warm start, same format; empty: as embedded, or the training records
-    # Names of fields (columns) in the file; empty: the usual names are recognised (`fluxjax.data.fields.ALIASES`).
-    prompt_field: str = ""
-    answer_field: str = ""
-    images_field: str = ""
-    videos_field: str = ""
-    id_field: str = ""
-
-
-@dataclasses.dataclass(slots=True)
-class DataConfig:
-    root: str = ""  # where the embedded data sets are built; empty: the user's cache folder
-    embedded_cell: int = not_negative(0)  # pixels of a digit in these, and half of a clip: a merged feature; 0: 16
-    sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict, metadata={"entries": SourceConfig})
-    min_pixels: int = not_negative(0)  # 0: as the checkpoint's preprocessor_config.json says
-    max_pixels: int = not_negative(0)
-    # Larger files are skipped, so that none takes all memory: a small one can hold a huge picture.
-    max_decoded_pixels: int = positive(2**26)  # of an image or a video frame, before resizing
-    max_decoded_frames: int = positive(2**20)  # of a video
-    video_frames: int = positive(4)  # frames sampled from a video
-    chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
-    # Processes that decode and tokenise prompts; 0: threads of the run's own process. A script that trains with workers
-    # needs `if __name__ == "__main__":`, since each process imports it.
-    workers: int = not_negative(0)
-
-
-@dataclasses.dataclass(slots=True)
 class WarmStartConfig:
     """Supervised steps before RL, so that the policy answers in the right form."""
 
@@ -201,18 +171,6 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class AlgorithmConfig:
-    name: Algorithm = Algorithm.GRPO
-    normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
-    clip_low: float = not_negative(0.2)
-    clip_high: float = not_negative(0.2)  # larger than clip_low: clip-higher (DAPO)
-    entropy_coefficient: float = not_negative(0.0)  # > 0 rewards undecided next-token distributions
-    kl_coefficient: float = not_negative(0.0)  # > 0 keeps a frozen reference model
-    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
-    importance: ImportanceConfig = dataclasses.field(default_factory=ImportanceConfig)
-
-
-@dataclasses.dataclass(slots=True)
 class OptimConfig:
     lr: float = positive(1e-3)
     schedule: Schedule = Schedule.CONSTANT
@@ -220,7 +178,7 @@ class OptimConfig:
     beta1: float = within(0.9, "[0, 1)")
     beta2: float = within(0.99, "[0, 1)")
     eps: float = positive(1e-8)
-    weight_decay: float = not_negative(0.0)
+    weight_decay: float = not_negative(0.0)  # of matrices and embeddings; norms and biases have none
     max_grad_norm: float = not_negative(1.0)  # gradients are clipped to this global norm; 0: they are not
     moments_dtype: DType = DType.FLOAT32  # in which Adam's two moments are kept; they are computed in float32
     gradients_dtype: DType = DType.FLOAT32  # in which gradients are summed over the microbatches of a step
@@ -269,6 +227,10 @@ class PackingConfig:
 class CheckpointConfig:
     every: int = not_negative(50)  # steps; 0: only at the end
     keep: int = positive(2)
+    # Steps; 0: never. Each process keeps its part of the two newest in the memory of its host, from where as many
+    # processes go on when one has failed.
+    snapshot_every: int = not_negative(0)
+    snapshot_folder: str = "/dev/shm"
 
 
 @dataclasses.dataclass(slots=True)
@@ -297,6 +259,7 @@ class DistributedConfig:
     processes: int = not_negative(0)  # 0: as many as Slurm has tasks or Open MPI ranks, else one
     process: int = not_negative(0)  # this one's number, from 0
     timeout: float = positive(15.0)  # seconds of silence after which a process is taken for lost
+    start_timeout: float = positive(300.0)  # seconds in which all must have come
     # Seconds that a process may be at one step, or one checkpoint, before all end; compiling does not count.
     progress_timeout: float = positive(900.0)
 
@@ -312,6 +275,7 @@ class Config:
     run_dir: str = ""  # empty: runs/<name>-<date>; an existing one is resumed
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    rewards: RewardsConfig = dataclasses.field(default_factory=RewardsConfig)
     warm_start: WarmStartConfig = dataclasses.field(default_factory=WarmStartConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     servers: ServersConfig = dataclasses.field(default_factory=ServersConfig)
@@ -326,7 +290,10 @@ class Config:
     composer: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)
     schedules: SchedulesConfig = dataclasses.field(default_factory=SchedulesConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    replay: ReplayConfig = dataclasses.field(default_factory=ReplayConfig)
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     packing: PackingConfig = dataclasses.field(default_factory=PackingConfig)
@@ -339,10 +306,22 @@ class Config:
         check_fields(self)
         self.validate_scheduling()
         self._validate_servers()
-        if self.algorithm.name is Algorithm.SFT:
-            raise ConfigError("algorithm.name is sft; it serves the warm start (warm_start.steps), RL needs grpo")
-        if self.rollout.group_size < 2:
-            raise ConfigError("rollout.group_size is 1; grpo compares responses of one prompt and needs at least 2")
+        self.algorithm.validate()
+        self.lora.validate()
+        if self.rollout.group_size < 2 and self.algorithm.relative:
+            raise ConfigError(
+                f"rollout.group_size is 1; {self.algorithm.name} compares responses of one prompt and needs at least 2"
+            )
+        if self.algorithm.minibatches > self.rollout.prompts_per_step:
+            raise ConfigError(
+                f"algorithm.minibatches is {self.algorithm.minibatches}, but the responses of a prompt stay together "
+                f"and a step has {self.rollout.prompts_per_step} prompts (rollout.prompts_per_step)"
+            )
+        if self.critic.warmup_steps >= self.steps:
+            raise ConfigError(
+                f"critic.warmup_steps is {self.critic.warmup_steps}, and the run has {self.steps} steps: the policy "
+                "would never be trained"
+            )
         longest, row = self.rollout.max_sequence_tokens, self.packing.tokens_per_row
         if self.rollout.max_new_tokens >= longest:
             raise ConfigError(
@@ -384,8 +363,15 @@ class Config:
             )
         if not self.data.sources:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
+        for name, source in self.data.sources.items():
+            source.validate_rewards(f"data.sources.{name}")
         if not self.model.path:
             self.model.validate_tiny()
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer steps of the policy in a run of RL."""
+        return (self.steps - self.critic.warmup_steps) * self.algorithm.updates
 
     def _validate_servers(self) -> None:
         if self.rollout.engine is RolloutEngine.JAX:
@@ -468,11 +454,27 @@ class Config:
                 "stream_trainer.enabled needs sharding.hybrid off: the devices of some engines are no whole hosts"
             )
         for name in ("stream_trainer", "speculative_sync"):
+            if getattr(self, name).enabled and self.algorithm.updates > 1:
+                raise ConfigError(
+                    f"{name}.enabled computes gradients before a step is complete, all of the same weights; set "
+                    "algorithm.minibatches and algorithm.epochs to 1"
+                )
             if getattr(self, name).enabled and self.algorithm.importance.normalize:
                 raise ConfigError(
                     f"{name}.enabled needs algorithm.importance.normalize off: its mean is known at the end of a step"
                 )
+        self._validate_replay()
         make_schedules(self.schedules)
+
+    def _validate_replay(self) -> None:
+        """A policy's bound on what is trained on holds for what is replayed, too."""
+        limits = {Policy.APRIL: self.april.max_staleness, Policy.ADAPTIVE_ASYNC: self.adaptive_async.max_staleness}
+        limit, name = limits.get(self.policy.name), self.policy.name.value
+        if self.replay.share and limit is not None and self.replay.max_age > limit:
+            raise ConfigError(
+                f"replay.max_age is {self.replay.max_age}, but {name}.max_staleness is {limit}, and nothing older is "
+                "trained on; lower the one or raise the other"
+            )
 
 
 def renamed(text: str) -> str:

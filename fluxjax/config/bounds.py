@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 from ..base.errors import ConfigError
 
 T = TypeVar("T")
+PLAIN = str | int | float | bool | list | None  # the values of a dictionary that has no sections
 
 
 @runtime_checkable
@@ -52,10 +53,10 @@ def power_of_two(default: T) -> T:
 def check_fields(section: Section, prefix: str = "") -> None:
     """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
 
-    Numbers must be finite. Sections within `section` are checked, too, and so are the entries of `data.sources`.
+    Numbers must be finite. Sections within `section` are checked, too, and so are dictionaries of sections.
     """
     default = type(section)()
-    for field in dataclasses.fields(section):
+    for field in _settings(section):
         name, value, wanted = prefix + field.name, getattr(section, field.name), getattr(default, field.name)
         if isinstance(wanted, Section):
             _check_section(name, value, type(wanted))
@@ -64,7 +65,10 @@ def check_fields(section: Section, prefix: str = "") -> None:
                 raise ConfigError(f"{name} is {value}; it must be a finite number")
         elif isinstance(wanted, Mapping) and isinstance(value, Mapping):
             for key, entry in value.items():
-                _check_section(f"{name}.{key}", entry, field.metadata["entries"])
+                if "entries" in field.metadata:
+                    _check_section(f"{name}.{key}", entry, field.metadata["entries"])
+                elif not isinstance(entry, PLAIN):
+                    raise ConfigError(f"{name}.{key} is {entry!r}; it must be text, a number, true, false or a list")
         elif type(value) is not type(wanted):
             raise ConfigError(f"{name} is {value!r}; it must be of type {type(wanted).__name__}")
         if "holds" in field.metadata and not field.metadata["holds"](value):
@@ -77,7 +81,7 @@ def _check_section(name: str, value: Any, kind: type) -> None:
     check_fields(value, f"{name}.")
 
 
-def flatten(section: Section | Mapping[str, Section], prefix: str = "") -> Iterator[tuple[str, object]]:
+def flatten(section: Section | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yields all fields as (dotted name, value), depth first in order of declaration."""
     for name, value in children(section).items():
         if isinstance(value, Section | Mapping):
@@ -86,11 +90,16 @@ def flatten(section: Section | Mapping[str, Section], prefix: str = "") -> Itera
             yield f"{prefix}{name}", value
 
 
-def children(section: Section | Mapping[str, Section]) -> Mapping[str, object]:
-    """Returns the fields of a section, or the entries of a dictionary of sections, by name."""
+def children(section: Section | Mapping[str, Any]) -> Mapping[str, object]:
+    """Returns the fields of a section, or the entries of a dictionary, by name."""
     if isinstance(section, Mapping):
         return section
-    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {field.name: getattr(section, field.name) for field in _settings(section)}
+
+
+def _settings(section: Section) -> list[dataclasses.Field[Any]]:
+    """The fields that are settings; any others hold an object, which no text can say."""
+    return [field for field in dataclasses.fields(section) if "object" not in field.metadata]
 
 
 def lies_in(field: str, names: Iterable[str]) -> bool:

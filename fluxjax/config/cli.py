@@ -11,7 +11,6 @@ This module imports nothing heavy, so that `--help` and a typo answer at once.
 import dataclasses
 import difflib
 import enum
-import functools
 import inspect
 import operator
 import pathlib
@@ -19,7 +18,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from absl import flags
 from ml_collections import config_flags
@@ -27,9 +26,13 @@ from ml_collections import config_flags
 from . import (
     Config,
     ConfigError,
+    DataMode,
     Importance,
+    ImportanceConfig,
+    Loader,
     ModelConfig,
     Policy,
+    RewardTerm,
     RolloutEngine,
     Route,
     SourceConfig,
@@ -76,15 +79,93 @@ def _weighted(config: Config) -> bool:
     return _corrected(config) or config.algorithm.importance.decay < 1
 
 
+def _clipped(config: Config) -> bool:
+    """Says whether the policy can differ from the one that it is clipped around."""
+    return not config.algorithm.importance.decoupled or config.algorithm.updates > 1
+
+
+def _stale(config: Config) -> bool:
+    """Says whether older versions than the newest are trained on."""
+    return config.policy.name in _STALE or _replayed(config)
+
+
+def _replayed(config: Config) -> bool:
+    return config.replay.share > 0
+
+
+def _of_group(config: Config) -> bool:
+    """Says whether advantages may be divided by the group's standard deviation."""
+    algorithm = config.algorithm
+    return not algorithm.built_in or algorithm.name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
+
+
+def _dual_clipped(config: Config) -> bool:
+    return not config.algorithm.built_in or config.algorithm.name not in ("gspo", "cispo")
+
+
+def _policy_gradient(config: Config) -> bool:
+    """Says whether the loss is one of tokens, each with an importance weight."""
+    return not config.algorithm.built_in or config.algorithm.name != "dpo"
+
+
+def _with_entropy(config: Config) -> bool:
+    return not config.algorithm.built_in or config.algorithm.name not in ("dpo", "distillation")
+
+
+def _judged(config: Config) -> bool:
+    """Says whether there may be a critic."""
+    return not config.algorithm.built_in or config.algorithm.name == "ppo"
+
+
+def _referred(config: Config) -> bool:
+    """Says whether there is a reference."""
+    return config.algorithm.kl_coefficient > 0
+
+
+def _adapters(config: Config) -> bool:
+    return config.lora.rank > 0
+
+
 def _several_rounds(config: Config) -> bool:
     return config.packing.rounds_per_degree > 1
 
 
-_KIND, _POLICY, _STRATEGY = "algorithm.importance.kind", "policy.name", "sharding.strategy"
+def _snapshots(config: Config) -> bool:
+    return config.checkpoint.snapshot_every > 0
+
+
+def _preprocessors(config: Config) -> bool:
+    return config.data.preprocessors > 0
+
+
+def _decoding_processes(config: Config) -> bool:
+    """Says whether media are decoded in processes that can be killed."""
+    return config.data.workers > 0 or config.data.preprocessors > 0
+
+
+_ALGORITHM, _KIND, _POLICY, _STRATEGY = (
+    "algorithm.name",
+    "algorithm.importance.kind",
+    "policy.name",
+    "sharding.strategy",
+)
+_KL = "algorithm.kl_coefficient"
+_CLIPS = _of("algorithm", "clip_low", "clip_high", "dual_clip")
+_OF_TOKENS = [*_CLIPS, "algorithm.loss_aggregation"]
+_OF_TOKENS += [f"algorithm.importance.{name}" for name, _ in flatten(ImportanceConfig())]
 _STALE = (Policy.APRIL, Policy.ADAPTIVE_ASYNC)  # policies that train on older versions
 _TINY_MODEL = [name for name, _ in flatten(ModelConfig()) if name not in ("path", "compute_dtype")]
 _SPREAD = tuple(strategy for strategy in Strategy if strategy.spreads)
+_STORED = _of("data", "cache_gib", "spill_gib", "spill", "ahead", "index", "decode_seconds", "decode_memory_gib")
 NEEDS = (
+    Need(_OF_TOKENS, "algorithm.name", "another", _policy_gradient),
+    Need(["algorithm.entropy_coefficient"], "algorithm.name", "another", _with_entropy),
+    _when(
+        "data.loader", (Loader.SHADOW,), *_of("data", "mode", "preprocessors", "lease_seconds", "near_gib"), *_STORED
+    ),
+    _when("data.mode", (DataMode.FLIGHT,), *_of("data", "preprocessors", "lease_seconds", "near_gib")),
+    Need(_of("data", "lease_seconds", "near_gib"), "data.preprocessors", "above 0", _preprocessors),
+    Need(_of("data", "decode_seconds", "decode_memory_gib"), "data.workers", "above 0", _decoding_processes),
     _when(_POLICY, (Policy.TAIL_BATCHING,), "tail_batching", *_of("schedules", "tail_prompts", "tail_responses")),
     _when(_POLICY, (Policy.APRIL,), "april"),
     _when(_POLICY, (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
@@ -107,13 +188,20 @@ NEEDS = (
     _when(_KIND, (Importance.MASK,), "algorithm.importance.low"),
     Need(["algorithm.importance.level"], _KIND, "truncate or mask", _corrected),
     Need(["algorithm.importance.normalize"], _KIND, "truncate or mask", _weighted),
-    _when(_POLICY, _STALE, "algorithm.importance.decay"),
-    _when("algorithm.importance.decoupled", (False,), "algorithm.clip_low", "algorithm.clip_high"),
+    Need(["algorithm.importance.decay"], _POLICY, "april or adaptive_async (or replay.share above 0)", _stale),
+    Need(_of("replay", "groups", "max_age", "times", "order"), "replay.share", "above 0", _replayed),
+    Need(["algorithm.normalize_std"], _ALGORITHM, "grpo, dr_grpo, dapo, gspo or cispo", _of_group),
+    Need(["algorithm.dual_clip"], _ALGORITHM, "another", _dual_clipped),
+    Need(["critic"], _ALGORITHM, "ppo", _judged),
+    Need(_of("algorithm", "kl_estimator", "reference", "reference_every"), _KL, "above 0", _referred),
+    Need(_of("lora", "alpha", "targets", "adapter"), "lora.rank", "above 0", _adapters),
+    Need(_CLIPS, "algorithm.importance.decoupled", "False (or several algorithm.minibatches or epochs)", _clipped),
     _when(_STRATEGY, (Strategy.ODC,), *_of("sharding", "balance", "hybrid", "deterministic", "live_layers")),
     _when(_STRATEGY, _SPREAD, *_of("sharding", "max_degree", "devices_per_host")),
     _when(_STRATEGY, (Strategy.FLEX_ULYSSES, Strategy.ODC), *_of("sharding", "calibration", "alpha", "tolerance")),
     _when(_STRATEGY, _SPREAD, *_of("packing", "rounds_per_degree", "short", "group_cap")),
     Need(_of("packing", "short", "group_cap"), "packing.rounds_per_degree", "above 1", _several_rounds),
+    Need(["checkpoint.snapshot_folder"], "checkpoint.snapshot_every", "above 0", _snapshots),
     _when("sharding.preflight", (True,), "sharding.device_memory_gib"),
     _when("model.path", ("",), *_of("model", *_TINY_MODEL)),  # else the architecture is the checkpoint's
 )
@@ -151,14 +239,16 @@ def remarks(config: Config) -> list[str]:
         for (setting, value), names in idle.items()
     ]
     importance = config.algorithm.importance
-    if importance.decoupled:
+    if importance.decoupled and config.algorithm.updates == 1:
         lines.append(
             "warning: algorithm.importance.decoupled clips around the policy at the start of the step, so with one "
-            "optimizer step a batch, as here, nothing is clipped; leave it off unless you know why"
+            "optimizer step a training step, as here, nothing is clipped; leave it off, or raise algorithm.minibatches "
+            "or algorithm.epochs"
         )
-    if config.policy.name in _STALE and not _corrected(config):
+    if _stale(config) and not _corrected(config) and _policy_gradient(config):
+        who = config.policy.name.value if config.policy.name in _STALE else "replay.share above 0"
         lines.append(
-            f"warning: {config.policy.name.value} trains on older versions without an importance correction; set "
+            f"warning: {who} trains on older versions without an importance correction; set "
             "algorithm.importance.kind=truncate or mask"
         )
     return lines
@@ -201,8 +291,10 @@ def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CON
         else:
             overrides.append((name.removeprefix("config."), value))
     config = read_file(selected, kind)
-    for field, value in overrides:
+    for field, value in sorted(overrides, key=lambda override: override[0] != _ALGORITHM):
         config = _override(config, field, value)
+        if field == _ALGORITHM:
+            config.algorithm.choose(value)  # what else is given counts more
     config.validate()
     refuse_unread(config, [field for field, _ in overrides])
     return config
@@ -274,8 +366,8 @@ def _current(config: Config, field: str) -> object:
         names = children(value)
         if part not in names:
             every = [name for name, _ in flatten(config)]
-            near = [f"{section}.{name}" for name in difflib.get_close_matches(part, names, 1)]
-            near += [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
+            near = [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
+            near += [f"{section}.{name}" for name in difflib.get_close_matches(part, names, 1)]
             near += [f"config.{name}" for name in difflib.get_close_matches(field, every, 1, cutoff=0.4)]
             hint = f"did you mean --{near[0]}?" if near else f"{section} has {', '.join(names)}"
             raise ConfigError(f"--config.{field}: no such field; {hint}")
@@ -293,13 +385,19 @@ def help_text(doc: str, kind: type[Config] = Config) -> str:
     if "data" not in kind.unread:
         lines += ["  --config.data.sources.NAME.FIELD=...", "      for a source that the file declares; its fields:"]
         lines += [_line(f"      {n}", n, SourceConfig()) for n, _ in flatten(SourceConfig())]
+        lines += [
+            "  --config.data.sources.NAME.rewards.TERM.FIELD=...",
+            "      for one of several rewards; its fields:",
+        ]
+        lines += [_line(f"      {n}", n, RewardTerm()) for n, _ in flatten(RewardTerm())]
     return "\n".join(lines)
 
 
 def _line(shown: str, name: str, section: Section) -> str:
     """Returns a field's line: its default, and the comment behind its declaration, the one place that explains it."""
     *sections, name = name.split(".")
-    section = functools.reduce(getattr, sections, section)
+    for holder in sections:
+        section = cast(Section, children(section)[holder])
     value = getattr(section, name)
     declared = "".join(inspect.getsource(owner) for owner in type(section).__mro__ if dataclasses.is_dataclass(owner))
     match = re.search(rf"^    {name}: [^#\n]*#\s*(.*)$", declared, re.MULTILINE)

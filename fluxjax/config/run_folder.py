@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import ConfigError
-from . import Config, SourceConfig, renamed
+from . import Config, renamed
+from .algorithms import object_label
 from .bounds import Section
 
 CONFIG = "config.json"
@@ -53,7 +54,11 @@ def read_config(folder: pathlib.Path) -> Config:
 
 
 def to_json(config: Config) -> dict[str, object]:
-    """Returns the configuration as plain values, which `json` can write."""
+    """Returns the configuration as plain values, which `json` can write; of an algorithm that is an object, the name of
+    its class."""
+    if config.algorithm.impl is not None:
+        named = dataclasses.replace(config.algorithm, impl=object_label(config.algorithm.impl))
+        config = dataclasses.replace(config, algorithm=named)
     return dataclasses.asdict(
         config, dict_factory=lambda items: {k: v.value if isinstance(v, enum.Enum) else v for k, v in items}
     )
@@ -74,9 +79,11 @@ def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
         if isinstance(current, Section):
             _fill(current, value, f"{prefix}{name}.")
         elif isinstance(current, dict):
-            for source, fields in value.items():
-                current[source] = SourceConfig()
-                _fill(current[source], fields, f"{prefix}{name}.{source}.")
+            kind = section.__dataclass_fields__[name].metadata.get("entries")
+            for key, entry in value.items():
+                current[key] = kind() if kind else entry
+                if kind:
+                    _fill(current[key], entry, f"{prefix}{name}.{key}.")
         else:
             try:
                 setattr(section, name, type(current)(value) if isinstance(current, enum.Enum | tuple) else value)

@@ -135,6 +135,25 @@ class ImportanceConfig:
         return self.level is ImportanceLevel.SEQUENCE or self.normalize
 
 
+class ReplayOrder(enum.Enum):
+    """Which of the groups that were trained on come back first."""
+
+    NEWEST = "newest"
+    OLDEST = "oldest"
+    ADVANTAGE = "advantage"  # those with the largest advantages, in magnitude and on average
+
+
+@dataclasses.dataclass(slots=True)
+class ReplayConfig:
+    """Flux, component 3: groups that were trained on are trained on again (`fluxjax.learner.replay`)."""
+
+    share: float = within(0.0, "[0, 1)", "fresh groups are what is kept")  # of a step's groups; 0: no replay
+    groups: int = positive(256)  # that are kept at most; the oldest go first
+    max_age: int = positive(4)  # versions that the oldest token of a group may be behind
+    times: int = positive(1)  # that a group may be replayed
+    order: ReplayOrder = ReplayOrder.NEWEST
+
+
 @dataclasses.dataclass(slots=True)
 class ComposerConfig:
     """Flux, component 4: the choice among the scored groups that a step of adaptive_async trains on."""

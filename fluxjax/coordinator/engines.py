@@ -58,6 +58,8 @@ class Fleet:
             return False
         self.load[engine] -= left.pop(sample)
         self.running[engine] -= 1
+        if not self.running[engine]:
+            self.load[engine] = 0.0  # what rounding leaves depends on who ended first, and would decide a tie
         if not left:
             del self._open[request]
         return True

@@ -276,12 +276,17 @@ class _Known:
 
 
 class LengthPredictor:
-    """See the module's docstring. `limit`: tokens a response has at most (0: no limit)."""
+    """See the module's docstring. `limit`: tokens a response has at most (0: no limit).
+
+    What came since the last prediction is entered in the order of draws, whoever ended first: where nothing is asked
+    while responses run, predictions do not depend on time.
+    """
 
     def __init__(self, limit: int = 0) -> None:
         if limit < 0:
             raise ValueError(f"limit is {limit} tokens; it must be at least 0")
         self.limit = limit
+        self._observed: list[tuple[int, int, Prompt, int, bool]] = []  # from draw and sample on; not entered yet
         self._pooled = Level()
         self._sources: dict[str, Level] = {}
         self._known: dict[tuple[str, str], _Known] = {}
@@ -299,16 +304,26 @@ class LengthPredictor:
 
     def _expected(self, prompt: Prompt) -> tuple[float, float]:
         """Returns mean and standard deviation of ln(length) of the prompt's next response."""
+        self._enter_observed()
         level = self._sources.get(prompt.source, self._pooled)
         _, fixed, variance = self._regression(prompt, level)
         known = self._known.get((prompt.source, prompt.id))
         return _posterior(level, fixed, variance, known.at(prompt.draw) if known else _Known(prompt.draw))
 
-    def observe(self, prompt: Prompt, length: int, finished: bool = True) -> None:
-        """Enters a response of `length` tokens. Not `finished`: it was stopped with so many tokens (a censored
-        observation: it would have been longer). A response that fills `limit` is taken for unfinished, too."""
+    def observe(self, prompt: Prompt, length: int, finished: bool = True, sample: int = 0) -> None:
+        """Enters a response of `length` tokens, the `sample`-th of its draw. Not `finished`: it was stopped with so
+        many tokens (a censored observation: it would have been longer). A response that fills `limit` is taken for
+        unfinished, too."""
         if length < 0:
             raise ValueError(f"prompt {prompt.source}/{prompt.id}: a response of {length} tokens")
+        self._observed.append((prompt.draw, sample, prompt, length, finished))
+
+    def _enter_observed(self) -> None:
+        observed, self._observed = self._observed, []
+        for _, _, prompt, length, finished in sorted(observed, key=lambda one: one[:2]):
+            self._enter(prompt, length, finished)
+
+    def _enter(self, prompt: Prompt, length: int, finished: bool) -> None:
         if prompt.source not in self._sources:
             self._sources[prompt.source] = Level(self._pooled)
         level, key = self._sources[prompt.source], (prompt.source, prompt.id)
@@ -348,6 +363,7 @@ class LengthPredictor:
 
     def state_dict(self) -> State:
         """Leaves out the features, which are computed again when they are needed."""
+        self._enter_observed()
         return {
             "pooled": self._pooled.state_dict(),
             "sources": {source: level.state_dict() for source, level in self._sources.items()},
@@ -355,6 +371,7 @@ class LengthPredictor:
         }
 
     def load_state_dict(self, state: SavedState) -> None:
+        self._observed = []
         self._pooled.load_state_dict(state["pooled"])
         self._sources = {source: Level(self._pooled) for source in state["sources"]}
         for source, level in self._sources.items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
-from ..base.types import Prompt
+from ..base.types import Group, Prompt
 from ..config.schedules import RunSchedule
 from . import messages
 from .dropped import Dropped
@@ -61,6 +61,7 @@ class Coordinator:
         says how many devices an engine is to have, from the `rollout/preemptions` of each step; None: they stay."""
         self.settings = settings
         self.schedules = dict(schedules or {})
+        self._scored: list[Group] = []  # that they have not learned from
         self.policy = policy
         self.ledger = Ledger()
         self.fleet = Fleet(settings.engines, settings.degree, settings.kv_tokens)
@@ -80,6 +81,7 @@ class Coordinator:
         self.log = MessageLog()
         self._last_evaluation = (-1, False)  # step and whether it was a full evaluation
         self._saved = -1  # step of the last checkpoint
+        self._snapshot = -1  # step of the last snapshot
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -95,10 +97,25 @@ class Coordinator:
             return f"all {self.settings.steps} steps are done"
         return "the data is exhausted" if self.exhausted and not self.ledger.live else ""
 
+    @property
+    def progress(self) -> float:
+        """Of the run, in [0, 1]: 0 at the first step and 1 at the last."""
+        return self.step / max(self.settings.steps - 1, 1)
+
     def scheduled(self, name: str, otherwise: T, prompt: Prompt | None = None) -> float | T:
         """Returns a schedule's value at this step (for a prompt); `otherwise` where there is no such schedule."""
+        if prompt is not None:
+            self._learn_scored()
         schedule = self.schedules.get(name)
-        return otherwise if schedule is None else schedule.value(self.step / max(self.settings.steps - 1, 1), prompt)
+        return otherwise if schedule is None else schedule.value(self.progress, prompt)
+
+    def _learn_scored(self) -> None:
+        """Has schedules learn from the groups that were scored since they were last asked for a prompt's value, in the
+        order of draws, whoever was scored first."""
+        scored, self._scored = self._scored, []
+        for group in sorted(scored, key=lambda group: group.prompt.draw):
+            for schedule in self.schedules.values():
+                schedule.observe_group(group)
 
     @property
     def evaluated_step(self) -> int:
@@ -116,10 +133,14 @@ class Coordinator:
         return None if done else messages.Evaluate(self.step, full)
 
     def checkpoint_due(self) -> messages.SaveCheckpoint | None:
-        """Returns what to save before the next step: every n steps and at the end, however it comes."""
-        every = self.settings.checkpoint_every
+        """Returns what to save before the next step: every n steps and at the end, however it comes. A snapshot, at
+        its own steps, where there is no checkpoint."""
+        every, often = self.settings.checkpoint_every, self.settings.snapshot_every
         due = self.ending or self.stop_reason or (every and self.step and self.step % every == 0)
-        return messages.SaveCheckpoint(self.step) if due and self._saved != self.step else None
+        if due and self._saved != self.step:
+            return messages.SaveCheckpoint(self.step)
+        snapshot = often and self.step and self.step % often == 0 and self.step not in (self._saved, self._snapshot)
+        return messages.SaveCheckpoint(self.step, snapshot=True) if snapshot else None
 
     # --- events in, instructions out ------------------------------------------------------------
 
@@ -199,13 +220,13 @@ class Coordinator:
         self.pace.end(response.rid, len(response.token_ids), self.now)
         request, _, sample = response.rid.partition("/")
         if self.fleet.end_sample(request, int(sample)) and entry is not None:
-            self.lengths.observe(entry.prompt, len(response.token_ids), response.finish != messages.ABORTED)
+            finished = response.finish != messages.ABORTED
+            self.lengths.observe(entry.prompt, len(response.token_ids), finished, response.sample)
 
     @_hear.of(messages.RewardReady)
     def _reward_ready(self, event: messages.RewardReady) -> None:
-        if (scored := self.ledger.reward(event.rid, event.reward)) is not None:
-            for schedule in self.schedules.values():
-                schedule.observe_group(scored.group())
+        if (scored := self.ledger.reward(event.rid, event.reward)) is not None and self.schedules:
+            self._scored.append(scored.group())
 
     @_hear.of(messages.EngineFailed)
     def _engine_failed(self, event: messages.EngineFailed) -> None:
@@ -251,6 +272,8 @@ class Coordinator:
     @_hear.of(messages.StopRequested)
     def _stop_requested(self, event: messages.StopRequested) -> None:
         self.stop_reason = self.stop_reason or event.reason or "stopped"
+        if event.failed:
+            self.failure = self.failure or event.reason
 
     @_hear.of(messages.Tick)
     def _tick(self, event: messages.Tick) -> None:
@@ -352,7 +375,10 @@ class Coordinator:
     @_say.of(messages.SaveCheckpoint)
     def _save_checkpoint(self, order: messages.SaveCheckpoint) -> None:
         # Now, not when it is saved: the checkpoint itself must say that this step has one.
-        self._saved = order.step
+        if order.snapshot:
+            self._snapshot = order.step
+        else:
+            self._saved = order.step
 
     @_say.of(messages.Finish)
     def _finish(self, order: messages.Finish) -> None:
@@ -369,6 +395,7 @@ class Coordinator:
         while a step is trained."""
         if messages.Train in self.awaiting:
             raise CoordinatorError(f"step {self.step + 1} is being trained: state is taken between steps")
+        self._learn_scored()
         ledger = self.ledger.state_dict()
         if self.failure:  # whoever mends the reward begins to count anew
             ledger["dropped"] = Dropped().state_dict()
@@ -377,6 +404,7 @@ class Coordinator:
             "version": self.version,
             "evaluated": list(self._last_evaluation),
             "saved": self._saved,
+            "snapshot": self._snapshot,
             "ledger": ledger,
             "lengths": self.lengths.state_dict(),
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
@@ -394,6 +422,7 @@ class Coordinator:
         step, full = state["evaluated"]
         self._last_evaluation = (step, full)
         self._saved = state["saved"]
+        self._snapshot = state.get("snapshot", -1)  # checkpoints of earlier releases have none
         self.ledger.load_state_dict(state["ledger"], prompts or {})
         if "lengths" in state:  # checkpoints of earlier releases have none
             self.lengths.load_state_dict(state["lengths"])

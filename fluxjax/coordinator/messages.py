@@ -125,9 +125,10 @@ class EngineFailed(Event):
 
 class StopRequested(Event):
     """Someone wants the run to end with a checkpoint, so that it can be resumed: at the next step boundary, or within a
-    step for which dynamic sampling would have to draw on."""
+    step for which dynamic sampling would have to draw on. `failed`: it ends with an error, which the reason is."""
 
     reason: str
+    failed: bool = False
 
 
 class Tick(Event):
@@ -254,9 +255,11 @@ class Evaluate(Instruction):
 
 
 class SaveCheckpoint(Instruction):
-    """Save the state as it is now, before any later instruction is carried out."""
+    """Save the state as it is now, before any later instruction is carried out: on disk, or, as a snapshot, in the
+    memory of the hosts."""
 
     step: int
+    snapshot: bool = False
 
 
 class Finish(Instruction):

@@ -22,6 +22,7 @@ class Settings:
     kv_reserved: int = 0  # of them, what a running response takes at least
     evaluate_every: int = 0  # steps; 0: only at the start and the end
     checkpoint_every: int = 0  # steps; 0: only at the end
+    snapshot_every: int = 0  # steps; 0: never
     max_attempts: int = 3  # generations of a prompt before it is given up
     max_skipped_in_a_row: int = 1000  # prompts that can't be prepared, or teach nothing: the data is unusable
     max_num_gen_batches: int = 0  # of `prompts_per_step`, generated for a step with dynamic sampling; 0: no bound
@@ -46,6 +47,7 @@ class Settings:
             kv_reserved=kv_tokens // config.rollout.slots,  # so that no more responses run than there are slots
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,
+            snapshot_every=config.checkpoint.snapshot_every,
             max_num_gen_batches=config.policy.max_num_gen_batches,
-            rewards={name: source.reward for name, source in config.data.sources.items()},
+            rewards={name: source.reward_names for name, source in config.data.sources.items()},
         )

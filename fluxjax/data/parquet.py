@@ -1,7 +1,7 @@
 """Parquet files as the Hugging Face hub has them: text columns beside lists of embedded images.
 
-Rows are read a row group at a time, when they are drawn; the last few groups stay in memory. Only the id column
-is read at the start, to refuse duplicates.
+Rows are read a row group at a time, when they are drawn, without the bytes of media, which are named by their cells;
+the last few groups stay in memory. Only the id column is read at the start, to refuse duplicates.
 """
 
 import bisect
@@ -16,29 +16,37 @@ import pyarrow.parquet as pq
 
 from ..base.errors import DataError, RecordError
 from ..base.types import Media, MediaKind, Prompt
+from .cells import open_parquet
 from .fields import Fields, answer_text, make_prompt, resolve
+from .locations import is_folder, joined, listed, local, parent, stem, version_of, why
+from .media_columns import EMBEDDED, TEXT, is_media, read_slots
 
 log = logging.getLogger("fluxjax.data")
-CACHE_BYTES = 256 << 20  # of row groups kept in memory, beside the one in use
-_TEXT = (pa.string(), pa.large_string())
+CACHE_BYTES = 64 << 20  # of texts kept in memory, beside those of the row group in use
 LARGE_ROW_GROUP = 128 << 20  # bytes; from here on a shuffled read is slow and the user should know
 
 
 class ParquetSource:
-    """One file, or a folder of shards in the order of their names.
+    """One file, or a folder of shards in the order of their names; local ones, or URLs.
 
     Media columns may hold one item or a list; an item is bytes, a path (relative to the file), or the hub's
     struct of `bytes` and `path`. Raises `DataError` for unreadable files, wrong columns and duplicate ids.
     """
 
-    def __init__(self, path: pathlib.Path, name: str, fields: Fields | None = None) -> None:
+    def __init__(self, path: str | pathlib.Path, name: str, fields: Fields | None = None) -> None:
         self.name = name
-        self.paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+        path = local(str(path))
+        try:
+            self.paths = listed(path, ".parquet") if is_folder(path) else [path]
+            self._stamps = [version_of(shard) for shard in self.paths]
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {why(error)}") from error
         if not self.paths:
             raise DataError(f"{path}: the folder has no .parquet files")
         self._open_files()
-        self.fields = resolve(self._files[0].schema_arrow.names, fields or Fields(), str(self.paths[0]))
+        self.fields = resolve(self._files[0].schema_arrow.names, fields or Fields(), self.paths[0])
         self._columns = [column for column in vars(self.fields).values() if column]
+        self._media = [column for column in (self.fields.images, self.fields.videos) if column]
         self._groups: list[tuple[int, int]] = []  # (file, row group)
         self._starts: list[int] = [0]  # first row of each group, and the end
         self._first_row: list[int] = []  # of each file
@@ -83,9 +91,9 @@ class ParquetSource:
         position = bisect.bisect_right(self._starts, index) - 1
         shard = self._groups[position][0]
         row = self._group(position).slice(index - self._starts[position], 1).to_pylist()[0]
-        folder, local = self.paths[shard].parent, index - self._first_row[shard]
-        id = str(row[self.fields.id]) if self.fields.id else f"{self.paths[shard].stem}:{local}"
-        return self._to_prompt(row, id, folder, f"{self.paths[shard].name}#{local}")
+        number = index - self._first_row[shard]
+        id = str(row[self.fields.id]) if self.fields.id else f"{stem(self.paths[shard])}:{number}"
+        return self._to_prompt(row, id, shard, number)
 
     def texts(self) -> Iterator[str]:
         for shard, group in self._groups:
@@ -94,29 +102,41 @@ class ParquetSource:
                 yield row[self.fields.prompt] or ""
                 yield answer_text(row[self.fields.answer]) or ""
 
-    def _to_prompt(self, row: dict[str, object], id: str, folder: pathlib.Path, where: str) -> Prompt:
+    def _to_prompt(self, row: dict[str, object], id: str, shard: int, number: int) -> Prompt:
         text, answer = row[self.fields.prompt], answer_text(row[self.fields.answer])
         if not isinstance(text, str):
             raise RecordError(id, "no prompt")
         if answer is None:
             raise RecordError(id, "no answer")
+        path, stamp = self.paths[shard], self._stamps[shard]
         media: dict[MediaKind, list[Media]] = {}
         for kind, column in ((MediaKind.IMAGE, self.fields.images), (MediaKind.VIDEO, self.fields.videos)):
-            value = row[column] if column else None
-            items = value if isinstance(value, list) else [] if value is None else [value]
-            media[kind] = [_media(kind, item, folder, f"{where}/{column}/{i}", id) for i, item in enumerate(items)]
+            media[kind] = []
+            slots = row[column] if column else []
+            assert isinstance(slots, list)
+            for index, slot in enumerate(slots):
+                if slot is None:
+                    raise RecordError(id, f"an empty {kind.value}")
+                if slot == EMBEDDED:
+                    media[kind].append(Media(kind, path, cell=f"{column}/{number}/{index}", stamp=stamp))
+                else:
+                    media[kind].append(Media(kind, joined(parent(path), slot)))
         try:
             return make_prompt(id, self.name, text, answer, media)
         except ValueError as error:
             raise RecordError(id, str(error)) from error
 
     def _group(self, position: int) -> pa.Table:
+        """The rows of a row group, with the slots of media in their place."""
         with self._lock:  # a ParquetFile must not be read from two threads at once
             table = self._cache.get(position)
             if table is None:
                 shard, group = self._groups[position]
+                file = self._files[shard]
                 try:
-                    table = self._files[shard].read_row_group(group, columns=self._columns)
+                    table = file.read_row_group(group, columns=[c for c in self._columns if c not in self._media])
+                    for column in self._media:
+                        table = table.append_column(column, read_slots(file, group, column))
                 except (pa.ArrowException, OSError) as error:
                     raise DataError(f"{self.paths[shard]}: row group {group} cannot be read: {error}") from error
                 self._cache[position] = table
@@ -130,14 +150,14 @@ class ParquetSource:
         schema, where = self._files[shard].schema_arrow, self.paths[shard]
         for column in self._columns:
             if column not in schema.names:
-                raise DataError(f"{where}: no column {column!r}, which {self.paths[0].name} has")
+                raise DataError(f"{where}: no column {column!r}, which {_name(self.paths[0])} has")
         for column in (self.fields.prompt, self.fields.answer):
             kind = schema.field(column).type
             number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-            if not (kind in _TEXT or (number and column == self.fields.answer)):
+            if not (kind in TEXT or (number and column == self.fields.answer)):
                 raise DataError(f"{where}: column {column!r} must hold text, found {kind}")
-        for column in filter(None, (self.fields.images, self.fields.videos)):
-            if not _is_media(schema.field(column).type):
+        for column in self._media:
+            if not is_media(schema.field(column).type):
                 raise DataError(
                     f"{where}: column {column!r} must hold bytes, paths or structs of bytes and path, or lists of "
                     f"these; found {schema.field(column).type}"
@@ -150,31 +170,18 @@ class ParquetSource:
         for path, file in zip(self.paths, self._files, strict=True):
             column = file.read(columns=[self.fields.id]).column(0)
             for row, id in enumerate(column.to_pylist()):
-                where = f"{path.name}#{row}"
+                where = f"{_name(path)}#{row}"
                 if str(id) in seen:
                     raise DataError(f"{path}: row {row} has the id {id!r}, already used by {seen[str(id)]}")
                 seen[str(id)] = where
 
 
-def _open(path: pathlib.Path) -> pq.ParquetFile:
+def _open(path: str) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file: {error}") from error
+        return open_parquet(path)
+    except OSError as error:
+        raise DataError(f"{path}: not a readable parquet file: {why(error)}") from error
 
 
-def _is_media(kind: pa.DataType) -> bool:
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _is_media(kind.value_type)
-    if pa.types.is_struct(kind):
-        return any(field.name in ("bytes", "path") for field in kind)
-    return kind in (pa.binary(), pa.large_binary(), *_TEXT)
-
-
-def _media(kind: MediaKind, item: object, folder: pathlib.Path, label: str, id: str) -> Media:
-    data, path = (item.get("bytes"), item.get("path")) if isinstance(item, dict) else (item, item)
-    if isinstance(data, bytes):
-        return Media(kind, label, data)
-    if isinstance(path, str) and path:
-        return Media(kind, str(folder / path))
-    raise RecordError(id, f"an empty {kind.value}")
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Prepares prompts that were drawn: Grain decodes their media and tokenises their text, ahead of their use."""
+"""Prepares prompts ahead of their use: decodes their media, or has a store look at them, and tokenises their text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import grain
@@ -20,19 +20,26 @@ import jax
 import numpy as np
 from absl import flags
 
-from models.inputs import ModelInput, VisionInput
-from models.processing import MediaError, PromptError
+from models.inputs import ModelInput
+from models.processing import MediaError, Processor, PromptError
+from models.processing.outline import Outline
 from sharding.planner.vision_units import surely_hold
 
 from ..base.errors import DataError
 from ..base.types import PreparedPrompt, Prompt
 from ..config import Config
 from .loader import Drawn, Mixture, PromptLoader, SkippedPrompt, at
+from .media_refs import source_of
+from .read_ahead import ReadAhead
+from .shadows import ProxyMedia, in_files, lay_out
+from .tickets import Ticket
 
 log = logging.getLogger("fluxjax.data")
 _LOGGED = 5  # skips of one source and reason that are logged one by one; the rest is counted
 Result: TypeAlias = PreparedPrompt | SkippedPrompt
 Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usable, and skipped with the reason
+Media: TypeAlias = Sequence[tuple[str, str | bytes]]
+_JUDGED = 100  # draws before the share of skipped ones says something
 _HOPELESS = 1000  # skips in a row that end the run: the data, or where it is looked for, must be wrong
 
 
@@ -40,9 +47,13 @@ _HOPELESS = 1000  # skips in a row that end the run: the data, or where it is lo
 class TextAndMedia(Protocol):
     """The part of `models.processing.Processor` that is used here."""
 
-    def prepare(self, text: str, media: Sequence[tuple[str, str | bytes]]) -> ModelInput: ...
+    def tokenise(self, text: str, media: Media) -> Sequence[int]: ...
 
-    def prepare_chat(self, text: str, media: Sequence[tuple[str, str | bytes]]) -> ModelInput: ...
+    def tokenise_chat(self, text: str, media: Media) -> Sequence[int]: ...
+
+    def outline(self, token_ids: Sequence[int], media: Media, *, count: bool = False) -> Outline: ...
+
+    def prepare_ids(self, token_ids: Sequence[int], media: Media) -> ModelInput: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,34 +74,72 @@ class PromptLimits:
             devices=devices & -devices if config.sharding.strategy.spreads else 1,
         )
 
-    def hold(self, vision: VisionInput) -> bool:
-        """Returns True where the devices surely can compute `vision`, however it is dealt out."""
-        frame = int(np.bincount(vision.frame_segments_P).max())
-        return surely_hold(vision.num_patches, frame, self.devices, self.patches)
+    def refuse(self, prompt: Prompt, tokens: int, patches: int, largest_frame: int) -> SkippedPrompt | None:
+        """Why the prompt is skipped, if it needs too much: of `patches` that are dealt out in frame pairs of at most
+        `largest_frame`, each device must surely hold its own."""
+        if tokens > self.tokens:
+            detail = f"{tokens} tokens, at most {self.tokens} leave room to answer"
+            return SkippedPrompt(prompt, "prompt too long", detail)
+        if not surely_hold(patches, largest_frame, self.devices, self.patches):
+            room = f"{self.devices} devices of {self.patches} (packing.patches_per_device)"
+            return SkippedPrompt(prompt, "too many patches", f"{patches}, more than fit {room}")
+        return None
 
 
-def prepare_prompt(processor: TextAndMedia, prompt: Drawn, limits: PromptLimits, chat_template: bool = False) -> Result:
-    """Decodes and tokenises a prompt for engine and trainer, or says why it cannot be used. A skipped one stays so."""
+def prepare_prompt(
+    processor: TextAndMedia,
+    prompt: Drawn,
+    limits: PromptLimits,
+    chat_template: bool = False,
+    proxy: ProxyMedia | None = None,
+) -> Result:
+    """Tokenises a prompt and decodes its media for engine and trainer, or says why it cannot be used. A skipped one
+    stays so, and of one that needs too much nothing is decoded. With a `proxy`, a store decodes what is in files,
+    and shadows come back in the place of pixels."""
     if isinstance(prompt, SkippedPrompt):
         return prompt
-    media = [(item.kind.value, item.path if item.data is None else item.data) for item in prompt.media]
     try:
-        inputs = (processor.prepare_chat if chat_template else processor.prepare)(prompt.text, media)
+        if proxy is not None and in_files(prompt.media) and isinstance(processor, Processor):
+            token_ids = tokenised(processor, prompt, chat_template)
+            outline = functools.partial(proxy.outline, processor, token_ids, prompt)
+            if refused := _refused_undecoded(outline, prompt, limits):
+                return refused
+            inputs = proxy.inputs(processor, token_ids, prompt)
+        else:
+            media = [(item.kind.value, source_of(item)) for item in prompt.media]
+            token_ids = tokenised(processor, prompt, chat_template)
+            if refused := _refused_undecoded(functools.partial(processor.outline, token_ids, media), prompt, limits):
+                return refused
+            inputs = processor.prepare_ids(token_ids, media)
     except MediaError as error:
         return SkippedPrompt(prompt, error.reason.partition(":")[0], str(error))
     except PromptError as error:
         return SkippedPrompt(prompt, error.reason, str(error))
-    except MemoryError:
+    except (MemoryError, DataError):  # no store, for one: that is not the prompt's fault
         raise
     except Exception as error:  # a decoder's surprise about one file must not end the run
         return SkippedPrompt(prompt, f"failed with {type(error).__name__}", str(error))
-    if len(inputs) > limits.tokens:
-        detail = f"{len(inputs)} tokens, at most {limits.tokens} leave room to answer"
-        return SkippedPrompt(prompt, "prompt too long", detail)
-    if inputs.vision is not None and not limits.hold(inputs.vision):
-        room = f"{limits.devices} devices of {limits.patches} (packing.patches_per_device)"
-        return SkippedPrompt(prompt, "too many patches", f"{inputs.vision.num_patches}, more than fit {room}")
-    return PreparedPrompt(dataclasses.replace(prompt, tokens=len(inputs)), inputs)
+    frames = [] if inputs.vision is None else np.bincount(inputs.vision.frame_segments_P)
+    refused = limits.refuse(prompt, len(inputs), int(np.sum(frames)), int(np.max(frames, initial=0)))
+    return refused or PreparedPrompt(dataclasses.replace(prompt, tokens=len(inputs)), inputs)
+
+
+def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> Sequence[int]:
+    """The ids of a prompt, with one placeholder for each of its media. Raises PromptError."""
+    media = [(item.kind.value, item.path) for item in prompt.media]
+    return (processor.tokenise_chat if chat_template else processor.tokenise)(prompt.text, media)
+
+
+def _refused_undecoded(outline: Callable[..., Outline], prompt: Prompt, limits: PromptLimits) -> SkippedPrompt | None:
+    """Why a prompt is skipped that, by what its files say of themselves, needs too much. A header's word is checked:
+    `outline(count=True)` counts."""
+    with contextlib.suppress(MediaError):  # decoding says better what is wrong
+        for count in (False, True):
+            sizes = outline(count=count)
+            refused = limits.refuse(prompt, len(sizes), sizes.num_patches, sizes.largest_frame)
+            if refused is None or sizes.certain:
+                return refused
+    return None
 
 
 def _begin_worker(index: int, count: int) -> None:
@@ -108,36 +157,59 @@ def _begin_worker(index: int, count: int) -> None:
 
 
 class Preparer:
-    """The prompt source of the runtime: draws in order, prepares in threads or processes, a step's worth ahead.
+    """The prompt source of the runtime: draws in order, prepares in threads or processes, some steps' worth ahead.
 
     `state_dict` describes what has been handed out, not what was read ahead. Prompts that cannot be used come
     back with a reason, in place: whoever needs more draws again. One draw at a time.
     """
 
-    def __init__(self, processor: TextAndMedia, loader: PromptLoader, config: Config, *, ahead: int = 0) -> None:
-        """Keeps `ahead` prompts prepared beyond those that were drawn, `rollout.prompts_per_step` by default."""
+    def __init__(
+        self,
+        processor: TextAndMedia,
+        loader: PromptLoader,
+        config: Config,
+        *,
+        ahead: int = 0,
+        proxy: ProxyMedia | None = None,
+    ) -> None:
+        """Keeps `ahead` prompts prepared beyond those that were drawn, by default those of `data.steps_ahead` steps.
+        Media are decoded by the store of `proxy`, which hears of what comes; None: here, and whole prompts keep their
+        pixels."""
         self.processor = processor
         self.loader = loader
         self.skipped: collections.Counter[str] = collections.Counter()  # by reason, of handed-out draws
         self._prepare = functools.partial(
-            prepare_prompt, processor, limits=PromptLimits.of(config), chat_template=config.data.chat_template
+            prepare_prompt,
+            processor,
+            limits=PromptLimits.of(config),
+            chat_template=config.data.chat_template,
+            proxy=proxy,
         )
-        self._workers = config.data.workers
-        self._ahead = ahead or config.rollout.prompts_per_step
+        self._chat_template, self._proxy = config.data.chat_template, proxy
+        self._workers = config.data.workers if proxy is None else 0  # else they are the store's
+        self._threads = min(8, max(2, os.cpu_count() or 1)) if proxy is None else proxy.store.concurrency
+        self._step = ahead or config.rollout.prompts_per_step
+        self._ahead = ahead or config.data.steps_ahead * self._step
         self._next_index = 0  # the draw after the last one that was handed out
-        self._iterator: grain.DatasetIterator[Result] | None = None  # begins with the first draw
-        self._lock = threading.Lock()  # of the iterator: an abandoned draw may still be reading
+        # Both begin with the first draw; the second one where there are processes.
+        self._reading: ReadAhead[Result] | None = None
+        self._iterator: grain.DatasetIterator[Result] | None = None
+        self._lock = threading.Lock()  # of these two: an abandoned draw may still be reading
+        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # not yet passed by
         self._logged: collections.Counter[tuple[str, str]] = collections.Counter()  # by source and reason
         self._skips_in_a_row = 0
+        self._max_skipped = config.data.max_skipped
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
 
     async def draw(self, count: int) -> Sorted:
         """Returns the next `count` draws: those prepared, and those skipped, with reasons.
 
-        Raises `DataError` when so many prompts in a row were skipped that the data must be wrong as a whole, when a
-        file cannot be read, and when a worker process has ended.
+        Raises `DataError` when so many prompts in a row were skipped that the data must be wrong as a whole, when more
+        than `data.max_skipped` of all were, when a file cannot be read, and when a worker process has ended.
         """
-        items = await asyncio.to_thread(self._take, count)
+        items = self._taken_at_once(count)
+        if items is None:
+            items = await asyncio.to_thread(self._take, count)
         prepared, skipped = self._sort(items)
         for item in items:
             if not isinstance(item, SkippedPrompt):
@@ -151,6 +223,12 @@ class Preparer:
                     f"of {item.prompt.source}: {item.reason}; by reason: {dict(self.skipped)}"
                 )
         self._next_index += len(items)
+        if self._next_index >= _JUDGED and self.skipped.total() > self._max_skipped * self._next_index:
+            raise DataError(
+                f"{self.skipped.total()} of {self._next_index} prompts could not be used, more than data.max_skipped = "
+                f"{self._max_skipped:g} of them; by reason: {dict(self.skipped)}"
+            )
+        self._pass_by(prepared, self._step)
         return prepared, skipped
 
     def prepare_all(self, prompts: Iterable[Drawn]) -> Sorted:
@@ -162,6 +240,22 @@ class Preparer:
         """Prepares prompts again that were drawn before a checkpoint. A prompt that cannot be used any more is logged
         and left out. Raises `DataError` if its source is not here any more."""
         return self.prepare_all(at(self.loader.order, draw) for draw in draws)[0]
+
+    def laid_out(self, tickets: Mapping[int, Sequence[str]]) -> dict[int, ModelInput]:
+        """The inputs of prompts, by draw, whose media another process has looked at: no medium is touched here.
+
+        Raises `DataError` for a draw that is none here, or is not of these media."""
+        return {draw: self._laid_out(draw, list(map(Ticket.parse, words))) for draw, words in tickets.items()}
+
+    def _laid_out(self, draw: int, tickets: Sequence[Ticket]) -> ModelInput:
+        prompt = at(self.loader.order, draw)
+        assert isinstance(self.processor, Processor)
+        try:
+            if isinstance(prompt, SkippedPrompt):
+                raise PromptError(prompt.detail)
+            return lay_out(self.processor, tokenised(self.processor, prompt, self._chat_template), tickets)
+        except (PromptError, ValueError) as error:
+            raise DataError(f"draw {draw} is another prompt here than in process 0: {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last completed draw, as JSON values: `next_index` is that of Grain's iterator."""
@@ -184,10 +278,27 @@ class Preparer:
             if self._iterator is not None:
                 self._iterator.close()
                 self._iterator = None
+            if self._reading is not None:
+                self._pass_by(self._reading.close(), keep=0)
+                self._reading = None
+
+    def _taken_at_once(self, count: int) -> list[Result] | None:
+        """The next items where they are there; a thread that brings them would wait for its turn to run."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            reading = self._reading
+            return reading.take(count) if reading is not None and reading.there(count) else None
+        finally:
+            self._lock.release()
 
     def _take(self, count: int) -> list[Result]:
         """Reads the next `count` items. Blocks."""
         with self._lock:
+            if not self._workers:
+                if self._reading is None:
+                    self._reading = self._read_ahead()
+                return self._reading.take(count)
             if self._iterator is None:
                 self._iterator = self._iterate(self.loader.order[self._next_index :], self._workers)
             try:
@@ -197,10 +308,32 @@ class Preparer:
                     raise
                 raise DataError(f"data.workers={self._workers}: {error} Fewer, or 0, need less memory.") from error
 
+    def _read_ahead(self) -> ReadAhead[Result]:
+        order = self.loader.order
+        return ReadAhead(
+            lambda draw: self._prepare(at(order, draw)),
+            self._next_index,
+            ahead=self._ahead,
+            threads=self._threads,
+            ready=self._expect,
+        )
+
+    def _expect(self, item: Result) -> None:
+        if self._proxy is not None and isinstance(item, PreparedPrompt):
+            self._proxy.expect(item.prompt.draw, item.inputs)
+
+    def _pass_by(self, items: Iterable[Result], keep: int) -> None:
+        """These are handed out, or never will be. Those before the last `keep` were used by now, or never will be."""
+        if self._proxy is None:
+            return
+        self._handed.extend(item for item in items if isinstance(item, PreparedPrompt))
+        while len(self._handed) > keep:
+            self._proxy.pass_by(self._handed.popleft().inputs)
+
     def _iterate(self, dataset: grain.MapDataset[Drawn], workers: int = 0) -> grain.DatasetIterator[Result]:
         prepared = dataset.map(self._prepare)
         if not workers:
-            threads = min(8, max(2, os.cpu_count() or 1))
+            threads = self._threads
             return iter(prepared.to_iter_dataset(grain.ReadOptions(threads, max(threads, self._ahead))))
         buffer = max(1, self._ahead // workers // 2)  # of a process; Grain keeps as many again on this side
         if not flags.FLAGS.is_parsed():

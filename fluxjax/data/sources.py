@@ -13,6 +13,7 @@ from ..base.errors import DataError
 from ..base.types import Media, MediaKind, Prompt
 from ..config import DataConfig
 from .fields import MARK, Fields, answer_text, make_prompt, resolve
+from .locations import exists, is_folder, is_url, joined, local, opened, parent, suffix, why
 
 log = logging.getLogger("fluxjax.data")
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -65,17 +66,19 @@ def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
 
 class JsonlSource(PromptList):
     """A manifest: one JSON object a line, e.g. `{"id": "a", "prompt": "<image>How many?", "answer": "3",
-    "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder.
+    "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder, or URLs; so may the manifest be.
 
     The whole file is checked when it is opened (media files are not touched): `DataError` names file and line.
     """
 
-    def __init__(self, path: pathlib.Path, name: str, fields: Fields | None = None) -> None:
+    def __init__(self, path: str | pathlib.Path, name: str, fields: Fields | None = None) -> None:
+        path = local(str(path))
+        folder = parent(path)
         prompts: list[Prompt] = []
         lines: dict[str, int] = {}
         for number, record in _read_lines(path):
             where = f"{path}:{number}"
-            prompt = _to_prompt(record, name, str(number), path.parent, fields or Fields(), where)
+            prompt = _to_prompt(record, name, str(number), folder, fields or Fields(), where)
             if prompt.id in lines:
                 raise DataError(f"{where}: the id {prompt.id!r} was already used in line {lines[prompt.id]}")
             lines[prompt.id] = number
@@ -126,32 +129,40 @@ def _open(config: DataConfig, name: str, path: str, *manifests: str) -> Source:
 
 
 def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None) -> Source:
-    """Opens a `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards. Raises `DataError`."""
-    path = pathlib.Path(path).expanduser()
-    if not path.exists():
+    """Opens a `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards: local ones, or URLs. Raises
+    `DataError`."""
+    path = local(str(path))
+    if not is_url(path):
+        path = str(pathlib.Path(path).expanduser())
+    try:
+        found, folder = exists(path), is_folder(path)
+    except OSError as error:
+        raise DataError(f"data.sources.{name}: {path} cannot be read: {why(error)}") from error
+    if not found:
         raise DataError(f"data.sources.{name}: {path} does not exist{_how_to_download(path)}")
-    if path.is_dir() or path.suffix == ".parquet":
+    if folder or suffix(path) == ".parquet":
         from .parquet import ParquetSource  # pyarrow takes a third of a second to import
 
         return ParquetSource(path, name, fields)
-    if path.suffix in (".jsonl", ".ndjson"):
+    if suffix(path) in (".jsonl", ".ndjson"):
         return JsonlSource(path, name, fields)
     raise DataError(f"data.sources.{name}: {path} is neither .jsonl nor .parquet nor a folder of .parquet files")
 
 
-def _how_to_download(path: pathlib.Path) -> str:
+def _how_to_download(path: str) -> str:
     """Returns a hint where `path` looks like a Hub id, ORGANISATION/NAME."""
-    if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".jsonl", ".ndjson", ".parquet"):
+    parts = pathlib.PurePath(path).parts
+    if is_url(path) or len(parts) != 2 or "/" in parts or suffix(path) in (".jsonl", ".ndjson", ".parquet"):
         return ""
     return (
         "; data sets are not downloaded by themselves, if this is a Hub id: "
-        f"hf download {path} --repo-type dataset --local-dir {path.name}, then give that folder"
+        f"hf download {path} --repo-type dataset --local-dir {parts[1]}, then give that folder"
     )
 
 
-def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, Mapping[str, object]]]:
+def _read_lines(path: str) -> Iterator[tuple[int, Mapping[str, object]]]:
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             for number, raw in enumerate(file, start=1):
                 if not raw.strip():
                     continue
@@ -165,11 +176,11 @@ def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, Mapping[str, object]]
                     raise DataError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
                 yield number, record
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {why(error)}") from error
 
 
 def _to_prompt(
-    record: Mapping[str, object], source: str, default_id: str, folder: pathlib.Path, wanted: Fields, where: str
+    record: Mapping[str, object], source: str, default_id: str, folder: str, wanted: Fields, where: str
 ) -> Prompt:
     fields = resolve(record, wanted, where)
     text = record[fields.prompt]
@@ -184,7 +195,7 @@ def _to_prompt(
         paths = [value] if isinstance(value, str) else value
         if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
             raise DataError(f"{where}: {field!r} must be a path or a list of paths, found {value!r}")
-        media[kind] = [Media(kind, str(folder / path)) for path in paths]
+        media[kind] = [Media(kind, joined(folder, path)) for path in paths]
     id = record[fields.id] if fields.id else default_id
     if isinstance(id, bool) or not isinstance(id, (str, int)):
         raise DataError(f"{where}: {fields.id!r} must be a string or an integer, found {id!r}")

@@ -10,7 +10,7 @@ import logging
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,18 +20,21 @@ from jax.sharding import PartitionSpec as P
 from sharding.links import Links
 from sharding.walk import Params
 
+from ..algorithms import own_code
 from ..base.host_status import HostStatus
+from ..base.process import collector_paused
 from ..base.types import Group, PreparedPrompt
 from ..batch.composer import Composer
 from ..batch.composition import Composition
-from ..config import Config, ConfigError
+from ..config import Config, ConfigError, DistributedConfig, RolloutEngine
 from ..config.run_folder import to_json
-from .orders import End, Gather, Learn, Order, decode, encode, told
+from .orders import UNKNOWN_PLACE, End, Gather, Learn, Order, PlaceOf, Told, decode, encoded, told_all
 from .progress import Progress
 from .statuses import StepWatch, decode_status, encode_status, is_status, shifted, step_line
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -39,7 +42,9 @@ class Gang:
     """All processes that train together. Of one process it is trivial: nobody is told, nothing has to be brought
     together. Orders are given from one thread at a time, and what they order is done by process 0, too."""
 
-    def __init__(self, links: Links | None = None, progress_timeout: float = 900.0) -> None:
+    def __init__(
+        self, links: Links | None = None, progress_timeout: float = DistributedConfig().progress_timeout
+    ) -> None:
         """`progress_timeout`: see `DistributedConfig`. Process 0 is timed while it tells rows and hears of them, and
         while weights are gathered: in what all compute together, the others are stuck where it is."""
         self._links = links
@@ -69,17 +74,18 @@ class Gang:
 
     def tell(self, order: Order) -> None:
         """Gives all other processes the same order. Raises LinkError where one has failed."""
-        data = encode(order)
+        data = encoded(order)
         for process in range(1, self.processes):
             self._send(process, data)
 
-    def tell_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    @collector_paused()
+    def tell_rows(self, rows: Sequence[Told]) -> None:
         """Has each other process learn from its own rows, `rows[process]`."""
         self._number += 1
         if self._progress is not None:
             self._progress.begin(self._place)
         for process in range(1, self.processes):
-            self._send(process, encode(Learn(self._number, rows[process])))
+            self._send(process, encoded(Learn(self._number, *rows[process])))
 
     def _place(self) -> str:
         return f"step {self._number}, {self.watch.at}"
@@ -89,10 +95,10 @@ class Gang:
         if self._progress is not None:
             self._progress.close()
 
-    def _send(self, process: int, data: bytes) -> None:
+    def _send(self, process: int, data: Sequence[bytes]) -> None:
         assert self._links is not None
-        self._links.send(process, data)
-        self.bytes_told += len(data)
+        self._links.send(process, *data)
+        self.bytes_told += sum(map(len, data))
 
     def orders(self) -> Iterator[Order]:
         """What process 0 tells this one, to `End`. Raises LinkError where a process fails, OrderError for what is no
@@ -103,13 +109,33 @@ class Gang:
             with self.watch.waiting():
                 data = self._links.receive(0)
             order = decode(data)
+            place = functools.partial(str, order.name)
             if isinstance(order, Learn):
-                self._number = order.number
+                self._number, place = order.number, self._place
                 self.watch.begin()
             assert self._progress is not None
-            self._progress.begin(self._place if isinstance(order, Learn) else functools.partial(str, order.name))
-            yield order
-            self._progress.end()
+            with self._progress.of(place):
+                yield order
+
+    def collect(self, own: T) -> list[T]:
+        """What each process hands in, JSON values, by process; in process 0 only. All call it, and before a step."""
+        if self._links is None:
+            return [own]
+        if self.process:
+            self._links.send(0, json.dumps(own).encode())
+            return [own]
+        return [own, *(json.loads(self._links.receive(process)) for process in range(1, self.processes))]
+
+    def exchange(self, own: T) -> list[T]:
+        """The same, in every process."""
+        collected = self.collect(own)
+        if self._links is None or self.alone:
+            return collected
+        if self.process:
+            return json.loads(self._links.receive(0))
+        for process in range(1, self.processes):
+            self._links.send(process, json.dumps(collected).encode())
+        return collected
 
     def agree(self, config: Config, composition: Composition) -> None:
         """Compares with all others what this process is about to run: its settings and the shapes of its arrays. Raises
@@ -177,7 +203,7 @@ class Gang:
         if self.alone:
             return params
         assert self._progress is not None
-        with self._progress.of("the gathering of weights"):
+        with self._progress.of(lambda: "the gathering of weights"):
             self.tell(Gather())
             weights = brought(params, mesh, keep=True)
             self._hear_statuses()
@@ -219,16 +245,19 @@ def fingerprint(config: Config, composition: Composition) -> str:
         for one in microbatches
     ]
     settings = {name: value for name, value in to_json(config).items() if name in ("model", "sharding", "algorithm")}
-    return hashlib.sha256(json.dumps([release(), settings, shapes]).encode()).hexdigest()[:16]
+    parts = [release(), settings, own_code(config.algorithm), shapes]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 class SharedComposer(Composer):
     """Plans a step in process 0, tells each process its rows, and lays out its own."""
 
-    def __init__(self, gang: Gang, config: Config, *sizes: Any) -> None:
-        """`sizes` are the further arguments of `Composer`."""
+    def __init__(
+        self, gang: Gang, config: Config, *sizes: Any, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE
+    ) -> None:
+        """`sizes` are the further arguments of `Composer`; `place_of` says which preprocessor holds what."""
         super().__init__(config, *sizes)
-        self._gang, self._settings = gang, config
+        self._gang, self._place_of, self._settings = gang, place_of, config
 
     def compose(
         self,
@@ -247,7 +276,7 @@ class SharedComposer(Composer):
         with watch.stage("layout"):
             composition = self.lay_out(shares[0])
         with watch.stage("plan"):
-            self._gang.tell_rows([told(share) for share in shares])
+            self._gang.tell_rows(told_all(shares, self._place_of))
         with watch.waiting():
             self._gang.agree(self._settings, composition)
         return composition
@@ -266,14 +295,25 @@ def check_across_processes(config: Config) -> None:
         "speculative_sync.enabled": config.speculative_sync.enabled,
         "servers.colocated": config.servers.colocated,
         "algorithm.importance.normalize": config.algorithm.importance.normalize,
+        "algorithm.minibatches": config.algorithm.minibatches > 1,
+        "algorithm.epochs": config.algorithm.epochs > 1,
+        "algorithm.kl_in_reward": config.algorithm.kl_in_reward,
         "sharding.compile_ahead": bool(config.sharding.compile_ahead),
+        "lora.rank": config.lora.rank > 0,
     }
+    if config.rollout.engine is RolloutEngine.JAX:
+        refused["parallelism.enabled"] = config.parallelism.enabled
     if wrong := [name for name, used in refused.items() if used]:
         raise ConfigError(f"{', '.join(wrong)}: not over several processes (distributed.processes) yet; unset it")
     if config.sharding.devices not in (0, jax.device_count()):
         raise ConfigError(
             f"sharding.devices is {config.sharding.devices}, but over several processes all {jax.device_count()} "
             "train; leave it at 0"
+        )
+    if config.rollout.engine is RolloutEngine.JAX and config.policy.engines % jax.process_count():
+        raise ConfigError(
+            f"policy.engines is {config.policy.engines}; make it 0, or a multiple of the {jax.process_count()} "
+            "processes, which have as many engines each"
         )
     counts = dict.fromkeys(range(jax.process_count()), 0)
     for device in jax.devices():

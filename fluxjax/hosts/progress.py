@@ -64,8 +64,8 @@ class Progress:
         self._work = None
 
     @contextlib.contextmanager
-    def of(self, what: str) -> Iterator[None]:
-        self.begin(lambda: what)
+    def of(self, what: Callable[[], str]) -> Iterator[None]:
+        self.begin(what)
         yield
         self.end()
 

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import os
+import threading
 
-from sharding.links import LinkError, Links, initialize
+from sharding.links import LinkError, Links, initialize, leave
 
+from ..base.errors import LOST
 from ..config import DistributedConfig
 from .cluster import found
 from .gang import Gang
 
+GRACE = 5.0  # seconds in which a process ends itself when another has failed; the supervisor waits for twice as long
+
 
 def join(settings: DistributedConfig) -> tuple[Gang, Links | None]:
     """The gang of this process, and its links to the others; of one process where neither the settings nor the cluster
-    name others. Before JAX is used. Raises LinkError where they do not find each other: one may have died."""
+    name others. Before JAX is used. Raises LinkError where they do not find each other: one may have died. Ends this
+    process with `LOST` where they have not after `start_timeout` seconds: a wait within JAX can't be given up."""
     settings = found(settings, os.environ)
     if settings.processes == 1:
         return Gang(), None
+    here = f"distributed.coordinator is {settings.coordinator}: process {settings.process} of {settings.processes}"
+    late = LinkError(
+        f"{here} has waited {settings.start_timeout:g} s for the others (distributed.start_timeout), and not all have "
+        "come: see which of them is not running, or says something else"
+    )
+    limit = threading.Timer(settings.start_timeout, leave, (late, None, LOST))
+    limit.daemon = True
+    limit.start()
     try:
-        initialize(settings.coordinator, settings.processes, settings.process)
-        links = Links(timeout=settings.timeout)
+        # JAX ends the process with a stack trace when its own time is over.
+        initialize(
+            settings.coordinator,
+            settings.processes,
+            settings.process,
+            initialization_timeout=int(settings.start_timeout) + 60,
+        )
+        links = Links(timeout=settings.timeout, grace=GRACE)
     except (LinkError, RuntimeError, OSError) as error:
-        raise LinkError(
-            f"distributed.coordinator is {settings.coordinator}: process {settings.process} of {settings.processes} "
-            f"does not reach the others: {' '.join(str(error).split())[:300]}"
-        ) from error
+        raise LinkError(f"{here} does not reach the others: {' '.join(str(error).split())[:300]}") from error
+    finally:
+        limit.cancel()
     return Gang(links, settings.progress_timeout), links

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
@@ -16,22 +17,26 @@ from jaxtyping import Array, Float, PyTree
 from models.decoder import Decoder
 from models.decoder import logprobs as model_logprobs
 from models.inputs import PackedTokens
+from models.registry import abstract
+from sharding import lora
 from sharding.fsdp import Fsdp
 from sharding.links import Links
 from sharding.mesh import MeshError, compiler_options, make_mesh
 from sharding.odc import Odc
 from sharding.walk import Params, Tally, Walk
-from sharding.weights import with_shardings
+from sharding.weights import by_path, with_shardings
 
 from ..algorithms import importance
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
 from ..config import AlgorithmConfig, Config, ConfigError, Remat
+from ..data.materializer import Materializer
 
 # (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, metrics by name, each [B, T])
 TokenLoss: TypeAlias = Callable[[Array, Array, TrainBatch, AlgorithmConfig], tuple[Array, dict[str, Array]]]
 Outcome: TypeAlias = tuple[Params, Tally]  # gradients laid out like the parameters, and what is counted beside them
-Scores: TypeAlias = tuple[Float[Array, "B T"], Float[Array, "B T"]]  # log-probability of each token, entropy in nats
+# Log-probability of each token and entropy, in nats; of a critic, values alone.
+Scores: TypeAlias = tuple[Float[Array, "B T"], ...]
 
 GAP = "rollout_trainer_logprob_gap"
 
@@ -58,13 +63,22 @@ class Gradients:
         mesh: Mesh,
         links: Links | None = None,
         background: concurrent.futures.ThreadPoolExecutor | None = None,
+        materializer: Materializer | None = None,
     ) -> None:
-        """`background` compiles ahead; None: one of its own."""
+        """`background` compiles ahead; None: one of its own. `materializer` brings pixels that are elsewhere."""
         self._config, self._model, self._phase, self._links = config, model, phase, links
+        self._materializer = materializer
         self.mesh = mesh
         self._dtype = config.optim.gradients_dtype.value  # in which they are summed
-        self.strategy = Fsdp(
-            mesh,
+        self.strategy = self._strategy_of(model)
+        self._compile()
+        self._ahead: dict[tuple[object, ...], concurrent.futures.Future[jax.stages.Compiled]] = {}  # by program, shape
+        self._background = background or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+
+    def _strategy_of(self, model: Decoder) -> Fsdp:
+        config = self._config
+        return Fsdp(
+            self.mesh,
             model,
             forward=self._forward,
             loss=self._loss,
@@ -72,38 +86,58 @@ class Gradients:
             compute_dtype=jnp.dtype(config.model.compute_dtype.value),
             remat="none" if config.sharding.remat is Remat.AUTO else config.sharding.remat.value,
         )
-        self._compile()
-        self._ahead: dict[tuple[object, ...], concurrent.futures.Future[jax.stages.Compiled]] = {}  # by program, shape
-        self._background = background or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     def on(self, devices: Sequence[Any]) -> Gradients:
         """The same on other devices of this process."""
         mesh = make_mesh(devices=devices)
-        return Gradients(self._config, self._model, self._phase, mesh, background=self._background)
+        return type(self)(
+            self._config,
+            self._model,
+            self._phase,
+            mesh,
+            background=self._background,
+            materializer=self._materializer,
+        )
 
     def close(self) -> None:
         """Ends the compilations that nobody waits for, but for the one under way."""
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def on_mesh(self, params: Params) -> Params:
-        """Parameters, or gradients, of another mesh laid out on this one."""
+        """Parameters of another mesh laid out on this one."""
         return self.strategy.shard(params)
 
     def bring(self, outcome: Outcome) -> Outcome:
         """Brings what `accumulate` returned on another mesh to this one."""
         grads, tally = outcome
-        return self.on_mesh(grads), jax.device_put(tally, NamedSharding(self.mesh, P()))
+        return self.strategy.shard_trained(grads), jax.device_put(tally, NamedSharding(self.mesh, P()))
+
+    def merged(self, params: Params) -> Params:
+        """The parameters as engines and files have them: without adapters, these added to the weights beside them."""
+        if not self._config.lora.rank:
+            return params
+        weights = lora.adapted(params, self.strategy.specs)
+        changed = self._merged(weights, self.strategy.trained(params))
+        return unflatten_dict(by_path(lora.plain(params)) | by_path(changed))
 
     def accumulate(self, params: Params, microbatches: Sequence[Microbatch]) -> Outcome:
-        """(gradients, tally) summed over the microbatches, laid out like the parameters.
+        """(gradients, tally) summed over the microbatches, laid out like the parameters that are trained.
 
         All devices compute those without an owner together first. Then each device computes those that it owns, at its
         own pace (`sharding.odc`), which is waited for; of those of other processes, shapes are enough. Raises
         ValueError without a microbatch, or if the devices do not divide its rows; `sharding.odc.OdcError` for a device
-        that fails alone.
+        that fails alone; DataError where pixels that are elsewhere can't be had.
         """
         if not microbatches:
             raise ValueError("an optimizer step needs at least one microbatch")
+        self._expect(microbatches)
+        try:
+            return self._accumulated(params, microbatches)
+        finally:
+            if self._materializer is not None:
+                self._materializer.forget(microbatch.batch for microbatch in microbatches)
+
+    def _accumulated(self, params: Params, microbatches: Sequence[Microbatch]) -> Outcome:
         together = [microbatch.batch for microbatch in microbatches if microbatch.owner is None]
         first = self._accumulate_together(params, together) if together else None
         if first is not None and len(together) == len(microbatches):
@@ -111,7 +145,10 @@ class Gradients:
         jax.block_until_ready(first)  # so that all devices begin at their own pace together
         _, batches, owners = _owned(microbatches)
         work = [m.work for m in microbatches if m.owner is not None and m.work is not None]
-        _, tally, grads = self.odc.loss_and_grad(params, batches, owners, work)
+        _, tally, grads = self.odc.loss_and_grad(self.merged(params), batches, owners, work)
+        if self._config.lora.rank:
+            specs = self.strategy.specs
+            grads = self._pulled(lora.adapted(params, specs), self.strategy.trained(params), lora.adapted(grads, specs))
         grads = jax.tree.map(lambda grad: grad.astype(self._dtype), grads)
         return (grads, tally) if first is None else self.add(first, (grads, tally))
 
@@ -137,7 +174,8 @@ class Gradients:
             return programs
         _, tally, _ = jax.eval_shape(self._loss_and_grad, params, placed)
         tally = on_every_device(tally, self.mesh)
-        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self._dtype, sharding=x.sharding), params)
+        trained = self.strategy.trained(params)
+        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self._dtype, sharding=x.sharding), trained)
         return {"accumulate": self._accumulate.lower(params, grads, tally, placed), **programs}
 
     def compile_ahead(self, params: Params, batches: Sequence[TrainBatch], *, scores: bool) -> None:
@@ -168,26 +206,30 @@ class Gradients:
     def scores(self, params: Params, microbatches: Sequence[Microbatch]) -> list[Scores | None]:
         """`logprobs` of each microbatch, computed by the devices that `accumulate` would have compute it; None where a
         device of another process computes it alone."""
+        self._expect(microbatches)
         indices, batches, owners = _owned(microbatches)
         together = sorted(set(range(len(microbatches))) - set(indices))
         scores: dict[int, Scores | None] = {i: self.logprobs(params, microbatches[i].batch.inputs) for i in together}
         if indices:
             jax.block_until_ready(scores)
-            found = self.odc.logprobs(params, [batch.inputs for batch in batches], owners)
+            found = self.odc.logprobs(self.merged(params), [batch.inputs for batch in batches], owners)
             scores |= dict(zip(indices, found, strict=True))
         return [scores[i] for i in range(len(microbatches))]
 
     @functools.cached_property
     def odc(self) -> Odc:
-        """Runs microbatches that have an owner. Raises ConfigError for hosts that the mesh can't be cut into."""
+        """Runs microbatches that have an owner, with `merged` weights. Raises ConfigError for hosts that the mesh can't
+        be cut into."""
         settings = self._config.sharding
+        strategy = self._strategy_of(abstract(self._model.config)) if self._config.lora.rank else self.strategy
         try:
             return Odc(
-                self.strategy,
+                strategy,
                 live_layers=settings.live_layers,
                 deterministic=settings.deterministic,
                 group=settings.devices_per_host if settings.hybrid else 0,
                 links=self._links,
+                read=self._read,
             )
         except MeshError as error:
             raise ConfigError(f"sharding.devices_per_host is {settings.devices_per_host}: {error}") from error
@@ -198,7 +240,16 @@ class Gradients:
                 f"the batch is spread over axes {inputs.spread.axes}, the mesh has {self.mesh.axis_names}; for these "
                 f"strategies make the mesh with make_mesh({self.mesh.size}), without further replicas"
             )
-        return self.strategy.place(batch)
+        return self.strategy.place(self._read(batch))
+
+    def _expect(self, microbatches: Sequence[Microbatch]) -> None:
+        """Pixels of these are fetched while others are computed."""
+        if self._materializer is not None:
+            self._materializer.expect(microbatch.batch for microbatch in microbatches)
+
+    def _read(self, batch: Any) -> Any:
+        """The batch with its pixels."""
+        return batch if self._materializer is None else self._materializer.read(batch)
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
         return model_logprobs(
@@ -216,7 +267,8 @@ class Gradients:
         trained_BT = batch.loss_weights_BT != 0.0
         generated_BT = trained_BT & (batch.lags_BT >= 0)
         fresh_BT = trained_BT & (batch.lags_BT == 0)  # generated by these very weights
-        gap_BT = jnp.where(fresh_BT, jnp.abs(logprobs_BT - batch.behaviour_logprobs_BT), 0.0)
+        unchanged_BT = importance.proximal(logprobs_BT, batch)  # the weights that generated, if these are fresh
+        gap_BT = jnp.where(fresh_BT, jnp.abs(unchanged_BT - batch.behaviour_logprobs_BT), 0.0)
         loss = jnp.sum(jnp.where(trained_BT, batch.loss_weights_BT * token_loss_BT, 0.0))
         sums = {name: jnp.sum(jnp.where(trained_BT, metric_BT, 0.0)) for name, metric_BT in metrics.items()}
         sums |= {
@@ -231,13 +283,16 @@ class Gradients:
         return loss, Tally(sums | more, maxima | {f"{GAP}_max": jnp.max(gap_BT)})
 
     def _compile(self) -> None:
-        shardings = self.strategy.shardings, NamedSharding(self.mesh, P())
+        strategy = self.strategy
+        trained = strategy.trained(strategy.shardings)
+        shardings = trained, NamedSharding(self.mesh, P())
         options = compiler_options(self.mesh)
-        self._loss_and_grad = jax.jit(self.strategy.loss_and_grad)
-        self._logprobs = jax.jit(self.strategy.logprobs, compiler_options=options)
+        self._loss_and_grad = jax.jit(strategy.loss_and_grad)
+        self._logprobs = jax.jit(strategy.logprobs, compiler_options=options)
 
         def zeros(sums: tuple[str, ...], maxima: tuple[str, ...]) -> Outcome:
-            grads = jax.tree.map(lambda weight: jnp.zeros(weight.shape, self._dtype), self.strategy.abstract)
+            abstract = strategy.trained(strategy.abstract)
+            grads = jax.tree.map(lambda weight: jnp.zeros(weight.shape, self._dtype), abstract)
             return grads, Tally(dict.fromkeys(sums, jnp.float32(0)), dict.fromkeys(maxima, jnp.float32(0)))
 
         def accumulate(params: Params, grads: Params, tally: Tally, batch: TrainBatch) -> Outcome:
@@ -247,6 +302,16 @@ class Gradients:
         def add(first: Outcome, second: Outcome) -> Outcome:
             return jax.tree.map(jnp.add, first[0], second[0]), first[1] + second[1]
 
+        def merged(weights: Params, adapters: Params) -> Params:
+            return lora.merged(weights, adapters, strategy.specs)
+
+        def pulled(weights: Params, adapters: Params, grads: Params) -> Params:
+            """The gradients of adapters, from those of the merged weights."""
+            changed, pull = jax.vjp(functools.partial(merged, weights), adapters)
+            return pull(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, changed))[0]
+
+        self._merged = jax.jit(merged, out_shardings=lora.adapted(strategy.shardings, strategy.specs))
+        self._pulled = jax.jit(pulled, out_shardings=trained)
         self._zeros = jax.jit(zeros, static_argnums=(0, 1), out_shardings=shardings)
         # The sum of what `accumulate` returned for two parts of a step; the first one is donated.
         self.add = jax.jit(add, donate_argnums=0, out_shardings=shardings)

@@ -6,7 +6,7 @@ updates and reports. Nothing is fetched until the end of the step, and then one 
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -21,15 +22,18 @@ from jaxtyping import Array
 from models.config import TextConfig
 from models.decoder import Decoder, is_abstract, shapes_only
 from models.inputs import PackedTokens
+from models.lora import adapted, fresh_adapters
 from sharding.links import Links
 from sharding.mesh import make_mesh
 from sharding.walk import Params, Tally
-from sharding.weights import like, with_shardings
+from sharding.weights import WeightSpec, by_path, like, map_weights, with_shardings
 
 from ..algorithms import importance
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
-from ..config import Config, OptimConfig, Schedule, Strategy
+from ..config import Config, ConfigError, OptimConfig, Schedule, Strategy
+from ..data.materializer import Materializer
+from .frozen import fingerprint, lora_of
 from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
 
 
@@ -37,10 +41,11 @@ class Learner:
     """Trains `model` with an algorithm's `token_loss`.
 
     `params` are never overwritten in place: an engine or a checkpoint may hold on to them through later steps.
-    The optimizer's moments are. `version` counts the steps taken since the last `reset`. An abstract model makes an
+    The optimizer's moments are. `version` counts the training steps since the last `reset`. An abstract model makes an
     abstract learner, which allocates nothing: for those who compile its programs without running them (`lowered`).
     """
 
+    gradients_kind: type[Gradients] = Gradients
     gradients: Gradients  # of this phase, on the learner's mesh
     params: Params
     opt_state: Any
@@ -56,8 +61,10 @@ class Learner:
         mesh: Mesh | None = None,
         never_sampled: tuple[int, ...] = (),
         links: Links | None = None,
+        materializer: Materializer | None = None,
     ) -> None:
-        """`links` are those to the other processes, where there are others and `sharding.strategy` is `odc`.
+        """`links` are those to the other processes, where there are others and `sharding.strategy` is `odc`;
+        `materializer` brings pixels that are elsewhere.
 
         `model`'s weights are spread over `mesh` (default: as `config.sharding.devices` says), without a copy where they
         lie so already; the learner does not hold on to the model. `never_sampled` are token ids that the engine is told
@@ -65,12 +72,17 @@ class Learner:
         so many devices, and ConfigError for hosts (`sharding.hybrid`) that these can't be cut into."""
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
-        self._model = shapes_only(model)
-        self._links = links
+        self._lora = lora_of(config)
+        self._model = shapes_only(model) if self._lora is None else adapted(model, self._lora)
+        self._decayed = decayed(self._model)
+        self._links, self._materializer = links, materializer
         self._built_for: Any = None
         self.reset(token_loss, never_sampled=never_sampled)
         self._abstract = is_abstract(model)
-        self.params = self._born(model)
+        self.params = self.laid_out(model)
+        self._base = None  # what frozen weights are recognised by
+        if self._lora is not None and not self._abstract:
+            self._base = fingerprint(self.gradients.strategy.frozen(self.params), self.mesh)
         self.opt_state = self._fresh_opt_state()
         if config.sharding.strategy is Strategy.ODC:
             _ = self.gradients.odc  # hosts that can't be end here
@@ -91,46 +103,76 @@ class Learner:
     ) -> None:
         """Begins a phase (warm start, then RL): parameters stay; optimizer, schedule and version start afresh.
 
-        `optim` and `steps`, the length of the schedule, default to the configuration's. So does `temperature`, that
-        of the distribution which log-probs are of: the rollout's, or 1 where rollouts are greedy.
+        `optim` and `steps`, the length of the schedule in optimizer steps, default to the configuration's. So does
+        `temperature`, that of the distribution which log-probs are of: the rollout's, or 1 where rollouts are greedy.
         """
         config = self.config
         optim = optim or config.optim
         temperature = config.rollout.temperature if temperature is None else temperature
         phase = TrainingPhase(token_loss, temperature or 1.0, never_sampled)
-        self._schedule = learning_rate(optim, steps or config.steps)
-        self._optimizer = optimizer(optim, self._schedule)
+        self._schedule = learning_rate(optim, steps or config.policy_updates)
+        self._optimizer = optimizer(optim, self._schedule, self._decayed)
         built_for = phase, config.algorithm, config.model, config.sharding, config.optim.gradients_dtype
         if self._built_for != built_for:  # else `fit` again would compile again what there is
             if self._built_for is not None:
                 self.gradients.close()
-            self.gradients = Gradients(config, self._model, phase, self.mesh, self._links)
+            self.gradients = self.gradients_kind(
+                config, self._model, phase, self.mesh, self._links, materializer=self._materializer
+            )
             self._built_for = phase, *copy.deepcopy(built_for[1:])
         self._compile_update()
         self.version = 0
         if hasattr(self, "params"):
             self.opt_state = self._fresh_opt_state()
 
-    def _born(self, model: Decoder) -> Params:
-        params, strategy = nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.gradients.strategy
-        return with_shardings(params, strategy.shardings) if self._abstract else strategy.shard(params)
+    def laid_out(self, model: Decoder) -> Params:
+        """The weights of a model of the same sizes, spread over the mesh; without a copy where they lie so already.
+        Where there are adapters, these are new and add nothing to the weights."""
+        strategy = self.gradients.strategy
+        if self._abstract:
+            return with_shardings(strategy.abstract, strategy.shardings)
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        if self._lora is not None:
+            adapters = fresh_adapters(self._model, self.config.seed, strategy.shardings)
+            params = unflatten_dict(by_path(params) | adapters)
+        return strategy.shard(params)
+
+    def weights(self) -> Params:
+        """The parameters as engines and files have them, on the mesh: those of the model, adapters added. Where there
+        are adapters it is a new copy of the weights that have some."""
+        return self.gradients.merged(self.params)
+
+    def adopt(self, adapters: Mapping[tuple[str, ...], np.ndarray]) -> None:
+        """Goes on from these adapters, by path, in the place of new ones."""
+        self.params = self.with_own(self.gradients.strategy.shard_trained(unflatten_dict(dict(adapters))))
+
+    def own(self, params: Params) -> Params:
+        """What differs from the weights that training began with, of the learner's parameters or an earlier state of
+        them: all, or, where there are adapters, these."""
+        return self.gradients.strategy.trained(params)
+
+    def with_own(self, own: Params) -> Params:
+        """The parameters of which `own` is what differs."""
+        return self.gradients.strategy.with_trained(self.params, own)
 
     def _fresh_opt_state(self) -> Any:
+        trained = self.own(self.params)
         if self._abstract:
-            return with_shardings(jax.eval_shape(self._optimizer.init, self.params), self._opt_shardings)
-        return self._init(self.params)
+            return with_shardings(jax.eval_shape(self._optimizer.init, trained), self._opt_shardings)
+        return self._init(trained)
 
     def lowered(self, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
         """The programs of a step whose microbatches are shaped like `batch` (which may be abstract), by name, not
         compiled yet: `accumulate`, `update`, `logprobs`."""
         programs = self.gradients.lowered(self.params, batch)
         grads, tally = programs["accumulate"].out_info
-        grads = with_shardings(grads, self.gradients.strategy.shardings)
+        grads = with_shardings(grads, self.own(self.gradients.strategy.shardings))
         tally = on_every_device(tally, self.mesh)
-        return programs | {"update": self._apply.lower(self.params, grads, self.opt_state, tally)}
+        return programs | {"update": self._apply.lower(self.own(self.params), grads, self.opt_state, tally)}
 
-    def step(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
-        """One optimizer step over the sum of the microbatches' losses. Blocks until it is done.
+    def step(self, microbatches: Sequence[Microbatch], *, last: bool = True) -> dict[str, float]:
+        """One optimizer step over the sum of the microbatches' losses. Blocks until it is done. `last`: of its training
+        step, which then counts as a version.
 
         Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics
         over trained tokens; for tokens that an engine generated, `importance.metrics`; for those that it generated
@@ -141,18 +183,28 @@ class Learner:
 
         Raises what `Gradients.accumulate` does, before anything has changed.
         """
-        metrics = self.update(*self.accumulate(microbatches))
+        metrics = self.update(*self.accumulate(microbatches), last=last)
         if microbatches[0].work is not None:
             alone = any(microbatch.owner is not None for microbatch in microbatches)
             metrics["seconds/idle"] = self.gradients.odc.idle if alone else 0.0
             self.idle = self.gradients.odc.idle if alone else None
         return metrics
 
-    def update(self, grads: Params, tally: Tally) -> dict[str, float]:
-        """The optimizer step with the gradients of a whole step, which are donated. Metrics are those of `step`."""
-        self.params, self.opt_state, report = self._apply(self.params, grads, self.opt_state, tally)
+    def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
+        """The optimizer step with the gradients of a whole step, which are donated. Metrics and `last` are those of
+        `step`."""
+        return _metrics(tally, self._updated(grads, tally, last=last))
+
+    def _updated(self, grads: Params, tally: Tally, *, last: bool) -> np.ndarray:
+        """Makes the optimizer step; returns its report."""
+        trained, self.opt_state, report = self._apply(self.own(self.params), grads, self.opt_state, tally)
+        self.params = self.with_own(trained)
+        self.version += last
+        return np.asarray(report)
+
+    def rest(self) -> None:
+        """Counts a training step that leaves the weights as they are."""
         self.version += 1
-        return _metrics(tally, np.asarray(report))
 
     def accumulate(self, microbatches: Sequence[Microbatch]) -> Outcome:
         """See `Gradients.accumulate`."""
@@ -164,21 +216,30 @@ class Learner:
         return self.gradients.logprobs(self.params if params is None else params, inputs)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the rest of training depends on, as a pytree of arrays for a checkpoint."""
+        """Everything that the rest of training depends on, as a pytree of arrays for a checkpoint; of frozen weights,
+        which are built anew from what they came from, only what they are recognised by."""
         everywhere = NamedSharding(self.mesh, P())
         # Not `device_put`: of several processes, that would wait for the others to see that they put the same.
         version = jax.make_array_from_callback((), everywhere, lambda _: np.int32(self.version))
-        return {"params": self.params, "opt_state": self.opt_state, "version": version}
+        state = {"params": self.own(self.params), "opt_state": self.opt_state, "version": version}
+        return state if self._base is None else state | {"base": self._base}
 
     def forget(self) -> None:
-        """Becomes an abstract learner, to make room for the arrays of `load_state`."""
-        self.params, self.opt_state, self._abstract = like(self.params), like(self.opt_state), True
+        """Becomes an abstract learner, but for frozen weights, to make room for the arrays of `load_state`."""
+        self.params, self.opt_state = self.with_own(like(self.own(self.params))), like(self.opt_state)
+        self._abstract = True
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes over what `state` returned, here or on another mesh. `state` is emptied, and its moments are copied one
-        by one: they will be donated, which nothing else may look at."""
+        by one: they will be donated, which nothing else may look at. Raises ConfigError where the learner has other
+        frozen weights."""
+        if self._base is not None and (np.asarray(state.pop("base")) != np.asarray(self._base)).any():
+            raise ConfigError(
+                "model.path has other weights than those that the adapters of the checkpoint were trained beside; put "
+                "back the folder that the run began with"
+            )
         self._abstract = False
-        self.params = self.gradients.on_mesh(state.pop("params"))
+        self.params = self.with_own(self.gradients.strategy.shard_trained(state.pop("params")))
         leaves, tree = jax.tree.flatten(state.pop("opt_state"))
         for number, sharding in enumerate(jax.tree.leaves(self._opt_shardings)):
             leaves[number] = jax.block_until_ready(jax.device_put(leaves[number], sharding, may_alias=False))
@@ -187,8 +248,8 @@ class Learner:
 
     def _compile_update(self) -> None:
         """The optimizer's programs."""
-        shardings, replicated = self.gradients.strategy.shardings, NamedSharding(self.mesh, P())
-        abstract = self.gradients.strategy.abstract
+        strategy, replicated = self.gradients.strategy, NamedSharding(self.mesh, P())
+        shardings, abstract = strategy.trained(strategy.shardings), strategy.trained(strategy.abstract)
         self._opt_shardings = optax.tree_utils.tree_map_params(
             self._optimizer,
             lambda _, sharding: sharding,
@@ -252,14 +313,15 @@ def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, decay], [optim.warmup_steps])
 
 
-def optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
-    """AdamW (decoupled weight decay on every weight) after clipping by the global norm; 0 clips nothing.
+def optimizer(optim: OptimConfig, schedule: optax.Schedule, decayed: Params) -> optax.GradientTransformationExtraArgs:
+    """AdamW after clipping by the global norm; 0 clips nothing. Weight decay is decoupled, and of those weights that
+    `decayed` says True of.
 
     Where its `update` is told `finite=False`, moments stay as they are. The last part of its state counts the steps."""
     return optax.chain(
         _clip(optim.max_grad_norm or math.inf),
         _adam(optim),
-        optax.add_decayed_weights(optim.weight_decay),
+        _decay(optim.weight_decay, decayed),
         optax.scale_by_learning_rate(schedule),
     )
 
@@ -273,6 +335,27 @@ def _clip(most: float) -> optax.GradientTransformation:
         return jax.tree.map(lambda grad: grad * scale, grads)
 
     return optax.stateless(clipped)
+
+
+def decayed(model: Decoder) -> Params:
+    """Says of each weight that is trained whether weight decay counts for it: of matrices, embeddings among them, and
+    neither of norms nor of biases (those of queries have two axes, and all have one more in a stack of layers)."""
+
+    def matrix(path: tuple, variable: nnx.Variable) -> bool | None:
+        spec: WeightSpec = variable.get_metadata("spec")
+        return None if spec.frozen else len(spec.shape) > 1 and not path[-1].key.endswith("_bias")
+
+    found = by_path(map_weights(matrix, model))
+    return unflatten_dict({path: value for path, value in found.items() if value is not None})
+
+
+def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation:
+    """`optax.add_decayed_weights` with a mask, which has a state of another structure in earlier checkpoints."""
+
+    def added(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
+        return jax.tree.map(lambda u, p, matrix: u + weight_decay * p if matrix else u, updates, params, decayed)
+
+    return optax.stateless(added)
 
 
 def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:

@@ -1,4 +1,8 @@
-"""Training as the runtime calls it: one optimizer step over scored groups, or gradients of some of them.
+"""Training as the runtime calls it: a training step over scored groups, or gradients of some of them.
+
+A training step is one optimizer step, or several (`algorithm.minibatches`, `algorithm.epochs`), each over a minibatch
+with loss weights of its own. The policy before the first of them is the step's proximal policy, whose log-probs are
+computed once. Engines get the weights after the last, so a training step counts as one version, whatever it is made of.
 
 A step's gradients may be computed in portions, at different times and on different devices, and are in the end as if
 computed at once. The loss weights of a portion are normalised over the portion, so its gradient is that of a mean over
@@ -15,18 +19,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sharding.fsdp import own_rows
 from sharding.walk import Params, Tally
 
-from ..algorithms import ALGORITHMS, AlgorithmModule
+from ..algorithms import RLAlgorithm, find_algorithm
+from ..algorithms.advantages import with_advantages
 from ..algorithms.grpo import zero_variance_groups
 from ..algorithms.loss import normaliser
-from ..base.types import Group, PreparedPrompt, TrainedStep
+from ..algorithms.rl_algorithm import Key
+from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
 from ..batch.composer import Composer
-from ..batch.composition import Composition, plan_metrics, with_importance, with_reference
-from ..config import Config
+from ..batch.composition import Composition, plan_metrics, together
+from ..batch.scored import with_policy_ratios
+from ..config import Config, ConfigError
+from .coupling import coupled, only_taught
+from .critic import Critic, critic_metrics
 from .gradients import Gradients, Outcome
 from .learner import Learner
+from .minibatches import minibatches, of_all_updates
+from .replay import ReplayBuffer, replay_metrics
+from .scoring import logprobs_of, needs_scores, shaped, with_scores
 
 
 @runtime_checkable
@@ -63,7 +74,7 @@ class Portion:
 
 
 class PolicyTrainer:
-    """One optimizer step over scored groups: advantages, packing, log-probs that the loss needs, learner.
+    """A training step over scored groups: advantages, packing, log-probs that the loss needs, learner.
 
     Gradients of some groups may be computed before, on the devices of `engines` that were lent."""
 
@@ -74,18 +85,29 @@ class PolicyTrainer:
         composer: Composer,
         reference: Params | None,
         engines: Sequence[OnDevices] = (),
-        algorithm: AlgorithmModule | None = None,
+        algorithm: RLAlgorithm | None = None,
         weights: Callable[[], Params] | None = None,
+        on_reference: Callable[[Params], None] | None = None,
+        replay: ReplayBuffer | None = None,
+        critic: Critic | None = None,
     ) -> None:
-        """`composer` is for the devices of the learner's mesh; `reference` are the weights of the KL term, if any;
-        `algorithm` replaces the one that `config` names; `weights` returns what engines are given, where that is not
-        what the learner has."""
+        """`composer` is for the devices of the learner's mesh; `reference` are the weights of the KL term, if any, and
+        `on_reference` is told those that take their place; `algorithm` replaces the one that `config` names; `weights`
+        returns what engines are given, where that is not what the learner has; `replay` has groups that steps train on
+        again; `critic` is for algorithms that have one. Raises ConfigError for an algorithm that can't have what
+        `config` asks for."""
         self._config, self._learner, self._composer, self._reference = config, learner, composer, reference
         self._engines, self._weights = engines, weights
-        self._algorithm = algorithm or ALGORITHMS[config.algorithm.name]
-        terms = config.algorithm.kl_coefficient or config.algorithm.entropy_coefficient
-        # Groups without any advantage have no gradient; what an algorithm of a user's own does with them isn't known.
-        self._skip_idle = not terms and self._algorithm in ALGORITHMS.values()
+        self._algorithm = algorithm or find_algorithm(config.algorithm)
+        check_algorithm(config, self._algorithm)
+        self._on_reference, self._replay = on_reference, replay
+        idle = self._algorithm.idle_without_advantage(config.algorithm)
+        # The KL term is an advantage, too, and critics learn from all.
+        self._skip_idle = idle and not config.algorithm.kl_in_reward and not self._algorithm.critic
+        if self._algorithm.critic and critic is None:
+            raise ValueError(f"{config.algorithm.label} needs a critic")
+        self._critic = critic if self._algorithm.critic else None
+        self._judged: dict[str, float] = {}  # metrics of the step under way
         self._early: list[Portion] = []  # of the step under way
         self._lent: dict[tuple[Any, ...], _Place] = {}  # by devices
 
@@ -115,17 +137,23 @@ class PolicyTrainer:
         jax.block_until_ready(self._early[-1].outcome)
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
-        """The groups are those of `accumulate`, too. Metrics are those of the learner, and of the rewards: see
-        `reward_metrics`. `stream/groups`: how many groups of the step `accumulate` had, if any; metrics of packing and
-        plans are then of what was left."""
+        """The groups are those of `accumulate`, too; not those that are replayed, which neither `TrainedStep.groups`
+        has. Metrics are those of the learner, and of the rewards: see `reward_metrics` and `replay_metrics`.
+        `stream/groups`: how many groups of the step `accumulate` had, if any; metrics of packing and plans are then of
+        what was left."""
         early, self._early = self._early, []
         learner, place = self._learner, self._place()
-        rest = portion(self._algorithm.advantages(groups, self._config.algorithm), prepared, self._config)
+        replayed: list[Group] = []
+        again: dict[int, PreparedPrompt] = {}  # the prompts of these
+        if self._replay is not None:
+            count = len(groups) + sum(len(portion.groups) for portion in early)
+            replayed, again = self._replay.choose(count, learner.version)
+        scored = self._algorithm.advantages([*groups, *replayed], self._config.algorithm)
+        rest = portion(scored, {**prepared, **again}, self._config)
         whole = joined(place.gradients, early)
         if whole.outcome is None:  # nothing was computed yet
             whole = joined(place.gradients, [whole, rest])
-            composition = self._composed(whole, place)
-            metrics = learner.step(composition.everywhere)
+            composition, metrics = self._update(whole, place)
         else:
             if has_gradient(rest.groups, self._skip_idle):
                 self._compute(rest, place)
@@ -133,31 +161,123 @@ class PolicyTrainer:
             assert whole.composition is not None and whole.outcome is not None
             composition = whole.composition
             metrics = learner.update(*whole.outcome)
+        fresh = [group for group in whole.groups if group.prompt.draw not in again]
         if early:
-            metrics["stream/groups"] = float(len(whole.groups) - len(groups))
+            metrics["stream/groups"] = float(len(fresh) - len(groups))
+        if self._replay is not None:
+            self._replay.keep(fresh, whole.prepared, learner.version)
+            metrics |= replay_metrics(fresh, replayed, place.version, len(self._replay))
         tokens_fill, patches_fill = composition.fill()
-        metrics |= reward_metrics(whole.groups) | {
+        metrics |= reward_metrics(fresh) | {
             "packing/microbatches": float(len(composition.everywhere)),
             "packing/token_fill": tokens_fill,
             "packing/patch_fill": patches_fill,
             "packing/shapes": float(len(self._composer.shapes)),
         }
         metrics |= plan_metrics(composition, learner.mesh.size)
-        return TrainedStep(tuple(whole.groups), metrics)
+        self._renew_reference()
+        return TrainedStep(tuple(fresh), metrics)
+
+    def _update(self, step: Portion, place: _Place) -> tuple[Composition, dict[str, float]]:
+        """All optimizer steps of a training step. Every minibatch is laid out and scored before the first of them."""
+        settings, learner = self._config.algorithm, self._learner
+        parts = minibatches(step.groups, settings.minibatches) or [step.groups]
+        portions = [portion(part, step.prepared, self._config) for part in parts]
+        compositions = self._composed(portions, place)
+        if settings.kl_in_reward or self._critic is not None:
+            new = {group.prompt.draw: group for part in portions for group in part.groups}
+            step.groups = [new.get(group.prompt.draw, group) for group in step.groups]
+        updates = compositions * settings.epochs
+        resting = self._critic is not None and learner.version < self._config.critic.warmup_steps
+        metrics: list[dict[str, float]] = []
+        of_critic: list[dict[str, float]] = []
+        for number, (part, composition) in enumerate(zip(portions * settings.epochs, updates, strict=True), 1):
+            last = number == len(updates)
+            found: Mapping[str, float] = {}
+            if self._critic is not None:
+                of_critic.append(self._critic.step(composition.everywhere, last=last))
+            if resting:
+                continue
+            if metrics and self._algorithm.response_ratios:  # the policy has changed since it was scored
+                now = logprobs_of(composition, place.gradients, learner.params)
+                composition = with_policy_ratios(composition, now, settings.importance.decoupled)
+            if self._algorithm.coupled:
+                now = logprobs_of(composition, place.gradients, learner.params)
+                composition, found = coupled(composition, now, part.groups, self._algorithm, settings)
+            metrics.append({**learner.step(composition.everywhere, last=last), **found})
+        if resting:
+            learner.rest()
+        own = of_all_updates(metrics) if metrics else {}
+        return together(compositions), own | (self._judged | critic_metrics(of_critic) if of_critic else {})
 
     def _compute(self, portion: Portion, place: _Place) -> None:
         """The gradients of a portion."""
-        portion.gradients, portion.composition = place.gradients, self._composed(portion, place)
+        [portion.composition] = self._composed([portion], place)
+        portion.gradients = place.gradients
         portion.outcome = place.gradients.accumulate(place.params, portion.composition.microbatches)
 
-    def _composed(self, portion: Portion, place: _Place) -> Composition:
-        """The microbatches for the devices of `place`, with all that the loss reads."""
-        composition = place.composer.compose(
-            portion.groups, portion.prepared, skip_idle=self._skip_idle, version=place.version
-        )
-        scores = place.reference is not None or self._config.algorithm.importance.whole
-        place.gradients.compile_ahead(place.params, composition.coming, scores=scores)
-        return with_scores(composition, place.gradients, place.params, place.reference, self._config)
+    def _composed(self, portions: Sequence[Portion], place: _Place) -> list[Composition]:
+        """The microbatches of each portion for the devices of `place`, with all that the loss reads. Where that changes
+        advantages, those of the portions' groups are new."""
+        chosen = only_taught if self._algorithm.coupled else list
+        compositions = [
+            place.composer.compose(chosen(part.groups), part.prepared, skip_idle=self._skip_idle, version=place.version)
+            for part in portions
+        ]
+        scores = place.reference is not None or needs_scores(self._config, self._algorithm)
+        for composition in compositions:
+            coming = [shaped(batch, self._config, self._algorithm) for batch in composition.coming]
+            place.gradients.compile_ahead(place.params, coming, scores=scores)
+            if self._critic is not None:
+                self._critic.gradients.compile_ahead(self._critic.params, coming, scores=True)
+
+        def rewarded(kl: Mapping[Key, float]) -> Mapping[Key, float]:
+            return self._rewarded(portions, kl)
+
+        judging = functools.partial(self._judge, portions) if self._critic is not None else None
+        weights = place.params, place.reference
+        return with_scores(compositions, place.gradients, *weights, self._config, self._algorithm, rewarded, judging)
+
+    def _judge(
+        self,
+        portions: Sequence[Portion],
+        compositions: Sequence[Composition],
+        kl: Sequence[np.ndarray] | None,
+    ) -> Sequence[Composition]:
+        """The critic's advantages; those of the portions' samples are then the means over their tokens."""
+        assert self._critic is not None
+        samples = [sample for part in portions for group in part.groups for sample in group.samples]
+        outcomes = {(sample.response.draw, sample.response.sample): sample.advantage for sample in samples}
+        costs = None if kl is None else [self._config.algorithm.kl_coefficient * each for each in kl]
+        judged = self._critic.judge(compositions, outcomes, costs)
+        self._judged = judged.metrics
+        for part in portions:
+            part.groups = [advantaged(group, dict.fromkeys(outcomes, 0.0) | judged.means) for group in part.groups]
+        return judged.compositions
+
+    def _rewarded(self, portions: Sequence[Portion], kl: Mapping[Key, float]) -> Mapping[Key, float]:
+        """The advantages of all responses of the portions, whose KL is taken off their rewards."""
+        settings = self._config.algorithm
+        groups = [group for part in portions for group in part.groups]
+        paid = [less_kl(group, kl, settings.kl_coefficient) for group in groups]
+        advantages = {
+            (sample.response.draw, sample.response.sample): sample.advantage
+            for group in self._algorithm.advantages(paid, settings)
+            for sample in group.samples
+        }
+        for part in portions:
+            part.groups = [advantaged(group, advantages) for group in part.groups]
+        return advantages
+
+    def _renew_reference(self) -> None:
+        """Where it is time, the reference becomes the policy as it is now."""
+        learner = self._learner
+        if self._config.algorithm.renews_reference(learner.version):
+            self._reference = learner.params
+            for place in self._lent.values():
+                place.reference = place.gradients.on_mesh(learner.params)
+            if self._on_reference is not None:
+                self._on_reference(learner.params)
 
     def _place(self, engines: Sequence[int] = ()) -> _Place:
         """The devices of these engines, with the newest weights; none given: the learner's."""
@@ -176,21 +296,50 @@ class PolicyTrainer:
         return place
 
 
-def with_scores(
-    composition: Composition, gradients: Gradients, params: Params, reference: Params | None, config: Config
-) -> Composition:
-    """The composition with the log-probs that the loss reads beside those of its own pass: of the reference weights, if
-    there are any, and of `params`, for importance weights of whole responses."""
+def check_algorithm(config: Config, algorithm: RLAlgorithm, processes: int = 1) -> None:
+    """Raises ConfigError for settings under which the algorithm can't be computed, and for a number of processes."""
+    if algorithm.coupled and not config.algorithm.kl_coefficient:
+        raise ConfigError(
+            f"algorithm.name = {config.algorithm.label} compares with a reference: algorithm.kl_coefficient must be "
+            "above 0"
+        )
+    if (algorithm.response_ratios or algorithm.coupled) and processes > 1:
+        raise ConfigError(
+            f"algorithm.name = {config.algorithm.label} scores whole responses before each optimizer step: not over "
+            "several processes (distributed.processes) yet"
+        )
+    if algorithm.critic and processes > 1:
+        raise ConfigError(
+            f"algorithm.name = {config.algorithm.label} has a critic: not over several processes "
+            "(distributed.processes) yet"
+        )
+    if config.critic.warmup_steps and not algorithm.critic:
+        raise ConfigError(
+            f"critic.warmup_steps is {config.critic.warmup_steps}, but algorithm.name = {config.algorithm.label} has "
+            "no critic; set it to 0"
+        )
+    whole_step = algorithm.whole_step or algorithm.coupled or algorithm.critic
+    for name in ("stream_trainer", "speculative_sync"):
+        if whole_step and getattr(config, name).enabled:
+            raise ConfigError(
+                f"{name}.enabled computes gradients before a step is complete, but advantages of algorithm.name = "
+                f"{config.algorithm.label} depend on all of it; unset the one or choose another"
+            )
 
-    def logprobs(weights: Params) -> list[np.ndarray]:
-        own = gradients.scores(weights, composition.everywhere)[: len(composition.microbatches)]
-        return [own_rows(scores[0]) for scores in own if scores is not None]
 
-    if reference is not None:
-        composition = with_reference(composition, logprobs(reference))
-    if config.algorithm.importance.whole:
-        composition = with_importance(composition, logprobs(params), config.algorithm.importance)
-    return composition
+def less_kl(group: Group, kl: Mapping[Key, float], coefficient: float) -> Group:
+    """The group with rewards from which `coefficient` times their response's KL is taken; empty responses have none."""
+
+    def paid(sample: Sample) -> Sample:
+        cost = coefficient * kl.get((sample.response.draw, sample.response.sample), 0.0)
+        return dataclasses.replace(sample, reward=dataclasses.replace(sample.reward, value=sample.reward.value - cost))
+
+    return dataclasses.replace(group, samples=tuple(map(paid, group.samples)))
+
+
+def advantaged(group: Group, advantages: Mapping[Key, float]) -> Group:
+    """The group with these advantages."""
+    return with_advantages(group, [advantages[s.response.draw, s.response.sample] for s in group.samples])
 
 
 def portion(groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], config: Config) -> Portion:
@@ -242,7 +391,6 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/max_tokens": float(np.max(lengths)),
         "response/cut_off": float(np.mean([sample.response.finish == "length" for _, sample in samples])),
         "groups/zero_variance": zero_variance_groups(groups) / len(groups),
-        "rewards/failed": float(sum(bool(sample.reward.reason) for _, sample in samples)),
     }
     for source in sorted({source for source, _ in samples}):
         rewards = [sample.reward for name, sample in samples if name == source]

@@ -9,6 +9,7 @@ from ..batch.composer import Composer, sft_groups
 from ..config import Config, OptimConfig
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
+from ..data.shadows import ProxyMedia
 from ..data.sources import Source
 from .learner import Learner
 
@@ -20,16 +21,17 @@ async def warm_start(
     sources: Mapping[str, Source],
     processor: Processor,
     count_skip: Callable[[str], None],
+    proxy: ProxyMedia | None = None,
 ) -> AsyncIterator[tuple[int, dict[str, float]]]:
     """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) after each.
 
     The data order is its own: RL starts with a fresh epoch. The optimizer and its schedule are its own as well;
     `learner.reset` begins RL. Prompts and answers that cannot be used are left out of their
-    batch and reported to `count_skip` with the reason.
+    batch and reported to `count_skip` with the reason. `proxy`: see `Preparer`.
     """
     settings = config.warm_start
     begin_warm_start(config, learner)
-    source = warm_start_source(config, sources, processor)
+    source = warm_start_source(config, sources, processor, proxy)
     try:
         for step in range(1, settings.steps + 1):
             drawn, skipped = await source.draw(settings.batch_size)
@@ -65,11 +67,13 @@ def begin_warm_start(config: Config, learner: Learner) -> None:
     )
 
 
-def warm_start_source(config: Config, sources: Mapping[str, Source], processor: Processor) -> Preparer:
-    """The prompts of the warm start, in an order of their own."""
+def warm_start_source(
+    config: Config, sources: Mapping[str, Source], processor: Processor, proxy: ProxyMedia | None = None
+) -> Preparer:
+    """The prompts of the warm start, in an order of their own; `proxy` knows their media."""
     weights = {name: config.data.sources[name].weight for name in sources}
     loader = PromptLoader(sources, weights, seed=config.seed + 1_000_003)
-    return Preparer(processor, loader, config, ahead=config.warm_start.batch_size)
+    return Preparer(processor, loader, config, ahead=config.warm_start.batch_size, proxy=proxy)
 
 
 def answer_ids(processor: Processor, answer: str) -> list[int]:

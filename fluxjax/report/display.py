@@ -18,7 +18,10 @@ from rich.text import Text
 from rollout.fleet_job import ServerStatus
 
 from ..base.host_status import HostStatus
+from ..base.preprocessor_status import PreprocessorStatus
+from .data_shown import PreprocessorTable, data_words
 from .hosts_shown import HostTable, host_lines
+from .rewards_shown import reward_words
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
@@ -31,6 +34,7 @@ class Display:
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
         self._servers: Callable[[], Sequence[ServerStatus]] = tuple
         self._hosts: Callable[[], Sequence[HostStatus]] = tuple
+        self._preprocessors: Callable[[], Sequence[PreprocessorStatus]] = tuple
         self._console = console or Console(file=sys.stdout, soft_wrap=True)
         self._terminal = self._console.is_terminal
         self._total = total_steps
@@ -77,8 +81,15 @@ class Display:
         if self._live:
             self._live.update(self._drawn())
 
+    def show_preprocessors(self, preprocessors: Callable[[], Sequence[PreprocessorStatus]]) -> None:
+        """Shows preprocessors as they are at each moment; `preprocessors` is called from any thread."""
+        self._preprocessors = preprocessors
+        if self._live:
+            self._live.update(self._drawn())
+
     def _drawn(self, *more: Table) -> Group:
-        return Group(self._progress, *more, HostTable(self._hosts), _ServerTable(self._servers))
+        tables = HostTable(self._hosts), PreprocessorTable(self._preprocessors), _ServerTable(self._servers)
+        return Group(self._progress, *more, *tables)
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         """Begins a phase of `total` steps, of which `done` were done before the run was resumed."""
@@ -115,6 +126,9 @@ class Display:
         parts = [f"{self._phase} {step}/{self._total}", *numbers, self._shares()]
         if servers := self._servers():
             parts.append(f"servers {sum(server.up for server in servers)}/{len(servers)} up")
+        preprocessors = self._preprocessors()
+        if (up := sum(place.up for place in preprocessors)) < len(preprocessors):
+            parts.append(f"preprocessors {up}/{len(preprocessors)} up")
         parts.append(f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s")
         return " | ".join(part for part in parts if part)
 
@@ -132,6 +146,10 @@ class Display:
             shown["speed"] = f"{metrics['tokens_per_second']:,.0f} tok/s"
         if "rollout_trainer_logprob_gap" in metrics:
             shown["gap"] = f"{metrics['rollout_trainer_logprob_gap']:.1e}"
+        if words := data_words(metrics):
+            shown["data"] = words
+        if words := reward_words(metrics):
+            shown["rewards"] = words
         return shown
 
     def _shares(self) -> str:

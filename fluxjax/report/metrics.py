@@ -19,10 +19,11 @@ from tensorboardX.summary import scalar
 from rollout.fleet_job import ServerStatus
 
 from ..base.host_status import HostStatus
+from ..base.preprocessor_status import PreprocessorStatus
 from ..base.types import Group
 from ..config.run_folder import replace_text
 from .hosts_shown import host_records
-from .prometheus import HostCollector, PrometheusPort, ServerCollector
+from .prometheus import HostCollector, PreprocessorCollector, PrometheusPort, ServerCollector
 
 _FLUSH_SECONDS = 10.0
 _EVENTS: Any = event_pb2  # generated, without types
@@ -92,6 +93,10 @@ class MetricsLog:
         """Serves the state of trainer processes on the Prometheus port, as it is when it is asked for."""
         self._port.export(HostCollector(hosts))
 
+    def export_preprocessors(self, preprocessors: Callable[[], Sequence[PreprocessorStatus]]) -> None:
+        """Serves the state of preprocessors on the Prometheus port, as it is when it is asked for."""
+        self._port.export(PreprocessorCollector(preprocessors))
+
     def close(self) -> None:
         self._stream.close()
         self._board.close()
@@ -122,12 +127,13 @@ def dump_samples(
                 "source": group.prompt.source,
                 "id": group.prompt.id,
                 "prompt": group.prompt.text,
-                "media": [item.path for item in group.prompt.media],
+                "media": [item.name for item in group.prompt.media],
                 "answer": group.prompt.answer,
                 "response": decode(sample.response.token_ids),
                 "finish": sample.response.finish,
                 "reward": round(sample.reward.value, 4),
                 "reason": sample.reward.reason,
+                "parts": {name: round(value, 4) for name, value in sample.reward.parts.items()},
                 "advantage": round(sample.advantage, 4),
                 "logprob": round(sum(sample.response.logprobs), 4),
                 "versions": sorted(set(sample.response.versions)),
@@ -160,6 +166,7 @@ class Summary:
     samples_trained: int = 0  # responses
     tokens_trained: int = 0  # response tokens
     samples_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # reason -> prompts, of all phases
+    rewards_failed: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)  # source -> reason -> responses
     steps_not_finite: int = 0  # steps whose gradients were not finite: they changed nothing
     checkpoints_failed: int = 0
     resumed_from: list[int] = dataclasses.field(default_factory=list)  # steps
@@ -170,6 +177,12 @@ class Summary:
     def count_skip(self, reason: str) -> None:
         """Counts a prompt that could not be used."""
         self.samples_skipped[reason] = self.samples_skipped.get(reason, 0) + 1
+
+    def count_failed_reward(self, source: str, reason: str) -> None:
+        """Counts a response that a reward failed on. The dictionaries are replaced, because a thread may write them to
+        a checkpoint meanwhile."""
+        reasons = self.rewards_failed.get(source, {})
+        self.rewards_failed = {**self.rewards_failed, source: {**reasons, reason: reasons.get(reason, 0) + 1}}
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -18,6 +18,8 @@ _STAGE_COLOURS = {
     "sync": "#ff7f0e",
     "data": "#9467bd",
     "media": "#9467bd",
+    "materialize": "#aec7e8",
+    "decode": "#98df8a",
     "plan": "#bcbd22",
     "layout": "#c49c94",
     "eval": "#7f7f7f",
@@ -68,6 +70,12 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
         total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
         smooth.append(total / norm)
     return smooth
+
+
+def of_steps(spans: Sequence[Span]) -> list[Span]:
+    """What belongs to complete steps. Evaluations, which dwarf them, are left out."""
+    last = max((span.end for span in spans if span.name == "sync"), default=0.0)
+    return [span for span in spans if span.name != "eval" and span.start < last]
 
 
 def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:

@@ -1,8 +1,9 @@
-"""The Prometheus port of a process: the metrics of a run, its rollout servers and its trainer processes."""
+"""The Prometheus port of a process: the metrics of a run, its rollout servers, trainer processes and preprocessors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,6 +12,7 @@ from prometheus_client.registry import Collector
 from rollout.fleet_job import ServerStatus
 
 from ..base.host_status import HostStatus
+from ..base.preprocessor_status import PreprocessorStatus
 from .hosts_shown import slowest
 from .metrics_port import MetricsPort
 
@@ -37,7 +39,7 @@ class PrometheusPort:
             self._gauges[tag] = prometheus_client.Gauge(name, tag, registry=self._registry)
         self._gauges[tag].set(value)
 
-    def export(self, collector: ServerCollector | HostCollector) -> None:
+    def export(self, collector: ServerCollector | HostCollector | PreprocessorCollector) -> None:
         """Serves what `collector` says whenever it is asked."""
         if self._server is not None:
             self._registry.register(collector)
@@ -47,7 +49,8 @@ class PrometheusPort:
             self._server.close()
 
 
-_SERVER_METRICS: Mapping[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]] = {
+_Families: TypeAlias = Mapping[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]]
+_SERVER_METRICS: _Families = {
     "up": (GaugeMetricFamily, "1: it takes requests, 0: it starts, or was lost"),
     "asleep": (GaugeMetricFamily, "1: it gave its memory back, until it is needed"),
     "weight_version": (GaugeMetricFamily, "the version of the weights that it was proven to have, -1: none"),
@@ -115,4 +118,37 @@ class HostCollector(Collector):
             metric = GaugeMetricFamily("fluxjax_host_slowest", "1: the others wait for it", labels=["process", "host"])
             for host in hosts:
                 metric.add_metric([str(host.process), host.host], float(host is slowest(hosts)))
+            yield metric
+
+
+_PREPROCESSOR_METRICS: _Families = {
+    "up": (GaugeMetricFamily, "1: it answers, 0: it starts, or was lost"),
+    "queued": (GaugeMetricFamily, "media that wait to be decoded by it"),
+    "memory_bytes": (GaugeMetricFamily, "decoded media that it keeps in memory"),
+    "spilled_bytes": (GaugeMetricFamily, "decoded media that it keeps on its disk"),
+    "looks": (CounterMetricFamily, "media that it looked at"),
+    "decoded": (CounterMetricFamily, "media that it decoded, whole or in part"),
+    "bytes": (CounterMetricFamily, "bytes of pixels that came from it to process 0"),
+    "hits": (CounterMetricFamily, "slices that were asked for, and there"),
+    "misses": (CounterMetricFamily, "slices that were asked for, and had to be decoded again"),
+    "lost": (CounterMetricFamily, "times that it was lost"),
+}
+
+
+class PreprocessorCollector(Collector):
+    """Preprocessors as Prometheus metrics, `fluxjax_preprocessor_*`, with a label `preprocessor`. Nothing where there
+    are none."""
+
+    def __init__(self, preprocessors: Callable[[], Sequence[PreprocessorStatus]]) -> None:
+        self._preprocessors = preprocessors
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        preprocessors = self._preprocessors()
+        for name, (family, text) in _PREPROCESSOR_METRICS.items() if preprocessors else ():
+            metric = family(f"fluxjax_preprocessor_{name}", text, labels=["preprocessor"])
+            for place in preprocessors:
+                metric.add_metric([place.name], float(getattr(place, name)))
             yield metric

@@ -7,7 +7,7 @@
 import decimal
 import re
 
-from ..base.types import Prompt, Reward
+from ..base.scored import Prompt, Reward
 
 EXACT_BONUS = 0.5  # the part of a shaped reward that only a fully right answer gets
 _WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)

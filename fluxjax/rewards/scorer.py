@@ -1,154 +1,167 @@
-"""Scoring of responses: the rule of each source, protected from rules that raise, hang or answer nonsense."""
+"""Scoring of responses: the rewards of each source, protected from rewards that raise, hang or answer nonsense."""
 
-import asyncio
-import concurrent.futures
-import importlib
-import inspect
+from __future__ import annotations
+
 import logging
-import math
-import numbers
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from ..base.types import Prompt, Response, Reward
-from ..config import ConfigError, SourceConfig
-from . import rules
+from ..base.errors import ConfigError
+from ..base.scored import Completion, Prompt, Response, Reward
+from ..config import RewardsConfig, SourceConfig
+from ..config.rewards import term_weights
+from .failures import Failures
+from .guarded import GuardedReward, RewardGuard
+from .measures import Measures
+from .named import SHAPES, find, is_reward
+from .users_loop import UsersLoop, in_daemon_thread
+from .weighted_sum import WeightedSum
 
 log = logging.getLogger("fluxjax.rewards")
 
-T = TypeVar("T")
 RewardFunction = Callable[[Prompt, str], Reward | float | Awaitable[Reward | float]]
 
-REWARDS: dict[str, Callable[[Prompt, str], Reward]] = {
-    "exact": rules.exact,
-    "positions": rules.positions,
-    "digits": rules.digits,
-    "number": rules.number,
-}
-_LOGGED = 5  # failures of one source that are logged one by one
-
-
-def find_reward(name: str, field: str = "reward") -> RewardFunction:
-    """Returns a reward by its name in `REWARDS`, or a user's function as `module:function`.
-
-    Raises `ConfigError` naming `field` when there is no such name, module or function.
-    """
-    if ":" not in name:
-        if name in REWARDS:
-            return REWARDS[name]
-        raise ConfigError(f"{field} is {name!r}; it must be one of {', '.join(REWARDS)}, or module:function")
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever importing the user's module raises
-        raise ConfigError(
-            f"{field} is {name!r}, but importing {module_name!r} raised {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, attribute, None)
-    if function is None:
-        known = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-        raise ConfigError(f"{field} is {name!r}, but {module_name} has no {attribute!r}; it has {', '.join(known)}")
-    if not callable(function):
-        raise ConfigError(f"{field} is {name!r}, which is not a function but of type {type(function).__name__}")
-    return cast(RewardFunction, function)
+_KEPT = 65_536  # prompts of which the progress is remembered: far more than are in flight
+_CLOSING_SECONDS = 5.0  # that the `close` of a reward may take
 
 
 class Scorer:
-    """Scores each response by its source's rule; `decode` turns token ids into the text.
+    """Scores each response by its source's rewards; `decode` turns token ids into the text.
 
-    The built-in rules run at once, a user's functions in threads of their own, at most `concurrency` at a time, for
-    at most `timeout` seconds each.
-
-    A rule that raises, takes too long or returns neither a `Reward` nor a finite number gives a scored 0 with the
-    reason. A thread cannot be killed: one that hangs is abandoned (a daemon, so that it cannot hold up the end of
-    the process) and its place is given to the next.
+    The built-in rules run at once; for all other rewards see `RewardGuard`. One that raises, takes too long or returns
+    neither a `Reward` nor a finite number gives a scored 0 with the reason.
     """
 
     def __init__(
         self,
         sources: Mapping[str, SourceConfig],
         decode: Callable[[Sequence[int]], str],
+        settings: RewardsConfig | None = None,
         *,
-        timeout: float = 10.0,
-        concurrency: int = 8,
+        given: Mapping[str, Any] | None = None,
+        progress: Callable[[], float] = lambda: 0.0,
+        note: Callable[[str, str], None] = lambda source, text: None,
+        give_up: Callable[[str], object] = log.error,
     ) -> None:
+        """`given` are rewards as objects, by source, or, where that has several, by the names of these: they replace
+        the configured ones. `progress` is that of the run, in [0, 1]. `note(source, text)` is told of each failure,
+        `give_up` of a reward that fails too often. Raises `ConfigError`."""
         self.decode = decode
-        self.timeout = timeout
-        self.concurrency = concurrency
-        self._rules = {
-            name: find_reward(source.reward, f"data.sources.{name}.reward") for name, source in sources.items()
+        self._settings = settings or RewardsConfig()
+        self._progress, self._note, self._give_up = progress, note, give_up
+        self._users_loop = UsersLoop()
+        self._guard = RewardGuard(self._settings, self._users_loop)
+        self._failures: list[Failures] = []
+        self._begun: dict[int, float] = {}  # by draw: the progress when the first of its responses was scored
+        given = dict(given or {})
+        if unknown := given.keys() - sources.keys():
+            raise ConfigError(f"rewards: there is no source {', '.join(sorted(unknown))}, only {', '.join(sources)}")
+        self._training = {name: self._summed(name, source, given.get(name)) for name, source in sources.items()}
+        self._held_out = {
+            name: WeightedSum({"": self._named(name, source.eval_reward, f"data.sources.{name}.eval_reward")}, {})
+            if source.eval_reward
+            else self._training[name]
+            for name, source in sources.items()
         }
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._failures: dict[str, int] = {}
+        self._measures = Measures(self._guard.slots, self._failures, self._guard.counting)
+
+    # --- scoring --------------------------------------------------------------------------------
 
     async def score(self, prompt: Prompt, response: Response) -> Reward:
-        """Returns the reward of one response. Never raises for what a rule does; `KeyError` for an unknown source."""
-        return await self.score_text(prompt, self.decode(response.token_ids))
+        """Returns the reward of one response. Never raises for what a reward does; `KeyError` for an unknown source.
+
+        Up to its first wait it reads the run's progress, which decides the weights of all responses to the prompt."""
+        rewards = self._training[prompt.source]
+        progress = self._of_prompt(prompt.draw) if rewards.changes else 0.0
+        text = self.decode(response.token_ids)
+        completion = Completion(prompt, text, len(response.token_ids), response.finish)
+        return await self._measured(rewards, completion, progress)
 
     async def score_text(self, prompt: Prompt, text: str) -> Reward:
-        rule = self._rules[prompt.source]
-        if rule in REWARDS.values():
-            try:
-                return self._checked(prompt, rule(prompt, text))
-            except Exception as error:
-                return self._failed(prompt, f"{type(error).__name__}: {error}")
-        async with self._semaphore():
-            if inspect.iscoroutinefunction(rule):
-                running = asyncio.ensure_future(rule(prompt, text))
-            else:
-                running = asyncio.wrap_future(_in_daemon_thread(rule, prompt, text))
-            try:  # not wait_for: a coroutine that refuses to be cancelled would hold that up for ever
-                done, _ = await asyncio.wait({running}, timeout=self.timeout)
-            finally:
-                running.cancel()
-            if not done:
-                return self._failed(prompt, f"timed out after {self.timeout:g} s")
-            if running.cancelled():
-                return self._failed(prompt, "cancelled itself")
-            if (error := running.exception()) is not None:
-                return self._failed(prompt, f"{type(error).__name__}: {error}")
-            return self._checked(prompt, running.result())
+        """Returns the reward of an answer to a held-out prompt."""
+        return await self._measured(self._held_out[prompt.source], Completion(prompt, text), self._progress())
 
-    def _checked(self, prompt: Prompt, result: object) -> Reward:
-        if isinstance(result, Reward):
-            reward = result
-        elif isinstance(result, numbers.Real):  # a bool or a number: full marks are correct
-            reward = Reward(float(result), float(result) >= 1.0)
-        else:
-            return self._failed(prompt, f"returned {type(result).__name__}, expected Reward or a number")
-        if not math.isfinite(reward.value):
-            return self._failed(prompt, f"returned {reward.value}")
-        return reward
+    async def _measured(self, rewards: WeightedSum, completion: Completion, progress: float) -> Reward:
+        if not rewards.takes_time:
+            return await rewards.score(completion, progress)
+        with self._measures.response():
+            return await rewards.score(completion, progress)
 
-    def _failed(self, prompt: Prompt, reason: str) -> Reward:
-        self._failures[prompt.source] = count = self._failures.get(prompt.source, 0) + 1
-        if count <= _LOGGED:
-            more = "; more failures of this source are not logged" if count == _LOGGED else ""
-            log.warning("reward of %s for prompt %s: %s; scored 0%s", prompt.source, prompt.id, reason, more)
-        return Reward(0.0, False, reason)
+    def _of_prompt(self, draw: int) -> float:
+        """Returns the progress by which a prompt is weighed: samples of one group are compared, by the same weights."""
+        if draw not in self._begun:
+            self._begun[draw] = self._progress()
+            if len(self._begun) > _KEPT:
+                del self._begun[next(iter(self._begun))]
+        return self._begun[draw]
 
-    def _semaphore(self) -> asyncio.Semaphore:
-        """Returns the semaphore of the running event loop: one belongs to the loop that first waits on it."""
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self.concurrency)
-        return self._slots[1]
+    def metrics(self) -> dict[str, float]:
+        """Returns what rewards did since it was called before, by the names in `metrics.jsonl`; see `Measures`."""
+        return self._measures.since_last()
 
+    # --- state ----------------------------------------------------------------------------------
 
-def _in_daemon_thread(function: Callable[[Prompt, str], T], prompt: Prompt, text: str) -> concurrent.futures.Future[T]:
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    def state_dict(self) -> dict[str, Any]:
+        """Returns JSON: what rewards want to have kept, and by which progress prompts are weighed."""
+        return {
+            "begun": [[draw, progress] for draw, progress in self._begun.items()],
+            "training": {name: rewards.state_dict() for name, rewards in self._training.items()},
+            "held_out": {name: rewards.state_dict() for name, rewards in self._apart()},
+        }
 
-    def work() -> None:
-        try:
-            result = function(prompt, text)
-        except BaseException as error:  # also SystemExit: it must not look like a hang
-            outcome = error if isinstance(error, Exception) else RuntimeError(f"raised {type(error).__name__}")
-            if future.set_running_or_notify_cancel():
-                future.set_exception(outcome)
-            return
-        if future.set_running_or_notify_cancel():
-            future.set_result(result)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned; checkpoints of earlier releases have nothing."""
+        self._begun = dict(state.get("begun", []))
+        for name, rewards in self._training.items():
+            rewards.load_state_dict(state.get("training", {}).get(name, {}))
+        for name, rewards in self._apart():
+            rewards.load_state_dict(state.get("held_out", {}).get(name, {}))
 
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return future
+    def _apart(self) -> Iterator[tuple[str, WeightedSum]]:
+        """The held-out rewards that are others than in training."""
+        for name, rewards in self._held_out.items():
+            if rewards is not self._training[name]:
+                yield name, rewards
+
+    def close(self) -> None:
+        """Ends processes and threads; calls `close` of the rewards that have it, and waits a moment for that."""
+        sums = [*self._training.values(), *(rewards for _, rewards in self._apart())]
+        for reward in [reward for rewards in sums for reward in rewards.rewards.values()]:
+            if reward.caller is not None:
+                reward.caller.close()
+            if callable(close := getattr(reward.reward, "close", None)):
+                try:
+                    in_daemon_thread(close).result(_CLOSING_SECONDS)
+                except Exception as error:  # whatever a user's `close` raises, or TimeoutError
+                    log.warning("closing reward %s: %s: %s", reward.name, type(error).__name__, error)
+        self._users_loop.close()
+
+    # --- building -------------------------------------------------------------------------------
+
+    def _summed(self, name: str, source: SourceConfig, given: Any) -> WeightedSum:
+        field = f"data.sources.{name}"
+        if not source.rewards:
+            return WeightedSum({"": self._named(name, source.reward, f"{field}.reward", given=given)}, {})
+        given = dict(given) if isinstance(given, Mapping) else {"": given} if given is not None else {}
+        if unknown := given.keys() - source.rewards.keys():
+            raise ConfigError(
+                f"rewards: source {name} has the rewards {', '.join(source.rewards)}; give a dictionary with some of "
+                f"these names, not {', '.join(map(repr, sorted(unknown)))}"
+            )
+        rewards = {}
+        for term, settings in source.rewards.items():
+            where = f"{field}.rewards.{term}.reward"
+            rewards[term] = self._named(name, settings.reward or term, where, settings.arguments, given.get(term))
+        return WeightedSum(rewards, term_weights(source.rewards, f"{field}.rewards"))
+
+    def _named(
+        self, source: str, reward: str, field: str, arguments: Mapping[str, Any] | None = None, given: Any = None
+    ) -> GuardedReward:
+        name = reward if given is None else getattr(given, "__qualname__", type(given).__qualname__)
+        failures = Failures(source, name, self._settings.max_failed, self._note, self._give_up)
+        self._failures.append(failures)
+        if given is None:
+            return self._guard.of_found(find(reward, field, arguments), failures)
+        if not is_reward(given) or isinstance(given, type):
+            raise ConfigError(f"rewards: what is given for source {source} is {given!r}; it must be {SHAPES}")
+        return self._guard.of_object(name, given, failures)

@@ -13,20 +13,29 @@ import models
 from models.config import AnyConfig, PatchLayout, Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder, parameter_count, shapes_only
 from models.folder import why_missing
+from models.lora import load_adapters
 from models.processing import Processor
 from models.processing.settings import DecodeLimits
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.engine import SamplingParams
 from sharding.links import Links
+from sharding.lora import plain
 from sharding.mesh import MeshError, make_mesh
+from sharding.walk import Params
 from sharding.weights import ShardingRules, shardings
 
-from ..algorithms import ALGORITHMS
+from ..algorithms import find_algorithm
 from ..base.process import LARGE_MODEL, give_back_large_blocks
 from ..batch.composer import Composer
 from ..config import Config, ConfigError, ModelConfig
+from ..data.loader import PromptLoader
+from ..data.materializer import Materializer
+from ..data.prepare import Preparer
+from ..data.shadows import ProxyMedia
 from ..data.sources import Source, all_texts, common_words
+from ..learner.critic import Critic
+from ..learner.frozen import lora_of
 from ..learner.gradients import TokenLoss
 from ..learner.learner import Learner
 from ..sizing.model_sizes import model_sizes
@@ -56,10 +65,12 @@ def build_learning(
     note: Callable[[str], None] | None = None,
     make_composer: Callable[..., Composer] = Composer,
     links: Links | None = None,
+    materializer: Materializer | None = None,
 ) -> Learning:
     """Returns the learner, with the weights that `config` names, and what composes its batches. `token_loss` replaces
-    that of the configured algorithm; `links` are those to other processes. With `note`, which is told how that goes, it
-    is checked that training fits into the devices, and `config.sharding.remat` settled. Raises `ConfigError`."""
+    that of the configured algorithm; `links` are those to other processes; `materializer` brings pixels that are
+    elsewhere. With `note`, which is told how that goes, it is checked that training fits into the devices, and
+    `config.sharding.remat` settled. Raises `ConfigError`."""
     try:
         mesh = make_mesh(config.sharding.devices)
     except MeshError as error:
@@ -67,15 +78,25 @@ def build_learning(
     never_sampled = processor.media_token_ids
     if note is not None:
         config.sharding.remat = settled_remat(config, sizes, mesh, never_sampled, note)
-    if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
-        give_back_large_blocks()
     model = build_weights(config, sizes, mesh)
-    token_loss = token_loss or ALGORITHMS[config.algorithm.name].token_loss
-    learner = Learner(config, model, token_loss, mesh=mesh, never_sampled=never_sampled, links=links)
+    token_loss = token_loss or find_algorithm(config.algorithm).token_loss
+    learner = Learner(
+        config, model, token_loss, mesh=mesh, never_sampled=never_sampled, links=links, materializer=materializer
+    )
+    if (lora := lora_of(config)) is not None and config.lora.adapter:
+        try:
+            learner.adopt(load_adapters(sizes, config.lora.adapter, lora))
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"lora.adapter: {error}") from error
     vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
     composer = make_composer(config, mesh.size, vision, learner.text)
     composer.check()
     return Learning(shapes_only(model), learner, composer)
+
+
+def build_critic(config: Config, model: Decoder, learner: Learner, materializer: Materializer | None) -> Critic:
+    """The critic of an algorithm that has one, on the learner's mesh; without weights until RL begins."""
+    return Critic(config, model, mesh=learner.mesh, materializer=materializer)
 
 
 def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None = None) -> tuple[Decoder, Processor]:
@@ -86,7 +107,10 @@ def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None
 
 def build_weights(config: Config, sizes: AnyConfig, mesh: Mesh | None = None) -> Decoder:
     """Returns the model, with float32 master weights, which are read or drawn one by one and go straight to where
-    training on `mesh` wants them (None: to one device). Raises `ConfigError` for a checkpoint that can't be read."""
+    training on `mesh` wants them (None: to one device); so that a large one has room, this process gives freed memory
+    back from now on. Raises `ConfigError` for a checkpoint that can't be read."""
+    if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
+        give_back_large_blocks()
     places = None if mesh is None else functools.partial(shardings, mesh=mesh, rules=ShardingRules())
     if not config.model.path:
         return models.create(sizes, config.seed, places)
@@ -94,6 +118,29 @@ def build_weights(config: Config, sizes: AnyConfig, mesh: Mesh | None = None) ->
         return models.load(config.model.path, dtype=jnp.float32, shardings=places)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path: {error}") from error
+
+
+def check_reference(config: Config) -> None:
+    """Raises `ConfigError` for a reference, where there is one, that is no checkpoint folder."""
+    path = config.algorithm.reference if config.algorithm.kl_coefficient else ""
+    if path and (why := why_missing(pathlib.Path(path))):
+        raise ConfigError(f"algorithm.reference: {why}")
+
+
+def first_reference(config: Config, learner: Learner) -> Params:
+    """Returns the frozen weights of the KL term as RL begins: the learner's own, or those of `algorithm.reference`.
+    Raises `ConfigError` for a checkpoint of another model."""
+    if not config.algorithm.reference:
+        return learner.params
+    try:
+        reference = models.load(config.algorithm.reference, dtype=jnp.float32)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"algorithm.reference: {error}") from error
+    weights = models.split(reference)[1], plain(learner.params)
+    sizes, wanted = (jax.tree.map(jnp.shape, params) for params in weights)
+    if sizes != wanted:
+        raise ConfigError(f"algorithm.reference: {config.algorithm.reference} has other sizes than the model")
+    return learner.laid_out(reference)
 
 
 def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyConfig, Processor]:
@@ -185,3 +232,11 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
+
+
+def training_prompts(
+    config: Config, sources: Mapping[str, Source], processor: Processor, proxy: ProxyMedia | None = None
+) -> Preparer:
+    """The prompts of RL, in the order of their draws; `proxy` as of `Preparer`."""
+    weights = {name: config.data.sources[name].weight for name in sources}
+    return Preparer(processor, PromptLoader(sources, weights, config.seed), config, proxy=proxy)

@@ -10,6 +10,7 @@ from models.processing import Processor
 from rollout.engine import Engine
 from rollout.fleet_job import ServerStatus
 
+from ..base.host_status import HostStatus
 from ..base.process import settle_heap
 from ..base.timeline import Timeline
 from ..base.types import Group, Prompt
@@ -103,8 +104,11 @@ class Reporter(Observer):
         servers: Callable[[], Sequence[ServerStatus]] = tuple,
         gang: Gang | None = None,
         timeline: Timeline | None = None,
+        pixels: Callable[[], Mapping[str, float]] = dict,
+        rewards: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`timeline` gets a lane for each process of `gang`."""
+        """`timeline` gets a lane for each process of `gang`; `pixels` gives the numbers `data/...` of a step, `rewards`
+        its numbers `rewards/...`."""
         self._settings, self._run_dir = settings, run_dir
         self._summary, self._metrics, self._display = summary, metrics, display
         self._decode, self._callbacks = decode, callbacks
@@ -113,6 +117,7 @@ class Reporter(Observer):
         self._served = time.perf_counter(), _tokens(servers())  # at the last step
         self._gang, self._timeline = gang or Gang(), timeline or Timeline()
         self._told = self._gang.bytes_told  # at the last step
+        self._pixels, self._rewards = pixels, rewards
 
     def on_step(self, report: StepReport) -> None:
         settings, summary, step = self._settings, self._summary, report.step
@@ -123,8 +128,9 @@ class Reporter(Observer):
         # Measured from step to step, because the stages of a step overlap with each other and with the next step's.
         before, self._since = self._since, time.perf_counter()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
-        metrics |= self._server_metrics() | self._host_metrics()
         hosts = self._gang.statuses()
+        metrics |= self._server_metrics() | self._host_metrics(hosts) | dict(self._pixels())
+        metrics |= self._rewards()
         for span in host_lanes(hosts, step):
             self._timeline.add(span)
         summary.steps_not_finite += int(metrics.get("skipped_nonfinite", 0.0))
@@ -153,10 +159,9 @@ class Reporter(Observer):
             "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # tokens leave with a server
         }
 
-    def _host_metrics(self) -> dict[str, float]:
+    def _host_metrics(self, hosts: Sequence[HostStatus]) -> dict[str, float]:
         """Those of the processes of the run together, where there are several. `hosts/bytes_told`: by process 0 to all
         others since the last step."""
-        hosts = self._gang.statuses()
         if not hosts:
             return {}
         before, self._told = self._told, self._gang.bytes_told
@@ -222,6 +227,9 @@ def closing(summary: Summary, reason: str) -> str:
     if summary.samples_skipped:
         skipped = ", ".join(f"{reason} ({count})" for reason, count in summary.samples_skipped.items())
         lines.append(f"skipped prompts: {skipped}")
+    for source, reasons in summary.rewards_failed.items():
+        failed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
+        lines.append(f"rewards that failed, each time scored 0, of source {source}: {failed}")
     if summary.steps_not_finite:
         lines.append(f"steps left out because their gradients were not finite: {summary.steps_not_finite}")
     if summary.checkpoints_failed:

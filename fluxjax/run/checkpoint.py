@@ -56,6 +56,12 @@ class Checkpoints:
         """Returns the step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
+    def holds(self, part: str) -> bool:
+        """Says whether the newest complete checkpoint, if there is one, has arrays of this name."""
+        step = self.latest()
+        metadata = None if step is None else self._manager.item_metadata(step)["arrays"]
+        return metadata is not None and part in metadata.tree
+
     def newest(self) -> int:
         """As `latest`, when what is being written is complete. Raises `ResumeError` where there is none."""
         self.wait()

@@ -1,10 +1,15 @@
 """Evaluates a run when its runtime asks for it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rollout.engine import Engine
 
+from ..base.errors import DataError
+from ..base.types import PreparedPrompt
 from ..config import Config
+from ..data.loader import read_row
+from ..data.prepare import Preparer
+from ..data.sources import Source
 from ..report.metrics import Summary
 from ..runtime.held_out import HeldOut
 
@@ -23,3 +28,20 @@ class HeldOutEvaluator:
         limit = self._settings.samples if full else self._settings.samples_during
         with self._summary.stage("eval"):
             return await self._held_out.accuracy(self._engine, limit)
+
+
+def held_out_prompts(
+    sources: Mapping[str, Source], count: int, preparer: Preparer, count_skip: Callable[[str], None]
+) -> dict[str, list[PreparedPrompt]]:
+    """The first `count` of each source that can be used. Raises DataError for a source of which none can be."""
+    prompts = {}
+    for name, source in sources.items():
+        rows = range(min(count, len(source)))
+        prepared, skipped = preparer.prepare_all(read_row(source, name, row) for row in rows)
+        for _, reason in skipped:
+            count_skip(f"held out: {reason}")
+        if not prepared:
+            reason = skipped[0][1]
+            raise DataError(f"data.sources.{name}: none of {len(rows)} held-out prompts can be used: {reason}")
+        prompts[name] = prepared
+    return prompts

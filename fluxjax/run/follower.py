@@ -3,50 +3,88 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from models.inputs import ModelInput
 from sharding.walk import Params
-from sharding.weights import like
 
-from ..algorithms import ALGORITHMS
-from ..config import Config, ConfigError, run_folder
-from ..data.loader import PromptLoader
+from ..algorithms import find_algorithm
+from ..config import Config, ConfigError, RolloutEngine, run_folder
 from ..data.prepare import Preparer
 from ..data.sources import open_sources, open_warm_start
+from ..hosts.coming import ComingPrompts
 from ..hosts.gang import Gang, brought
-from ..hosts.orders import Begin, Gather, Learn, Order, OrderError, Restore, Save, Start, share_of
-from ..learner.policy_trainer import with_scores
+from ..hosts.orders import (
+    Begin,
+    Coming,
+    Gather,
+    Learn,
+    MediaTold,
+    Offer,
+    Order,
+    OrderError,
+    Restore,
+    Save,
+    Snapshot,
+    Start,
+    share_of,
+)
+from ..learner.scoring import with_scores
 from ..learner.warm_start import begin_warm_start, warm_start_source
 from ..report.prometheus import HostCollector, PrometheusPort
-from .build import build_learning, describe_model
+from ..runtime.engine_servers import EngineServers
+from . import snapshot_folder
+from .build import build_learning, describe_model, first_reference, training_prompts
 from .checkpoint import Checkpoints
+from .engines import serve_engines
+from .pixels import Pixels
 from .process_log import process_log
+from .snapshots import Snapshots
+from .state import abstract_arrays, arrays_of, reference_of
 
 log = logging.getLogger(__name__)
+_REMEMBERED = 4  # steps whose prompts are laid out before it is known whether they are trained on here
 
 
 class Follower:
     """Everything that this process needs of a run whose folder process 0 has made."""
 
-    def __init__(self, config: Config, gang: Gang, run_dir: pathlib.Path) -> None:
-        self._config, self._gang = config, gang
+    def __init__(self, config: Config, gang: Gang, run_dir: pathlib.Path, token: str) -> None:
+        self._config, self._gang, self._run_dir = config, gang, run_dir
+        self._algorithm = find_algorithm(config.algorithm)
         self._sources = open_sources(config.data)
         sizes, self._processor = describe_model(config, self._sources)
-        learning = build_learning(config, sizes, self._processor, note=log.info, links=gang.links)
+        self._media = Pixels(config, self._processor, gang, run_dir, token)
+        learning = build_learning(
+            config,
+            sizes,
+            self._processor,
+            token_loss=self._algorithm.token_loss,
+            note=log.info,
+            links=gang.links,
+            materializer=self._media.materializer,
+        )
         self._learner, self._composer = learning.learner, learning.composer
         self._reference: Params | None = None
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, largest=learning.largest)
-        weights = {name: config.data.sources[name].weight for name in self._sources}
-        loader = PromptLoader(self._sources, weights, config.seed)
-        self._prompts = Preparer(self._processor, loader, config)
+        self._snapshots = Snapshots(gang.process, gang.processes)
+        self._prompts = training_prompts(config, self._sources, self._processor, self._media.proxy)
+        self._coming = ComingPrompts(self._prompts, most=_REMEMBERED * config.rollout.prompts_per_step)
         self._warm_start: Preparer | None = None
+        self._engines: EngineServers | None = None
+        if config.rollout.engine is RolloutEngine.JAX:
+            self._engines = serve_engines(config, learning.model, self._processor, gang, token, self._media.fetch)
+            gang.collect(self._engines.addresses)
 
     def close(self) -> None:
-        """Waits for checkpoints under way, and ends threads."""
+        """Waits for checkpoints under way, and ends threads; snapshots are of no use any more."""
+        snapshot_folder.remove(self._run_dir, pathlib.Path(self._config.checkpoint.snapshot_folder))
+        if self._engines is not None:
+            self._engines.close()
+        self._media.close()
         self._checkpoints.close()
         self._learner.gradients.close()
 
@@ -55,65 +93,81 @@ class Follower:
         match order:
             case Begin():
                 self._begin(order.phase)
+            case Coming():
+                self._media.hear(itertools.chain.from_iterable(told for _, told in order.media))
+                self._coming.hear(order)
             case Learn():
                 self._learn(order)
             case Gather():
                 brought(self._learner.params, self._learner.mesh, keep=False)
             case Save():
-                self._checkpoints.write(order.step, self._arrays(), {})
+                self._checkpoints.write(order.step, arrays_of(self._learner, self._reference), {})
+            case Snapshot():
+                arrays = arrays_of(self._learner, self._reference)
+                self._snapshots.write(pathlib.Path(order.folder), order.step, arrays)
+            case Offer():
+                folder, abstract = pathlib.Path(order.folder), abstract_arrays(self._learner, self._config)
+                self._gang.collect(self._snapshots.steps(folder, abstract))
             case Restore():
-                self._restore(order.step)
+                self._restore(order)
 
-    def _begin(self, phase: str) -> None:
+    def _begin(self, phase: str, *, restored: bool = False) -> None:
         config = self._config
         if phase == "warm_start":
             begin_warm_start(config, self._learner)
-            self._warm_start = warm_start_source(config, open_warm_start(config.data), self._processor)
+            self._warm_start = warm_start_source(
+                config, open_warm_start(config.data), self._processor, self._media.proxy
+            )
             return
         self._warm_start = None
-        algorithm = ALGORITHMS[config.algorithm.name]
-        self._learner.reset(algorithm.token_loss, never_sampled=self._processor.media_token_ids)
-        if config.algorithm.kl_coefficient:
-            self._reference = self._learner.params
+        self._learner.reset(self._algorithm.token_loss, never_sampled=self._processor.media_token_ids)
+        if config.algorithm.kl_coefficient and not restored:
+            self._reference = first_reference(config, self._learner)
 
     def _learn(self, order: Learn) -> None:
         watch = self._gang.watch
         with watch.stage("media"):
-            share = share_of(order.rows, self._inputs)
+            share = share_of(order.rows, order.responses, self._inputs)
         with watch.stage("layout"):
             composition = self._composer.lay_out(share)
         self._gang.agree(self._config, composition)
         learner = self._learner
         if self._warm_start is None:
-            composition = with_scores(composition, learner.gradients, learner.params, self._reference, self._config)
+            weights = learner.params, self._reference
+            [composition] = with_scores([composition], learner.gradients, *weights, self._config, self._algorithm)
         learner.step(composition.everywhere)
+        if self._warm_start is None and self._config.algorithm.renews_reference(learner.version):
+            self._reference = learner.params
         self._gang.stepped(learner.idle)
 
-    def _inputs(self, draws: Sequence[int]) -> Mapping[int, ModelInput]:
-        source = self._warm_start or self._prompts
-        return {prepared.prompt.draw: prepared.inputs for prepared in source.again(draws)}
+    def _inputs(self, media: Mapping[int, MediaTold]) -> Mapping[int, ModelInput]:
+        tickets = {draw: told for draw, told in media.items() if told is not None}
+        self._media.hear(itertools.chain.from_iterable(tickets.values()))
+        words = {draw: [ticket for ticket, _ in told] for draw, told in tickets.items()}
+        elsewhere = (self._warm_start or self._coming).laid_out(words)
+        here = (self._warm_start or self._prompts).again(draw for draw, told in media.items() if told is None)
+        return elsewhere | {prepared.prompt.draw: prepared.inputs for prepared in here}
 
-    def _arrays(self) -> dict[str, Any]:
-        arrays = {"learner": self._learner.state()}
-        return arrays if self._reference is None else arrays | {"reference": self._reference}
-
-    def _restore(self, step: int) -> None:
-        config, wanted = self._config, {"learner": self._learner.state()}
-        if config.algorithm.kl_coefficient:
-            wanted["reference"] = self._learner.params
-        abstract = like(wanted)
-        del wanted
+    def _restore(self, order: Restore) -> None:
+        abstract, source = abstract_arrays(self._learner, self._config), order.source
         self._reference = None
-        _, arrays, state = self._checkpoints.restore(abstract, step, self._learner.forget)
-        self._begin("rl")
+        if order.folder:
+            folder = pathlib.Path(order.folder)
+            arrays = self._snapshots.restore(folder, abstract, order.step, self._learner.forget)
+        else:
+            _, arrays, state = self._checkpoints.restore(abstract, order.step, self._learner.forget)
+            source = state["source"]
+        self._begin("rl", restored=True)
         self._learner.load_state(arrays.pop("learner"))
-        self._reference = arrays.get("reference")
-        self._prompts.load_state_dict(state["source"])
-        self._checkpoints.forget_after(step)
+        self._reference = reference_of(self._learner, arrays)
+        self._prompts.load_state_dict(source)
+        self._coming.forget()
+        self._checkpoints.forget_after(order.step)
 
 
-def follow(gang: Gang) -> None:
-    """Trains along in the run that process 0 begins, until it says that the run is over. Logs to
+def follow(gang: Gang, impl: object = None) -> None:
+    """Trains along in the run that process 0 begins, until it says that the run is over. `impl` is this process's own
+    `algorithm.impl`, which, as an object, is not in the run's folder. Logs to
     `RUN/processes/process-N.log`; serves metrics of its own where `report.prometheus_port` says so. Raises ConfigError
     where this host does not see the run's folder, or the port is taken."""
     orders = gang.orders()
@@ -125,9 +179,11 @@ def follow(gang: Gang) -> None:
         config = run_folder.read_config(run_dir)
     except ConfigError as error:
         raise ConfigError(f"run_dir must be on a file system that all hosts share: {error}") from error
+    if impl is not None:
+        config.algorithm.impl = impl
     with process_log(run_dir, gang), contextlib.closing(_metrics_port(config, gang)) as port:
         port.export(HostCollector(gang.statuses))
-        follower = Follower(config, gang, run_dir)
+        follower = Follower(config, gang, run_dir, start.token)
         for order in orders:
             follower.obey(order)
         follower.close()

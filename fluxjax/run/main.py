@@ -45,7 +45,7 @@ def main(config: Config) -> int:
     try:
         gang, links = join(config.distributed)
         if gang.process:
-            follow(gang)
+            follow(gang, config.algorithm.impl)
         else:
             with FluxTrainer(config, gang=gang) as trainer, process_log(trainer.run_dir, gang):
                 trainer.fit(callbacks=[SettledHeap()])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import logging
 import pathlib
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +16,10 @@ import models
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count
 from rollout.engine import Engine
-from sharding.weights import like
 
-from ..algorithms import ALGORITHMS, AlgorithmModule
-from ..base.errors import DataError
+from ..algorithms import ALGORITHMS, find_algorithm
 from ..base.event_loop import on_all, run_async, stop_on_signals
-from ..base.timeline import Timeline
+from ..base.timeline import Span, Timeline
 from ..base.types import PreparedPrompt, Prompt
 from ..batch.composer import Composer
 from ..config import Config, RolloutEngine, run_folder
@@ -30,27 +27,39 @@ from ..config.cli import remarks
 from ..coordinator import SchedulingPolicy
 from ..coordinator.factory import make_coordinator
 from ..coordinator.messages import Finish
-from ..data.loader import PromptLoader, read_row
 from ..data.prepare import Preparer
 from ..data.sources import given, open_held_out, open_sources, open_warm_start
+from ..hosts.coming import ToldPrompts
 from ..hosts.gang import Gang, SharedComposer, check_across_processes
 from ..hosts.orders import Begin, End, Restore, Save, Start
-from ..learner.policy_trainer import PolicyTrainer
+from ..learner.policy_trainer import PolicyTrainer, check_algorithm
+from ..learner.replay import ReplayBuffer, draws_of
 from ..learner.warm_start import warm_start
-from ..report import pictures
 from ..report.display import Display
-from ..report.metrics import MetricsLog, Summary, TrainingResult, read
+from ..report.metrics import MetricsLog, Summary, TrainingResult
 from ..rewards import Scorer
 from ..runtime.engine_pool import EnginePool, engine_count
 from ..runtime.fleet_pool import FleetPool
 from ..runtime.held_out import HeldOut
 from ..runtime.runtime import Runtime
-from .build import build_learning, describe_model, sampling_params
+from .artifacts import export, export_adapters, server_checkpoint, write_pictures
+from .build import (
+    build_critic,
+    build_learning,
+    check_reference,
+    describe_model,
+    first_reference,
+    sampling_params,
+    training_prompts,
+)
 from .callbacks import Callback, Callbacks, Reporter, closing, opening
 from .checkpoint import Checkpoints, ResumeError
-from .evaluation import HeldOutEvaluator
+from .engines import make_pool
+from .evaluation import HeldOutEvaluator, held_out_prompts
+from .gang_snapshots import GangSnapshots
+from .pixels import Pixels
+from .state import abstract_arrays, arrays_of, reference_of
 
-log = logging.getLogger(__name__)
 _STOPPED = "stopped on request; the same command with this run_dir goes on"
 
 
@@ -71,31 +80,41 @@ class FluxTrainer:
         *,
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
-        algorithm: AlgorithmModule | None = None,
+        algorithm: object = None,
         policy: Callable[[], SchedulingPolicy] | None = None,
+        rewards: Mapping[str, Any] | None = None,
         read_only: bool = False,
         gang: Gang | None = None,
     ) -> None:
-        """Builds everything, starts nothing. `algorithm` and `policy` replace those that `config` names (`examples/`);
-        `policy` is called whenever a run begins or is resumed, and returns a new object each time. The run folder does
-        not say that it has them: resume it with the same script. `read_only` changes nothing in an existing run
-        folder: to look at a run that may still be going on (`load_checkpoint`, `evaluate`). `gang`: the other
-        processes that train along, if there are any; `main` finds them."""
-        config.validate()
+        """Builds everything, starts nothing. `algorithm` (the same as `config.algorithm.impl`), `policy` and `rewards`
+        replace those that `config` names (`examples/`): `policy` is called whenever a run begins or is resumed, and
+        returns a new object each time; `rewards` has functions or objects by source, or, where a source has several,
+        dictionaries of such by name. The run folder has the algorithm's name at most: resume it with the same script.
+        `read_only` changes nothing in an existing run folder: to look at a run that may still be going on
+        (`load_checkpoint`, `evaluate`). `gang`: the other processes that train along, if there are any; `main` finds
+        them."""
         self.config = config = copy.deepcopy(config)
+        if algorithm is not None:
+            config.algorithm.impl = algorithm
+        config.validate()
         self._asked = config.sharding.remat, config.policy.engines  # before the devices here decide
         self.gang = gang or Gang()
+        # Who only looks at a run computes no loss, and may not have what it was trained with.
+        self.algorithm = ALGORITHMS["grpo"] if read_only else find_algorithm(config.algorithm)
+        if not read_only:
+            check_algorithm(config, self.algorithm, self.gang.processes)
+            check_reference(config)
         if not self.gang.alone:
             check_across_processes(config)
         self.callbacks = list(callbacks)
         self.display = display or Display(config.steps)
         self.run_dir = pathlib.Path(config.run_dir) if read_only else run_folder.create(config)
+        if read_only:
+            config.data.preprocessors = 0  # they would write logs
         self.timeline = Timeline(keep_steps=config.report.timeline_steps)
         self.summary = Summary(name=config.name, seed=config.seed)
-        self._policy = policy
+        self._policy, self._stopping, self._began = policy, False, time.monotonic()
         self._runtime: Runtime | None = None
-        self._stopping = False
-        self._began = time.monotonic()
 
         # --- data -------------------------------------------------------------------------------
         with self.summary.stage("data"):
@@ -106,40 +125,62 @@ class FluxTrainer:
             # --- model and learner --------------------------------------------------------------
             sizes, self.processor = describe_model(config, self.sources)
             self.vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
-            self.algorithm = algorithm or ALGORITHMS[config.algorithm.name]
-            self.gang.tell(Start(str(self.run_dir.absolute())))
-            note = None if read_only else self.display.note
+            token = secrets.token_hex(16)  # of the engines of all processes
+            self.gang.tell(Start(str(self.run_dir.absolute()), token))
+            self.pixels = Pixels(config, self.processor, self.gang, self.run_dir, token, self._fetched)
             learning = build_learning(
                 config,
                 sizes,
                 self.processor,
                 token_loss=self.algorithm.token_loss,
-                note=note,
-                make_composer=Composer if self.gang.alone else functools.partial(SharedComposer, self.gang),
+                note=None if read_only else self.display.note,
+                make_composer=self._make_composer,
                 links=self.gang.links,
+                materializer=self.pixels.materializer,
             )
             self._model, self.learner, self.composer = learning.model, learning.learner, learning.composer
             self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
             self.checkpoints = Checkpoints(
                 self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only, largest=learning.largest
             )
+            # Who only looks at a run does not know its algorithm, but must read what it saved.
+            judged = self.checkpoints.holds("critic") if read_only else self.algorithm.critic
+            self.critic = build_critic(config, self._model, self.learner, self.pixels.materializer) if judged else None
+            self.snapshots = GangSnapshots(config.checkpoint, self.run_dir, self.gang)
 
             # --- fleet --------------------------------------------------------------------------
-            config.policy.engines = engine_count(config, jax.local_devices())
+            config.policy.engines = engine_count(config, jax.local_devices(), self.gang.processes)
             config.validate_scheduling()  # now that their number is known
             self.pool: EnginePool | FleetPool
-            # Who looks at a run that goes on leaves its servers alone.
-            if config.rollout.engine is RolloutEngine.JAX or read_only:
-                self.pool = EnginePool(config, self._model)
+            if read_only:  # who looks at a run that goes on leaves its servers alone
+                self.pool = EnginePool(config, self._model, fetch=self.pixels.fetch)
             else:
-                self.pool = FleetPool(config, self._model, self._server_checkpoint(), self.run_dir / "servers")
+                self.pool = make_pool(
+                    config,
+                    self._model,
+                    self.processor,
+                    self.gang,
+                    token=token,
+                    checkpoint=lambda: server_checkpoint(config, self.run_dir, self.model, self.processor),
+                    logs=self.run_dir / "servers",
+                    fetch=self.pixels.fetch,
+                )
             self.engines = self.pool.engines  # one list that changes with their degree
             self.engine: Engine = self.engines[0]  # the one that evaluates
             self.sampling = sampling_params(config, self.processor)
-            self.rewards = Scorer(config.data.sources, self.processor.decode)
+            self.rewards = Scorer(
+                config.data.sources,
+                self.processor.decode,
+                config.rewards,
+                given=rewards,
+                progress=lambda: self.coordinator.progress,
+                note=lambda source, text: self.summary.count_failed_reward(source, text),
+                give_up=lambda reason: self._runtime and self._runtime.request_stop(reason, failed=True),
+            )
 
             # --- coordinator --------------------------------------------------------------------
             self.coordinator = make_coordinator(config, policy)
+            self.replay = ReplayBuffer.of(config.replay)
             self._held: dict[int, PreparedPrompt] = {}  # prompts in the books of a resumed run, by draw
             self._loaded: int | None = None  # the step of the checkpoint that `fit` goes on from
             self._started = False  # whether the warm start is behind
@@ -156,9 +197,9 @@ class FluxTrainer:
         return models.merge(models.split(self._model)[0], self.weights())
 
     def weights(self) -> dict[str, Any]:
-        """The learner's parameters: on its mesh, or, of several processes, brought together in this one's memory."""
+        """The model's parameters as they are now: on the learner's mesh, or, of several processes, brought together."""
         self.gang.stepped(self.learner.idle)
-        return self.gang.whole(self.learner.params, self.learner.mesh)
+        return self.gang.whole(self.learner.weights(), self.learner.mesh)
 
     def fit(
         self,
@@ -221,8 +262,7 @@ class FluxTrainer:
         """
         if not self._started:
             raise ResumeError("there is nothing to save yet: the run has not started")
-        state = {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()}
-        self._save(self.coordinator.step, state)
+        self._save(self.coordinator.step, self._run_state())
         if not self.checkpoints.wait():
             raise ResumeError(f"not saved in {self.checkpoints.folder}: {self.checkpoints.failed[-1]}")
 
@@ -234,15 +274,17 @@ class FluxTrainer:
         an engine serves)."""
         step = self.checkpoints.newest() if step is None else step
         self.gang.tell(Restore(step))
-        wanted = {"learner": self.learner.state()}
-        if self.config.algorithm.kl_coefficient:
-            wanted["reference"] = self.learner.params
-        abstract = like(wanted)
-        del wanted
-        step, arrays, state = self.checkpoints.restore(abstract, step, self._forget_arrays)
+        return self._load(step, self.checkpoints.restore)
+
+    def _load(self, step: int, restore: Callable[..., tuple[int, Any, dict[str, Any]]]) -> int:
+        abstract = abstract_arrays(self.learner, self.config, self.critic)
+        step, arrays, state = restore(abstract, step, self._forget_arrays)
         self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
         self.learner.load_state(arrays.pop("learner"))
-        self.reference = arrays.get("reference")
+        if self.critic is not None:
+            self.critic.restart(self.config.steps)
+            self.critic.load_state(arrays.pop("critic"))
+        self.reference = reference_of(self.learner, arrays)
         self.coordinator = make_coordinator(self.config, self._policy)
         self.source.load_state_dict(state["source"])
         held = state["coordinator"]["ledger"].get("entries", [])  # none in checkpoints of earlier releases
@@ -250,8 +292,14 @@ class FluxTrainer:
         self.coordinator.load_state_dict(
             state["coordinator"], {draw: ready.prompt for draw, ready in self._held.items()}
         )
+        self.replay = ReplayBuffer.of(self.config.replay)
+        if self.replay is not None:
+            kept = state.get("replay", {})
+            self.replay.load_state_dict(kept, {p.prompt.draw: p for p in self.source.again(draws_of(kept))})
+        self.rewards.load_state_dict(state.get("rewards", {}))  # none in checkpoints of earlier releases
         self.summary = Summary.from_state_dict(state["summary"])
         self.composer.shapes.load_state(state.get("shapes", self.composer.shapes.state()))
+        self.pixels.load_state_dict(state.get("media", {}))
         self.summary.devices = self.learner.mesh.size  # perhaps another mesh now
         self.summary.resumed_from.append(step)
         self._loaded, self._started = step, True
@@ -260,31 +308,37 @@ class FluxTrainer:
     def _forget_arrays(self) -> None:
         self.reference = None
         self.learner.forget()
+        if self.critic is not None:
+            self.critic.forget()
 
     def close(self) -> None:
         """Ends threads and waits for checkpoints under way. The end of `with trainer:` calls it."""
         self._close_source()
+        self.rewards.close()
         self.learner.gradients.close()
+        if self.critic is not None:
+            self.critic.gradients.close()
         self.checkpoints.close()
         self.pool.close()
+        self.pixels.close()
 
     def __enter__(self) -> FluxTrainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
         if kind is None:
             self.gang.tell(End())
-        self.close()
 
     # --- the chapters of fit --------------------------------------------------------------------
 
     async def _fit(self) -> TrainingResult:
-        config, summary = self.config, self.summary
-        if self._loaded is not None or self.checkpoints.latest() is not None:
-            self.load_checkpoint(self._loaded)  # again, for what `fit` was given: steps, intervals, prompts
+        config = self.config
+        self._resume()
         resumed, summary = self._loaded, self.summary
         if resumed is None:
             self.coordinator = make_coordinator(self.config, self._policy)
+            self.replay = ReplayBuffer.of(self.config.replay)
         else:
             self.checkpoints.forget_after(resumed)
         failed_before = len(self.checkpoints.failed)
@@ -299,14 +353,17 @@ class FluxTrainer:
         )
         self.metrics.export_servers(self.pool.servers)
         self.metrics.export_hosts(self.gang.statuses)
+        self.metrics.export_preprocessors(self.pixels.preprocessors)
         self.display.show_servers(self.pool.servers)
         self.display.show_hosts(self.gang.statuses)
+        self.display.show_preprocessors(self.pixels.preprocessors)
         callbacks = Callbacks(self.callbacks, self)
         callbacks.tell(Callback.on_fit_start)
         with self.display, contextlib.closing(self.metrics):
             for line in (opening(summary, self.sources, self.run_dir, resumed), *remarks(config)):
                 self.display.note(line)
             self.pool.start(self.display.note)
+            self.pixels.begin()
             if resumed is None:
                 await self._warm_start()
             await self.pool.set_parallelism(config.parallelism.degree)  # where the coordinator begins
@@ -317,9 +374,12 @@ class FluxTrainer:
                 await self._last_measurements()
             with self.summary.stage("checkpoint"):
                 self.checkpoints.wait()
+                self.snapshots.remove()
             summary.checkpoints_failed += len(self.checkpoints.failed) - failed_before
             with self.summary.stage("report"):
-                self._write_report()
+                export(self.model, self.processor, self.run_dir / "model")
+                export_adapters(self.config, self._model, self.learner, self.run_dir / "adapter")
+                write_pictures(self.run_dir, self.metrics.file, summary, self.timeline, self.pool, self.pixels)
             self._count_total()
             result = TrainingResult(summary, self.run_dir)
             summary.write(self.run_dir)
@@ -327,6 +387,19 @@ class FluxTrainer:
             self.display.note(f"see {self.run_dir}/learning.png, timeline.png, summary.json and model/")
         callbacks.tell(Callback.on_fit_end, result)
         return result
+
+    def _resume(self) -> None:
+        """Loads where the run goes on, if it does. What was loaded before is loaded again, for what `fit` was given:
+        steps, intervals, prompts."""
+        checkpoint = self.checkpoints.latest()
+        abstract = abstract_arrays(self.learner, self.config, self.critic)
+        snapshot = self.snapshots.newest(abstract) if self._loaded is None else -1
+        if snapshot > (-1 if checkpoint is None else checkpoint):
+            self._load(snapshot, self.snapshots.restore)
+            return
+        self.snapshots.begin()
+        if self._loaded is not None or checkpoint is not None:
+            self.load_checkpoint(self._loaded)
 
     async def _serve(self, weights: dict[str, Any]) -> None:
         await on_all(self.engines, lambda engine: engine.update_weights(self.learner.version, weights))
@@ -345,6 +418,7 @@ class FluxTrainer:
                     open_warm_start(config.data),
                     self.processor,
                     self.summary.count_skip,
+                    self.pixels.proxy,
                 )
                 async for step, metrics in steps:
                     self.gang.stepped(self.learner.idle)
@@ -355,9 +429,11 @@ class FluxTrainer:
         if config.sharding.compile_ahead:  # RL's programs are others: none is there yet to serve in another's place
             self.composer.shapes.begin_anew()
         if config.algorithm.kl_coefficient:
-            self.reference = self.learner.params
+            self.reference = first_reference(config, self.learner)
+        if self.critic is not None:
+            self.critic.begin(self.learner.weights(), config.steps)
         if total:  # a run that is killed before its first periodic checkpoint need not repeat the warm start
-            self._save(0, {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()})
+            self._save(0, self._run_state())
         self._started = True
 
     async def _reinforce(self, callbacks: Callbacks) -> Finish:
@@ -371,7 +447,11 @@ class FluxTrainer:
             self.engines,
             self.algorithm,
             weights=self.weights,
+            on_reference=self._renew_reference,
+            replay=self.replay,
+            critic=self.critic,
         )
+        self.pixels.begin_steps()
         reporter = Reporter(
             config.report,
             run_dir=self.run_dir,
@@ -383,12 +463,14 @@ class FluxTrainer:
             servers=self.pool.servers,
             gang=self.gang,
             timeline=self.timeline,
+            pixels=self.pixels.metrics,
+            rewards=self.rewards.metrics,
         )
         self._runtime = Runtime(
             self.coordinator,
             engines=self.engines,
             prepared=self._held,
-            source=self.source,
+            source=self.source if self.gang.alone else ToldPrompts(self.source, self.gang, self.pixels.place_of),
             scorer=self.rewards,
             trainer=trainer,
             evaluator=HeldOutEvaluator(config, self.held_out, self.engine, self.summary),
@@ -412,58 +494,61 @@ class FluxTrainer:
             if self.vision is not None:
                 self.summary.blind = await self.held_out.accuracy(self.engine, limit, blind=True)
 
-    def _write_report(self) -> None:
-        folder = self.run_dir / "model"
-        models.save(self.model, folder)
-        self.processor.save(folder)
-        controls = {"blind": self.summary.blind, "chance": self.summary.chance}
-        pictures.learning_curve(read(self.metrics.file), controls, self.run_dir / "learning.png")
-        spans = self.timeline.spans()
-        last = max((span.end for span in spans if span.name == "sync"), default=0.0)
-        stages = [span for span in spans if span.name != "eval" and span.start < last]  # evaluations dwarf the steps
-        if stages:  # a run that was complete before keeps its picture
-            pictures.timeline(self.pool.lanes(stages), self.run_dir / "timeline.png")
-
     # --- parts ----------------------------------------------------------------------------------
 
-    def _server_checkpoint(self) -> pathlib.Path:
-        """A folder that rollout servers can start from. Their weights come later, so any will do."""
-        if self.config.model.path:
-            return pathlib.Path(self.config.model.path)
-        folder = self.run_dir / "servers" / "model"
-        models.save(self.model, folder)
-        self.processor.save(folder)
-        return folder
+    def _renew_reference(self, params: dict[str, Any]) -> None:
+        self.reference = params
+
+    def _make_composer(self, *sizes: Any) -> Composer:
+        alone = self.gang.alone
+        return Composer(*sizes) if alone else SharedComposer(self.gang, *sizes, place_of=self.pixels.place_of)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """For the runtime: starts a checkpoint; see `runtime.ports.Checkpointer`."""
         with self.summary.stage("checkpoint"):
             self._save(step, state)
 
+    def snapshot(self, step: int, state: dict[str, Any]) -> None:
+        """As `save`, in the memory of the hosts."""
+        with self.summary.stage("checkpoint"):
+            self.snapshots.write(step, arrays_of(self.learner, self.reference, self.critic), self._whole_state(state))
+
     def _save(self, step: int, state: dict[str, Any]) -> None:
-        self._count_total()
-        arrays = self._arrays()
+        arrays = arrays_of(self.learner, self.reference, self.critic)
         if self.checkpoints.may_save(step, arrays):
             self.gang.tell(Save(step))
-            shapes = self.composer.shapes.state()
-            self.checkpoints.write(step, arrays, state | {"summary": self.summary.state_dict(), "shapes": shapes})
+            self.checkpoints.write(step, arrays, self._whole_state(state))
+
+    def _run_state(self) -> dict[str, Any]:
+        """As the runtime takes it."""
+        return {
+            "coordinator": self.coordinator.state_dict(),
+            "source": self.source.state_dict(),
+            "rewards": self.rewards.state_dict(),
+        }
+
+    def _whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        self._count_total()
+        parts = {"summary": self.summary.state_dict(), "media": self.pixels.state_dict()}
+        if self.replay is not None:
+            parts["replay"] = self.replay.state_dict()
+        return state | parts | {"shapes": self.composer.shapes.state()}
 
     def _count_total(self) -> None:
         now = time.monotonic()
         self.summary.add_seconds("total", now - self._began)
         self._began = now
 
-    def _arrays(self) -> dict[str, Any]:
-        arrays = {"learner": self.learner.state()}
-        return arrays if self.reference is None else arrays | {"reference": self.reference}
-
     @property
     def source(self) -> Preparer:
         """The training prompts in the order of their draws, decoded ahead of time."""
         if self._source is None:
-            weights = {name: self.config.data.sources[name].weight for name in self.sources}
-            self._source = Preparer(self.processor, PromptLoader(self.sources, weights, self.config.seed), self.config)
+            self._source = training_prompts(self.config, self.sources, self.processor, self.pixels.proxy)
         return self._source
+
+    def _fetched(self, start: float, end: float, bytes: int) -> None:
+        if self._runtime is not None:  # a warm start has no stages
+            self.timeline.add(Span("materialize", "materializer", start, end, self.coordinator.step + 1))
 
     def _close_source(self) -> None:
         if self._source is not None:
@@ -471,17 +556,9 @@ class FluxTrainer:
 
     @property
     def held_out(self) -> HeldOut:
-        """The held-out prompts, decoded once and kept."""
+        """The held-out prompts, looked at once and kept."""
         if self._held_out is None:
-            prompts = {}
-            for name, source in self.eval_sources.items():
-                count = min(self.config.evaluation.samples, len(source))
-                prepared, skipped = self.source.prepare_all(read_row(source, name, row) for row in range(count))
-                for _, reason in skipped:
-                    self.summary.count_skip(f"held out: {reason}")
-                if not prepared:
-                    reason = skipped[0][1]
-                    raise DataError(f"data.sources.{name}: none of {count} held-out prompts can be used: {reason}")
-                prompts[name] = prepared
+            count = self.config.evaluation.samples
+            prompts = held_out_prompts(self.eval_sources, count, self.source, self.summary.count_skip)
             self._held_out = HeldOut(prompts, self.rewards.score_text, self.processor.decode, self.sampling)
         return self._held_out

@@ -12,6 +12,7 @@ import jax
 
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder
+from models.shadow import Fetch
 from rollout.fleet_job import ServerStatus
 from rollout.jax_engine import JaxEngine
 from rollout.throughput import Profile, ProfileError, sizes
@@ -22,16 +23,16 @@ from ..batch.composer import Composer
 from ..config import Config, ConfigError, Policy, RolloutEngine
 
 
-def engine_count(config: Config, devices: Sequence[Any]) -> int:
-    """The engines of a run on these devices of its process: as configured, or one a server, or as many as there are
-    accelerators for."""
+def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
+    """The engines of a run on these devices of each of its processes: as configured, or one a server, or as many as
+    there are accelerators for."""
     if config.policy.engines:
         return config.policy.engines
     if config.rollout.engine is not RolloutEngine.JAX:
         return config.servers.servers
     if devices[0].platform == "cpu":
-        return 1  # its devices are the same cores
-    return max(min(len(devices), config.sharding.devices or len(devices)) // config.parallelism.degree, 1)
+        return processes  # its devices are the same cores
+    return processes * max(min(len(devices), config.sharding.devices or len(devices)) // config.parallelism.degree, 1)
 
 
 class EnginePool:
@@ -39,10 +40,11 @@ class EnginePool:
 
     Engines of one device take turns on the devices that there are; engines of several need so many of their own. Raises
     `ConfigError` where there are too few, where half of the engines are lent to training and their devices could not
-    hold what is trained on, and for a profile of another model. `model` may be abstract, as of `JaxEngine`.
+    hold what is trained on, and for a profile of another model. `model` may be abstract, as of `JaxEngine`; `fetch` is
+    its, too.
     """
 
-    def __init__(self, config: Config, model: Decoder) -> None:
+    def __init__(self, config: Config, model: Decoder, *, fetch: Fetch | None = None) -> None:
         devices = jax.local_devices()
         parallelism, engines = config.parallelism, engine_count(config, devices)
         wanted = engines * parallelism.degree
@@ -57,13 +59,13 @@ class EnginePool:
                 f"parallelism.degree is {parallelism.degree}, but adaptive_async trains on the devices of its engines "
                 "while they generate, where only engines of one device can; set it to 1"
             )
-        self._config = config
+        self._config, self._fetch = config, fetch
         self.devices = tuple(devices[number % len(devices)] for number in range(wanted))
         if parallelism.profile:
             _check_profile(parallelism.profile, model)
         if config.stream_trainer.enabled:
             check_lent(config, model, self.devices)
-        self._model = model
+        self._model, self._fetch = model, fetch
         self.engines = [self._make(dealt) for dealt in deal(self.devices, parallelism.degree)]
 
     def _make(self, devices: Sequence[Any]) -> JaxEngine:
@@ -76,6 +78,7 @@ class EnginePool:
             kv_fraction=rollout.kv_fraction / self._a_device,
             compute_dtype=self._config.model.compute_dtype.value,
             devices=devices,
+            fetch=self._fetch,
         )
 
     def start(self, tell: Callable[[str], None]) -> None:

@@ -20,9 +20,11 @@ import jax
 
 from models.config import NameLayout, Qwen25VLConfig
 from models.decoder import Decoder
+from models.shadow import Fetch
 from rollout.fleet import Fleet
 from rollout.fleet_engine import FleetEngine
 from rollout.fleet_job import FleetOptions, ServerStatus
+from rollout.listening import TOKEN
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.weights.published import SharedFolders
@@ -48,7 +50,21 @@ class FleetPool:
     with any weights: those of the run come before they generate. Servers write to `logs`. Nothing runs before `start`,
     or before the first use. Raises `ConfigError` where SGLang is wanted, but is not installed."""
 
-    def __init__(self, config: Config, model: Decoder, checkpoint: pathlib.Path, logs: pathlib.Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: Decoder,
+        checkpoint: pathlib.Path,
+        logs: pathlib.Path,
+        token: str = "",
+        *,
+        fetch: Fetch | None = None,
+        shadows: bool = False,
+    ) -> None:
+        """`token` is that of the servers (empty: the environment's). Of prompts whose pixels are elsewhere, servers get
+        tickets (`shadows`), or what `fetch` has for these."""
+        self._fetch, self._shadows = fetch, shadows
+        self._token = token or os.environ.get(TOKEN, "")
         rollout, servers = config.rollout, config.servers
         _check_installed(config)
         if rollout.engine is RolloutEngine.SGLANG and not servers.addresses and _nested(model):
@@ -103,12 +119,15 @@ class FleetPool:
             addresses=servers.addresses,
             seats=config.policy.engines if degree == config.parallelism.degree else count,
             name="server" if alone else f"{degree}-device server",
-            route=_route(config, agents),
+            route=_route(config, agents, self._token),
             options=FleetOptions(
                 patience=servers.patience,
                 start_seconds=servers.start_seconds,
-                token=os.environ.get("FLUXJAX_TOKEN", ""),
+                token=self._token,
+                together=rollout.engine is RolloutEngine.SERVE,  # SGLang's draws do not depend on a seed alone
             ),
+            fetch=self._fetch,
+            shadows=self._shadows,
         )
 
     def _shared(self, seat: int) -> tuple[Device, ...]:
@@ -230,7 +249,7 @@ def _check_reachable(config: Config, address: str) -> None:
         raise ConfigError(f"{address} is on another host, which weights.route={route.value} does not reach")
 
 
-def _route(config: Config, agents: Mapping[str, str]) -> WeightRoute:
+def _route(config: Config, agents: Mapping[str, str], token: str) -> WeightRoute:
     weights, servers = config.weights, config.servers
     route, size, python = weights.chosen(servers), weights.bucket_mib << 20, weights.python or servers.python
     if route in (Route.GROUP, Route.IPC) and shutil.which(python) is None:
@@ -243,7 +262,6 @@ def _route(config: Config, agents: Mapping[str, str]) -> WeightRoute:
         return Group(python, size, weights.address, weights.backend.value)
     if route is Route.IPC:
         return CudaIpc(python, size)
-    token = os.environ.get("FLUXJAX_TOKEN", "")
     try:
         folders = VersionFolders(pathlib.Path(weights.folder).absolute(), delta=weights.delta)
     except OSError as error:

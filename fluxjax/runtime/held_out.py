@@ -44,11 +44,13 @@ class HeldOut:
     async def _answer(self, engine: Engine, index: int, prepared: PreparedPrompt, blind: bool) -> str:
         inputs = prepared.inputs
         if blind and inputs.vision is not None:
-            blank = dataclasses.replace(inputs.vision, patches_PX=np.zeros_like(inputs.vision.patches_PX))
+            patches = inputs.vision.patches_PX  # which may be elsewhere
+            blank = dataclasses.replace(inputs.vision, patches_PX=np.zeros(patches.shape, patches.dtype))
             inputs = dataclasses.replace(inputs, vision=blank)
         sampling = dataclasses.replace(self.sampling, temperature=0.0)
         tokens: list[int] = []
-        async for chunk in engine.generate(GenerateRequest(f"held-out-{index:06d}", inputs, sampling)):
+        # Nothing is drawn; the seed is the order in which a server takes up what came over a network.
+        async for chunk in engine.generate(GenerateRequest(f"held-out-{index:06d}", inputs, sampling, seed=index)):
             tokens.extend(chunk.token_ids)
         return self.decode(tokens)
 

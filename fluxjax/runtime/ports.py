@@ -30,6 +30,10 @@ class RewardScorer(Protocol):
         the run."""
         ...
 
+    def state_dict(self) -> State:
+        """Returns what of the rewards must be in a checkpoint."""
+        ...
+
 
 @runtime_checkable
 class Engines(Protocol):
@@ -51,7 +55,7 @@ class Trainer(Protocol):
         ...
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
-        """Makes one optimizer step, over these groups and those of `accumulate`; `prepared` has each group's prompt, by
+        """Makes a training step, over these groups and those of `accumulate`; `prepared` has each group's prompt, by
         draw. Returns all of the step's groups, by draw, and metrics."""
         ...
 
@@ -80,7 +84,11 @@ class Evaluator(Protocol):
 class Checkpointer(Protocol):
     def save(self, step: int, state: State) -> None:
         """Saves in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background.
-        `state` is `{"coordinator": ..., "source": ...}`, both of the moment when the step ended."""
+        `state` is `{"coordinator": ..., "source": ..., "rewards": ...}`, all of the moment when the step ended."""
+        ...
+
+    def snapshot(self, step: int, state: State) -> None:
+        """The same in memory, which outlives this process only. What can't be kept is no error."""
         ...
 
 

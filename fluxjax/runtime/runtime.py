@@ -81,12 +81,14 @@ class Runtime:
         self._tell(lambda observer: observer.on_finish(finish))
         return finish
 
-    def request_stop(self, reason: str = "stopped") -> None:
-        """Ends the run at the next step boundary, with a checkpoint. From any thread, also before `run`."""
+    def request_stop(self, reason: str = "stopped", *, failed: bool = False) -> None:
+        """Ends the run at the next step boundary, with a checkpoint; if it `failed`, `run` then raises `RunGivenUp` for
+        this reason. From any thread, also before `run`."""
+        event = messages.StopRequested(reason, failed)
         if self._loop is None:
-            self._post(messages.StopRequested(reason))
+            self._post(event)
         elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._post, messages.StopRequested(reason))
+            self._loop.call_soon_threadsafe(self._post, event)
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -351,10 +353,16 @@ class Runtime:
 
     @_carry_out.of(messages.SaveCheckpoint)
     async def _save(self, order: messages.SaveCheckpoint) -> None:
-        state = {"coordinator": self.coordinator.state_dict(), "source": self.source.state_dict()}
+        state = {
+            "coordinator": self.coordinator.state_dict(),
+            "source": self.source.state_dict(),
+            "rewards": self.scorer.state_dict(),
+        }
         with self.timeline.span("checkpoint", "trainer", order.step):
-            await self._in_thread(self.checkpointer.save, order.step, state)
-        self._tell(lambda observer: observer.on_checkpoint(order.step))
+            save = self.checkpointer.snapshot if order.snapshot else self.checkpointer.save
+            await self._in_thread(save, order.step, state)
+        if not order.snapshot:
+            self._tell(lambda observer: observer.on_checkpoint(order.step))
         self._post(messages.CheckpointSaved(order.step))
 
     @_carry_out.of(messages.Finish)
@@ -378,11 +386,11 @@ class Runtime:
 
 
 def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
-    """Joins what was there of a response before and what came now."""
+    """Joins what was there of a response before and what came now; its bytes are written here, while others run."""
     parts = chunks if begun is None else [begun, *chunks]
     last = chunks[-1]
     assert last.finish is not None
-    return Response(
+    response = Response(
         rid=f"{order.rid}/{last.sample}",
         draw=order.prompt.draw,
         sample=last.sample,
@@ -392,3 +400,5 @@ def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response
         finish=last.finish.value,
         temperature=order.temperature,
     )
+    _ = response.data, response.facts  # written now, while others are generated
+    return response

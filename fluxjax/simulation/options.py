@@ -77,10 +77,12 @@ class SimulateConfig(Config):
 
     simulation: SimulationConfig = dataclasses.field(default_factory=SimulationConfig)
     unread: ClassVar[tuple[str, ...]] = (
-        *("name", "run_dir", "model", "data", "warm_start", "algorithm", "optim", "sharding", "packing", "report"),
+        *("name", "run_dir", "model", "data", "rewards", "warm_start", "algorithm", "replay", "critic", "optim"),
+        *("lora", "sharding", "packing", "report"),
         *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.slots", "rollout.max_sequence_tokens"),
         *("rollout.kv_tokens", "rollout.kv_fraction"),
         *("evaluation.samples", "evaluation.samples_during", "checkpoint.keep"),
+        *("checkpoint.snapshot_every", "checkpoint.snapshot_folder"),
     )
 
     def validate(self) -> None:

@@ -28,6 +28,8 @@ class Account:
     largest_weight: float  # a stack of layers as it is handed to an engine
     temporaries: Mapping[str, float]
     results: Mapping[str, float]
+    merged: float = 0.0  # weights with their adapters added (LoRA), while engines are given new ones
+    critic: float = 0.0  # its weights and moments, where the algorithm has one
     servers: float = 0.0  # memory of servers on the same device, while they are awake; training is not, then
 
     def phases(self) -> dict[str, dict[str, float]]:
@@ -37,6 +39,7 @@ class Account:
             "master weights": self.masters,
             "moments": self.moments,
             "reference weights": self.reference,
+            "critic weights and moments": self.critic,
             "engine weights": self.engine,
             "KV cache": self.cache,
         }
@@ -57,7 +60,8 @@ class Account:
         if self.servers:
             phases["rollout"] = awake
         # An engine replaces its weights one by one (`rollout.engine_weights.split_layers`).
-        return {**phases, "publish": awake | {"temporaries": self.largest_weight}}
+        handed = {"merged weights": self.merged} if self.merged else {}
+        return {**phases, "publish": awake | handed | {"temporaries": self.largest_weight}}
 
     def totals(self) -> dict[str, float]:
         """Bytes by phase."""
@@ -88,7 +92,8 @@ class Account:
 
     def with_devices(self, factor: float) -> Account:
         """On `factor` times as many devices: what FSDP cuts becomes smaller."""
-        cut = {name: getattr(self, name) / factor for name in ("masters", "gradients", "moments", "reference")}
+        kept = ("masters", "gradients", "moments", "reference", "merged", "critic")
+        cut = {name: getattr(self, name) / factor for name in kept}
         return dataclasses.replace(self, **cut).with_temporaries("update", self.temporaries["update"] / factor)
 
 

@@ -199,7 +199,7 @@ def _rows(
     slope = (grown - first["accumulate"].temporaries) / tokens
     # What the other layers add grows with the row, too, but for their gradients.
     others = programs["accumulate"].temporaries - first["accumulate"].temporaries
-    others -= bytes_on_device(run.learner.params) - bytes_on_device(fewer.learner.params)
+    others -= run.trained - fewer.trained
     return Rows(tokens, slope + max(others, 0.0) / tokens)
 
 
@@ -207,10 +207,11 @@ def _account(run: RunShapes, programs: Mapping[str, Compiled], room: DeviceRoom)
     resident = run.resident()
     return Account(
         **resident,
-        gradients=resident["masters"] * jnp.dtype(run.config.optim.gradients_dtype.value).itemsize / 4,
+        gradients=run.trained * jnp.dtype(run.config.optim.gradients_dtype.value).itemsize / 4,
         batch=bytes_on_device(run.batch),
         cache=run.engines_a_device * bytes_on_device(run.engine.cache),
         largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(run.engine.handed_in)),
+        merged=run.merged,
         temporaries={name: compiled.temporaries for name, compiled in programs.items()},
         results={name: compiled.results for name, compiled in programs.items()},
         servers=run.servers(room.usable),

@@ -21,13 +21,16 @@ from models.decoder import Decoder
 from rollout.lowered import EngineArrays, lowered_programs
 from rollout.pages import PAGE_TOKENS, pages_for
 from rollout.requests import EngineLimits
+from sharding import lora
 from sharding.mesh import make_mesh
 from sharding.target import Target, compiling_for
 
-from ..algorithms import ALGORITHMS
+from ..algorithms import find_algorithm
 from ..base.types import TrainBatch
 from ..config import Config, ConfigError, Policy, RolloutEngine, Strategy
+from ..learner.critic import Critic
 from ..learner.learner import Learner
+from ..learner.scoring import shaped
 from ..runtime.engine_pool import degrees, engine_count
 from .account import in_gib
 from .largest import largest_batch, longest_prompt, vision_of
@@ -58,6 +61,16 @@ class Compiled:
         results, hlo = float(memory.output_size_in_bytes - memory.alias_size_in_bytes), compiled.as_text() or ""
         temporaries, offloaded = float(memory.temp_size_in_bytes), float(memory.host_temp_size_in_bytes)
         return Compiled(temporaries, results, traffic(hlo), seconds, bool(ATTENTION_CALL.search(hlo)), offloaded)
+
+    def either(self, other: Compiled) -> Compiled:
+        """What suffices for both, if they run one after the other."""
+        return dataclasses.replace(
+            self,
+            temporaries=max(self.temporaries, other.temporaries),
+            results=max(self.results, other.results),
+            seconds=self.seconds + other.seconds,
+            triton=self.triton or other.triton,
+        )
 
     def beyond(self, other: Compiled, factor: float) -> Compiled:
         """On the straight line from `self` (at 0) through `other` (at 1), at `factor`; nothing is below zero."""
@@ -95,6 +108,7 @@ class RunShapes:
     learner: Learner
     batch: TrainBatch  # on the mesh
     engine: EngineArrays
+    critic: Critic | None = None  # whose programs need less than the learner's: they have no logits
 
     @staticmethod
     def of(
@@ -118,14 +132,16 @@ class RunShapes:
         if never_sampled is None:
             vl = isinstance(model, Qwen25VLConfig)
             never_sampled = (model.image_token_id, model.video_token_id) if vl else ()
-        loss, mesh = ALGORITHMS[config.algorithm.name].token_loss, make_mesh(devices=devices)
-        learner = Learner(config, abstract, loss, mesh=mesh, never_sampled=never_sampled)
-        batch = learner.gradients.strategy.place(largest_batch(config, model, len(devices)))
+        algorithm, mesh = find_algorithm(config.algorithm), make_mesh(devices=devices)
+        learner = Learner(config, abstract, algorithm.token_loss, mesh=mesh, never_sampled=never_sampled)
+        batch = shaped(largest_batch(config, model, len(devices)), config, algorithm)
+        batch = learner.gradients.strategy.place(batch)
         servers = config.servers.servers * config.parallelism.degree
         embedded = config.rollout.engine is RolloutEngine.JAX
         # Servers of the smallest degree, which have the most on each device, start before the first step, too.
         arrays = engine_arrays(config, abstract, devices, 0 if embedded else degrees(config, servers)[0])
-        shapes = RunShapes(config, model, devices, learner, batch, arrays)
+        critic = Critic(config, abstract, mesh=mesh) if algorithm.critic else None
+        shapes = RunShapes(config, model, devices, learner, batch, arrays, critic)
         if not shapes.engines_a_device:
             shapes.check_servers(usable)
             return shapes
@@ -162,18 +178,30 @@ class RunShapes:
             )
 
     @property
+    def trained(self) -> float:
+        """Bytes on the fullest device of the weights that are trained."""
+        return bytes_on_device(self.learner.own(self.learner.params))
+
+    @property
+    def merged(self) -> float:
+        """Bytes on the fullest device of weights to which their adapters were added, as they are handed to engines."""
+        return bytes_on_device(lora.adapted(self.learner.params, self.learner.gradients.strategy.specs))
+
+    @property
     def cache_tokens(self) -> int:
         """Tokens in the cache of an engine."""
         return self.engine.cache.k_LCKSH.shape[1] * PAGE_TOKENS
 
     def resident(self) -> dict[str, float]:
         """Bytes on the fullest device of what stays through all of a step but the caches, by field of `Account`."""
-        masters = bytes_on_device(self.learner.params)
+        params, settings, critic = self.learner.params, self.config.algorithm, self.critic
+        reference = params if settings.reference else self.learner.own(params)  # the rest is the learner's
         return {
-            "masters": masters,
+            "masters": bytes_on_device(params),
             "moments": bytes_on_device(self.learner.opt_state),
-            "reference": masters if self.config.algorithm.kl_coefficient else 0.0,
+            "reference": bytes_on_device(reference) if settings.kl_coefficient else 0.0,
             "engine": self.engines_a_device * bytes_on_device(self.engine.params),
+            "critic": sum(map(bytes_on_device, (critic.params, critic.opt_state))) if critic is not None else 0.0,
         }
 
     def compiled(self, names: Sequence[str], progress: Progress) -> dict[str, Compiled]:
@@ -198,6 +226,8 @@ class RunShapes:
         for name in names:
             progress(f"compiling {name}, {self.model.text.num_layers} layers")
             found[name] = Compiled.of(lowered[name])
+        if "prefill" in found and "features" in lowered:  # the one runs behind the other
+            found["prefill"] = found["prefill"].either(Compiled.of(lowered["features"]))
         return found
 
 

@@ -17,6 +17,7 @@ _KINDS = {  # in the order of bars and columns
     "moments": "#6baed6",
     "gradients": "#08519c",
     "reference weights": "#9ecae1",
+    "critic weights and moments": "#17becf",
     "engine weights": "#2ca02c",
     "KV cache": "#ff7f0e",
     "servers": "#bcbd22",

@@ -1,10 +1,10 @@
 """Opens video files so that nothing but the file itself is read, and tells when one was cut off.
 
 FFmpeg decodes what is there of a cut-off file, shorter, and reports no error. What gives a cut away differs between
-formats. An incomplete last packet, or the damaged frames that come of it, are seen in all of them. Matroska files say
-how long they are; transport streams consist of packets of one size. A file that was cut between two packets, in a
-format that doesn't say its length (transport and program streams, bare streams, AVI, whose headers are often wrong),
-can't be told from a whole one.
+formats. An incomplete last packet, or the damaged frames that come of it, are seen in all of them. Matroska, FLV and
+IVF files say how long they are; transport streams consist of packets of one size. A file that was cut between two
+packets, in a format that doesn't say its length (transport and program streams, bare streams, AVI, whose headers are
+often wrong), can't be told from a whole one.
 """
 
 import itertools
@@ -31,6 +31,7 @@ NO_PROTOCOLS = ""  # a whitelist that no protocol is on: a format that asks for 
 BUFFER_BYTES = 1 << 18  # bytes of one read; every read takes the interpreter's lock
 CODED = 2  # pixels as coded for one as shown, at most: sides are padded to whole blocks
 
+SAYING_LENGTH = {"matroska", "flv", "ivf"}  # and keeping to it
 TOLERANCE = 0.01  # share of the declared length that may be missing
 REORDERED = 16  # frames that a decoder may hold back, at most (H.264, HEVC): a damaged one is so far from the end
 TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and what each of them begins with
@@ -94,7 +95,7 @@ class Ending:
 
     def __init__(self, container: InputContainer, stream: VideoStream) -> None:
         self._stream = stream.index
-        self._matroska = "matroska" in container.format.name
+        self._says_length = not SAYING_LENGTH.isdisjoint(container.format.name.split(","))
         self._transport = container.format.name == "mpegts"
         self._declared = (container.duration or 0) / 1e6  # seconds
         self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # a tick
@@ -120,7 +121,7 @@ class Ending:
             return "the last packet is incomplete"
         if damaged and len(times) - damaged[-1] <= REORDERED:
             return f"frame {damaged[-1]} of {len(times)} is damaged"
-        if self._matroska and self._declared - self._reached > self._slack(times):
+        if self._says_length and self._declared - self._reached > self._slack(times):
             return f"{self._reached:.2f} of {self._declared:.2f} seconds are there"
         if self._transport and _ends_within_packet(file):
             return f"it ends within a packet of {TS_PACKET} bytes"

@@ -1,14 +1,15 @@
 """Reads image files as RGB pixels, and computes the sizes that images and frames are resized to."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 
-import av
 import numpy as np
-from av.error import FFmpegError, InvalidDataError
 from PIL import Image, ImageOps
 
-from .containers import CODED, check_size
-from .media_file import MediaError, Source, opened, source_name
+from .containers import check_size
+from .holes import refuse_holes
+from .media_file import MediaError, OpenFile, Source, opened, source_name
 from .settings import DecodeLimits, PixelSettings
 
 MAX_ASPECT = 200  # beyond it the published processors refuse
@@ -16,29 +17,21 @@ MAX_ASPECT = 200  # beyond it the published processors refuse
 # Ghostscript), that only some system's Pillow can read, and that hold files of a size they don't declare (ICO).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 BAND_PIXELS = 1 << 20  # converted at once
-# No encoder with fixed Huffman tables writes so many zeros in a row; fitted tables may, for an even area. So they are
-# a reason to look, and whole files without them, nearly all photographs, are decoded once.
-HOLE = bytes(64)
 
 
-def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.Image:  # noqa: B008 (frozen)
-    """The upright RGB image in a file; of an animation, the first frame.
+@contextlib.contextmanager
+def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Image, OpenFile]]:
+    """The image in a file, of which the header was read, and the file.
 
     Raises MediaError, also for an image of more pixels than `limits` or Pillow's own bound
-    (`PIL.Image.MAX_IMAGE_PIXELS`) allow. As in transformers, the EXIF orientation is applied and transparency is laid
-    over white.
+    (`PIL.Image.MAX_IMAGE_PIXELS`) allow, and for what goes wrong with it inside the `with`.
     """
     name = source_name(source)
     with opened(source) as content:
         try:
             with Image.open(content, formats=FORMATS) as file:
                 check_size(*file.size, name, limits)
-                file.load()
-                if file.format in ("JPEG", "MPO"):
-                    content.seek(0)
-                    _refuse_holes(content.read(), name, limits)
-                ImageOps.exif_transpose(file, in_place=True)
-                return _to_rgb(file)
+                yield file, content
         except Image.UnidentifiedImageError:
             raise MediaError(name, f"not an image in a known format ({', '.join(FORMATS)})") from None
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # a warning made an error
@@ -49,25 +42,16 @@ def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.I
             raise MediaError(name, f"cannot be decoded as an image: {error}") from error
 
 
-def _refuse_holes(jpeg: bytes, name: str, limits: DecodeLimits) -> None:
-    """Raises MediaError for a JPEG file with zeros where its picture should be, as far as that can be told.
+def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.Image:  # noqa: B008 (frozen)
+    """The upright RGB image in a file; of an animation, the first frame. Raises what `open_image` raises.
 
-    A download that was not finished or a bad disk leaves them, and they decode as pixels of some colour: libjpeg counts
-    that as a warning, which Pillow doesn't pass on, nor has it an option to. FFmpeg's decoder, told to be strict,
-    notices what can't be the end of a scan. It misses some holes, the more the smaller they are, and all whose zeros
-    happen to decode to the right number of blocks.
+    As in transformers, the EXIF orientation is applied and transparency is laid over white.
     """
-    if HOLE not in jpeg:
-        return
-    decoder = av.CodecContext.create("mjpeg", "r")
-    decoder.thread_count = 1  # no frame is held back
-    decoder.options = {"err_detect": "explode", "max_pixels": str(CODED * limits.pixels)}
-    try:
-        decoder.decode(av.Packet(jpeg))
-    except InvalidDataError:
-        raise MediaError(name, "is damaged: zeros stand where its picture should be") from None
-    except FFmpegError:  # a kind of JPEG that FFmpeg doesn't know
-        return
+    with open_image(source, limits) as (file, content):
+        file.load()
+        refuse_holes(content, file.format or "", source_name(source), limits)
+        ImageOps.exif_transpose(file, in_place=True)
+        return _to_rgb(file)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

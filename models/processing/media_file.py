@@ -24,6 +24,10 @@ class MediaError(ValueError):
         return type(self), (self.path, self.reason)  # survives the way back from a worker process
 
 
+class MediaUnavailable(MediaError):
+    """A media file can't be read now, though another time it may be: it is missing, or its disk or host fails."""
+
+
 class PromptError(ValueError):
     """A prompt cannot be used: its text and media do not fit together, or the model cannot read it.
 
@@ -50,12 +54,12 @@ def opened(source: Source) -> Iterator[OpenFile]:
         yield io.BytesIO(source)
         return
     if not os.path.isfile(source):
-        raise MediaError(name, "is not a file" if os.path.exists(source) else "no such file")
+        raise MediaUnavailable(name, "is not a file" if os.path.exists(source) else "no such file")
     try:
         # A file that is opened by its descriptor has no name, so that no decoder can go by the name's ending.
         file = os.fdopen(os.open(source, os.O_RDONLY), "rb")
     except OSError as error:
-        raise MediaError(name, f"cannot be read: {error.strerror}") from error
+        raise MediaUnavailable(name, f"cannot be read: {error.strerror}") from error
     with file:
         if os.fstat(file.fileno()).st_size == 0:
             raise MediaError(name, "the file is empty")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -17,9 +18,12 @@ from ..folder import read_json, why_missing, write_json
 from ..hf_config import read_qwen2_5_vl
 from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
+from ..shadow import ShadowTensor
 from . import chat
-from .images import load_image, resized, target_size
-from .media_file import PromptError, Source, source_name
+from .media import MediaSettings
+from .media_file import PromptError, Source
+from .outline import Medium, Outline
+from .patches import arrange
 from .settings import (
     BICUBIC,
     VIDEO_PIXELS,
@@ -32,21 +36,13 @@ from .settings import (
     read_pixels,
     write_configs,
 )
-from .videos import load_video
-from .vision_input import Grid, normalise, pack_patches, patchify
+from .vision_input import arranged
 
 MARKS = {"<image>": "image", "<video>": "video"}
 MARK = re.compile("|".join(MARKS))
 PADS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 MEDIA_TOKENS = (VISION_START, VISION_END, "<|vision_pad|>", *PADS.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Medium:
-    patches_PX: np.ndarray
-    grid: Grid
-    seconds_per_grid: float  # 0 for an image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +134,11 @@ class Processor:
         )
 
     @property
+    def settings(self) -> MediaSettings:
+        """What pixels depend on besides their files."""
+        return MediaSettings(self.layout, self.image, self.video, self.frames, self.limits)
+
+    @property
     def media_token_ids(self) -> tuple[int, ...]:
         """The ids that stand for media and must never be generated; empty if the vocabulary has none."""
         ids = (self.tokenizer.token_to_id(token) for token in MEDIA_TOKENS)
@@ -161,19 +162,28 @@ class Processor:
         `media` are pairs of "image" or "video" and a path or an encoded file's bytes. Raises PromptError where marks
         and media differ, MediaError for a file that can't be used.
         """
+        return self.prepare_ids(self.tokenise(text, media), media)
+
+    def tokenise(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> list[int]:
+        """The ids of `text`, with one placeholder for each of `media`, which are not read. Raises PromptError."""
         self._check_marks(text, media)
-        marked = MARK.sub(lambda mark: f"{VISION_START}{PADS[MARKS[mark[0]]]}{VISION_END}", text) if media else text
-        return self._build(marked, media)
+        if media:
+            text = MARK.sub(lambda mark: f"{VISION_START}{PADS[MARKS[mark[0]]]}{VISION_END}", text)
+        return self.encode(text)
 
     def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> ModelInput:
         """Like `prepare`, with `text` as the user's turn in the checkpoint's chat template, if it has one.
 
         Raises PromptError for a `system` message where there is no template.
         """
+        return self.prepare_ids(self.tokenise_chat(text, media, system=system), media)
+
+    def tokenise_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> list[int]:
+        """Like `tokenise`, with `text` as the user's turn in the checkpoint's chat template, if it has one."""
         if not self.chat_template:
             if system:
                 raise PromptError("this checkpoint has no chat template, which a system message needs")
-            return self.prepare(text, media)
+            return self.tokenise(text, media)
         self._check_marks(text, media)
         content: str | list[dict[str, str]] = text  # a plain string where possible: text templates know no parts
         if media:
@@ -187,7 +197,7 @@ class Processor:
         special = {name: _token(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
         messages: list[JsonObject] = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": content})
-        return self._build(chat.render(self.chat_template, messages, **special), media)
+        return self.encode(chat.render(self.chat_template, messages, **special))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
         marks = [MARKS[mark] for mark in MARK.findall(text)]
@@ -201,68 +211,91 @@ class Processor:
             )
         self._check_vision(media)
 
-    def _check_vision(self, media: Sequence[tuple[str, Source]]) -> None:
+    def _check_vision(self, media: Sequence[object]) -> None:
         if media and not self.vision:
             raise PromptError("this checkpoint reads text only, but media were given", "media for a text-only model")
 
-    def _load(self, kind: str, source: Source) -> _Medium:
-        if kind == "image":
-            picture = load_image(source, self.limits)
-            name = source_name(source)
-            height, width = target_size(name, picture.width, picture.height, self.layout.factor, self.image)
-            patches, grid = patchify(resized(picture, height, width, self.image.resample)[None], self.layout)
-            return _Medium(normalise(patches, self.image, fused=False), grid, 0.0)
-        video = load_video(source, self.layout, self.video, self.frames, self.limits)
-        patches, grid = patchify(video.frames, self.layout)
-        seconds = video.seconds_per_grid(self.layout.temporal_patch_size)
-        return _Medium(normalise(patches, self.video, fused=True), grid, seconds)
-
-    def _build(self, text: str, media: Sequence[tuple[str, Source]]) -> ModelInput:
-        """The model input of a text that holds one unexpanded placeholder token for each medium."""
-        return self.prepare_ids(self.encode(text), media)
-
-    def prepare_ids(self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
-        """Like `prepare`, of a tokenised prompt that holds one unexpanded placeholder for each medium, in order."""
+    def outline(
+        self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = (), *, count: bool = False
+    ) -> Outline:
+        """What `prepare_ids` gives, without pixels, from the headers of `media` alone; with `count`, videos are read
+        through, though not decoded. Raises what `prepare_ids` raises, as far as that shows."""
         ids = np.array(token_ids, np.int32)
-        self._check_vision(media)
-        if not self.vision:
-            positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids))).copy()
-            return ModelInput(ids, positions, np.full(len(ids), -1, np.int32), len(ids))
+        self.check_placeholders(ids, [kind for kind, _ in media])
+        found = [self.settings.glance(kind, source, count=count) for kind, source in media]
+        certain = all(sure for _, sure in found)
+        return Outline(ids, tuple(medium for medium, _ in found), self.layout.spatial_merge_size, certain)
+
+    def outline_of(self, token_ids: Sequence[int], media: Sequence[Medium], *, certain: bool = True) -> Outline:
+        """Like `outline`, of media that are known already. Raises PromptError where they aren't those of the ids."""
+        ids = np.array(token_ids, np.int32)
+        self.check_placeholders(ids, [medium.kind for medium in media])
+        return Outline(ids, tuple(media), self.layout.spatial_merge_size, certain)
+
+    def _pads(self) -> dict[str, int]:
+        """The placeholder of each kind of medium. Raises PromptError where the vocabulary lacks one."""
         pad_of = {}
         for kind, token in PADS.items():
             if (pad_id := self.tokenizer.token_to_id(token)) is None:
                 raise PromptError(f"the tokenizer has no {token}")
             pad_of[kind] = pad_id
+        return pad_of
+
+    def check_placeholders(self, token_ids: Sequence[int] | np.ndarray, kinds: Sequence[str]) -> None:
+        """Raises PromptError where the placeholders are not those of media of these `kinds`, in order."""
+        self._check_vision(kinds)
+        if not self.vision:
+            return
+        pad_of, ids = self._pads(), np.asarray(token_ids)
         slots = np.flatnonzero(np.isin(ids, list(pad_of.values())))
-        if ids[slots].tolist() != [pad_of[kind] for kind, _ in media]:
+        if ids[slots].tolist() != [pad_of[kind] for kind in kinds]:
             raise PromptError(
-                f"the tokenised prompt has {len(slots)} media placeholders for {len(media)} media: "
+                f"the tokenised prompt has {len(slots)} media placeholders for {len(kinds)} media: "
                 "does the text spell out a placeholder token, or the template drop a medium?"
             )
 
-        loaded = [self._load(kind, source) for kind, source in media]
-        merge = self.layout.spatial_merge_size**2
+    def prepare_ids(self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
+        """Like `prepare`, of a tokenised prompt that holds one unexpanded placeholder for each medium, in order."""
+        ids = np.array(token_ids, np.int32)
+        self.check_placeholders(ids, [kind for kind, _ in media])
+        found: list[Medium] = []
+        parts: list[np.ndarray] = []
+        for kind, source in media:
+            medium, patches = self.settings.load(kind, source)
+            found.append(medium)
+            parts.append(self.settings.normalised(kind, patches))
+        outline = Outline(ids, tuple(found), self.layout.spatial_merge_size)
+        return self.lay_out(outline, np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None)
+
+    def lay_out(self, outline: Outline, patches_PX: np.ndarray | ShadowTensor | None = None) -> ModelInput:
+        """The model input of a prompt, whose media have these patches, each medium's in window order, or what stands
+        for them."""
+        ids, media = outline.token_ids, outline.media
+        if not self.vision:
+            positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids))).copy()
+            return ModelInput(ids, positions, np.full(len(ids), -1, np.int32), len(ids))
+        pad_of = self._pads()
+        merge = outline.merge_size**2
         repeats = np.ones(len(ids), np.int64)
-        repeats[slots] = [int(np.prod(medium.grid)) // merge for medium in loaded]
+        repeats[np.isin(ids, list(pad_of.values()))] = [math.prod(grid) // merge for grid in outline.grids]
         tokens_T = np.repeat(ids, repeats)
-        grids = {kind: [m.grid for (k, _), m in zip(media, loaded, strict=True) if k == kind] for kind in PADS}
         positions_3T, next_position = rope_index(
             tokens_T,
-            grids["image"],
-            grids["video"],
-            [m.seconds_per_grid for (kind, _), m in zip(media, loaded, strict=True) if kind == "video"],
+            [medium.grid for medium in media if medium.kind == "image"],
+            [medium.grid for medium in media if medium.kind == "video"],
+            [medium.seconds_per_grid for medium in media if medium.kind == "video"],
             image_token_id=pad_of["image"],
             video_token_id=pad_of["video"],
-            spatial_merge_size=self.layout.spatial_merge_size,
+            spatial_merge_size=outline.merge_size,
             tokens_per_second=self.layout.tokens_per_second,
         )
         feature_index_T = np.full(len(tokens_T), -1, np.int32)
-        if not loaded:
+        if not media:
             return ModelInput(tokens_T, positions_3T, feature_index_T, next_position)
-        patches = [medium.patches_PX for medium in loaded]
-        patches_PX = patches[0] if len(patches) == 1 else np.concatenate(patches)
-        vision, feature_order = pack_patches(patches_PX, [m.grid for m in loaded], self.layout)
-        feature_index_T[np.isin(tokens_T, list(pad_of.values()))] = feature_order
+        assert patches_PX is not None
+        arrangement = arrange(outline.grids, self.layout)
+        feature_index_T[np.isin(tokens_T, list(pad_of.values()))] = arrangement.feature_order
+        vision = arranged(arrangement, patches_PX)
         return ModelInput(tokens_T, positions_3T, feature_index_T, next_position, vision)
 
 

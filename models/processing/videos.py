@@ -1,14 +1,14 @@
 """Decodes video files into sampled RGB frames and the time that they span, by PyAV, in one pass.
 
 Headers lie (frame counts, frame rates), so a pass decodes on the header's word and is repeated with what it
-counted if that was wrong. Only sampled frames are converted and resized; no other frame is kept.
+counted if that was wrong. Only sampled frames are converted and resized; none is kept.
 """
 
 import dataclasses
 import fractions
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import av
 import numpy as np
@@ -20,6 +20,7 @@ from av.video.stream import VideoStream
 from .containers import Ending, check_size, open_container, reason_of
 from .images import target_size
 from .media_file import MediaError, OpenFile, Source, opened, source_name
+from .packets import is_shown
 from .resize import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 
@@ -54,21 +55,44 @@ def sample_indices(total: int, seconds: float | None, frames: FrameSettings, tem
 @dataclasses.dataclass(frozen=True)
 class Video:
     frames: np.ndarray  # u8 [frames, height, width, 3], resized
-    seconds: float  # the whole video's duration
+    seconds: float | None  # the whole video's duration; None where nothing tells, of one frame pair
     indices: np.ndarray  # of the sampled frames in the file
 
     def seconds_per_grid(self, temporal_patch: int) -> float:
         """The time that one frame pair stands for."""
-        return temporal_patch * self.seconds / len(self.indices)
+        return seconds_per_grid(self.seconds, len(self.indices), temporal_patch)
 
 
-@dataclasses.dataclass
+def seconds_per_grid(seconds: float | None, frames: int, temporal_patch: int) -> float:
+    """The time that one frame pair stands for, of so many that were sampled. It doesn't matter for a single pair."""
+    return temporal_patch * (seconds or 1.0) / frames
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """One of the frames that a pass samples."""
+
+    slot: int  # its place among them
+    count: int  # of them in all
+    pixels: np.ndarray  # u8 [height, width, 3], upright and resized, all to one size
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Which frames were sampled, of which time, and what helps to find them again."""
+
+    indices: np.ndarray  # of the sampled frames in the file
+    seconds: float | None  # see `Video`
+    seekable: bool  # whether packets tell the time of every frame, all that decoding gave and no others
+
+
+@dataclasses.dataclass(frozen=True)
 class _Pass:
-    """The result of one pass over the file; `pixels` is None where no frame was asked for."""
+    """The result of one pass over the file."""
 
-    pixels: np.ndarray | None
     count: int
     seconds: float | None
+    seekable: bool
 
 
 def load_video(
@@ -78,13 +102,31 @@ def load_video(
     frames: FrameSettings,
     limits: DecodeLimits = DecodeLimits(),  # noqa: B008 (frozen)
 ) -> Video:
-    """Decodes, samples and resizes a video.
+    """Decodes, samples and resizes a video. Raises what `read_video` raises."""
+    whole = np.empty((0, 0, 0, 3), np.uint8)
+    for item in read_video(source, layout, pixels, frames, limits):
+        if isinstance(item, Sampling):
+            return Video(whole, item.seconds, item.indices)
+        if item is not None:
+            if item.slot == 0:
+                whole = np.empty((item.count, *item.pixels.shape), np.uint8)
+            whole[item.slot] = item.pixels
+    raise AssertionError("a video is read to its end")
+
+
+def read_video(
+    source: Source, layout: PatchLayout, pixels: PixelSettings, frames: FrameSettings, limits: DecodeLimits
+) -> Iterator[Sampled | Sampling | None]:
+    """Decodes, samples and resizes a video, frame by frame, none of which is kept.
+
+    Yields sampled frames in order, and their `Sampling` as the last item. None voids all frames before it: they were
+    chosen by the header, which was wrong, and all of them come again.
 
     Raises MediaError for anything that keeps the result from being right, as a file that was cut off, and for what
-    exceeds `limits`.
+    exceeds `limits`; frames before it are void, too.
     """
     with opened(source) as file:
-        return _Reader(file, source_name(source), layout, pixels, frames, limits).video()
+        yield from _Reader(file, source_name(source), layout, pixels, frames, limits).video()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,40 +140,46 @@ class _Reader:
     frames: FrameSettings
     limits: DecodeLimits
 
-    def video(self) -> Video:
+    def video(self) -> Iterator[Sampled | Sampling | None]:
         total, seconds, decoded = 0, None, False
         for _ in range(MAX_PASSES):
             container, stream = open_container(self.file, self.name, self.limits)
             with container:
                 if not decoded and stream.frames <= self.limits.frames:  # first the header's word
-                    total, seconds = stream.frames, _rated(stream.frames, stream)
+                    total, seconds = stream.frames, rated(stream.frames, stream)
                 try:
                     indices = self._sample(total, seconds)
                 except ValueError as error:
                     if decoded:
                         raise MediaError(self.name, str(error)) from None
                     indices = np.zeros(0, np.int64)  # this pass only counts
-                found = self._decode(container, stream, indices, total)
+                found = yield from self._decode(container, stream, indices, total)
             if found.count == 0:
                 raise MediaError(self.name, "no frame can be decoded")
-            if found.pixels is not None and found.count == total:
+            if len(indices) and found.count == total:
                 if found.seconds is None and total > self.layout.temporal_patch_size:
                     raise MediaError(self.name, "has neither timestamps nor a frame rate")
                 if not self.frames.fps or np.array_equal(indices, self._sample(total, found.seconds)):
-                    return Video(found.pixels, found.seconds or 1.0, indices)
+                    yield Sampling(indices, found.seconds, found.seekable)
+                    return
+            if len(indices):
+                yield None
             total, seconds, decoded = found.count, found.seconds, True
         raise MediaError(self.name, f"gives another number of frames each time it is decoded (last: {total})")
 
     def _sample(self, total: int, seconds: float | None) -> np.ndarray:
         return sample_indices(total, seconds, self.frames, self.layout.temporal_patch_size)
 
-    def _decode(self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int) -> _Pass:
-        """Makes one pass: the frames at `indices`, resized, and the number of frames and their time span as decoded."""
+    def _decode(
+        self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int
+    ) -> Generator[Sampled, None, _Pass]:
+        """Makes one pass, which gives the frames at `indices`."""
         slots = {int(index): slot for slot, index in enumerate(indices)}
-        pixels: np.ndarray | None = None
+        size: tuple[int, int] | None = None
         times: list[int | None] = []  # one entry for every frame, as in the next two lists
         durations: list[int] = []
         damaged: list[int] = []
+        told: list[int | None] = []  # the time of every frame, as packets tell it
         base = None  # the time base of the last frame
         small = stream.width * stream.height * total < SMALL_VIDEO
         stream.codec_context.thread_count = 1 if small else min(MAX_THREADS, os.cpu_count() or 1)
@@ -139,21 +187,18 @@ class _Reader:
         reformatter = VideoReformatter()
         ending = Ending(container, stream)
         try:
-            for frame in self._every_frame(container, stream, ending):
+            for frame in self._every_frame(container, stream, ending, told):
                 index = len(times)
                 if frame.is_corrupt:
                     damaged.append(index)
                 if (slot := slots.get(index)) is not None:
                     if frame.is_corrupt:
                         raise MediaError(self.name, f"frame {index} is damaged")
-                    rgb = reformatter.reformat(frame, format="rgb24", threads=1 if small else 0)
-                    # Phones store portrait videos lying down, with a rotation. Both count counter-clockwise.
-                    image = np.rot90(rgb.to_ndarray(), round(frame.rotation / 90) % 4)
-                    if pixels is None:
-                        bounds = _bounded(self.settings, self.frames, len(indices), self.layout)
+                    image = upright(frame, reformatter, threads=1 if small else 0)
+                    if size is None:
+                        bounds = bounded(self.settings, self.frames, len(indices), self.layout)
                         size = target_size(self.name, image.shape[1], image.shape[0], self.layout.factor, bounds)
-                        pixels = np.empty((len(indices), *size, 3), np.uint8)
-                    pixels[slot] = resize_frame(image, pixels.shape[1], pixels.shape[2])
+                    yield Sampled(slot, len(indices), resize_frame(image, *size))
                 times.append(frame.pts)
                 durations.append(frame.duration or 0)
                 base = frame.time_base
@@ -165,32 +210,48 @@ class _Reader:
         if reason := ending.cut_off(self.file, times, damaged):
             raise MediaError(self.name, f"is cut off: {reason}")
         ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has a class of its own
-        return _Pass(pixels, len(times), _span(times, durations, ticks, _rated(len(times), stream)))
+        seekable = not damaged and base == stream.time_base and increasing(times) and _sorted(told) == times
+        return _Pass(len(times), span(times, durations, ticks, rated(len(times), stream)), seekable)
 
-    def _every_frame(self, container: InputContainer, stream: VideoStream, ending: Ending) -> Iterator[av.VideoFrame]:
-        """The decoded frames in order; `ending` is shown every packet."""
-        count = 0
+    def _every_frame(
+        self, container: InputContainer, stream: VideoStream, ending: Ending, told: list[int | None]
+    ) -> Iterator[av.VideoFrame]:
+        """The decoded frames in order; `ending` is shown every packet, and `told` gets the times of those shown."""
+        count, codec = 0, stream.codec.canonical_name
         for packet in container.demux():
             ending.saw(packet)
-            for frame in packet.decode() if packet.stream_index == stream.index else ():
+            if packet.stream_index != stream.index:
+                continue
+            if is_shown(packet, codec):
+                told.append(packet.pts)
+            for frame in packet.decode():
                 assert isinstance(frame, av.VideoFrame)
                 count += 1
                 if count > self.limits.frames:
-                    raise MediaError(
-                        self.name,
-                        f"too many frames: more than {self.limits.frames} are not decoded (data.max_decoded_frames)",
-                    )
+                    raise too_many_frames(self.name, self.limits)
                 check_size(frame.width, frame.height, self.name, self.limits)  # the size may change on the way
                 yield frame
 
 
-def _rated(count: int, stream: VideoStream) -> float | None:
+def upright(frame: av.VideoFrame, reformatter: VideoReformatter, threads: int) -> np.ndarray:
+    """The pixels `[height, width, 3]` (uint8) of a decoded frame."""
+    rgb = reformatter.reformat(frame, format="rgb24", threads=threads)
+    # Phones store portrait videos lying down, with a rotation. Both count counter-clockwise.
+    return np.rot90(rgb.to_ndarray(), round(frame.rotation / 90) % 4)
+
+
+def too_many_frames(name: str, limits: DecodeLimits) -> MediaError:
+    most = limits.frames
+    return MediaError(name, f"too many frames: more than {most} are not decoded (data.max_decoded_frames)")
+
+
+def rated(count: int, stream: VideoStream) -> float | None:
     """The duration of `count` frames in seconds at the header's frame rate."""
     rate = stream.average_rate or stream.guessed_rate
     return float(count / rate) if rate else None
 
 
-def _bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:
+def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:
     """The pixel bounds with a whole-video budget shared between `count` frames, if there is one."""
     if not frames.max_video_tokens:
         return settings
@@ -199,21 +260,32 @@ def _bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout:
     return dataclasses.replace(settings, max_pixels=max(share, int(settings.min_pixels * 1.05)))
 
 
-def _span(
-    times: list[int | None], durations: list[int], base: fractions.Fraction | None, rated: float | None
+def increasing(times: Sequence[int | None]) -> bool:
+    """Whether there are timestamps, one for each frame, each later than the one before."""
+    known = [time for time in times if time is not None]
+    return 0 < len(known) == len(times) and all(a < b for a, b in itertools.pairwise(known))
+
+
+def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
+    """Times in order, where all are known; packets stand in the order of decoding."""
+    return times if None in times else sorted(time for time in times if time is not None)
+
+
+def span(
+    times: Sequence[int | None], durations: Sequence[int], base: fractions.Fraction | None, at_rate: float | None
 ) -> float | None:
     """The seconds from the first frame's start to the last frame's end, or None where nothing tells.
 
     Timestamps count where they are complete and increasing; else the frames' own durations, which a bare stream has
-    from its parameter sets; else the header's rate (`rated`), which for a bare stream is the demuxer's guess.
+    from its parameter sets; else the header's rate (`at_rate`), which for a bare stream is the demuxer's guess.
     """
-    known = [time for time in times if time is not None]
-    if base and known and len(known) == len(times) and all(a < b for a, b in itertools.pairwise(known)):
-        span = known[-1] - known[0]
+    if base and increasing(times):
+        known = [time for time in times if time is not None]
+        ticks = known[-1] - known[0]
         if durations[-1]:
-            return float((span + durations[-1]) * base)
-        if span:
-            return float(span * base) * len(known) / (len(known) - 1)
+            return float((ticks + durations[-1]) * base)
+        if ticks:
+            return float(ticks * base) * len(known) / (len(known) - 1)
     if base and durations and all(durations):
         return float(sum(durations) * base)
-    return rated
+    return at_rate

@@ -137,18 +137,25 @@ class Qwen25VL(Decoder):
         tokens_BT: Int[Array, "B T"],
         feature_index_BT: Int[Array, "B T"] | None = None,
         vision: VisionInput | None = None,
+        features_MD: Float[Array, "M D"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Token embeddings, with row `feature_index_BT` of the tower's features where that is not negative.
 
-        Without `vision` the tower does not run: text-only batches cost nothing extra.
+        Features are those of `vision`, or `features_MD` where they were computed before. Without either the tower does
+        not run: text-only batches cost nothing extra.
         """
         x = walk.use(self.embedding)(tokens_BT)
-        if vision is None:
+        if vision is not None:
+            features_MD = self.features(walk, vision).astype(x.dtype)
+            if vision.route is not None:
+                features_MD = vision.route(features_MD)
+        if features_MD is None:
             return x
         if feature_index_BT is None:
             raise ValueError("pixels without feature_index_BT: nothing says which tokens they belong to")
-        features = self.visual(walk, vision).astype(x.dtype)
-        if vision.route is not None:
-            features = vision.route(features)
         is_feature = feature_index_BT >= 0
-        return jnp.where(is_feature[..., None], features[jnp.maximum(feature_index_BT, 0)], x)
+        return jnp.where(is_feature[..., None], features_MD.astype(x.dtype)[jnp.maximum(feature_index_BT, 0)], x)
+
+    def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
+        """The tower's features of `vision`, in window order."""
+        return self.visual(walk, vision)

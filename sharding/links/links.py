@@ -22,6 +22,7 @@ from ..mesh import Device
 from .arrivals import Arrivals
 from .meeting import Card, connect, gather, listen, own_address, place
 from .relay import survives_coordinator
+from .send_buffers import keep_send_buffers_wide
 from .wires import MOST, LinkError, Message, Wires
 
 ADVICE = "All processes of the run end; start them all again, and it goes on from its last checkpoint."
@@ -89,6 +90,7 @@ class Links:
             wires = connect(self.process, self._cards, door, self._timeout)
         self._connections = {peer: self._server.connect(self._cards[peer].transfer) for peer in self._peers}
         self._wires = Wires(wires, self._timeout, self._heard, self._gone)
+        keep_send_buffers_wide(lambda: self._closed)
         self._probe()
 
     def _probe(self) -> None:
@@ -176,15 +178,16 @@ class Links:
         Raises LinkError for a failure before."""
         self._await(lambda: self._counts[topic] >= at_least, self._hopeless)
 
-    def send(self, process: int, data: bytes) -> None:
-        """Sends `data` to `process`, another one, which takes it by `receive`; what is sent comes in order. Waits only
-        where the peer's buffers are full. Raises ValueError for more than a GiB."""
+    def send(self, process: int, *data: bytes) -> None:
+        """Sends `data` to `process`, another one, which takes it, joined, by `receive`; what is sent comes in order.
+        Waits only where the peer's buffers are full. Raises ValueError for more than a GiB."""
         self.check()
-        if len(data) > MOST:
-            raise ValueError(f"{len(data)} bytes for process {process}; at most {MOST} are sent at once")
+        size = sum(map(len, data))
+        if size > MOST:
+            raise ValueError(f"{size} bytes for process {process}; at most {MOST} are sent at once")
         if self._wires is None or process not in self._peers:
             raise ValueError(f"process {process} of {self.processes} is no peer of process {self.process}")
-        self._wires.send(process, {"kind": "data", "bytes": str(len(data))}, data)
+        self._wires.send(process, {"kind": "data", "bytes": str(size)}, *data)
 
     def receive(self, process: int) -> bytes:
         """Returns what `process` sends next, when it has come. Raises LinkError for a failure before."""
@@ -236,6 +239,11 @@ class Links:
         if self._wires is not None:
             self._wires.tell_all({"kind": "closed"})
             self._wires.close()
+
+    @property
+    def address(self) -> str:
+        """The IP address by which the others reach this process."""
+        return self._cards[self.process].address if self._cards else "127.0.0.1"
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ Message = dict[str, str]
 
 _LINE = 1 << 16  # bytes of a line
 MOST = 1 << 30  # bytes behind it
+_PARTS = 512  # that are sent by one call; Linux takes 1,024
 _LAST_WORDS = 2.0  # seconds that a peer which reads nothing may hold up the others
 
 
@@ -38,12 +39,18 @@ class Wire:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(end, end.makefile("rb"), threading.Lock())
 
-    def write(self, message: Message, data: bytes = b"") -> None:
-        """`message` has the length of `data`, if there is any, as `bytes`."""
+    def write(self, message: Message, *data: bytes) -> None:
+        """`message` has the length of all `data`, if there is any, as `bytes`. Nothing is copied to be sent."""
+        waiting: list[bytes | memoryview] = [json.dumps(message).encode() + b"\n", *data]
         with self.writing:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-            if data:
-                self.socket.sendall(data)
+            at = 0
+            while at < len(waiting):
+                sent = self.socket.sendmsg(waiting[at : at + _PARTS])
+                while at < len(waiting) and sent >= len(waiting[at]):
+                    sent -= len(waiting[at])
+                    at += 1
+                if sent:
+                    waiting[at] = memoryview(waiting[at])[sent:]
 
     def read(self) -> tuple[Message, bytes] | None:
         """The next message and its data; None at the end. Raises ValueError for one that is too long."""
@@ -92,10 +99,10 @@ class Wires:
             threading.Thread(target=self._listen, args=(process,), name=f"link-{process}", daemon=True).start()
         threading.Thread(target=self._beat, name="link-heartbeat", daemon=True).start()
 
-    def send(self, process: int, message: Message, data: bytes = b"") -> None:
+    def send(self, process: int, message: Message, *data: bytes) -> None:
         """Never raises: that a peer is gone is known when all of its messages were heard, and said by `gone`."""
         try:
-            self._wires[process].write(message, data)
+            self._wires[process].write(message, *data)
         except TimeoutError:  # its buffers have been full for the whole time-out, and half a line is written
             self._hang_up(self._wires[process])
         except OSError:

@@ -83,7 +83,9 @@ class Odc:
         deterministic: bool = False,
         group: int = 0,
         links: Links | None = None,
+        read: Callable[[PyTree], PyTree] = lambda batch: batch,
     ) -> None:
+        """`read` gives the host arrays of a batch when it is its turn, from any worker's thread."""
         if live_layers < 2:
             raise ValueError(f"live_layers is {live_layers}; one is fetched while another is computed, so at least 2")
         self.mesh, self._strategy = strategy.mesh, strategy
@@ -91,7 +93,7 @@ class Odc:
         self._devices: list[Device] = list(self.mesh.devices.flat)
         self._local = [d for d, device in enumerate(self._devices) if device.process_index == jax.process_index()]
         self._rows = Rows(strategy, group)
-        self._links = links
+        self._links, self._read = links, read
         if links is None and any(set(self._rows.members(d)) - set(self._local) for d in self._local):
             raise ValueError("devices of other processes hold rows of this one's: Odc needs links to them")
         self._programs = StagePrograms(self._rows, strategy)
@@ -154,7 +156,7 @@ class Odc:
         with failure.noting(lambda: "offering weights to the other processes failed"):
             traffic.offer(trips)
         failure.check()
-        workers = [Worker(d, self._devices[d], tasks[d], failure.check) for d in self._local]
+        workers = [Worker(d, self._devices[d], tasks[d], failure.check, self._read) for d in self._local]
         began = time.perf_counter()
 
         def work(worker: Worker) -> None:

@@ -47,7 +47,16 @@ class Worker:
     `place` says what it is at, `tally` is the sum of its results, `results` those of `score` by index.
     """
 
-    def __init__(self, number: int, device: Device, task: Task, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        device: Device,
+        task: Task,
+        check: Callable[[], None],
+        read: Callable[[PyTree], PyTree] = lambda batch: batch,
+    ) -> None:
+        """`read` gives the host arrays of a batch."""
+        self._read = read
         self.number, self.device, self.task = number, device, task
         self.place = "its first microbatch"
         self.results: dict[int, PyTree] = {}
@@ -125,7 +134,7 @@ class Worker:
         window.finish()
 
     def _values(self, microbatch: StagedMicrobatch, index: int) -> dict[int, jax.Array]:
-        leaves = jax.device_put(jax.tree.leaves(self.task.batches[index]), self.device)
+        leaves = jax.device_put(jax.tree.leaves(self._read(self.task.batches[index])), self.device)
         return dict(zip(microbatch.program.inputs, leaves, strict=True))
 
     def _next(self, window: Window, number: int, place: str) -> list[Row]:

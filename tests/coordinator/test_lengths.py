@@ -125,7 +125,7 @@ class TestSynthetic:
         assert again.state_dict() == first.state_dict()
 
     def test_predictions_solve_for_nothing(self, workload, predictor, monkeypatch) -> None:
-        """Weights are solved for when responses come in; a prediction, of which there are many more, only applies
+        """Weights are solved for when responses have come in; a prediction, of which there are many more, only applies
         them, and changes nothing."""
 
         def never(*_: object) -> None:
@@ -135,7 +135,7 @@ class TestSynthetic:
         for name in ("inv", "solve", "cholesky", "lstsq"):
             monkeypatch.setattr(np.linalg, name, never)
         with pytest.raises(AssertionError, match="solves for weights"):
-            taught(workload[:20])
+            taught(workload[:20]).state_dict()
         for prompt, _ in workload:
             predictor.predict(prompt, 300)
         assert predictor.state_dict() == before

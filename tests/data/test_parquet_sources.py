@@ -1,4 +1,4 @@
-"""Parquet as the hub has it: embedded images, row groups read when drawn."""
+"""Parquet as the hub has it: embedded images, named by their cells; row groups read when drawn."""
 
 import io
 
@@ -6,13 +6,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from fluxjax.base.errors import DataError, RecordError
 from fluxjax.base.types import MediaKind
-from fluxjax.data import parquet
+from fluxjax.data import cells, parquet
 from fluxjax.data.fields import Fields
+from fluxjax.data.media_columns import SLOTS, read_slots
+from fluxjax.data.media_refs import source_of
 from fluxjax.data.sources import open_source
+from models.processing import MediaError
 
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -21,6 +26,13 @@ def png(value):
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), (value, 0, 0)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def shade(media):
+    """The value that a picture of `png` was made with."""
+    data = source_of(media)
+    assert isinstance(data, bytes)
+    return int(np.asarray(Image.open(io.BytesIO(data)))[0, 0, 0])
 
 
 def geometry(count, start=0):
@@ -43,8 +55,8 @@ def test_rows_with_embedded_images(tmp_path):
         assert (prompt.id, prompt.source) == (f"train:{index}", "geometry")
         assert (prompt.text, prompt.answer) == (f"<image>Find x{index}.", str(index))
         (media,) = prompt.media
-        assert media.kind is MediaKind.IMAGE and media.path == f"train.parquet#{index}/images/0"
-        assert media.data and Image.open(io.BytesIO(media.data)).getpixel((0, 0)) == (index, 0, 0)
+        assert media.kind is MediaKind.IMAGE and media.name == f"{tmp_path}/train.parquet#images/{index}/0"
+        assert media.data is None and shade(media) == index
     assert list(source.texts())[:2] == ["<image>Find x0.", "0"]
     with pytest.raises(IndexError):
         source[10]
@@ -56,6 +68,7 @@ def test_shards_follow_each_other(tmp_path):
     source = open_source(tmp_path, "geometry")
     assert [source[i].answer for i in range(9)] == [str(i) for i in range(9)]
     assert source[4].id == "train-00001-of-00002:0"
+    assert [shade(source[i].media[0]) for i in range(9)] == [*range(9)]
 
 
 def test_only_the_row_group_of_a_row_is_read_and_few_are_kept(tmp_path, monkeypatch):
@@ -64,13 +77,22 @@ def test_only_the_row_group_of_a_row_is_read_and_few_are_kept(tmp_path, monkeypa
     read = []
     original = pq.ParquetFile.read_row_group
     monkeypatch.setattr(
-        pq.ParquetFile, "read_row_group", lambda self, i, columns: read.append(i) or original(self, i, columns)
+        pq.ParquetFile,
+        "read_row_group",
+        lambda self, i, columns: read.append((i, *columns)) or original(self, i, columns),
     )
+
+    def groups(kind):
+        return [group for group, *columns in read if kind in columns]
+
     assert [source[i].answer for i in (7, 8, 6, 0, 7)] == ["7", "8", "6", "0", "7"]
-    assert read == [2, 0]
+    assert groups("answer") == [2, 0] and not groups("images"), "no pixels are read"
+    assert [len(source_of(source[i].media[0])) > 0 for i in (7, 8, 6, 0, 7)] == [True] * 5
+    assert groups("answer") == groups("images") == [2, 0]
     monkeypatch.setattr(parquet, "CACHE_BYTES", 0)
-    assert [source[i].answer for i in (3, 4, 7)] == ["3", "4", "7"]
-    assert read == [2, 0, 1, 2]
+    monkeypatch.setattr(cells, "KEPT_BYTES", 0)
+    assert [len(source_of(source[i].media[0])) > 0 for i in (3, 4, 7)] == [True] * 3
+    assert groups("answer") == groups("images") == [2, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +112,7 @@ def test_media_columns_in_all_their_forms(tmp_path, column, values, expected):
     if isinstance(expected, str):
         assert [(m.path, m.data) for m in prompt.media] == [(str(tmp_path / expected), None)]
     else:
-        assert [m.data for m in prompt.media] == expected
+        assert [source_of(m) for m in prompt.media] == expected and not any(m.data for m in prompt.media)
     assert prompt.text == "<image>" * len(prompt.media) + "q"
 
 
@@ -99,7 +121,7 @@ def test_videos_and_given_columns(tmp_path):
     pq.write_table(table, tmp_path / "x.parquet")
     prompt = open_source(tmp_path / "x.parquet", "s", Fields(prompt="q", answer="n", videos="clip"))[0]
     assert (prompt.id, prompt.text, prompt.answer) == ("k", "<video>what?", "7")
-    assert [(m.kind, m.data) for m in prompt.media] == [(MediaKind.VIDEO, b"v")]
+    assert [(m.kind, source_of(m)) for m in prompt.media] == [(MediaKind.VIDEO, b"v")]
 
 
 @pytest.mark.parametrize(
@@ -131,15 +153,72 @@ def test_a_file_that_is_no_parquet_and_shards_that_differ(tmp_path):
         open_source(tmp_path, "s")
 
 
-def test_a_damaged_row_group_is_a_clear_error(tmp_path):
+def damage(path, column):
+    """Writes zeros over what is stored of a column of the first row group."""
+    stored = pq.ParquetFile(path).metadata.row_group(0)
+    leaf = next(leaf for i in range(stored.num_columns) if (leaf := stored.column(i)).path_in_schema.endswith(column))
+    start = leaf.dictionary_page_offset or leaf.data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + leaf.total_compressed_size] = bytes(leaf.total_compressed_size)
+    path.write_bytes(content)
+
+
+def test_damaged_texts_are_a_clear_error_and_damaged_pictures_cost_their_prompts_only(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(geometry(50), path, row_group_size=10, compression="zstd")
-    content = bytearray(path.read_bytes())
-    content[50:400] = bytes(350)
-    path.write_bytes(content)
+    damage(path, "bytes")
     source = open_source(path, "s")
+    assert source[0].answer == "0", "no byte of a picture is read to know that there is one"
+    with pytest.raises(MediaError, match=r"x.parquet#images/0/0: cannot be read: "):
+        source_of(source[0].media[0])
+    assert source_of(source[10].media[0]) == png(10)
+    damage(path, "problem")
     with pytest.raises(DataError, match=r"x.parquet: row group 0 cannot be read"):
-        source[0]
+        open_source(path, "s")[0]
+
+
+ITEM = st.none() | st.fixed_dictionaries(
+    {"bytes": st.none() | st.binary(max_size=3), "path": st.sampled_from([None, "", "a"])}
+)
+PLAIN = st.none() | st.binary(max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(
+        *(
+            st.tuples(st.just(kind), st.lists(item, min_size=1, max_size=8), st.booleans(), st.booleans())
+            for kind, item in [
+                (STRUCT, ITEM),
+                (pa.list_(STRUCT), st.none() | st.lists(ITEM, max_size=3)),
+                (pa.large_list(STRUCT), st.none() | st.lists(ITEM, max_size=3)),
+                (pa.binary(), PLAIN),
+                (pa.list_(pa.large_binary()), st.none() | st.lists(PLAIN, max_size=3)),
+            ]
+        )
+    )
+)
+def test_which_items_a_row_has_is_known_without_their_bytes(case):
+    kind, rows, statistics, all_there = case
+    if all_there:
+        rows = [_filled(row) for row in rows]
+    file = io.BytesIO()
+    pq.write_table(pa.table({"m": pa.array(rows, kind)}), file, write_statistics=statistics)
+
+    def slot(item):
+        data, path = (item["bytes"], item["path"]) if isinstance(item, dict) else (item, None)
+        return "" if data is not None else path or None
+
+    lists = [row if isinstance(row, list) else [] if row is None else [row] for row in rows]
+    found = read_slots(pq.ParquetFile(file), 0, "m")
+    assert found.type == SLOTS and found.to_pylist() == [[slot(item) for item in items] for items in lists]
+
+
+def _filled(row):
+    """The row with bytes wherever it has an item."""
+    if isinstance(row, list):
+        return [_filled(item) for item in row]
+    return row | {"bytes": b"x"} if isinstance(row, dict) else row if row is None else b"x"
 
 
 @pytest.mark.parametrize(

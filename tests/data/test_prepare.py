@@ -1,10 +1,12 @@
 """Preparation ahead of use: order, states, limits, and files that cannot be used."""
 
 import asyncio
+import contextlib
 import io
 import json
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +15,13 @@ import pytest
 from PIL import Image
 
 from fluxjax.base.errors import DataError
-from fluxjax.base.types import PreparedPrompt, Prompt
+from fluxjax.base.types import Media, MediaKind, PreparedPrompt, Prompt
 from fluxjax.config import Config
 from fluxjax.data.loader import PromptLoader, SkippedPrompt
+from fluxjax.data.local_store import LocalStore
+from fluxjax.data.media_index import MediaIndex
 from fluxjax.data.prepare import Preparer, PromptLimits, prepare_prompt
+from fluxjax.data.shadows import ProxyMedia
 from fluxjax.data.sources import all_texts, common_words, open_source
 from fluxjax.runtime.ports import PromptSource
 from fluxjax.tasks.digits import DigitsRecipe
@@ -26,6 +31,7 @@ from fluxjax.tasks.strings import StringsRecipe
 from models.config import PatchLayout
 from models.inputs import ModelInput
 from models.processing import Processor, tiny
+from models.processing.outline import Outline
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +42,28 @@ def folders(tmp_path_factory):
         "pans": ensure("pans", root, PansRecipe(train=6, held_out=4)),
         "reverse": ensure("reverse", root, StringsRecipe(train=10, held_out=2)),
     }
+
+
+@pytest.fixture(autouse=True, params=["central", "shadow"])
+def proxies(request, tmp_path):
+    """What `build` gives preparers: nothing, or a store that decodes for them. Everything else must be the same."""
+    opened = []
+
+    def proxy(processor, config):
+        if request.param == "central" or not isinstance(processor, Processor):
+            return None
+        store, index = LocalStore(processor.settings, config.data, workers=0), MediaIndex(tmp_path / "index")
+        opened.extend((store, index))
+        return ProxyMedia(store, index)
+
+    PROXY.append(proxy)
+    yield
+    PROXY.clear()
+    for each in opened:
+        each.close()
+
+
+PROXY = []
 
 
 def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, ahead=8, workers=0):
@@ -50,7 +78,7 @@ def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, 
     config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 16, tokens + 16
     config.packing.patches_per_device, config.data.workers = patches, workers
     loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), 0)
-    return Preparer(processor, loader, config, ahead=ahead)
+    return Preparer(processor, loader, config, ahead=ahead, proxy=PROXY[0](processor, config))
 
 
 def draw_all(preparer, counts):
@@ -65,15 +93,15 @@ class Counting:
 
     def __init__(self, processor):
         self.processor, self.count, self.changed = processor, 0, threading.Condition()
+        self.tokenise = self.tokenise_chat = processor.tokenise
+        self.outline = processor.outline
 
-    def prepare(self, text, media):
-        result = self.processor.prepare(text, media)
+    def prepare_ids(self, token_ids, media):
+        result = self.processor.prepare_ids(token_ids, media)
         with self.changed:
             self.count += 1
             self.changed.notify_all()
         return result
-
-    prepare_chat = prepare
 
     def wait_for(self, count):
         with self.changed:
@@ -278,16 +306,61 @@ def test_data_of_which_nothing_can_be_used_ends_in_an_error_not_in_an_endless_se
     preparer.close()
 
 
+@pytest.mark.parametrize(("bad", "stops"), [(2, False), (6, True)])
+def test_too_large_a_share_of_skipped_prompts_ends_the_run(tmp_path, bad, stops):
+    """Also where none of them stands behind another; the same after a resume."""
+    files = [f"{i}.png" for i in range(10)]
+    for file in files[bad:]:
+        (tmp_path / file).write_bytes(png(16, 16))
+    records = [{"prompt": "<image>?", "answer": "y", "image": file} for file in files]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    preparer, resumed = build({"x": tmp_path / "x.jsonl"}), build({"x": tmp_path / "x.jsonl"})
+    draw_all(preparer, [20] * 4)
+    resumed.load_state_dict(preparer.state_dict())
+    for each in (preparer, resumed):
+        if stops:
+            with pytest.raises(DataError, match=r"60 of 100 prompts .* data.max_skipped = 0.5 .*no such file.*: 60"):
+                draw_all(each, [20])
+        else:
+            assert len(draw_all(each, [20])[0][1]) == 4
+        each.close()
+
+
+def png(width, height, share=1.0):
+    """A picture of which only the first part is there."""
+    file = io.BytesIO()
+    Image.effect_noise((width, height), 50).convert("RGB").save(file, "PNG")
+    return file.getvalue()[: int(share * file.tell())]
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (PromptLimits(tokens=60, patches=1000), "prompt too long"),
+        (PromptLimits(tokens=1000, patches=200), "too many patches"),
+        (PromptLimits(tokens=1000, patches=1000), "cannot be decoded as an image"),
+    ],
+)
+def test_of_a_prompt_that_needs_too_much_nothing_is_decoded(limits, reason):
+    """Decoding would notice that half of the file is missing."""
+    processor = tiny.build(["<image>?"], layout=PatchLayout(patch_size=8, window_size=32))
+    prompt = Prompt("a", "s", "<image>?", "", media=(Media(MediaKind.IMAGE, "a.png", png(128, 128, share=0.5)),))
+    skipped = prepare_prompt(processor, prompt, limits)
+    assert isinstance(skipped, SkippedPrompt) and skipped.reason == reason
+
+
 class Failing:
     """A processor with a bug."""
 
     def __init__(self, error):
         self.error = error
 
-    def prepare(self, text, media):
+    def tokenise(self, text, media) -> list[int]:
         raise self.error
 
-    prepare_chat = prepare
+    tokenise_chat = tokenise
+    outline: Any = tokenise
+    prepare_ids: Any = tokenise
 
 
 def test_surprises_of_a_decoder_are_skips_but_memory_is_not():
@@ -307,11 +380,18 @@ def test_an_error_of_a_worker_reaches_the_caller(folders):
 
 def test_the_chat_template_is_used_when_the_configuration_says_so():
     class Both:
-        def prepare(self, text, media):
-            return ModelInput(np.zeros(1, np.int32), np.zeros((3, 1), np.int32), -np.ones(1, np.int32), 1)
+        def tokenise(self, text, media):
+            return [0]
 
-        def prepare_chat(self, text, media):
-            return ModelInput(np.zeros(2, np.int32), np.zeros((3, 2), np.int32), -np.ones(2, np.int32), 2)
+        def tokenise_chat(self, text, media):
+            return [0, 0]
+
+        def outline(self, token_ids, media, *, count=False):
+            return Outline(np.array(token_ids, np.int32), (), 2)
+
+        def prepare_ids(self, token_ids, media):
+            length = len(token_ids)
+            return ModelInput(np.zeros(length, np.int32), np.zeros((3, length), np.int32), -np.ones(length), length)
 
     prompt, limits = Prompt("a", "s", "x", "y"), PromptLimits(10, 10)
     for chat, length in ((False, 1), (True, 2)):
@@ -325,18 +405,19 @@ def test_preparation_runs_in_several_threads_and_off_the_callers(folders):
     barrier, names = threading.Barrier(2, timeout=300), set()
 
     class Watched:
-        def prepare(self, text, media):
+        tokenise = tokenise_chat = staticmethod(processor.tokenise)
+        outline = staticmethod(processor.outline)
+
+        def prepare_ids(self, token_ids, media):
             names.add(threading.current_thread().name)
             if barrier.n_waiting or len(names) == 1:
                 barrier.wait()  # passes only if another thread prepares meanwhile
                 barrier.reset()
-            return processor.prepare(text, media)
-
-        prepare_chat = prepare
+            return processor.prepare_ids(token_ids, media)
 
     preparer = build(paths, processor=Watched())
     assert draws(draw_all(preparer, [2])) == [0, 1]
-    assert all(name.startswith("grain-prefetch") for name in names)
+    assert all(name.startswith("prepare") for name in names)
     preparer.close()
 
 
@@ -354,3 +435,28 @@ def test_a_state_of_an_earlier_release_goes_on_where_it_was(folders):
         resumed.load_state_dict({"loader": loader | {"position": 3}, "skipped": {}})
     resumed.close()
     straight.close()
+
+
+def test_a_store_that_cannot_answer_ends_the_run_and_costs_no_prompt(folders):
+    """That no preprocessor is there is not the fault of thousands of prompts."""
+
+    class Gone:
+        concurrency = 2
+
+        def look(self, refs):
+            raise DataError("no preprocessor answers")
+
+        def fetch(self, rows):
+            raise DataError("no preprocessor answers")
+
+        def close(self): ...
+
+    preparer = build({"digits": folders["digits"] / "train.jsonl"})
+    if not isinstance(preparer.processor, Processor):
+        return
+    with contextlib.closing(MediaIndex(folders["digits"] / "index-of-nobody")) as index:
+        gone = Preparer(preparer.processor, preparer.loader, Config(), proxy=ProxyMedia(Gone(), index))
+        with pytest.raises(DataError, match="no preprocessor answers"):
+            draw_all(gone, [1])
+        assert not gone.skipped
+        gone.close()

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import fractions
+import os
 import pathlib
+import struct
+from collections.abc import Iterator
 from typing import Any
 
 import av
 import numpy as np
+
+from models.processing.patches import arrange
+
+CODECS = {
+    "mkv": "libx264",
+    "webm": "libvpx-vp9",
+    "ts": "libx264",
+    "avi": "mpeg4",
+    "flv": "libx264",
+    "ivf": "libvpx-vp9",
+    "mpg": "mpeg1video",
+    "asf": "mpeg4",
+    "h264": "libx264",
+    "mp4": "libx264",
+}
 
 
 def moving_frames(count: int, height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -18,6 +37,19 @@ def moving_frames(count: int, height: int, width: int, seed: int = 0) -> np.ndar
     return np.stack([picture[:height, 4 * i : 4 * i + width] for i in range(count)])
 
 
+@contextlib.contextmanager
+def new_video(path: pathlib.Path, **container: Any) -> Iterator[Any]:
+    """A container to write. Of all threads of a process of root's, SVT-AV1 makes real-time ones, and so of whatever
+    that process starts later: they starve all other processes. So this thread is scheduled as it was afterwards."""
+    schedule = (os.sched_getscheduler(0), os.sched_getparam(0)) if hasattr(os, "sched_getscheduler") else None
+    try:
+        with av.open(str(path), "w", **container) as output:
+            yield output
+    finally:
+        if schedule:
+            os.sched_setscheduler(0, *schedule)
+
+
 def write_video(
     path: pathlib.Path,
     frames: np.ndarray,
@@ -25,12 +57,13 @@ def write_video(
     fps: int = 8,
     codec: str = "libx264",
     times: list[int] | None = None,
+    pixel_format: str = "",
     **container,
 ) -> pathlib.Path:
     """Encodes the frames; `times` are their timestamps in 1/1000 s, where they are not evenly spaced."""
-    with av.open(str(path), "w", **container) as output:
+    with new_video(path, **container) as output:
         stream: Any = output.add_stream(codec, rate=fps)
-        stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], pixel_format or "yuv420p"
         if codec == "libx264":
             stream.options = {"crf": "10", "bf": "0" if times else "2", "g": "4"}
         if times:
@@ -48,3 +81,30 @@ def decoded(path: pathlib.Path) -> np.ndarray:
     """All frames `[frames, height, width, 3]`, decoded plainly."""
     with av.open(str(path)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def whole(folder: pathlib.Path, kind: str, **options) -> bytes:
+    """A video of a kind of `CODECS`: 24 frames of 64 x 96 pixels, 12 a second, but for MPEG 25."""
+    form = {"format": "h264"} if kind == "h264" else {}
+    fps = 25 if kind == "mpg" else 12
+    path = write_video(folder / f"a.{kind}", moving_frames(24, 64, 96), fps=fps, codec=CODECS[kind], **form, **options)
+    return path.read_bytes()
+
+
+def turn(path: pathlib.Path, degrees: int) -> pathlib.Path:
+    """Writes a display matrix into the track header of an MP4 file, as phones do: shown so far to the right."""
+    data = bytearray(path.read_bytes())
+    matrix = data.index(b"tkhd") + 4 + 40
+    assert struct.unpack(">9i", data[matrix : matrix + 36])[0] == 0x10000
+    cosine, sine = {0: (1, 0), 90: (0, 1), 180: (-1, 0), 270: (0, -1)}[degrees]
+    a, b = cosine * 0x10000, sine * 0x10000
+    data[matrix : matrix + 36] = struct.pack(">9i", a, b, 0, -b, a, 0, 0, 0, 0x40000000)
+    path.write_bytes(data)
+    return path
+
+
+def in_raster_order(settings, kind, path):
+    """(the medium, its normalised patches `[P, X]` as Hugging Face's processors order them)."""
+    medium, patches = settings.load(kind, path)
+    order = arrange([medium.grid], settings.layout).feature_order
+    return medium, settings.normalised(kind, patches).reshape(len(order), -1)[order].reshape(len(patches), -1)

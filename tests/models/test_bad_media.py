@@ -7,7 +7,7 @@ import wave
 import av
 import numpy as np
 import pytest
-from media_files import decoded, moving_frames, write_video
+from media_files import decoded, moving_frames, turn, write_video
 from PIL import Image
 
 from models.processing import MediaError, tiny
@@ -207,8 +207,8 @@ def test_stream_without_timestamps_uses_its_frames_durations(tmp_path):
 def test_neither_rate_nor_timestamps_is_an_error(tmp_path, monkeypatch):
     """No encoder here writes such a file, so the two readings are taken away."""
     path = write_video(tmp_path / "a.mp4", moving_frames(12, 32, 48))
-    monkeypatch.setattr("models.processing.videos._rated", lambda count, stream: None)
-    monkeypatch.setattr("models.processing.videos._span", lambda times, durations, base, rated: None)
+    monkeypatch.setattr("models.processing.videos.rated", lambda count, stream: None)
+    monkeypatch.setattr("models.processing.videos.span", lambda times, durations, base, at_rate: None)
     with pytest.raises(MediaError, match=r"a\.mp4: has neither timestamps nor a frame rate"):
         load_video(str(path), LAYOUT, PIXELS, FRAMES)
     with pytest.raises(MediaError, match=r"a\.mp4: has neither timestamps nor a frame rate"):
@@ -216,14 +216,10 @@ def test_neither_rate_nor_timestamps_is_an_error(tmp_path, monkeypatch):
 
 
 def test_rotated_video_stands_upright(tmp_path):
-    """A phone's portrait video: lying frames and a display matrix, written here into the track header."""
+    """A phone's portrait video: lying frames and a display matrix."""
     path = write_video(tmp_path / "a.mp4", moving_frames(8, 32, 64))
     lying = load_video(str(path), LAYOUT, PIXELS, FRAMES).frames
-    data = bytearray(path.read_bytes())
-    matrix = data.index(b"tkhd") + 4 + 40
-    assert struct.unpack(">9i", data[matrix : matrix + 36])[0] == 0x10000
-    data[matrix : matrix + 36] = struct.pack(">9i", 0, 0x10000, 0, -0x10000, 0, 0, 0, 0, 0x40000000)  # 90 degrees right
-    path.write_bytes(data)
+    turn(path, 90)
     upright = load_video(str(path), LAYOUT, PIXELS, FRAMES).frames
     np.testing.assert_array_equal(upright, np.rot90(lying, -1, axes=(1, 2)))
 

@@ -5,7 +5,7 @@ import io
 import av
 import numpy as np
 import pytest
-from media_files import moving_frames, write_video
+from media_files import CODECS, moving_frames, whole, write_video
 from PIL import Image
 
 from models.processing import MediaError
@@ -16,26 +16,6 @@ from models.processing.videos import load_video
 LAYOUT = PatchLayout(patch_size=8, window_size=32)
 PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)
 FRAMES = FrameSettings(num_frames=4)
-CODECS = {
-    "mkv": "libx264",
-    "webm": "libvpx-vp9",
-    "ts": "libx264",
-    "avi": "mpeg4",
-    "flv": "libx264",
-    "ivf": "libvpx-vp9",
-    "mpg": "mpeg1video",
-    "asf": "mpeg4",
-    "h264": "libx264",
-    "mp4": "libx264",
-}
-
-
-def whole(folder, kind, **options):
-    """24 frames, two seconds."""
-    form = {"format": "h264"} if kind == "h264" else {}
-    fps = 25 if kind == "mpg" else 12
-    path = write_video(folder / f"a.{kind}", moving_frames(24, 64, 96), fps=fps, codec=CODECS[kind], **form, **options)
-    return path.read_bytes()
 
 
 def load(data):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from hf_reference import torch, transformers
-from media_files import moving_frames, write_video
+from media_files import in_raster_order, moving_frames, write_video
 from PIL import Image
 from plain_decode import generate
 
@@ -78,17 +78,17 @@ def reference_inputs(processor, prompt, media):
     """The input of transformers' model; patches in the raster order of its processors."""
     loaded = {"image": [], "video": []}
     for kind, path in media:
-        loaded[kind].append(processor._load(kind, path))
+        loaded[kind].append(in_raster_order(processor.settings, kind, path))
     ids = prompt.token_ids_T
     inputs = {"input_ids": torch.as_tensor(ids[None]).long(), "attention_mask": torch.ones(1, len(ids)).long()}
     if media:
         inputs["mm_token_type_ids"] = torch.as_tensor(((ids == 6) * 1 + (ids == 7) * 2)[None])
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if loaded[kind]:
-            inputs[name] = torch.as_tensor(np.concatenate([m.patches_PX for m in loaded[kind]]))
-            inputs[f"{kind}_grid_thw"] = torch.as_tensor([m.grid for m in loaded[kind]])
+            inputs[name] = torch.as_tensor(np.concatenate([patches_PX for _, patches_PX in loaded[kind]]))
+            inputs[f"{kind}_grid_thw"] = torch.as_tensor([medium.grid for medium, _ in loaded[kind]])
     if loaded["video"]:
-        inputs["second_per_grid_ts"] = torch.as_tensor([m.seconds_per_grid for m in loaded["video"]])
+        inputs["second_per_grid_ts"] = torch.as_tensor([medium.seconds_per_grid for medium, _ in loaded["video"]])
     return inputs
 
 

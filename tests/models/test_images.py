@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from models.processing.images import load_image, resized, smart_resize, target_size
+from models.processing.patches import normalise, patchify
 from models.processing.settings import PatchLayout, PixelSettings, read_pixels
-from models.processing.vision_input import normalise, patchify
 
 MERGE = 2
 

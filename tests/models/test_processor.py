@@ -6,13 +6,13 @@ import warnings
 
 import numpy as np
 import pytest
-from media_files import moving_frames, write_video
+from media_files import in_raster_order, moving_frames, write_video
 from PIL import Image
 
 from models.inputs import ModelInput
 from models.processing import MediaError, Processor, PromptError, tiny
+from models.processing.patches import normalise, patchify
 from models.processing.settings import FrameSettings, PatchLayout, PixelSettings
-from models.processing.vision_input import normalise, patchify
 
 LAYOUT = PatchLayout(patch_size=4, window_size=16, tokens_per_second=2)
 TEXTS = ["Which way does it go? {}<|>.,:;'", "abcdefghijklmnopqrstuvwxyz \n0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
@@ -75,8 +75,8 @@ def test_features_stand_where_their_placeholders_are(processor, files):
     image_id, video_id = (processor.tokenizer.token_to_id(f"<|{kind}_pad|>") for kind in ("image", "video"))
     raster, grids = [], []
     for kind, path in media:
-        medium = processor._load(kind, path)
-        raster.append(medium.patches_PX.reshape(-1, 4, medium.patches_PX.shape[1]))
+        medium, patches_PX = in_raster_order(processor.settings, kind, path)
+        raster.append(patches_PX.reshape(-1, 4, patches_PX.shape[1]))
         grids.append(medium.grid)
     assert grids[0][0] == 1 and grids[1][0] == 2  # an image is one frame pair, four frames are two
     in_order = np.concatenate(raster)
@@ -221,8 +221,8 @@ def test_transformers_reads_the_saved_settings(processor, tmp_path, files):
     reference = module.Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
     with Image.open(files / "0.png") as image:
         expected = reference(images=[image], return_tensors="np")
-    medium = processor._load("image", str(files / "0.png"))
-    np.testing.assert_array_equal(medium.patches_PX, expected["pixel_values"])
+    medium, patches_PX = in_raster_order(processor.settings, "image", str(files / "0.png"))
+    np.testing.assert_array_equal(patches_PX, expected["pixel_values"])
     assert list(medium.grid) == expected["image_grid_thw"][0].tolist()
 
 
@@ -268,13 +268,13 @@ def test_configured_bounds(processor, files):
     path = str(files / "a.mp4")
     small = processor.configured(max_pixels=16 * 16, num_frames=2)
     assert small.image.max_pixels == small.video.max_pixels == 256 and small.frames.num_frames == 2
-    assert small._load("video", path).grid == (1, 2, 4)
+    assert small.settings.load("video", path)[0].grid == (1, 2, 4)
     assert processor.configured() == processor
     assert processor.configured(min_pixels=10**6).image.max_pixels == 10**6
     with pytest.raises(ValueError, match="is above max_pixels=10"):
         processor.configured(min_pixels=20, max_pixels=10)
     with pytest.raises(MediaError, match="has 8 frames, 64 were asked for"):
-        processor.configured(num_frames=64)._load("video", path)
+        processor.configured(num_frames=64).settings.load("video", path)
 
 
 def test_ids_do_not_depend_on_the_order_of_texts():

@@ -18,10 +18,10 @@ from media_files import decoded, moving_frames, write_video
 
 from models.processing import MediaError
 from models.processing.images import smart_resize
+from models.processing.patches import normalise, patchify
 from models.processing.resize import resize_frame
 from models.processing.settings import VIDEO_PIXELS, FrameSettings, PatchLayout, PixelSettings, read_frames
 from models.processing.videos import load_video, sample_indices
-from models.processing.vision_input import normalise, patchify
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "goldens" / "video_processor.json").read_text())
 SMALL = PatchLayout(patch_size=4)

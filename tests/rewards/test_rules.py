@@ -1,5 +1,6 @@
 """Rewards by rule: hand-computed values, and properties that every shaped reward must have."""
 
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -105,7 +106,7 @@ def test_number(answer, text, right):
     assert number(prompt(answer), text).correct is right
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", [name for name, rule in REWARDS.items() if inspect.isfunction(rule)])
 @given(answer=st.text(max_size=30), text=st.text(max_size=200))
 def test_no_text_makes_a_rule_raise(name, answer, text):
     reward = REWARDS[name](prompt(answer), text)

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from fluxjax.base.types import Prompt, Response, Reward
-from fluxjax.config import ConfigError, SourceConfig
+from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, SourceConfig
 from fluxjax.rewards import REWARDS, Scorer, find_reward
 from fluxjax.runtime import ports as collaborators
 
@@ -29,8 +29,13 @@ def users_module(monkeypatch):
     user_rewards.released.set()
 
 
-def scorer(reward, **settings):
-    return Scorer({"s": SourceConfig(reward=reward)}, lambda ids: "".join(map(str, ids)), **settings)
+def scorer(reward, timeout=10.0, concurrency=8, **more):
+    """In this process: `test_guarded.py` has others."""
+    kinds = {"function": RewardKindConfig(seconds=timeout, concurrency=concurrency)}
+    subject = Scorer(
+        {"s": SourceConfig(reward=reward)}, lambda ids: "".join(map(str, ids)), RewardsConfig(kinds=kinds), **more
+    )
+    return subject
 
 
 def response(*ids):
@@ -83,10 +88,11 @@ def test_a_failing_rule_is_logged_a_few_times_only(caplog):
     subject = scorer("user_rewards:raises")
     for _ in range(20):
         scored(subject, "")
+    assert subject.metrics()["rewards/failed/raised"] == 20.0
     assert len(caplog.records) == 5 and "not logged" in caplog.records[-1].message
 
 
-@pytest.mark.parametrize("rule", ["hangs", "refuses_to_stop"])
+@pytest.mark.parametrize("rule", ["hangs", "refuses_to_stop", "blocks_its_loop"])
 def test_a_rule_that_hangs_is_a_scored_zero_and_leaves_its_place(rule, users_module):
     subject = scorer(f"user_rewards:{rule}", timeout=0.2, concurrency=1)
 
@@ -100,14 +106,16 @@ def test_a_rule_that_hangs_is_a_scored_zero_and_leaves_its_place(rule, users_mod
     assert asyncio.run(score_three()) == [Reward(0.0, False, "timed out after 0.2 s")] * 3
 
 
-def test_a_hanging_rule_does_not_hold_up_the_end_of_the_process():
+@pytest.mark.parametrize("rule", ["hangs", "blocks_its_loop", "never_stops"])
+def test_a_hanging_rule_does_not_hold_up_the_end_of_the_process(rule):
     script = f"""
         import asyncio, sys
         sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
-        from fluxjax.config import SourceConfig
-        from fluxjax.rewards import Scorer
-        from fluxjax.base.types import Prompt
-        subject = Scorer({{"s": SourceConfig(reward="user_rewards:hangs")}}, str, timeout=0.2)
+        from fluxjax.config import RewardKindConfig, RewardsConfig, SourceConfig
+        from fluxjax.rewards import Prompt, Scorer
+        assert "jax" not in sys.modules
+        settings = RewardsConfig(kinds={{"function": RewardKindConfig(seconds=0.2)}})
+        subject = Scorer({{"s": SourceConfig(reward="user_rewards:{rule}")}}, str, settings)
         print(asyncio.run(subject.score_text(Prompt("1", "s", "?", "1"), "1")).reason)
     """
     done = subprocess.run(
@@ -131,17 +139,20 @@ def test_a_cancelled_score_is_cancelled(users_module):
 
 
 def test_built_in_rules_are_found_by_name():
-    for name in REWARDS:
+    for name in ("exact", "positions", "digits", "number"):
         assert find_reward(name) is REWARDS[name]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exakt", "data.sources.s.reward is 'exakt'; it must be one of exact, positions, digits, number, or module:"),
+        (
+            "exakt",
+            "s.reward is 'exakt'; it must be one of exact, positions, digits, number, math, .* or module:",
+        ),
         ("no_such_module:f", "importing 'no_such_module' raised ModuleNotFoundError: No module named"),
         ("user_rewards:starts_rite", "user_rewards has no 'starts_rite'; it has starts_right, as_bool"),
-        ("user_rewards:NOT_A_FUNCTION", "is not a function but of type int"),
+        ("user_rewards:NOT_A_FUNCTION", "is not a function, or an object with .*, but of type int"),
         ("user_rewards:", "user_rewards has no ''"),
         (":f", "importing '' raised ValueError"),
     ],

@@ -135,7 +135,7 @@ class Served:
     def body(self, request: GenerateRequest, samples: Any = None, **changes: Any) -> dict[str, Any]:
         """As our client would write it; rids are those of the request, with the number of the sample."""
         vision = self.config.vision if self.processor.vision else None
-        limits = EngineLimits(16, LONGEST, self.config.text.vocab_size, vision)
+        limits = EngineLimits(16, LONGEST, self.config.text.vocab_size, vision, shadows=True)
         rids = {i: f"{request.rid}-{i}" for i in samples or range(request.n)}
         return wire.request_body(checked(request, limits), rids, self.config, interval=1) | changes
 
@@ -148,7 +148,9 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: pathlib.Path, kind: type[JaxEngine] = JaxEngine, **options: Any) -> AsyncIterator[Served]:
+async def serving(
+    folder: pathlib.Path, kind: Callable[..., JaxEngine] = JaxEngine, **options: Any
+) -> AsyncIterator[Served]:
     model, processor = models.load(folder), Processor.load(folder)
     engine = kind(model, slots=16, max_sequence_tokens=LONGEST, steps_per_sync=3)
     server = RolloutServer(engine, model.config, processor, **options)

@@ -51,6 +51,7 @@ def fleet_over(servers: Servers, options: FleetOptions = OPTIONS, seats: int = 2
     servers.reset()
     fleet = fleet_of(addresses=servers.addresses, seats=seats, options=options)
     try:
+        fleet.call(fleet.ready()).result(60)  # else a fault may find a server that is only starting
         yield [FleetEngine(fleet, seat) for seat in range(seats)]
     finally:
         servers.reset()

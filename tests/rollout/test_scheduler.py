@@ -7,7 +7,8 @@ from rollout_cases import VOCAB, text_prompt
 
 from rollout.engine import FinishReason, GenerateRequest, SamplingParams
 from rollout.requests import EngineLimits
-from rollout.scheduler import Scheduler, SlotTable
+from rollout.scheduler import Scheduler
+from rollout.slots import SlotTable
 
 STOP = 0
 SOME_IDS = 6  # the device draws from so many, to stop often

@@ -81,7 +81,7 @@ def test_streaming_equals_not_streaming(server: Subject) -> None:
             body = wire.request_body(asked, {0: f"stream-{name}"}, model("vl").config, interval=3)
             reply = SampleReply(f"stream-{name}")
             version = server.engine.stats().version
-            ended = [r async for r in client.generate(body, [reply], model("vl").config.text.vocab_size, version)]
+            ended = [r async for r in client.generate(dict(body), [reply], model("vl").config.text.vocab_size, version)]
             assert ended == [reply]
             whole = (await ask(client, {**body, "stream": False, "rid": [f"whole-{name}"]}))[0]
             assert whole["output_ids"] == reply.ids

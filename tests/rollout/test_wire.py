@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from protocol_cases import limits, model, prompts
 from rollout_cases import request
+from shadow_cases import Elsewhere
 
 from models.config import Qwen25VLConfig
 from models.inputs import ModelInput
+from models.shadow import ShadowTensor
 from rollout import wire
 from rollout.engine import EngineError, GenerateRequest
 from rollout.requests import checked
 
 
 def body_of(asked: GenerateRequest, samples: int = 1, kind: str = "vl") -> wire.Json:
-    asked = checked(asked, limits(kind))
+    asked = checked(asked, dataclasses.replace(limits(kind), shadows=True))
     rids = {sample: f"id-{sample}" for sample in range(samples)}
     return json.loads(json.dumps(wire.request_body(asked, rids, model(kind).config, interval=4)))
 
@@ -37,6 +39,65 @@ def test_media_come_back_bit_for_bit(name: str) -> None:
                 media[field] = {**first, **own}  # patches are with the first sample
         back = wire.given_prompt(body["input_ids"][sample], begun, media, config)
         same(back, prompt)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("name", ["image", "images", "video", "mixed"])
+def test_tickets_come_back_in_the_place_of_patches(name: str, parts: int) -> None:
+    """Exactly: who fetches them has the very prompt."""
+    prompt, config, there = prompts("vl")[name], model("vl").config, Elsewhere()
+    assert isinstance(config, Qwen25VLConfig) and prompt.vision is not None
+    shadow = there.shadow(prompt, "m", parts)
+    body = body_of(request("a", shadow, n=2, max_new_tokens=8), samples=2)
+    first = {field: wire.our_media(body[field][0][0]) for field in wire.FIELDS if field in body}
+    assert len(json.dumps(first)) < prompt.vision.patches_PX.nbytes / 4, "no pixels"
+    media = {field: entry for field, entry in first.items() if entry is not None}
+    back = wire.given_prompt(body["input_ids"][0], 0, media, config)
+    assert back.vision is not None and isinstance(back.vision.patches_PX, ShadowTensor)
+    pixels = back.vision.patches_PX.materialize(there.fetch)
+    same(dataclasses.replace(back, vision=dataclasses.replace(back.vision, patches_PX=pixels)), prompt)
+    for other in (there.shadow(prompt, "other", parts), there.shadow(prompt, "m", parts)):
+        keys = [wire.our_media(body_of(request("a", other, max_new_tokens=8))[f][0][0])["key"] for f in media]  # type: ignore[index]
+        alike = [entry["key"] for entry in media.values()]
+        assert (keys == alike) == ("other" not in str(other.vision.patches_PX))  # type: ignore[union-attr]
+
+
+def test_what_is_here_travels_beside_tickets() -> None:
+    prompt, config, there = prompts("vl")["mixed"], model("vl").config, Elsewhere()
+    assert isinstance(config, Qwen25VLConfig) and prompt.vision is not None
+    patches_PX = np.concatenate([there.shadow(prompt, "m").vision.patches_PX[:8], prompt.vision.patches_PX[8:]])  # type: ignore
+    mixed = dataclasses.replace(prompt, vision=dataclasses.replace(prompt.vision, patches_PX=patches_PX))
+    body = body_of(request("a", mixed, max_new_tokens=8))
+    media = {field: wire.our_media(body[field][0][0]) for field in wire.FIELDS if field in body}
+    back = wire.given_prompt(body["input_ids"][0], 0, media, config)  # type: ignore[arg-type]
+    pixels = back.vision.patches_PX.materialize(there.fetch)  # type: ignore[union-attr]
+    same(dataclasses.replace(back, vision=dataclasses.replace(back.vision, patches_PX=pixels)), prompt)  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"rows": [["t", 0, 4]]}, "the rows are 4, the shape says"),
+        ({"rows": [["t", 4, 4]]}, "is no .ticket, start, stop"),
+        ({"rows": [["t", -1, 4]]}, "is no .ticket, start, stop"),
+        ({"rows": [["t", 0, True]]}, "is no .ticket, start, stop"),
+        ({"rows": [[7, 0, 4]]}, "is no .ticket, start, stop"),
+        ({"rows": [["t", 0]]}, "patches.shadow"),
+        ({"rows": 3}, "patches.shadow"),
+        ({"rows": [{"dtype": "float32"}]}, "patches"),
+        ({"rows": [wire.array_json(np.zeros((4, 3), np.float32))]}, "an array among the rows"),
+        ({"dtype": "int32"}, "must be float32"),
+        ({"shape": [16]}, "must be float32"),
+        ({"shape": [-4, 96]}, "must be float32"),
+        ({"shape": None}, "patches.shadow"),
+    ],
+    ids=str,
+)
+def test_tickets_that_make_no_sense_are_refused(change: wire.Json, complaint: str) -> None:
+    good = wire.shadow_json(ShadowTensor.of("t", (16, 96), np.float32))
+    assert wire.patches_of("image_data.patches", good) == ShadowTensor.of("t", (16, 96), np.float32)
+    with pytest.raises(wire.BadRequest, match=f"image_data.patches.*{complaint}|{complaint}"):
+        wire.patches_of("image_data.patches", {wire.SHADOW: {**good[wire.SHADOW], **change}})
 
 
 def same(one: ModelInput, other: ModelInput) -> None:

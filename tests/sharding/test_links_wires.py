@@ -10,9 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sharding.links import LinkError
 from sharding.links.meeting import Card, connect, listen, own_address, place
+from sharding.links.send_buffers import widen_send_buffers
 from sharding.links.wires import Message, Wire, Wires
 
 Pair = Callable[[], tuple[Wire, socket.socket]]
@@ -159,6 +162,30 @@ def test_data_comes_whole_and_in_order_behind_its_message(pair: Pair) -> None:
     wires.close()
 
 
+@given(st.lists(st.sampled_from([0, 1, 7, 300_000]), max_size=1500))
+@settings(deadline=None, max_examples=20)
+def test_data_in_many_parts_comes_joined(sizes: list[int]) -> None:
+    """More of them than a call to the system takes, larger than its buffers, and some of them empty."""
+    near, far = (Wire.on(end) for end in _connected())
+    parts = [os.urandom(size) for size in sizes[:40]] + [os.urandom(size % 9) for size in sizes[40:]]
+    whole = b"".join(parts)
+    reader = threading.Thread(target=lambda: came.append(far.read()))
+    came: list[tuple[Message, bytes] | None] = []
+    reader.start()
+    near.socket.settimeout(20.0)
+    near.write({"bytes": str(len(whole))}, *parts)
+    reader.join(20)
+    assert came == [({"bytes": str(len(whole))}, whole)]
+    near.close()
+    far.close()
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        near = socket.create_connection(door.getsockname())
+        return near, door.accept()[0]
+
+
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
@@ -176,3 +203,21 @@ def test_a_size_is_bounded_before_anything_is_read(pair: Pair, sent: bytes, why:
     far.close()
     assert log.gone.wait(20) and why in log.why[0] and not log.heard
     wires.close()
+
+
+def test_connections_of_this_process_hold_more_than_a_packet() -> None:
+    """Also those that a library opened and tells nobody of."""
+
+    def room(end: socket.socket) -> int:
+        return end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as ours:
+        theirs, _ = door.accept()
+        with theirs:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+                assert room(end) < 1 << 16
+            widen_send_buffers()
+            assert min(room(ours), room(theirs)) > 1 << 17
+            ours.sendall(b"still there")
+            assert theirs.recv(100) == b"still there"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ...base.types import Group
 from ...config import Config
 from ...coordinator.factory import make_schedules
 from ...coordinator.ledger import PromptStage
@@ -43,6 +44,7 @@ class Promises:
         self.dynamic = config.policy.dynamic_sampling
         self.books = Books(settings.engines)
         self.schedules = make_schedules(config.schedules)
+        self._scored: list[Group] = []  # since the temperature of a prompt was last asked for
         self.wrong: list[str] = []
         self.evaluated: list[tuple[int, bool]] = []
         self.saved: list[int] = []
@@ -88,6 +90,13 @@ class Promises:
         schedule = self.schedules.get(name)
         return otherwise if schedule is None else schedule.value(self._progress)
 
+    def _learn(self) -> None:
+        """Schedules learn by draws, whatever came first."""
+        scored, self._scored = sorted(self._scored, key=lambda group: group.prompt.draw), []
+        for group in scored:
+            for schedule in self.schedules.values():
+                schedule.observe_group(group)
+
     @property
     def _progress(self) -> float:
         return self.books.step / max(self.settings.steps - 1, 1)
@@ -103,10 +112,10 @@ class Promises:
             self.waits()
         scored = self.books.hear(what)
         self.heard(what)
-        for schedule in self.schedules.values():
-            if scored is not None:
-                schedule.observe_group(scored.group())
-            if isinstance(what, Trained):
+        if scored is not None:
+            self._scored.append(scored.group())
+        if isinstance(what, Trained):
+            for schedule in self.schedules.values():
                 schedule.observe(what.metrics)
 
     def heard(self, event: Event) -> None:
@@ -244,6 +253,8 @@ class Promises:
         self.expect((n, need) == size, f"{request.rid} launches {n} responses for {need}, not {size[0]} for {size[1]}")
         goes_on = bool(seen.kept()) and seen.born >= self.oldest
         self.expect(bool(request.begun) == goes_on, f"{request.rid} {'begins anew' if goes_on else 'goes on'}")
+        if not request.begun:
+            self._learn()
         schedule = self.schedules.get("temperature")
         right = None if schedule is None else schedule.value(self._progress, seen.prompt)
         if request.begun:

@@ -1,0 +1,38 @@
+"""CISPO: clipped importance weights (MiniMax, "MiniMax-M1", arXiv:2506.13585, equations 4 and 5).
+
+    -sg(w clip(r, 1 - clip_low, 1 + clip_high)) A_i log policy(o_t),     r = policy(o_t) / behaviour(o_t)
+
+The bound cuts the weight of a token, not its gradient: rare tokens, at which reasoning turns, go on being learned where
+PPO's clipping drops them. There is no lower bound (`clip_low` is 1); of the upper one the paper has no number, 5 is
+from ScaleRL (arXiv:2510.13786). Advantages are GRPO's, the mean is over tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..base.types import TrainBatch
+from ..config import AlgorithmConfig
+from .grpo import GRPO
+from .importance import correction
+from .loss import masked, regularised
+
+
+class CISPO(GRPO):
+    def token_loss(
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        entropies_BT: Float[Array, "B T"],
+        batch: TrainBatch,
+        cfg: AlgorithmConfig,
+    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+        """The loss in the head of this file. Metrics: `ratio`, r; `clip_fraction`, 1 where its weight is cut."""
+        trained_BT = batch.loss_weights_BT != 0.0
+        log_ratio_BT, weight_BT = correction(logprobs_BT, batch, cfg.importance)
+        ratio_BT = jnp.exp(log_ratio_BT)
+        bounded_BT = jnp.clip(ratio_BT, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
+        cut_BT = jnp.where(bounded_BT != ratio_BT, 1.0, 0.0)
+        metrics = {"ratio": masked(ratio_BT, trained_BT), "clip_fraction": masked(cut_BT, trained_BT)}
+        factor_BT = jax.lax.stop_gradient(weight_BT * bounded_BT) * batch.advantages_BT
+        loss_BT = -factor_BT * masked(logprobs_BT, trained_BT)
+        return regularised(loss_BT, metrics, logprobs_BT, entropies_BT, batch, cfg)

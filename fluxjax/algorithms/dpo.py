@@ -1,0 +1,92 @@
+"""Direct preference optimisation over pairs that the policy generates itself (Rafailov et al., arXiv:2305.18290).
+
+    -log sigmoid(beta (d(chosen) - d(rejected))),     d(o) = log policy(o) / reference(o), a sum over tokens
+
+(equation 7), averaged over pairs, with beta in `kl_coefficient`: it is the weight of the KL divergence in the objective
+that the paper starts from (equation 3). The response of a group with the highest reward is chosen and that with the
+lowest rejected, the first of several; a group of equal rewards has no pair. So preferences are of the policy's own
+responses as it is now, as in online DPO (Guo et al., OAIF, arXiv:2402.04792), with the reward in the judge's place.
+
+The gradient is `-beta sigmoid(-z) (grad log policy(chosen) - grad log policy(rejected))`, z = beta times the difference
+(equation 8). A forward pass before each optimizer step has z; then each token's loss is in a batch of its own, wherever
+its pair lies. Who generated the responses, and how long ago, plays no part: nothing is corrected for.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..base.types import Group, TrainBatch, has_variance
+from ..config import AlgorithmConfig
+from .advantages import rewards_of, with_advantages
+from .loss import kl_estimate, masked
+from .rl_algorithm import Key, RLAlgorithm
+
+
+class DPO(RLAlgorithm):
+    coupled = True
+
+    def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
+        """1 for the chosen response of a group, -1 for the rejected one, 0 for all others."""
+
+        def preferred(group: Group) -> np.ndarray:
+            rewards_G, signs_G = rewards_of(group), np.zeros(len(group.samples))
+            if has_variance(group):
+                order = np.array([sample.response.sample for sample in group.samples])
+                signs_G[np.lexsort((order, -rewards_G))[0]] = 1.0
+                signs_G[np.lexsort((order, rewards_G))[0]] = -1.0
+            return signs_G
+
+        return [with_advantages(group, preferred(group)) for group in groups]
+
+    def couple(
+        self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig
+    ) -> tuple[Mapping[Key, float], Mapping[str, float]]:
+        """Metrics: `loss`, the head's; `dpo/pairs`; and of these, if there are any, `dpo/accuracy`, the share whose
+        chosen response has the higher implicit reward, `dpo/margin`, between the two, `dpo/chosen` and `dpo/rejected`,
+        implicit rewards `beta d` (section 5.1)."""
+        pairs = [pair for group in groups if (pair := _pair(group)) is not None]
+        metrics = {"loss": 0.0, "dpo/pairs": float(len(pairs))}
+        if not pairs:
+            return {}, metrics
+        beta = cfg.kl_coefficient
+        rewards_P2 = beta * np.array([[log_ratios.get(key, 0.0) for key in pair] for pair in pairs], np.float64)
+        margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+        losses_P = np.logaddexp(0.0, -margins_P)
+        slopes_P = beta * np.exp(-np.logaddexp(0.0, margins_P)) / len(pairs)
+        slopes: dict[Key, float] = {}
+        for (chosen, rejected), slope in zip(pairs, slopes_P.tolist(), strict=True):
+            slopes |= {chosen: -slope, rejected: slope}
+        return slopes, metrics | {
+            "loss": float(losses_P.mean()),
+            "dpo/accuracy": float(np.mean(margins_P > 0.0)),
+            "dpo/margin": float(margins_P.mean()),
+            "dpo/chosen": float(rewards_P2[:, 0].mean()),
+            "dpo/rejected": float(rewards_P2[:, 1].mean()),
+        }
+
+    def token_loss(
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        entropies_BT: Float[Array, "B T"],
+        batch: TrainBatch,
+        cfg: AlgorithmConfig,
+    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+        """Has the gradient of the loss in the head of this file, and the value 0: `couple` has the value. Metric:
+        `reference_kl`, the estimate of KL(policy || reference) in nats."""
+        trained_BT = batch.loss_weights_BT != 0.0
+        change_BT = masked(logprobs_BT - jax.lax.stop_gradient(logprobs_BT), trained_BT)  # 0, with a gradient
+        behind_BT = masked(batch.reference_logprobs_BT - logprobs_BT, trained_BT)
+        return -batch.advantages_BT * change_BT, {"reference_kl": kl_estimate(behind_BT, cfg.kl_estimator)}
+
+    def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
+        """What is in no pair has no gradient."""
+        return True
+
+
+def _pair(group: Group) -> tuple[Key, Key] | None:
+    """The chosen and the rejected response of a group with advantages."""
+    keys = {s.advantage: (s.response.draw, s.response.sample) for s in group.samples}
+    return (keys[1.0], keys[-1.0]) if 1.0 in keys and -1.0 in keys else None

@@ -1,0 +1,13 @@
+"""Dr.GRPO, "GRPO done right" (Liu et al., arXiv:2503.20783, section 3.2): GRPO without its two biases.
+
+    A_i = R_i - mean(R)                             not divided by std(R), which favours prompts that are easy or hard
+    1 / (responses * max_new_tokens) each token     not 1 / |o_i|, which favours long answers among wrong ones
+
+Both are settings (`normalize_std`, `loss_aggregation`), which the name brings along.
+"""
+
+from .grpo import GRPO
+
+
+class DrGRPO(GRPO):
+    """GRPO; see its own settings."""

@@ -1,0 +1,41 @@
+"""Group sequence policy optimisation (Zheng et al., arXiv:2507.18071): ratio and clipping of whole responses.
+
+    -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),     s_i = (policy(o_i) / behaviour(o_i))**(1 / |o_i|)
+
+(equations 5 and 7), averaged over responses. The gradient of s_i is `s_i mean_t grad log policy(o_t)` (equation 10),
+which tokens have one by one as that of `sg(s_i) policy(o_t) / sg(policy(o_t))` (GSPO-token, equation 14). So each
+token's loss is in a batch of its own, wherever the rest of its response lies; s_i itself is computed in a forward pass
+before each optimizer step. Advantages are GRPO's. As a mean of logs over a response varies little, its bounds are
+narrow (3e-4 and 4e-4, section 5.1).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..base.types import TrainBatch
+from ..config import AlgorithmConfig
+from .grpo import GRPO
+from .importance import correction
+from .loss import clipped_surrogate, masked, regularised
+
+
+class GSPO(GRPO):
+    response_ratios = True
+
+    def token_loss(
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        entropies_BT: Float[Array, "B T"],
+        batch: TrainBatch,
+        cfg: AlgorithmConfig,
+    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+        """The loss in the head of this file, times the importance weight. Metrics: `ratio`, s_i; `clip_fraction`."""
+        assert batch.policy_log_ratios_BT is not None, "filled in by fluxjax.batch.scored.with_policy_ratios"
+        trained_BT = batch.loss_weights_BT != 0.0
+        _, weight_BT = correction(logprobs_BT, batch, cfg.importance)
+        change_BT = masked(logprobs_BT - jax.lax.stop_gradient(logprobs_BT), trained_BT)  # 0, with a gradient
+        ratio_BT = jnp.exp(batch.policy_log_ratios_BT + change_BT)
+        objective_BT, clipped_BT = clipped_surrogate(ratio_BT, batch.advantages_BT, cfg.clip_low, cfg.clip_high)
+        metrics = {"ratio": masked(ratio_BT, trained_BT), "clip_fraction": masked(clipped_BT, trained_BT)}
+        return regularised(-weight_BT * objective_BT, metrics, logprobs_BT, entropies_BT, batch, cfg)

@@ -1,0 +1,50 @@
+"""Proximal policy optimisation with a critic (Schulman et al., arXiv:1707.06347; advantages: arXiv:1506.02438).
+
+The policy's loss is GRPO's clipped one (equation 7 of the paper), with an advantage for each token: generalised
+advantage estimation (`gae`) from the values of a critic, whitened over the step. A response's reward is that of its
+last token. The critic has weights and an optimizer of its own and is trained on the same minibatches by
+
+    L_V = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
+
+with returns R = A + V_old of the advantages before whitening, V_old the values before the step's first optimizer
+step, and c = `critic.value_clip`. The paper's equation 9 has the plain square; the clipped one is that of its authors'
+code (OpenAI baselines, ppo2) and of verl. Values are those of the policy that generated the tokens: the importance
+correction, which is about the policy that is trained, does not weigh the critic's loss.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..base.types import Group, TrainBatch
+from ..config import AlgorithmConfig
+from .advantages import rewards_of, with_advantages
+from .grpo import GRPO
+from .loss import masked
+
+
+class PPO(GRPO):
+    whole_step = True
+    critic = True
+
+    def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
+        """The rewards as they are: what estimation begins with."""
+        return [with_advantages(group, rewards_of(group)) for group in groups]
+
+
+def value_loss(
+    values_BT: Float[Array, "B T"], batch: TrainBatch, value_clip: float
+) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+    """The critic's loss in the head of this file (`value_clip` 0: the plain square), 0 where a token is not trained
+    on. Metrics: `value`, V; `clip_fraction`, 1 where the bound cuts the gradient off."""
+    assert batch.values_BT is not None and batch.returns_BT is not None, "filled in by fluxjax.learner.critic"
+    trained_BT = batch.loss_weights_BT != 0.0
+    error_BT = masked(values_BT - batch.returns_BT, trained_BT)
+    square_BT, clipped_BT = jnp.square(error_BT), jnp.zeros_like(error_BT)
+    if value_clip > 0.0:
+        near_BT = jnp.clip(values_BT, batch.values_BT - value_clip, batch.values_BT + value_clip)
+        bounded_BT = jnp.square(masked(near_BT - batch.returns_BT, trained_BT))
+        clipped_BT = (bounded_BT > square_BT).astype(square_BT.dtype)
+        square_BT = jnp.maximum(square_BT, bounded_BT)
+    return 0.5 * square_BT, {"value": masked(values_BT, trained_BT), "clip_fraction": clipped_BT}

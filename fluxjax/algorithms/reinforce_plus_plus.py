@@ -1,0 +1,45 @@
+"""REINFORCE++ (Hu et al., arXiv:2501.03262): no critic and no group; advantages are normalised over the whole step.
+
+    A_i = (R_i - mean) / std,     R_i = reward - kl_coefficient * sum_t log(policy / reference)(o_t)
+
+with mean and variance over all tokens of the step, whose advantage is that of their response. The KL term is in the
+reward (section 3; `kl_in_reward`, estimator k1), and here the same for all tokens of a response: the paper's token t
+has that of the tokens from t on. The loss is PPO's clipped one, as GRPO's. The variant with a baseline takes each
+group's mean off first, and has the KL term in the loss (estimator k2).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..base.types import Group
+from ..config import AlgorithmConfig
+from .advantages import VARIANCE_EPSILON, centred, rewards_of, with_advantages
+from .grpo import GRPO
+
+
+class ReinforcePlusPlus(GRPO):
+    whole_step = True
+
+    def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
+        return _normalised_over_tokens(groups, [rewards_of(group) for group in groups])
+
+
+class ReinforcePlusPlusBaseline(GRPO):
+    whole_step = True
+
+    def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
+        return _normalised_over_tokens(groups, [centred(group) for group in groups])
+
+
+def _normalised_over_tokens(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[Group]:
+    """`(value - mean) / sqrt(variance + 1e-8)` with mean and variance (divisor tokens - 1) over the step's tokens."""
+    flat = np.concatenate([*values, np.zeros(0)])
+    tokens = np.array([len(sample.response.token_ids) for group in groups for sample in group.samples], np.int64)
+    count = tokens.sum()
+    if count < 2:
+        return [with_advantages(group, np.zeros(len(group.samples))) for group in groups]
+    mean = (flat * tokens).sum() / count
+    variance = ((flat - mean) ** 2 * tokens).sum() / (count - 1)
+    scale = np.sqrt(variance + VARIANCE_EPSILON)
+    return [with_advantages(group, (own - mean) / scale) for group, own in zip(groups, values, strict=True)]

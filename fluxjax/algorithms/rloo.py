@@ -1,0 +1,24 @@
+"""REINFORCE with a leave-one-out baseline (Ahmadian et al., "Back to Basics", arXiv:2402.14740, equation 8).
+
+    A_i = R_i - mean of R_j over j != i
+
+which is G / (G - 1) times what GRPO has before it divides by the standard deviation, and no more biased than no
+baseline. A response is one action: its tokens' log-probs are summed (aggregation by a constant). The loss is GRPO's: at
+a ratio of 1 its gradient is REINFORCE's, and what clipping cuts off are old tokens.
+"""
+
+from collections.abc import Sequence
+
+from ..base.types import Group
+from ..config import AlgorithmConfig
+from .advantages import centred, with_advantages
+from .grpo import GRPO
+
+
+class RLOO(GRPO):
+    def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
+        """A response without others in its group has an advantage of 0."""
+        return [
+            with_advantages(group, centred(group) * len(group.samples) / max(len(group.samples) - 1, 1))
+            for group in groups
+        ]

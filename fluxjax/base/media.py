@@ -1,0 +1,29 @@
+"""A medium of a prompt, by reference. JAX is not imported: processes that decode need none."""
+
+import dataclasses
+import enum
+
+
+class MediaKind(enum.Enum):
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+@dataclasses.dataclass(frozen=True)
+class Media:
+    """A media file by reference: pixels are decoded where they are used.
+
+    `path` is a local file or a URL. Where it is a parquet file, `cell` says which of its media (`COLUMN/ROW/INDEX`),
+    and `stamp` which version of it the record is from. `data` are the encoded bytes of a medium that is in no file.
+    """
+
+    kind: MediaKind
+    path: str
+    data: bytes | None = dataclasses.field(default=None, repr=False)
+    cell: str = ""
+    stamp: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the medium in messages."""
+        return f"{self.path}#{self.cell}" if self.cell else self.path

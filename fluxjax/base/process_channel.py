@@ -1,0 +1,132 @@
+"""Messages between a run and a process that works for it: msgpack over a socket, pixels beside them.
+
+Few pixels follow their message on the socket. Many are written to memory that has no name, of which the open file
+travels to the other process and is mapped there: nothing is copied on the way, and nothing stays behind, whoever is
+killed and when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+HEADER = struct.Struct(">QQ")  # bytes of the message, and of the pixels that follow it on the socket
+MAPPED_FROM = 4 << 20  # bytes of an array; a process may have 65,530 mappings, so that small ones are copied
+
+
+class Channel:
+    """One end. Its methods raise EOFError where the other process has ended, TimeoutError where it takes too long."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+
+    def send(
+        self, message: Mapping[str, Any], array: np.ndarray | None = None, *, seconds: float | None = None
+    ) -> None:
+        """Sends a message, and with it an array (uint8), which may be changed afterwards."""
+        self.socket.settimeout(seconds)
+        memory = None
+        if array is not None:
+            message = {**message, "shape": array.shape}
+            memory = _written(array) if array.nbytes >= MAPPED_FROM else None
+        words = msgpack.packb(message, unicode_errors="surrogateescape")
+        assert words is not None
+        inline = array.nbytes if array is not None and memory is None else 0
+        try:
+            head, descriptors = HEADER.pack(len(words), inline), [] if memory is None else [memory]
+            socket.send_fds(self.socket, [head], descriptors)
+            self.socket.sendall(words)
+            if inline and array is not None:
+                self.socket.sendall(np.ascontiguousarray(array).data.cast("B"))
+        except ConnectionError:
+            raise EOFError from None
+        finally:
+            if memory is not None:
+                os.close(memory)
+
+    def receive(self, seconds: float | None = None) -> tuple[dict[str, Any], np.ndarray | None]:
+        """Returns the next message, and the array that belongs to it, if any. The array may be read-only."""
+        end = None if seconds is None else time.monotonic() + seconds
+        self._wait(end)
+        try:
+            head, descriptors, _, _ = socket.recv_fds(self.socket, HEADER.size, 1)
+        except ConnectionError:
+            raise EOFError from None
+        with contextlib.ExitStack() as files:
+            for descriptor in descriptors:
+                files.callback(os.close, descriptor)
+            head += self._exactly(HEADER.size - len(head), end)
+            size, inline = HEADER.unpack(head)
+            message = msgpack.unpackb(self._exactly(size, end), unicode_errors="surrogateescape")
+            shape = message.get("shape")
+            if shape is None:
+                return message, None
+            values = _mapped(descriptors[0]) if descriptors else np.frombuffer(self._exactly(inline, end), np.uint8)
+            return message, values.reshape(shape)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _exactly(self, size: int, end: float | None) -> bytearray:
+        content = bytearray(size)
+        rest = memoryview(content)
+        while rest:
+            self._wait(end)
+            try:
+                count = self.socket.recv_into(rest)
+            except ConnectionError:
+                count = 0
+            if not count:
+                raise EOFError
+            rest = rest[count:]
+        return content
+
+    def _wait(self, end: float | None) -> None:
+        """Gives what is read next the time that is left."""
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError
+        self.socket.settimeout(left)
+
+
+def _written(array: np.ndarray) -> int | None:
+    """An open file without a name that holds the array; None where there is no room for one."""
+    try:
+        memory = _nameless()
+    except OSError:
+        return None
+    try:
+        rest = np.ascontiguousarray(array).data.cast("B")
+        while rest:
+            rest = rest[os.write(memory, rest) :]
+    except OSError:
+        os.close(memory)
+        return None
+    return memory
+
+
+def _nameless() -> int:
+    """An open file in memory, or in the temporary folder where the system has no such memory."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("fluxjax-media")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _mapped(descriptor: int) -> np.ndarray:
+    """The content of an open file; read, where there are too many mappings."""
+    size = os.fstat(descriptor).st_size
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
+    except OSError:
+        return np.frombuffer(os.pread(descriptor, size, 0), np.uint8)

@@ -1,0 +1,91 @@
+"""The tokens, log-probs and versions of a response as bytes, written once, when it has come: processes are told these.
+
+A head (the number of the response in its group, tokens, runs of versions, bytes of a token, temperature), the versions
+as runs of (version, tokens), log-probs as float32, tokens as the smaller of two integers that holds all of them; little
+endian. Nearly all tokens of a response are of one version, so that runs take no room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+
+_HEAD = struct.Struct("<iiiid")
+_TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by their bytes
+_RUN = np.dtype("<i4")  # of each number of a pair
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponseNumbers:
+    """What `numbers_of` reads: `tokens` int32, `logprobs` float32, `versions` int32, of `T` each."""
+
+    sample: int
+    temperature: float | None
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    size: int  # bytes that were read
+
+
+def bytes_of(
+    sample: int,
+    temperature: float | None,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    versions: Sequence[int],
+) -> bytes:
+    """Raises ValueError for a number that is none, or too large for 32 bits."""
+    count = len(tokens)
+    one = not count or versions.count(versions[0]) == count
+    runs = [versions[0], count] if one and count else [n for v, run in groupby(versions) for n in (v, len(list(run)))]
+    try:
+        width, ids = 2, struct.pack(f"<{count}H", *tokens)  # twice as fast as numpy reads a tuple
+    except struct.error:
+        width, ids = 4, _packed(f"<{count}i", tokens)
+    values = _packed(f"<{count}f", logprobs)
+    head = _HEAD.pack(sample, count, len(runs) // 2, width, math.nan if temperature is None else temperature)
+    return b"".join((head, _packed(f"<{len(runs)}i", runs), values, ids))
+
+
+def _packed(form: str, values: Sequence[int] | Sequence[float]) -> bytes:
+    try:
+        return struct.pack(form, *values)
+    except (struct.error, OverflowError) as error:
+        raise ValueError(f"numbers of a response: {error}") from error
+
+
+def numbers_of(data: bytes | memoryview, start: int = 0) -> ResponseNumbers:
+    """The numbers that `bytes_of` wrote, `start` bytes into `data`. Raises ValueError for anything else."""
+    try:
+        sample, count, runs, width, temperature = _HEAD.unpack_from(data, start)
+    except struct.error as error:
+        raise ValueError(f"a response is cut off: {error}") from error
+    if count < 0 or runs < 0 or width not in _TOKENS:
+        raise ValueError(f"no response has {count} tokens of {width} bytes and {runs} runs of versions")
+    at = start + _HEAD.size
+    pairs = np.frombuffer(data, _RUN, 2 * runs, at).reshape(runs, 2)
+    at += pairs.nbytes
+    logprobs = np.frombuffer(data, "<f4", count, at)
+    at += logprobs.nbytes
+    ids = np.frombuffer(data, _TOKENS[width], count, at)
+    if pairs[:, 1].min(initial=1) < 1 or pairs[:, 1].sum(dtype=np.int64) != count:
+        raise ValueError(f"runs of {pairs[:, 1].tolist()} versions for {count} tokens")
+    return ResponseNumbers(
+        sample,
+        None if math.isnan(temperature) else temperature,
+        ids.astype(np.int32),
+        logprobs.astype(np.float32, copy=False),
+        np.repeat(pairs[:, 0].astype(np.int32), pairs[:, 1]),
+        at + ids.nbytes - start,
+    )
+
+
+def newest_of(data: bytes) -> int:
+    """The newest version in what `bytes_of` wrote; -1: there is no token."""
+    _, _, runs, _, _ = _HEAD.unpack_from(data)
+    return max(struct.unpack_from(f"<{2 * runs}i", data, _HEAD.size)[::2], default=-1)

@@ -1,0 +1,107 @@
+"""A prompt, a response to it and its reward. JAX is not imported: processes that score need none.
+
+Elsewhere they are imported from `base/types.py`, with all other data of a step.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from .media import Media
+from .response_bytes import ResponseNumbers, bytes_of, newest_of, numbers_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A question as the coordinator knows it: no pixels and no tokens.
+
+    `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source; `draw`
+    counts the prompts drawn in this run, and orders everything that must not depend on time; `row` is the record's
+    number in its source.
+    """
+
+    id: str
+    source: str
+    text: str
+    answer: str
+    media: tuple[Media, ...] = ()
+    draw: int = 0
+    epoch: int = 0
+    row: int = 0
+    tokens: int = 0  # tokens of the prepared prompt; 0: not known
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """The tokens that an engine generated for one sample of a prompt. The three tuples have one entry for each token.
+
+    `logprobs` are natural logs of the probability under the sampling distribution (the behaviour policy); `versions`
+    are the weight versions that the tokens come from. Raises ValueError if the tuples differ in length.
+    """
+
+    rid: str
+    draw: int  # `Prompt.draw` of its prompt
+    sample: int  # 0 <= sample < G
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: str  # a `FinishReason` value: stop, length, abort
+    temperature: float | None = None  # sampling temperature; None: `rollout.temperature`
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"response {self.rid}: {len(self.token_ids)} tokens, {len(self.logprobs)} logprobs, "
+                f"{len(self.versions)} versions; the three must be equal"
+            )
+
+    @functools.cached_property  # reading a tuple takes longer than all else that is done with a response
+    def data(self) -> bytes:
+        """Its numbers as bytes (`response_bytes`), as other processes are told them."""
+        return bytes_of(self.sample, self.temperature, self.token_ids, self.logprobs, self.versions)
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Int32[np.ndarray, " T"], Float32[np.ndarray, " T"], Int32[np.ndarray, " T"]]:
+        """Tokens, log-probs and versions."""
+        numbers = numbers_of(self.data)
+        return numbers.tokens, numbers.logprobs, numbers.versions
+
+    @classmethod
+    def of(cls, draw: int, numbers: ResponseNumbers) -> "Response":
+        """The response to this draw that has these numbers, and no name."""
+        columns = numbers.tokens, numbers.logprobs, numbers.versions
+        tokens, logprobs, versions = (tuple(column.tolist()) for column in columns)
+        response = cls("", draw, numbers.sample, tokens, logprobs, versions, "stop", numbers.temperature)
+        vars(response)["arrays"] = columns
+        return response
+
+    @functools.cached_property  # numbers beside each other: those of a step are all over the memory
+    def facts(self) -> tuple[int, int, int]:
+        """(`sample`, its tokens, the newest version that one of them is of, -1 without any)."""
+        return self.sample, len(self.token_ids), newest_of(self.data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A response as rewards see it: the prompt, the text that answers it, and how that ended."""
+
+    prompt: Prompt
+    text: str
+    num_tokens: int = 0
+    finish: str = "stop"  # as `Response.finish`
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """The score of a response. `value` enters the advantage; `correct` is the exact match that accuracy counts. A
+    reward that crashed or timed out has the value 0 and says so in `reason`. `parts` are the rewards of a mixture by
+    name, before their weights; `seconds` is how long scoring took."""
+
+    value: float
+    correct: bool
+    reason: str = ""
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    seconds: float = dataclasses.field(default=0.0, compare=False)  # a measurement: equal scores are equal

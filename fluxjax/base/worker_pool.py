@@ -1,0 +1,120 @@
+"""Calls a function in processes that can be killed: the time and the memory of each call are bounded.
+
+A thread that hangs, or asks for memory without end, takes the run with it; a process costs its one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import sys
+import time
+from typing import Any
+
+from .process_pool import PoolLoad, ProcessEnded, ProcessPool, WorkerProcess
+
+
+class WorkerTimeout(Exception):
+    """A call took longer than it may; its process was killed."""
+
+
+class WorkerDied(Exception):
+    """The process of a call ended, needed too much memory, or could not be started."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class WorkerMemory(WorkerDied):
+    """The process of a call needed too much memory."""
+
+
+class WorkerError(Exception):
+    """The function raised, or returned what can't be sent; the text names the type of its error."""
+
+
+class WorkerPool:
+    """Up to `workers` processes that call the function at `function_path` (`module:function`), one call each at a time.
+
+    Argument and result are what msgpack knows: None, numbers, text, bytes, lists, dictionaries (a tuple arrives as a
+    list). Processes start when calls have to wait, import the module by this process's `sys.path`, and stay; JAX is not
+    imported in them. The function runs in a process's main thread, so that it may use `signal.alarm`. What it prints
+    is dropped, what it writes to standard error is seen. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        function_path: str,
+        workers: int,
+        *,
+        seconds: float,
+        memory_gib: float,
+        name: str,
+        made_with: Any = None,
+    ) -> None:
+        """`seconds` bound a call, if it doesn't say otherwise; `memory_gib` is what the function may take beside its
+        imports; `name` stands in messages. With `made_with`, what is at `function_path` is called with it once in each
+        process, before memory is bounded, and returns the function."""
+        self.function_path, self.workers, self.name = function_path, workers, name
+        self.seconds, self.memory_gib, self._made_with = seconds, memory_gib, made_with
+        self._pool = ProcessPool(self._start, workers, f"the workers of {name} are closed", patient=True)
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+
+    def call(self, argument: Any, seconds: float | None = None) -> Any:
+        """Returns what the function returns, within `seconds` from when a process has its argument. Raises
+        WorkerTimeout, WorkerDied, WorkerError, and RuntimeError once the pool is closed."""
+        with self._pool.turn():
+            try:
+                process = self._pool.take()
+            except (ProcessEnded, OSError) as error:
+                raise WorkerDied(f"a process for {self.name} can't be started: {error}") from error
+            return self._called(process, argument, self.seconds if seconds is None else seconds)
+
+    async def acall(self, argument: Any, seconds: float | None = None) -> Any:
+        """`call`, for an event loop. Cancelling it stops the waiting, and not a call that has begun."""
+        if self._threads is None:
+            self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix=self.name)
+        return await asyncio.wrap_future(self._threads.submit(self.call, argument, seconds))
+
+    def load(self) -> PoolLoad:
+        return self._pool.load()
+
+    def close(self) -> None:
+        """Kills the processes, at work or not."""
+        self._pool.close()
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _start(self) -> WorkerProcess:
+        memory = int(self.memory_gib * (1 << 30))
+        path = [os.path.abspath(folder) for folder in sys.path]  # an empty one is the current folder
+        function = {"function": self.function_path, "made_with": self._made_with}
+        process = WorkerProcess("fluxjax.base.called_worker", {**function, "path": path, "memory": memory})
+        if "failed" in process.ready:
+            process.end()
+            raise ProcessEnded(f"importing {self.function_path!r} raised {process.ready['failed']}")
+        return process
+
+    def _called(self, process: WorkerProcess, argument: Any, seconds: float) -> Any:
+        answered, begin = False, time.monotonic()
+        process.jobs += 1
+        try:
+            job = {"number": process.jobs, "argument": argument, "seconds": seconds}
+            process.channel.send(job, seconds=seconds)
+            reply, _ = process.channel.receive(seconds)
+            if reply.get("number") != process.jobs:  # what answers to something else is not to be trusted any more
+                raise WorkerDied("it answered what it was not asked")
+            if "memory" in reply:
+                raise WorkerMemory(f"needs more than {self.memory_gib:g} GiB of memory")
+            answered = True
+        except TimeoutError:
+            raise WorkerTimeout(f"timed out after {seconds:g} s") from None
+        except EOFError:
+            raise WorkerDied(f"ended its process ({process.end()})") from None
+        finally:
+            self._pool.give_back(process, answered, time.monotonic() - begin)
+        if "error" in reply:
+            raise WorkerError(reply["error"])
+        return reply["result"]

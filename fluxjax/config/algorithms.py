@@ -1,0 +1,157 @@
+"""The section of `Config` that says what is learned from rewards: the algorithm, its settings, and its own defaults.
+
+`OWN_SETTINGS` has the settings in which an algorithm's paper differs from the defaults here. They are taken over where
+the name is chosen, on the command line (`--config.algorithm.name=dr_grpo`) or by `AlgorithmConfig.of("dr_grpo")`; what
+else is given there counts more. So a run's settings always say what is computed, and nothing means "as the algorithm
+likes".
+"""
+
+import copy
+import dataclasses
+import difflib
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from ..base.errors import ConfigError
+from .bounds import bounded, not_negative, positive
+from .scheduling import ImportanceConfig
+
+
+class LossAggregation(enum.Enum):
+    TOKEN_MEAN = "token_mean"  # every token of the step counts the same (DAPO)
+    SEQUENCE_MEAN = "sequence_mean"  # every response counts the same, its tokens share that (GRPO)
+    CONSTANT = "constant"  # sum over tokens / (responses * max_new_tokens) (Dr.GRPO)
+
+
+class KlEstimator(enum.Enum):
+    """Estimators of KL(policy || reference) from one token (`fluxjax.algorithms.loss.kl_estimate`)."""
+
+    K1 = "k1"  # the log-ratio itself: for kl_in_reward
+    K2 = "k2"  # half its square
+    K3 = "k3"  # unbiased and never negative (GRPO)
+
+
+# Names of the built-in algorithms, each with its own settings: fields of `AlgorithmConfig`.
+OWN_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"normalize_std": False, "loss_aggregation": LossAggregation.CONSTANT},
+    "dapo": {"clip_high": 0.28, "loss_aggregation": LossAggregation.TOKEN_MEAN},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": LossAggregation.SEQUENCE_MEAN},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0, "loss_aggregation": LossAggregation.TOKEN_MEAN},
+    "rloo": {"loss_aggregation": LossAggregation.CONSTANT},
+    "reinforce_plus_plus": {"kl_coefficient": 0.01, "kl_estimator": KlEstimator.K1, "kl_in_reward": True},
+    "reinforce_plus_plus_baseline": {"kl_coefficient": 0.01, "kl_estimator": KlEstimator.K2},
+    "ppo": {},
+    "distillation": {"kl_coefficient": 1.0},
+    "dpo": {"kl_coefficient": 0.1},
+    "sft": {},
+}
+# They compare the responses of a group:
+_RELATIVE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline", "dpo")
+
+
+@dataclasses.dataclass(slots=True)
+class AlgorithmConfig:
+    # What an import path, module:attribute, may lead to: a class, an object, or a module of the two functions that
+    # `fluxjax.algorithms.rl_algorithm` names.
+    name: str = "grpo"  # or module:attribute, an algorithm of your own; brings the algorithm's own settings along
+    normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
+    clip_low: float = not_negative(0.2)
+    clip_high: float = not_negative(0.2)  # larger than clip_low: clip-higher (DAPO)
+    dual_clip: float = bounded(  # the loss of a token with a negative advantage grows up to this ratio; 0: without end
+        3.0, lambda value: value == 0 or value > 1, "be 0 or above 1: below, it would cut off every token"
+    )
+    # Optimizer steps of a training step: one for each of its minibatches of whole prompts, all that so many times.
+    minibatches: int = positive(1)  # optimizer steps into which the prompts of a training step are dealt
+    epochs: int = positive(1)  # times that a training step goes through its minibatches
+    entropy_coefficient: float = not_negative(0.0)  # > 0 rewards undecided next-token distributions
+    kl_coefficient: float = not_negative(0.0)  # > 0 keeps a frozen reference model
+    kl_estimator: KlEstimator = KlEstimator.K3
+    kl_in_reward: bool = False  # kl_coefficient * the KL of a response is taken off its reward; else it is in the loss
+    reference: str = ""  # a local checkpoint folder of the model's sizes; empty: the model as RL begins
+    reference_every: int = not_negative(0)  # steps after which the reference becomes the policy of then; 0: never
+    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
+    importance: ImportanceConfig = dataclasses.field(default_factory=ImportanceConfig)
+    # An algorithm of one's own as an object, in Python: counts more than `name`. Never copied; a run's folder has its
+    # class's name only.
+    impl: Any = dataclasses.field(default=None, compare=False, metadata={"object": True})
+
+    @classmethod
+    def of(cls, name: str, **settings: Any) -> "AlgorithmConfig":
+        """Returns the algorithm's own settings, and on top of them those that are given."""
+        return cls(**{"name": name, **OWN_SETTINGS.get(name, {}), **settings})
+
+    def choose(self, name: str) -> None:
+        """Takes the algorithm's own settings over, and those of the one before back; other fields stay."""
+        fresh = AlgorithmConfig()
+        for field, value in OWN_SETTINGS.get(self.name, {}).items():
+            if getattr(self, field) == value:
+                setattr(self, field, getattr(fresh, field))
+        self.name = name
+        for field, value in OWN_SETTINGS.get(name, {}).items():
+            setattr(self, field, value)
+
+    def renews_reference(self, version: int) -> bool:
+        """Says whether the weights of this version, just trained, become the reference."""
+        return self.kl_coefficient > 0 and self.reference_every > 0 and version % self.reference_every == 0
+
+    @property
+    def relative(self) -> bool:
+        """Says whether a built-in algorithm compares the responses of a group, which then has two at least."""
+        return self.impl is None and self.name in _RELATIVE
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a training step."""
+        return self.minibatches * self.epochs
+
+    @property
+    def built_in(self) -> bool:
+        return self.impl is None and self.name in OWN_SETTINGS
+
+    @property
+    def label(self) -> str:
+        """The algorithm in words: its name, or that of the class of `impl`."""
+        return self.name if self.impl is None else object_label(self.impl)
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for an algorithm that RL can't have. No import path is imported yet."""
+        if self.kl_in_reward and not self.kl_coefficient:
+            raise ConfigError("algorithm.kl_in_reward needs algorithm.kl_coefficient above 0, not 0.0")
+        if self.name == "distillation" and self.impl is None and not self.kl_coefficient:
+            raise ConfigError("algorithm.name is distillation; its teacher needs algorithm.kl_coefficient above 0")
+        if self.name == "distillation" and self.impl is None and not self.reference:
+            raise ConfigError("algorithm.name is distillation; algorithm.reference must be the folder of its teacher")
+        if self.name == "dpo" and self.impl is None and (self.kl_in_reward or not self.kl_coefficient):
+            raise ConfigError(
+                "algorithm.name is dpo; its beta is algorithm.kl_coefficient, which must be above 0, with kl_in_reward "
+                "off"
+            )
+        if self.impl is not None:
+            return
+        names = [name for name in OWN_SETTINGS if name != "sft"]
+        if self.name == "sft":
+            raise ConfigError(
+                f"algorithm.name is sft; it serves the warm start (warm_start.steps), RL needs {', '.join(names)}"
+            )
+        module, colon, attribute = self.name.partition(":")
+        if self.name not in OWN_SETTINGS and not (colon and module and attribute):
+            near = difflib.get_close_matches(self.name, names, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"algorithm.name is {self.name!r}; it must be one of {', '.join(names)}, or module:attribute{hint}"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AlgorithmConfig":
+        return dataclasses.replace(self, importance=copy.deepcopy(self.importance, memo))
+
+
+def object_label(implementation: object) -> str:
+    """Returns `module:Class` of an object, of a class or of a module; of a text, which is such a label, itself."""
+    if isinstance(implementation, str):
+        return implementation
+    named = implementation if hasattr(implementation, "__name__") else type(implementation)
+    module = getattr(named, "__module__", "")
+    name = getattr(named, "__qualname__", getattr(named, "__name__", ""))
+    return f"{module}:{name}" if module else name

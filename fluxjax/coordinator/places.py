@@ -1,0 +1,272 @@
+"""The books of who looks at which medium, and who holds it: FlexRL's MetaStore, and its balancing of preprocessors.
+
+A pure state machine: each method is an event, and returns instructions. A key names a medium, and a place is whoever
+preprocesses. A wanted key is looked at by the place that holds it, else by the one with the least to look at. What was
+at a place that is lost, or that did not answer in time, is looked at elsewhere; the first answer counts.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+from .saved import SavedState, State
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """This place is to look at the medium."""
+
+    key: str
+    place: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Forget:
+    """This place need not look at the medium any more."""
+
+    key: str
+    place: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Accept:
+    """This answer is the one that counts."""
+
+    key: str
+    place: str
+
+
+@dataclasses.dataclass(frozen=True)
+class GiveUp:
+    """Nobody can look at the medium, and it is not wanted any more. `reason` is that of the last place."""
+
+    key: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Lapsed:
+    """The place has not answered for so long that it counts as lost."""
+
+    place: str
+
+
+Instruction: TypeAlias = Look | Forget | Accept | GiveUp | Lapsed
+
+
+class MediumStage(enum.Enum):
+    WAITS = "waits"  # for a place
+    LOOKED_AT = "looked at"
+    HELD = "held"
+    UNUSABLE = "unusable"
+    FAILED = "failed"  # at a place, or at all
+    RELEASED = "released"
+    JOINED = "joined"  # the place, of no medium
+    LOST = "lost"
+
+
+class Transition(NamedTuple):
+    key: str  # empty: of the place itself
+    place: str
+    stage: MediumStage
+    time: float
+
+
+@dataclasses.dataclass
+class _Wanted:
+    place: str = ""  # that looks at it; empty: waits for one
+    failed: list[str] = dataclasses.field(default_factory=list)  # places, in order
+
+
+@dataclasses.dataclass
+class _Living:
+    """A place that is there."""
+
+    heard: float  # when it last answered, or got something to do after it had nothing
+    keys: dict[str, None] = dataclasses.field(default_factory=dict)  # that it looks at, in order
+    given: int = 0  # keys, ever
+
+
+class Places:
+    """Times are of any one clock, in seconds. A place that has something to look at and does not answer for
+    `lease_seconds` is lost. A key that fails `attempts` times is given up. Of `keep` media it is known who holds them;
+    the last `remember` transitions are kept."""
+
+    def __init__(
+        self, lease_seconds: float, *, attempts: int = 4, keep: int = 1 << 16, remember: int = 1 << 14
+    ) -> None:
+        self._lease, self._attempts, self._keep = lease_seconds, attempts, keep
+        self._wanted: dict[str, _Wanted] = {}
+        self._held: dict[str, str] = {}  # the place of each key, the newest last
+        self._living: dict[str, _Living] = {}
+        self._history: collections.deque[Transition] = collections.deque(maxlen=remember)
+
+    @property
+    def living(self) -> tuple[str, ...]:
+        """The places that are there."""
+        return tuple(self._living)
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The wanted keys that no place looks at, because there is none."""
+        return tuple(key for key, wanted in self._wanted.items() if not wanted.place)
+
+    def looks(self, place: str) -> tuple[str, ...]:
+        """The keys that this place looks at."""
+        return tuple(self._living[place].keys) if place in self._living else ()
+
+    def holder(self, key: str) -> str:
+        """The place that holds the medium; empty where none is known."""
+        return self._held.get(key, "")
+
+    def nearest(self, key: str, busy: Mapping[str, int] | None = None) -> str:
+        """The place to ask for the medium: its holder, else the one with the least to do, where `busy` says what each
+        has to do beyond what it looks at. Empty where there is no place."""
+        return self._choice(key, (), busy or {})
+
+    def place_joined(self, place: str, now: float) -> list[Instruction]:
+        """A place is there, and takes its share of what the others have to look at. One that was there has begun
+        anew."""
+        instructions = self.place_lost(place, now)
+        self._living[place] = _Living(now)
+        self._note("", place, MediumStage.JOINED, now)
+        for key in self.waiting:
+            instructions += self._dispatch(key, now)
+        while (key := self._relief(place)) is not None:
+            giver = self._wanted[key].place
+            del self._living[giver].keys[key]
+            instructions += [Forget(key, giver), *self._give(key, place, now)]
+        return instructions
+
+    def place_lost(self, place: str, now: float) -> list[Instruction]:
+        """A place is there no more. What it holds is forgotten: a new start of it holds nothing."""
+        lost = self._living.pop(place, None)
+        if lost is None:
+            return []
+        self._note("", place, MediumStage.LOST, now)
+        self._held = {key: holder for key, holder in self._held.items() if holder != place}
+        return [instruction for key in lost.keys for instruction in self._dispatch(key, now)]
+
+    def wanted(self, key: str, now: float) -> list[Instruction]:
+        """A medium is to be looked at. One that is wanted already will be answered once, for all who want it."""
+        if key in self._wanted:
+            return []
+        self._wanted[key] = _Wanted()
+        return self._dispatch(key, now)
+
+    def answered(self, key: str, place: str, now: float, *, usable: bool = True) -> list[Instruction]:
+        """A place has looked at a medium. It may say so late, and again; where the medium is `usable`, it holds it."""
+        if (living := self._living.get(place)) is not None:
+            living.heard = now
+        wanted = self._wanted.pop(key, None)
+        if wanted is None:
+            return []
+        instructions: list[Instruction] = [Accept(key, place)]
+        if wanted.place:
+            self._living[wanted.place].keys.pop(key)
+            if wanted.place != place:
+                instructions.append(Forget(key, wanted.place))
+        self._note(key, place, MediumStage.HELD if usable else MediumStage.UNUSABLE, now)
+        if usable:
+            self.hold(key, place)
+        return instructions
+
+    def failed(self, key: str, place: str, now: float, reason: str) -> list[Instruction]:
+        """A place could not look at a medium, for a reason of its own: another one shall try."""
+        if (living := self._living.get(place)) is not None:
+            living.heard = now
+        wanted = self._wanted.get(key)
+        if wanted is None or wanted.place != place:
+            return []
+        self._living[place].keys.pop(key)
+        self._note(key, place, MediumStage.FAILED, now)
+        wanted.place = ""
+        wanted.failed.append(place)
+        if len(wanted.failed) < self._attempts:
+            return self._dispatch(key, now)
+        del self._wanted[key]
+        return [GiveUp(key, reason)]
+
+    def released(self, key: str, now: float) -> list[Instruction]:
+        """Nobody wants a medium any more, nor asks who holds it."""
+        wanted, holder = self._wanted.pop(key, None), self._held.pop(key, "")
+        place = wanted.place if wanted is not None else holder
+        if wanted is not None or holder:
+            self._note(key, place, MediumStage.RELEASED, now)
+        if wanted is None or not wanted.place:
+            return []
+        self._living[wanted.place].keys.pop(key)
+        return [Forget(key, wanted.place)]
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Time has passed."""
+        silent = [p for p, living in self._living.items() if living.keys and now - living.heard >= self._lease]
+        instructions: list[Instruction] = [Lapsed(place) for place in silent]
+        for place in silent:
+            instructions += self.place_lost(place, now)
+        return [i for i in instructions if not isinstance(i, Look) or i.place in self._living]
+
+    def hold(self, key: str, place: str) -> None:
+        """A place holds a medium, as somebody else says."""
+        if place not in self._living:
+            return
+        self._held.pop(key, None)
+        self._held[key] = place
+        if len(self._held) > self._keep:
+            del self._held[next(iter(self._held))]
+
+    def history(self) -> list[Transition]:
+        """What happened last, oldest first."""
+        return list(self._history)
+
+    def state_dict(self) -> State:
+        """What is wanted, and who holds what, as JSON values."""
+        return {"wanted": list(self._wanted), "held": [[key, place] for key, place in self._held.items()]}
+
+    def load_state_dict(self, state: SavedState, now: float) -> list[Instruction]:
+        """Wants again what was wanted. Places that are not there (any more) are forgotten: let them join before."""
+        for key, place in state["held"]:
+            self.hold(key, place)
+        return [instruction for key in state["wanted"] for instruction in self.wanted(key, now)]
+
+    def _dispatch(self, key: str, now: float) -> list[Instruction]:
+        wanted = self._wanted[key]
+        place = self._choice(key, wanted.failed, {})
+        if place:
+            return self._give(key, place, now)
+        wanted.place = ""
+        self._note(key, "", MediumStage.WAITS, now)
+        return []
+
+    def _give(self, key: str, place: str, now: float) -> list[Instruction]:
+        self._note(key, place, MediumStage.LOOKED_AT, now)
+        self._wanted[key].place, living = place, self._living[place]
+        if not living.keys:
+            living.heard = now
+        living.keys[key] = None
+        living.given += 1
+        return [Look(key, place)]
+
+    def _relief(self, place: str) -> str | None:
+        """The key that this place can take over from the busiest one: the last one, at which it looks last."""
+        busiest = max(self._living, key=lambda name: len(self._living[name].keys))
+        keys = self._living[busiest].keys
+        if len(keys) - len(self._living[place].keys) < 2:
+            return None
+        movable = (k for k in reversed(keys) if self.holder(k) != busiest and place not in self._wanted[k].failed)
+        return next(movable, None)
+
+    def _choice(self, key: str, avoid: Iterable[str], busy: Mapping[str, int]) -> str:
+        avoided = set(avoid)
+        places = [place for place in self._living if place not in avoided] or list(self._living)
+        if (holder := self._held.get(key, "")) in places:
+            return holder
+        living = self._living
+        return min(places, key=lambda p: (len(living[p].keys) + busy.get(p, 0), living[p].given), default="")
+
+    def _note(self, key: str, place: str, stage: MediumStage, now: float) -> None:
+        self._history.append(Transition(key, place, stage, now))

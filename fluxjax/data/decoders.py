@@ -1,0 +1,126 @@
+"""Decodes media: what there is to decode, and who does, here the thread that asks; `decoder_pool.py` has processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from models.processing import MediaError
+from models.processing.media import MediaSettings
+from models.processing.media_file import Source
+from models.processing.outline import Medium
+
+from .media_cache import SLICE_BYTES, Slices
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A medium to decode: all of it, or of a known `medium` the slices `first .. last - 1`."""
+
+    name: str  # in messages
+    kind: str  # "image" or "video"
+    source: Source
+    medium: Medium | None = None
+    first: int = 0
+    last: int = 0
+    slice_bytes: int = SLICE_BYTES
+
+    def slices(self, medium: Medium, settings: MediaSettings) -> Slices:
+        return Slices.of(medium, settings.patch_bytes, self.slice_bytes)
+
+    def to_message(self) -> dict[str, Any]:
+        """The job as values that msgpack knows."""
+        return {**vars(self), "medium": self.medium and as_values(self.medium)}
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> Job:
+        values = message["medium"]
+        return cls(**{**message, "medium": values and medium_of(values)})
+
+
+def as_values(medium: Medium) -> list[Any]:
+    return [medium.kind, list(medium.grid), medium.seconds_per_grid, medium.seekable]
+
+
+def medium_of(values: Sequence[Any]) -> Medium:
+    """The medium that became `as_values`."""
+    kind, (pairs, rows, columns), seconds, seekable = values
+    return Medium(kind, (pairs, rows, columns), seconds, seekable)
+
+
+# Is given the medium and each of its slices: its number, and its patches `[P, 3, n]` (uint8). What it raises ends the
+# decoding.
+Keep: TypeAlias = Callable[[Medium, int, np.ndarray], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What decoders do now, and have done."""
+
+    waiting: int = 0  # jobs that no decoder has begun
+    busy: int = 0  # decoders
+    killed: int = 0  # processes that ended while they decoded, or were ended because they took too much
+    seconds: float = 0.0  # spent decoding, of all decoders together
+
+
+class Decoders(Protocol):
+    """Decode one file each at a time. Thread-safe."""
+
+    def decode(self, job: Job, keep: Keep, *, urgent: bool = False) -> Medium:
+        """Decodes in blocking, urgent jobs before others. Raises MediaError, and whatever `keep` raises."""
+        ...
+
+    def load(self) -> Load: ...
+
+    def close(self) -> None: ...
+
+
+def decoded(settings: MediaSettings, job: Job) -> tuple[Medium, np.ndarray]:
+    """The medium, and the patches `[P, 3, n]` (uint8) that the job asks for. Raises MediaError, whatever is wrong with
+    the file, and MemoryError."""
+    try:
+        if job.medium is None:
+            return settings.load(job.kind, job.source)
+        span = job.slices(job.medium, settings).span(job.first, job.last)
+        return job.medium, settings.load_pairs(job.source, job.medium, *span)
+    except MediaError as error:
+        raise type(error)(job.name, error.reason) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a decoder's surprise about one file must not end the run
+        raise MediaError(job.name, f"failed with {type(error).__name__}: {error}") from error
+
+
+class ThreadDecoders:
+    """Each thread that asks decodes itself: nothing is started, and nothing can be killed."""
+
+    def __init__(self, settings: MediaSettings) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._load = Load()
+
+    def decode(self, job: Job, keep: Keep, *, urgent: bool = False) -> Medium:
+        self._count(busy=1)
+        begin = time.monotonic()
+        try:
+            medium, patches = decoded(self.settings, job)
+        finally:
+            self._count(busy=-1, seconds=time.monotonic() - begin)
+        for number, part in enumerate(job.slices(medium, self.settings).cut(patches), job.first):
+            keep(medium, number, part)
+        return medium
+
+    def _count(self, busy: int, seconds: float = 0.0) -> None:
+        with self._lock:
+            now = self._load
+            self._load = dataclasses.replace(now, busy=now.busy + busy, seconds=now.seconds + seconds)
+
+    def load(self) -> Load:
+        return self._load
+
+    def close(self) -> None: ...

@@ -1,0 +1,245 @@
+"""A preprocessor's side of Arrow Flight: it looks at media, and hands out the slices of them that it is asked for.
+
+FlexRL's Local Preprocessor (section 4). It serves any settings that a client registers, each by a store of its own.
+Clients know a token; without one, everybody who can connect may have every file of this machine decoded that is an
+image or a video. gRPC takes a question whole before it is refused here, up to protobuf's 2 GiB.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import hmac
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import flight
+
+from models.processing import MediaError
+from models.processing.media import MediaSettings
+from models.shadow import Rows
+
+from .flight_wire import (
+    MOST_BATCH,
+    PROTOCOL,
+    BadQuestion,
+    UnknownSettings,
+    batch_of,
+    outcome_words,
+    patch_schema,
+    read_object,
+    read_ranges,
+    read_refs,
+    refusal,
+)
+from .tickets import MediaRef, Ticket
+
+MOST_SETTINGS = 4  # that are served at a time: each has a cache and workers of its own
+
+
+@runtime_checkable
+class SliceStore(Protocol):
+    """What turns media into patches in this process. Its methods block, and are called from any thread."""
+
+    def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]: ...
+
+    def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
+        """The patches `[P, 3, n]` (uint8) of these rows. Raises MediaError."""
+        ...
+
+    def stats(self) -> Any:
+        """Counts, as a dataclass."""
+        ...
+
+    def close(self) -> None: ...
+
+
+MakeStore: TypeAlias = Callable[[MediaSettings], SliceStore]
+
+
+class _Served:
+    """The settings that a client registered, and their store."""
+
+    def __init__(self, settings: MediaSettings, store: SliceStore) -> None:
+        self.settings, self.store = settings, store
+        self.calls = 0  # that use it now
+
+
+class _Token(flight.ServerMiddlewareFactory):
+    """Refuses calls without the token."""
+
+    def __init__(self, token: str) -> None:
+        self._wanted = f"Bearer {token}".encode()
+
+    def start_call(self, info: flight.CallInfo, headers: Mapping[str, Sequence[str | bytes]]) -> None:
+        given = (headers.get("authorization") or [""])[0]
+        given = given.encode(errors="replace") if isinstance(given, str) else given
+        if not hmac.compare_digest(given, self._wanted):
+            raise flight.FlightUnauthenticatedError("authorization: Bearer TOKEN is wanted, with this server's token")
+
+
+class FlightServer(flight.FlightServerBase):
+    """Serves stores that `make_store` makes, from when it is made until `close`. Raises OSError where `host:port` can't
+    be listened on. Work of all clients runs in `threads` threads."""
+
+    def __init__(self, make_store: MakeStore, host: str, port: int, *, token: str = "", threads: int = 8) -> None:
+        self._make_store = make_store
+        self._served: collections.OrderedDict[str, _Served] = collections.OrderedDict()  # the last one used, last
+        self._lock = threading.Lock()
+        self._making = threading.Lock()  # stores are made one by one
+        self._threads = threads
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, "flight-work")
+        self._began = time.monotonic()
+        self.address = f"[{host}]" if ":" in host else host
+        guard = {"token": _Token(token)} if token else None
+        try:
+            super().__init__(f"grpc://{self.address}:{port}", middleware=guard)
+        except pa.ArrowException as error:
+            raise OSError(f"{self.address}:{port} can't be listened on: {error}") from None
+        self.address += f":{self.port}"
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
+        actions = {"settings": self._register, "look": self._look, "stats": self._stats, "health": self._health}
+        try:
+            if action.type not in actions:
+                raise BadQuestion(f"there is no action {action.type[:100]!r}")
+            yield from actions[action.type](read_object(memoryview(action.body)))
+        except Exception as error:
+            raise refusal(error) from error
+
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
+        try:
+            ranges = read_ranges(ticket.ticket)
+            tickets = [_read_ticket(rows.ticket) for rows in ranges]
+            with self._using(tickets[0].settings) as served:
+                for rows, whole in zip(ranges, tickets, strict=True):
+                    _check_range(rows, whole, served.settings)
+            return flight.GeneratorStream(
+                patch_schema(served.settings.patch_bytes), self._slices(served.settings.digest, ranges)
+            )
+        except Exception as error:
+            raise refusal(error) from error
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends stores and server. Calls under way have so many seconds."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        ending = threading.Thread(target=self.shutdown, name="flight-shutdown", daemon=True)
+        ending.start()
+        ending.join(seconds)
+        with self._lock:
+            served = list(self._served.values())
+            self._served.clear()
+        for one in served:
+            one.store.close()
+
+    def _register(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
+        if question.get("protocol") != PROTOCOL:
+            raise BadQuestion(
+                f"the client speaks protocol {question.get('protocol')!r}, this preprocessor {PROTOCOL}: "
+                "start both from one release"
+            )
+        try:
+            settings = MediaSettings.from_json(question["settings"])
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise BadQuestion(f"are no media settings of this release: {error}") from None
+        with self._making:
+            with self._lock:
+                known = settings.digest in self._served
+            if not known:
+                store = self._make_store(settings)
+                with self._lock:
+                    self._served[settings.digest] = _Served(settings, store)
+                    unused = self._least_used()
+                if unused is not None:
+                    unused.store.close()
+        yield _result({"protocol": PROTOCOL, "digest": settings.digest, "threads": self._threads})
+
+    def _least_used(self) -> _Served | None:
+        """Takes out the store that was not used for longest, where there are too many."""
+        idle = [digest for digest, served in self._served.items() if not served.calls]
+        too_many = len(self._served) > MOST_SETTINGS and len(idle) > 1
+        return self._served.pop(idle[0]) if too_many else None
+
+    @contextlib.contextmanager
+    def _using(self, digest: str) -> Iterator[_Served]:
+        """The store of these settings, which is not closed meanwhile. Raises UnknownSettings."""
+        with self._lock:
+            served = self._served.get(digest)
+            if served is None:
+                raise UnknownSettings(f"settings {digest[:64]} are not registered here")
+            self._served.move_to_end(digest)
+            served.calls += 1
+        try:
+            yield served
+        finally:
+            with self._lock:
+                served.calls -= 1
+
+    def _look(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
+        """Answers for each medium as soon as it was looked at."""
+        refs = read_refs(question.get("refs"))
+        with self._using(str(question.get("settings"))) as served:
+            futures = {self._pool.submit(served.store.look, [ref]): index for index, ref in enumerate(refs)}
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    error = future.exception()
+                    outcome = future.result()[0] if error is None else error
+                    yield flight.Result(pa.py_buffer(outcome_words(futures[future], outcome)))
+            finally:  # the client may have gone away
+                for future in futures:
+                    future.cancel()
+
+    def _slices(self, digest: str, ranges: Sequence[Rows]) -> Iterator[pa.RecordBatch]:
+        """A batch for each range, in order, which shares the store's memory."""
+        try:
+            with self._using(digest) as served:
+                futures = [self._pool.submit(served.store.fetch_bytes, [rows]) for rows in ranges]
+                try:
+                    for future in futures:
+                        yield batch_of(future.result()[0])
+                finally:
+                    for future in futures:
+                        future.cancel()
+        except Exception as error:
+            raise refusal(error) from error
+
+    def _stats(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
+        with self._lock:
+            served = dict(self._served)
+        yield _result({digest: dataclasses.asdict(one.store.stats()) for digest, one in served.items()})
+
+    def _health(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
+        with self._lock:
+            settings = list(self._served)
+        yield _result({"protocol": PROTOCOL, "settings": settings, "seconds": time.monotonic() - self._began})
+
+
+def _result(answer: Mapping[str, Any]) -> flight.Result:
+    return flight.Result(pa.py_buffer(json.dumps(answer).encode()))
+
+
+def _read_ticket(word: str) -> Ticket:
+    """Raises BadQuestion."""
+    try:
+        ticket = Ticket.parse(word)
+    except (ValueError, TypeError) as error:
+        raise BadQuestion(str(error)) from None
+    if not all(type(size) is int and 0 < size < 2**31 for size in ticket.medium.grid):
+        raise BadQuestion(f"{word[:200]!r} is no ticket: its grid is {ticket.medium.grid}")
+    return ticket
+
+
+def _check_range(rows: Rows, ticket: Ticket, settings: MediaSettings) -> None:
+    if ticket.settings != settings.digest:
+        raise BadQuestion("the tickets of one question are of one digest")
+    if rows.stop > ticket.num_patches:
+        raise BadQuestion(f"rows {rows.start} to {rows.stop} were asked for of {ticket.num_patches}")
+    if len(rows) * settings.patch_bytes > MOST_BATCH:
+        raise BadQuestion(f"a range has at most {MOST_BATCH} bytes, not {len(rows) * settings.patch_bytes}")

@@ -1,0 +1,162 @@
+"""What preprocessors and their clients say to each other over Arrow Flight: bounds, questions, answers, errors.
+
+Actions have JSON bodies; DoGet has a ticket, the JSON list of ranges `[ticket word, start, stop]`, and answers with a
+record batch for each range, in order, whose rows are patches. An error says of which kind it is, so that the client
+raises the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import flight
+
+from models.processing import MediaError
+from models.processing.media_file import MediaUnavailable
+from models.shadow import Rows
+
+from ..base.errors import DataError
+from .tickets import MediaRef, StaleTicket
+
+PROTOCOL = 1  # of what is said here; both sides must speak the same
+MOST_REQUEST = 4 << 20  # bytes of a question
+MOST_BATCH = 64 << 20  # bytes of the patches of a range
+MOST_ANSWER = MOST_BATCH + (1 << 20)  # bytes of a message that a client takes
+MOST_REFS = 64  # media, or ranges, of a question
+_MOST_WORDS = 1024  # bytes of a path or a reason in an error, which travels in a header
+
+
+class BadQuestion(ValueError):
+    """Something else than a question of this protocol. The message says what."""
+
+
+class UnknownSettings(LookupError):
+    """The preprocessor does not have the settings that a ticket or a question names: it has started since."""
+
+
+# What an error is called on the way. An error is of the first kind that it is an instance of.
+_KINDS: dict[str, type[Exception]] = {
+    "stale": StaleTicket,
+    "unavailable": MediaUnavailable,
+    "media": MediaError,
+    "settings": UnknownSettings,
+    "question": BadQuestion,
+}
+
+
+def refusal(error: Exception) -> flight.FlightServerError:
+    """An error as it travels."""
+    kind = _kind(error)
+    path, reason = (error.path, error.reason) if isinstance(error, MediaError) else ("", str(error))
+    if kind == "failed":
+        reason = f"{type(error).__name__}: {reason}"
+    words = {"kind": kind, "path": _short(path), "reason": _short(reason)}
+    return flight.FlightServerError(f"{kind}: {words['reason'][:200]}", json.dumps(words).encode())
+
+
+def _kind(error: Exception) -> str:
+    return next((kind for kind, known in _KINDS.items() if isinstance(error, known)), "failed")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_WORDS // 4 else f"{text[: _MOST_WORDS // 4 - 3]}..."
+
+
+def told_error(info: bytes) -> Exception | None:
+    """The error that `refusal` wrote, None for what it did not write."""
+    try:
+        words = json.loads(info)
+        return error_of(words["kind"], words["path"], words["reason"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def error_of(kind: str, path: str, reason: str) -> Exception:
+    """DataError where the preprocessor itself is to blame."""
+    known = _KINDS.get(kind, DataError)
+    return known(path, reason) if issubclass(known, MediaError) else known(reason)
+
+
+def outcome_words(index: int, outcome: object) -> bytes:
+    """What became of the look at medium `index`: a ticket, or an error."""
+    if not isinstance(outcome, Exception):
+        words = [index, "ticket", str(outcome), ""]
+    elif isinstance(outcome, MediaError):
+        words = [index, _kind(outcome), outcome.path, outcome.reason]
+    else:
+        words = [index, "failed", "", f"{type(outcome).__name__}: {outcome}"]
+    return json.dumps(words).encode()
+
+
+def ref_words(ref: MediaRef) -> list[str]:
+    return [ref.kind, ref.path, ref.stamp, ref.cell]
+
+
+def read_refs(words: object) -> list[MediaRef]:
+    """Raises BadQuestion."""
+    if not isinstance(words, list) or len(words) > MOST_REFS:
+        raise BadQuestion(f"at most {MOST_REFS} media are looked at in one question")
+    for ref in words:
+        whole = isinstance(ref, list) and len(ref) == 4 and all(isinstance(word, str) for word in ref)
+        if not whole or ref[0] not in ("image", "video"):
+            raise BadQuestion(f"{str(ref)[:200]} is no medium")
+    return [MediaRef(*ref) for ref in words]
+
+
+def read_object(body: bytes | memoryview) -> Mapping[str, Any]:
+    """The JSON object of an action. Raises BadQuestion."""
+    if len(body) > MOST_REQUEST:
+        raise BadQuestion(f"a question has at most {MOST_REQUEST} bytes, not {len(body)}")
+    try:
+        question = json.loads(bytes(body) or b"{}")
+    except ValueError as error:
+        raise BadQuestion(f"is no JSON: {error}") from None
+    if not isinstance(question, dict):
+        raise BadQuestion("is no JSON object")
+    return question
+
+
+def range_words(rows: Sequence[Rows]) -> bytes:
+    return json.dumps([[piece.ticket, piece.start, piece.stop] for piece in rows]).encode()
+
+
+def read_ranges(body: bytes) -> list[Rows]:
+    """Raises BadQuestion. That a range lies in its ticket is checked with its settings."""
+    if len(body) > MOST_REQUEST:
+        raise BadQuestion(f"a question has at most {MOST_REQUEST} bytes, not {len(body)}")
+    try:
+        ranges = [Rows(word, start, stop) for word, start, stop in json.loads(body)]
+    except (ValueError, TypeError) as error:
+        raise BadQuestion(f"is no list of ranges: {error}") from None
+    for rows in ranges:
+        whole = isinstance(rows.ticket, str) and type(rows.start) is int and type(rows.stop) is int
+        if not whole or not 0 <= rows.start < rows.stop:
+            raise BadQuestion(f"{rows.start!r} to {rows.stop!r} of {str(rows.ticket)[:100]} is no range")
+    if not 0 < len(ranges) <= MOST_REFS:
+        raise BadQuestion(f"one question has 1 to {MOST_REFS} ranges, not {len(ranges)}")
+    return ranges
+
+
+def patch_schema(patch_bytes: int) -> pa.Schema:
+    return pa.schema([("patches", pa.binary(patch_bytes))])
+
+
+def batch_of(patches: np.ndarray) -> pa.RecordBatch:
+    """Patches `[P, 3, n]` (uint8) as a batch of P rows, which shares their memory where they are contiguous."""
+    width = patches.shape[1] * patches.shape[2]
+    buffer = pa.py_buffer(np.ascontiguousarray(patches))
+    column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(patches), [None, buffer])
+    return pa.RecordBatch.from_arrays([column], schema=patch_schema(width))
+
+
+def patches_of(batch: pa.RecordBatch, patch_bytes: int) -> np.ndarray:
+    """The patches `[P, 3, n]` (uint8) of a batch, which share its memory. Raises ValueError for another batch."""
+    if batch.schema != patch_schema(patch_bytes) or batch.column(0).null_count:
+        raise ValueError(f"came as {batch.schema}, not as patches of {patch_bytes} bytes")
+    column = batch.column(0)
+    values = np.frombuffer(column.buffers()[1], np.uint8, len(column) * patch_bytes, column.offset * patch_bytes)
+    return values.reshape(len(column), 3, patch_bytes // 3)

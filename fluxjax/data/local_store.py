@@ -1,0 +1,313 @@
+"""The store of media of this process: decodes them, in threads or in processes that can be killed, and keeps them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+
+from models.processing import MediaError
+from models.processing.media import MediaSettings
+from models.processing.media_file import Source, opened
+from models.processing.outline import Medium
+from models.shadow import Rows
+
+from ..config.data import DataConfig
+from .decoder_pool import DecoderPool
+from .decoders import Decoders, Job, ThreadDecoders
+from .locations import is_url
+from .media_cache import SLICE_BYTES, Key, KeyedLocks, MediaCache, Recent, Slices
+from .media_refs import check_ref, read_ref
+from .spill import SpillFolder
+from .tickets import MediaRef, StaleTicket, Ticket
+
+GIB = 1 << 30
+KNOWN = 1 << 18  # files of which the content's hash and the verdict are remembered
+BLOCK = 1 << 20  # bytes that are hashed at once
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+_parse = functools.lru_cache(maxsize=4096)(Ticket.parse)
+
+
+@dataclasses.dataclass
+class StoreStats:
+    """What a store has done since it began, and where it stands."""
+
+    hits: int = 0  # slices that were asked for and there, in memory or on disk
+    misses: int = 0  # slices that were asked for and had to be decoded again
+    decoded_media: int = 0  # whole ones, or parts of them
+    decoded_frames: int = 0
+    decoded_patches: int = 0
+    bad_media: int = 0
+    memory_bytes: int = 0  # of decoded media, in memory
+    spilled_bytes: int = 0  # of decoded media, on disk
+    evictions: int = 0  # slices that had to leave memory
+    queue_depth: int = 0  # media that wait to be decoded
+    busy_workers: int = 0
+    killed_workers: int = 0
+    decode_seconds: float = 0.0  # of all workers together
+
+
+class LocalStore:
+    """A `MediaStore` of this process; see there. Each medium is decoded once, however many ask for it."""
+
+    def __init__(
+        self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES
+    ) -> None:
+        """Decodes in so many processes, or in the threads of those who ask if there are none. Raises DataError where
+        there can be no folder for what leaves memory."""
+        self.settings = settings
+        self.digest = settings.digest
+        self.slice_bytes, self._workers = slice_bytes, workers
+        spill = SpillFolder(config.spill, int(config.spill_gib * GIB)) if config.spill_gib else None
+        self.cache = MediaCache(int(config.cache_gib * GIB), spill)
+        self._decoders: Decoders = ThreadDecoders(settings)
+        self._looking = self._fetching = None  # threads, some of which read and wait while processes decode
+        if workers:
+            bounds = {"seconds": config.decode_seconds, "memory_gib": config.decode_memory_gib}
+            self._decoders = DecoderPool(settings, workers, **bounds)
+            self._looking = concurrent.futures.ThreadPoolExecutor(2 * workers, "look")
+            self._fetching = concurrent.futures.ThreadPoolExecutor(workers, "fetch")
+        self._queued = 0  # media that are looked at as soon as there is a thread
+        self._contents: Recent[bytes] = Recent(KNOWN)  # by path, stamp and cell
+        self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium, or what is wrong
+        self._locks = KeyedLocks()
+        self._stats = StoreStats()
+        self._lock = threading.Lock()  # of the statistics
+
+    @property
+    def concurrency(self) -> int:
+        """See `MediaStore`."""
+        return 2 * self._workers if self._workers else min(8, max(2, os.cpu_count() or 1))
+
+    def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
+        """See `MediaStore`. Raises DataError for a URL where fsspec or its driver is not installed."""
+        if self._looking is None:
+            return [self._judged(ref) for ref in refs]
+        with self._lock:
+            self._queued += len(refs)
+        return list(self._looking.map(self._next, refs))
+
+    def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
+        """See `MediaStore`."""
+        result = []
+        for wanted, pieces in zip(rows, self.fetch_pieces(rows), strict=True):
+            kind = self._ticket(wanted).medium.kind
+            floats = [self.settings.normalised(kind, piece) for piece in pieces]
+            result.append(floats[0] if len(floats) == 1 else np.concatenate(floats))
+        return result
+
+    def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
+        """The patches `[P, 3, n]` (uint8) of these rows of tickets, read-only: what is kept itself, and a copy only
+        of rows that lie in several slices. Raises what `fetch` raises."""
+        return [pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in self.fetch_pieces(rows)]
+
+    def fetch_pieces(self, rows: Sequence[Rows]) -> list[list[np.ndarray]]:
+        """As `fetch_bytes`, but never copied: at least one array for each of the rows."""
+        tickets = {wanted.ticket: self._ticket(wanted) for wanted in rows}
+        for ticket in tickets.values():
+            if not is_url(ticket.ref.path):  # of these it is checked when they are read: their server is far
+                check_ref(ticket.ref)
+        return _map(self._fetching, lambda wanted: self._pieces(tickets[wanted.ticket], wanted), rows)
+
+    def stats(self) -> StoreStats:
+        load = self._decoders.load()
+        spill = self.cache.spill
+        with self._lock:
+            return dataclasses.replace(
+                self._stats,
+                memory_bytes=self.cache.used,
+                spilled_bytes=spill.used if spill else 0,
+                evictions=self.cache.evictions,
+                queue_depth=self._queued + load.waiting,
+                busy_workers=load.busy,
+                killed_workers=load.killed,
+                decode_seconds=load.seconds,
+            )
+
+    def close(self) -> None:
+        """Ends the processes, forgets what was decoded, and removes it from the disk."""
+        self._decoders.close()
+        for threads in (self._looking, self._fetching):
+            if threads:
+                threads.shutdown(cancel_futures=True)
+        self.cache.close()
+
+    def _next(self, ref: MediaRef) -> Ticket | MediaError:
+        with self._lock:
+            self._queued -= 1
+        return self._judged(ref)
+
+    def _judged(self, ref: MediaRef) -> Ticket | MediaError:
+        try:
+            check_ref(ref)
+            verdict = self._verdict(ref)
+        except MediaError as error:
+            return error
+        if isinstance(verdict, Medium):
+            return Ticket(ref, self.digest, verdict)
+        return type(verdict)(ref.name, verdict.reason)  # of a file with the same content, perhaps
+
+    def _verdict(self, ref: MediaRef) -> Medium | MediaError:
+        """The medium, or what is wrong with it. Raises MediaError for what is wrong at the moment."""
+        content = self._contents.get(_version(ref))
+        if content and (verdict := self._verdicts.get((content, ref.kind))):
+            return verdict
+        content, source = self._read(ref)
+        with self._locks.holding((content, ref.kind)):
+            verdict = self._verdicts.get((content, ref.kind))
+            if verdict is None:
+                verdict = self._decode(ref, content, source)
+                self._verdicts.put((content, ref.kind), verdict)
+            return verdict
+
+    def _decode(self, ref: MediaRef, content: bytes, source: Source) -> Medium | MediaError:
+        def keep(medium: Medium, number: int, patches: np.ndarray) -> None:
+            if number == 0:  # all of the file has been read by then
+                _still(ref, source)
+            self.cache.put((content, self.digest, medium, number), patches)
+            self._count(medium, patches)
+
+        job = Job(ref.name, ref.kind, source, slice_bytes=self.slice_bytes)
+        try:
+            medium = self._decoders.decode(job, keep)
+        except StaleTicket:
+            raise
+        except MediaError as error:
+            _still(ref, source)
+            with self._lock:
+                self._stats.bad_media += 1
+            return error
+        with self._lock:
+            self._stats.decoded_media += 1
+        return medium
+
+    def _ticket(self, rows: Rows) -> Ticket:
+        """Raises MediaError where this store can't answer."""
+        try:
+            ticket = _parse(rows.ticket)
+        except ValueError as error:
+            raise MediaError("a ticket", str(error)) from None
+        if ticket.settings != self.digest:
+            reason = f"its ticket is of other settings ({ticket.settings}) than this store's ({self.digest})"
+            raise MediaError(ticket.ref.name, f"{reason}: all processes of a run must preprocess alike")
+        if not 0 <= rows.start <= rows.stop <= ticket.num_patches:
+            raise MediaError(ticket.ref.name, f"rows {rows.start} to {rows.stop} of {ticket.num_patches} patches")
+        return ticket
+
+    def _pieces(self, ticket: Ticket, rows: Rows) -> list[np.ndarray]:
+        slices = Slices.of(ticket.medium, self.settings.patch_bytes, self.slice_bytes)
+        first = min(rows.start // slices.patches, len(slices) - 1)
+        last = max(first + 1, -(-rows.stop // slices.patches))
+        arrays = self._slices(ticket, first, last)
+        starts = range(first * slices.patches, last * slices.patches, slices.patches)
+        return [
+            array[max(rows.start - start, 0) : rows.stop - start] for start, array in zip(starts, arrays, strict=True)
+        ]
+
+    def _slices(self, ticket: Ticket, first: int, last: int) -> list[np.ndarray]:
+        """The slices `first .. last - 1`, kept or decoded again."""
+        content = self._contents.get(_version(ticket.ref)) or self._read(ticket.ref)[0]
+        keys: dict[int, Key] = {n: (content, self.digest, ticket.medium, n) for n in range(first, last)}
+        found = {number: self.cache.get(key) for number, key in keys.items()}
+        missing = [number for number, array in found.items() if array is None]
+        with self._lock:
+            self._stats.hits += len(found) - len(missing)
+            self._stats.misses += len(missing)
+        if missing:
+            with self._locks.holding((content, ticket.ref.kind)):
+                pass  # who decodes all of it will have kept these, too
+            with self._locks.holding(*(keys[number] for number in missing)):
+                found |= {number: self.cache.get(keys[number]) for number in missing}
+                for run in _runs(number for number in missing if found[number] is None):
+                    found |= self._decode_again(ticket, content, run)
+        return [array for number in sorted(found) if (array := found[number]) is not None]
+
+    def _decode_again(self, ticket: Ticket, content: bytes, run: range) -> dict[int, np.ndarray]:
+        found: dict[int, np.ndarray] = {}
+        again, source = self._read(ticket.ref)
+        if again != content:
+            raise StaleTicket(ticket.ref.name, "has changed")
+
+        def keep(medium: Medium, number: int, patches: np.ndarray) -> None:
+            if number == run.start:
+                _still(ticket.ref, source)
+            found[number] = self.cache.put((content, self.digest, medium, number), patches)
+            self._count(medium, patches)
+
+        job = Job(ticket.ref.name, ticket.ref.kind, source, ticket.medium, run.start, run.stop, self.slice_bytes)
+        try:
+            self._decoders.decode(job, keep, urgent=True)
+        except StaleTicket:
+            raise
+        except MediaError:
+            _still(ticket.ref, source)
+            raise
+        with self._lock:
+            self._stats.decoded_media += 1
+        return found
+
+    def _read(self, ref: MediaRef) -> tuple[bytes, Source]:
+        """The hash of a medium's content, and what to decode it from."""
+        source, version = read_ref(ref), _version(ref)
+        content = self._contents.get(version) if isinstance(source, str) else None
+        if content is None:
+            content = _hashed(ref, source)
+            _still(ref, source)
+            self._contents.put(version, content)
+        return content, source
+
+    def _count(self, medium: Medium, patches: np.ndarray) -> None:
+        pairs = len(patches) // (medium.grid[1] * medium.grid[2])
+        frames = pairs * self.settings.layout.temporal_patch_size if medium.kind == "video" else 1
+        with self._lock:
+            self._stats.decoded_frames += frames
+            self._stats.decoded_patches += len(patches)
+
+
+def _version(ref: MediaRef) -> tuple[str, str, str]:
+    return ref.path, ref.stamp, ref.cell
+
+
+def _still(ref: MediaRef, source: Source) -> None:
+    """Raises StaleTicket where the file that was read has changed meanwhile; bytes are what they were."""
+    if isinstance(source, str):
+        check_ref(ref)
+
+
+def _hashed(ref: MediaRef, source: Source) -> bytes:
+    """The xxh3-128 of the content. Raises MediaError for what can't be read."""
+    if isinstance(source, bytes):
+        return xxhash.xxh3_128_digest(source)
+    digest = xxhash.xxh3_128()
+    try:
+        with opened(source) as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise MediaError(ref.name, f"cannot be read: {error.strerror}") from error
+    return digest.digest()
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[range]:
+    """Neighbouring ones of rising numbers together."""
+    for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        yield range(run[0], run[-1] + 1)
+
+
+def _map(
+    threads: concurrent.futures.Executor | None, function: Callable[[Given], Found], items: Sequence[Given]
+) -> list[Found]:
+    """Results in order, computed in threads if there are any."""
+    if threads is None or len(items) < 2:
+        return [function(item) for item in items]
+    return list(threads.map(function, items))

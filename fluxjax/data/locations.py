@@ -1,0 +1,167 @@
+"""Files by local path or by URL (fsspec): naming, reading and telling their versions apart.
+
+A path is a URL from `scheme://` on; `file://` URLs are local paths. Whatever goes wrong with a URL is an OSError whose
+text says what to do, so that callers need only name the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import pathlib
+import posixpath
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from .tickets import stamp_of
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_LOCAL = re.compile("(file|local)://")
+# Fields of `fs.info` that tell versions apart, the surest first; the names are those of S3, Google, Azure, HTTP, the
+# Hugging Face hub, memory and archives.
+_CONTENT = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "blob_id", "CRC", "crc32c")
+_TIME = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created", "date_time")
+
+
+def is_url(path: str) -> bool:
+    return bool(_URL.match(path)) and not _LOCAL.match(path)
+
+
+def local(path: str) -> str:
+    """The path without the scheme of local files."""
+    scheme = _LOCAL.match(path)
+    return path[scheme.end() :] if scheme else path
+
+
+def suffix(path: str) -> str:
+    """The ending of a file's name, such as `.jsonl`."""
+    return posixpath.splitext(_plain(path))[1]
+
+
+def stem(path: str) -> str:
+    return posixpath.splitext(posixpath.basename(_plain(path)))[0]
+
+
+def _plain(path: str) -> str:
+    """The path of a URL without archives that it lies in and without a query."""
+    return path.partition("::")[0].partition("?")[0] if is_url(path) else path
+
+
+def joined(folder: str, path: str) -> str:
+    """The name of a file that is relative to a folder, unless it is absolute or a URL itself."""
+    path = local(path)
+    if is_url(path):
+        return path
+    if not is_url(folder) or path.startswith("/"):
+        return str(pathlib.Path(folder) / path)
+    head, chained, archives = folder.partition("::")
+    scheme = _URL.match(head)
+    assert scheme is not None
+    return head[: scheme.end()] + posixpath.normpath(posixpath.join(head[scheme.end() :], path)) + chained + archives
+
+
+def parent(path: str) -> str:
+    """The folder that a file lies in."""
+    if not is_url(path):
+        return os.path.dirname(path) or os.curdir
+    head, chained, archives = path.partition("::")
+    scheme = _URL.match(head)
+    assert scheme is not None
+    folder = posixpath.dirname(head[scheme.end() :].partition("?")[0])
+    return head[: scheme.end()] + folder + chained + archives
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path there. Raises OSError."""
+    with reaching(url):
+        from fsspec.core import url_to_fs  # takes a tenth of a second
+
+        return url_to_fs(url)
+
+
+@contextlib.contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Makes an OSError of one line of whatever a file system raises."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError("no such file") from None
+    except MemoryError:
+        raise
+    except ImportError as error:
+        raise OSError(f"{error}{_to_install(url)}") from error
+    except Exception as error:  # each file system has errors of its own
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise OSError(text) from error
+
+
+def _to_install(url: str) -> str:
+    from fsspec.registry import known_implementations
+
+    module = known_implementations.get(url.partition("://")[0], {}).get("class", "").partition(".")[0]
+    return f" (pip install {module})" if module not in ("", "fsspec") else ""
+
+
+def read(path: str) -> bytes:
+    """The content of a file. Raises OSError."""
+    if not is_url(path):
+        return pathlib.Path(path).read_bytes()
+    system, place = filesystem(path)
+    with reaching(path):
+        return system.cat_file(place)
+
+
+def opened(path: str) -> io.BufferedIOBase:
+    """A file that is open for reading; that of a URL was read as a whole. Raises OSError."""
+    return io.BytesIO(read(path)) if is_url(path) else open(path, "rb")
+
+
+def version_of(path: str) -> str:
+    """The version of a file: its size, and when it was changed or what its server calls this version. Raises OSError.
+
+    Servers that tell neither have one version of files of equal size.
+    """
+    if not is_url(path):
+        return stamp_of(path)
+    system, place = filesystem(path)
+    with reaching(path):
+        info = system.info(place)
+    marks = next(([str(info[key])] for key in (*_CONTENT, *_TIME) if info.get(key) is not None), [])
+    return "-".join([str(info.get("size")), *(hashlib.sha256(mark.encode()).hexdigest()[:16] for mark in marks)])
+
+
+def why(error: OSError) -> str:
+    """What an OSError says, in one line, without the name of the file."""
+    return error.strerror or str(error)
+
+
+def exists(path: str) -> bool:
+    """Raises OSError where a URL can't be reached."""
+    if not is_url(path):
+        return os.path.exists(path)
+    system, place = filesystem(path)
+    with reaching(path):
+        return system.exists(place)
+
+
+def is_folder(path: str) -> bool:
+    """Raises OSError where a URL can't be reached."""
+    if not is_url(path):
+        return os.path.isdir(path)
+    system, place = filesystem(path)
+    with reaching(path):
+        return system.isdir(place)
+
+
+def listed(folder: str, ending: str) -> list[str]:
+    """The files of a folder whose names end so, sorted. Raises OSError."""
+    if not is_url(folder):
+        return sorted(str(path) for path in pathlib.Path(folder).glob(f"*{ending}"))
+    system, place = filesystem(folder)
+    with reaching(folder):
+        names = sorted(system.unstrip_protocol(name) for name in system.ls(place, detail=False))
+        system.invalidate_cache()  # else it would go on answering `info` from this listing
+    return [name for name in names if name.endswith(ending)]

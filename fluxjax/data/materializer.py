@@ -1,0 +1,156 @@
+"""Brings pixels to where batches are computed: the slices of this process, in the background, before it is their turn.
+
+A batch comes with shadows in the place of its patches (`models.shadow`). FlexRL (section 4, "Prefetching and
+Asynchronous Materialization") overlaps their way with what is computed meanwhile.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from models.processing import MediaError
+from models.shadow import Fetch, ShadowTensor
+
+from ..base.errors import DataError
+
+Tree = TypeVar("Tree")  # a pytree of arrays and shadows
+
+
+@dataclasses.dataclass(frozen=True)
+class Materialized:
+    """Totals since the materializer was made."""
+
+    bytes: int = 0
+    fetching: float = 0.0  # seconds in which pixels were on their way
+    waited: float = 0.0  # seconds in which a batch waited for its pixels
+
+
+class Materializer:
+    """Fetches what is expected in the order of its use, `ahead` batches before their turn at most: who computes slowly
+    is not buried in pixels.
+
+    `fetch` is called from one thread of the materializer's own, but for what nobody expected; `note` hears of each
+    fetch: its start and end on `time.perf_counter`, and its bytes. Errors of `fetch` are raised by `read`; a MediaError
+    becomes a DataError, which names the file.
+    """
+
+    def __init__(
+        self, fetch: Fetch, ahead: int = 2, note: Callable[[float, float, int], None] = lambda start, end, bytes: None
+    ) -> None:
+        self._fetch, self._ahead, self._note = fetch, ahead, note
+        self._lock = threading.Lock()
+        self._tasks: dict[int, _Task] = {}  # of each expected shadow, by its identity
+        self._coming: collections.deque[list[_Task]] = collections.deque()  # those of each batch not yet begun
+        self._unread = 0  # batches begun of which nothing was read
+        self._totals = Materialized()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="materialize")
+
+    def expect(self, batches: Iterable[object]) -> None:
+        """These batches will be read, in this order. Those that are expected already stay where they are."""
+        with self._lock:
+            for batch in batches:
+                fresh = [_Task(shadow) for shadow in shadows_of(batch) if id(shadow) not in self._tasks]
+                self._tasks |= {id(task.shadow): task for task in fresh}
+                if fresh:
+                    self._coming.append(fresh)
+            self._begin()
+
+    def read(self, tree: Tree) -> Tree:
+        """The tree with arrays in the place of its shadows; waits for those that are on their way."""
+        return jax.tree.map(lambda leaf: self._data(leaf) if isinstance(leaf, ShadowTensor) else leaf, tree)
+
+    def forget(self, batches: Iterable[object]) -> None:
+        """Nobody will read these batches again: their pixels are let go, or not fetched."""
+        with self._lock:
+            for batch in batches:
+                for shadow in shadows_of(batch):
+                    task = self._tasks.pop(id(shadow), None)
+                    if task is not None and task.future is not None:
+                        self._seen(task)
+            kept = (list(filter(lambda task: id(task.shadow) in self._tasks, tasks)) for tasks in self._coming)
+            self._coming = collections.deque(filter(None, kept))
+            self._begin()
+
+    @property
+    def totals(self) -> Materialized:
+        return self._totals
+
+    def close(self) -> None:
+        """Ends the thread; what is on its way is waited for."""
+        with self._lock:
+            self._coming.clear()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _data(self, shadow: ShadowTensor) -> np.ndarray:
+        with self._lock:
+            task = self._tasks.get(id(shadow))
+            while task is not None and task.future is None:  # it is read before its turn
+                self._unread = 0
+                self._begin()
+            if task is not None:
+                self._seen(task)
+                self._begin()
+        began = time.perf_counter()
+        data = self._materialized(shadow) if task is None or task.future is None else task.future.result()
+        waited = time.perf_counter() - began
+        with self._lock:
+            self._totals = dataclasses.replace(self._totals, waited=self._totals.waited + waited)
+        return data
+
+    def _begin(self) -> None:
+        """Begins as many batches as may be ahead. The lock is held."""
+        while self._coming and self._unread < self._ahead:
+            tasks = self._coming.popleft()
+            for task in tasks:
+                task.batch = tasks
+                task.future = self._thread.submit(self._materialized, task.shadow)
+            self._unread += 1
+
+    def _seen(self, task: _Task) -> None:
+        """The first read of a batch makes room for another. The lock is held."""
+        if task.batch is not None:
+            self._unread = max(self._unread - 1, 0)
+            for other in task.batch:
+                other.batch = None
+
+    def _materialized(self, shadow: ShadowTensor) -> np.ndarray:
+        began = time.perf_counter()
+        try:
+            data = shadow.materialize(self._fetch)
+        except MediaError as error:  # a prompt that was answered can't be skipped any more
+            raise DataError(f"{error}; media must stay as they are while a run trains on them") from error
+        ended, size = time.perf_counter(), sum(map(len, shadow.elsewhere)) * _row_bytes(shadow)
+        self._note(began, ended, size)
+        with self._lock:
+            totals = self._totals
+            self._totals = dataclasses.replace(
+                totals, bytes=totals.bytes + size, fetching=totals.fetching + ended - began
+            )
+        return data
+
+
+class _Task:
+    """The way of one shadow's pixels. `batch` are those of its batch as long as none of it was read."""
+
+    def __init__(self, shadow: ShadowTensor) -> None:
+        self.shadow = shadow
+        self.future: concurrent.futures.Future[np.ndarray] | None = None
+        self.batch: list[_Task] | None = None
+
+
+def shadows_of(tree: object) -> list[ShadowTensor]:
+    """The shadows among the leaves of a pytree."""
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, ShadowTensor)]
+
+
+def _row_bytes(shadow: ShadowTensor) -> int:
+    return shadow.nbytes // max(len(shadow), 1)

@@ -1,0 +1,218 @@
+"""Pixels that preprocessors handed out, kept near the devices: those of prompts that come, and those that were used.
+
+FlexRL (section 4, "Prefetching and Asynchronous Materialization"). Without it, a prompt's pixels are asked for only
+when an engine wants them, and once more when it is trained on. Bytes are kept, a quarter of the floats they become.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from models.processing.media import MediaSettings
+from models.shadow import Rows
+
+from .tickets import Ticket
+
+log = logging.getLogger("fluxjax.data")
+QUESTION_BYTES = 8 << 20  # that are fetched ahead at once: who waits for the first of them waits for all
+_parse = functools.lru_cache(maxsize=4096)(Ticket.parse)
+
+
+@runtime_checkable
+class ByteStore(Protocol):
+    """Where pixels come from."""
+
+    @property
+    def settings(self) -> MediaSettings: ...
+
+    def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
+        """The patches `[P, 3, n]` (uint8) of these rows, which stay what they are. From any thread."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class _Kept:
+    """Patches of a ticket."""
+
+    rows: Rows
+    size: int  # bytes
+    promised: bool  # they are expected, and were not asked for
+    patches: np.ndarray | None = None  # `[P, 3, n]`; None while they are on their way
+
+
+class NearPixels:
+    """Has `limit` bytes of patches of the `store`, and fetches what it has not.
+
+    What is expected is fetched ahead, in order, as long as no more than half of the limit has been fetched so and not
+    asked for. Everything else makes room, what was used least recently first. Its methods are called from any thread.
+    """
+
+    def __init__(self, store: ByteStore, limit: int) -> None:
+        self._store, self._limit = store, limit
+        self._changed = threading.Condition()
+        self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # by ticket; not begun
+        self._kept: collections.OrderedDict[Rows, _Kept] = collections.OrderedDict()  # the last one used, last
+        self._parts: dict[str, list[_Kept]] = {}  # the same by ticket, in order
+        self._used = self._promised = 0  # bytes of all that is kept, and of what is promised
+        self._closed = False
+        threading.Thread(target=self._fetch_ahead, name="near-pixels", daemon=True).start()
+
+    @property
+    def used(self) -> int:
+        """Bytes that are kept or on their way."""
+        return self._used
+
+    def expect(self, rows: Sequence[Rows]) -> None:
+        """These will be asked for next, behind what was expected before. Does not block."""
+        with self._changed:
+            self._expected.update((each.ticket, each) for each in rows)
+            self._changed.notify_all()
+
+    def pass_by(self, rows: Sequence[Rows]) -> None:
+        """These are expected no longer, whether anybody has asked for them or not. Does not block."""
+        with self._changed:
+            for each in rows:
+                self._expected.pop(each.ticket, None)
+                if (kept := self._kept.get(each)) is not None:
+                    self._promise(kept, False)
+            self._changed.notify_all()
+
+    def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
+        """The patches `[P, X]` (float32) of these rows. Raises what the store raises."""
+        with self._changed:
+            covers = [self._cover(each) for each in rows]
+            gaps = [piece for cover in covers for piece in cover if isinstance(piece, Rows)]
+        fetched = self._store.fetch_bytes(gaps) if gaps else []
+        with self._changed:
+            for gap, patches in zip(gaps, fetched, strict=True):
+                if len(gap) and gap not in self._kept and self._make_room(patches.nbytes):
+                    self._keep(_Kept(gap, patches.nbytes, False, patches))
+        came = iter(fetched)
+        pieces = [[next(came) if isinstance(piece, Rows) else piece for piece in cover] for cover in covers]
+        settings = self._store.settings
+        return [
+            settings.normalised(_parse(each.ticket).ref.kind, own[0] if len(own) == 1 else np.concatenate(own))
+            for each, own in zip(rows, pieces, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Forgets everything, and fetches nothing more ahead."""
+        with self._changed:
+            self._closed = True
+            self._expected.clear()
+            self._kept.clear()
+            self._parts.clear()
+            self._used = self._promised = 0
+            self._changed.notify_all()
+
+    # With the lock:
+
+    def _cover(self, rows: Rows) -> list[np.ndarray | Rows]:
+        """These rows in pieces: patches where they are here, or will be at once; else rows, which are to be fetched."""
+        self._expected.pop(rows.ticket, None)
+        self._changed.wait_for(lambda: all(kept.patches is not None for kept in self._near(rows)))
+        cover: list[np.ndarray | Rows] = []
+        position = rows.start
+        for kept in self._near(rows):
+            start, stop = max(kept.rows.start, position), min(kept.rows.stop, rows.stop)
+            if start >= stop or kept.patches is None:
+                continue
+            if start > position:
+                cover.append(Rows(rows.ticket, position, start))
+            cover.append(kept.patches[start - kept.rows.start : stop - kept.rows.start])
+            position = stop
+            self._promise(kept, False)
+            self._kept.move_to_end(kept.rows)
+        if position < rows.stop or not cover:
+            cover.append(Rows(rows.ticket, position, rows.stop))
+        return cover
+
+    def _near(self, rows: Rows) -> list[_Kept]:
+        """What is kept of these rows, in order."""
+        parts = self._parts.get(rows.ticket, ())
+        return [kept for kept in parts if kept.rows.start < rows.stop and rows.start < kept.rows.stop]
+
+    def _keep(self, kept: _Kept) -> None:
+        self._kept[kept.rows] = kept
+        parts = self._parts.setdefault(kept.rows.ticket, [])
+        parts.append(kept)
+        parts.sort(key=lambda part: part.rows.start)
+        self._used += kept.size
+        self._promised += kept.size if kept.promised else 0
+
+    def _forget(self, kept: _Kept) -> None:
+        if self._kept.get(kept.rows) is kept:
+            self._promise(kept, False)
+            del self._kept[kept.rows]
+            self._parts[kept.rows.ticket].remove(kept)
+            if not self._parts[kept.rows.ticket]:
+                del self._parts[kept.rows.ticket]
+            self._used -= kept.size
+
+    def _promise(self, kept: _Kept, promised: bool) -> None:
+        if kept.promised != promised:
+            kept.promised = promised
+            self._promised += kept.size if promised else -kept.size
+
+    def _make_room(self, size: int) -> bool:
+        """Whether there is room for so many bytes, once others have left."""
+        if self._closed or self._promised + size > self._limit:
+            return False
+        for kept in [kept for kept in self._kept.values() if not kept.promised]:
+            if self._used + size <= self._limit:
+                break
+            self._forget(kept)
+        return True
+
+    def _fits(self) -> bool:
+        """Whether the next one that is expected may be fetched, or never will be."""
+        size = self._size(next(iter(self._expected.values())))
+        return self._promised + size <= self._limit // 2 or size > self._limit // 2
+
+    def _size(self, rows: Rows) -> int:
+        return len(rows) * self._store.settings.patch_bytes
+
+    def _begun(self) -> list[_Kept]:
+        """What is fetched next: what is expected, as far as there is room."""
+        begun: list[_Kept] = []
+        while self._expected and self._fits() and sum(kept.size for kept in begun) < QUESTION_BYTES:
+            _, rows = self._expected.popitem(last=False)
+            if (known := self._kept.get(rows)) is not None:
+                self._promise(known, True)
+            elif (size := self._size(rows)) <= self._limit // 2 and self._make_room(size):
+                begun.append(_Kept(rows, size, True))
+                self._keep(begun[-1])
+        return begun
+
+    # The thread:
+
+    def _fetch_ahead(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._expected and self._fits()))
+                if self._closed:
+                    return
+                begun = self._begun()
+            if begun:
+                self._bring(begun)
+
+    def _bring(self, begun: Sequence[_Kept]) -> None:
+        arrived: Sequence[np.ndarray] = ()
+        try:
+            arrived = self._store.fetch_bytes([kept.rows for kept in begun])
+        except Exception as error:  # whoever needs them asks again, and hears of it
+            log.debug("pixels could not be fetched ahead: %s", error)
+        with self._changed:
+            for kept, patches in zip(begun, arrived, strict=False):
+                kept.patches = patches
+            for kept in begun[len(arrived) :]:
+                self._forget(kept)
+            self._changed.notify_all()

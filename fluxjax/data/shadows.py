@@ -1,0 +1,112 @@
+"""Prompts with shadows in the place of pixels: a store looks at their media, and who computes fetches what it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from models.inputs import ModelInput
+from models.processing import MediaError, Processor
+from models.processing.outline import Medium, Outline
+from models.shadow import Rows, ShadowTensor
+
+from ..base.types import Media, Prompt
+from .media_index import MediaIndex
+from .media_refs import read_ref, ref_of
+from .near_pixels import NearPixels
+from .tickets import MediaRef, MediaStore, StaleTicket, Ticket
+
+
+@dataclasses.dataclass(frozen=True)
+class ProxyMedia:
+    """The media of prompts, as a process knows them that never has their pixels: the `index` says what is known of
+    them, the `store` decodes them, elsewhere perhaps. `near` fetches the pixels of prompts that come: of every
+    `among`-th, where as many processes generate."""
+
+    store: MediaStore
+    index: MediaIndex
+    near: NearPixels | None = None
+    among: int = 1
+
+    def expect(self, draw: int, inputs: ModelInput) -> None:
+        """This prompt will be drawn next, behind those that were expected before. Does not block."""
+        if self.near is not None and draw % self.among == 0:
+            self.near.expect(rows_of(inputs))
+
+    def pass_by(self, inputs: ModelInput) -> None:
+        """Nobody will ask for this prompt's pixels first; they may be kept for who asks again."""
+        if self.near is not None:
+            self.near.pass_by(rows_of(inputs))
+
+    def outline(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt, *, count: bool) -> Outline:
+        """The sizes of a prompt, from what is known of its media, or from their headers; with `count`, videos of which
+        nobody has counted the frames are read through. Raises PromptError and MediaError."""
+        found = [self._glance(processor, self.index.ref(medium), count) for medium in prompt.media]
+        return processor.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
+
+    def inputs(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt) -> ModelInput:
+        """The model input of a prompt, whose media the store has looked at. Raises the MediaError of the first medium
+        that can't be used."""
+        refs = [self.index.ref(medium) for medium in prompt.media]
+        found = self._look(processor, refs)
+        if stale := [k for k, said in enumerate(found) if isinstance(said, StaleTicket)]:
+            fresh = self._look(processor, [ref_of(prompt.media[k]) for k in stale])  # the index was behind
+            for k, said in zip(stale, fresh, strict=True):
+                found[k] = said
+        for said in found:
+            if isinstance(said, MediaError):
+                raise said
+        return lay_out(processor, token_ids, [said for said in found if isinstance(said, Ticket)])
+
+    def _look(self, processor: Processor, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
+        known = [self.index.verdict(ref, processor.settings.digest) for ref in refs]
+        asked = [ref for ref, said in zip(refs, known, strict=True) if not isinstance(said, MediaError)]
+        answers = self.store.look(asked)
+        self.index.note_all(asked, processor.settings.digest, answers)
+        answered = iter(answers)
+        return [said if isinstance(said, MediaError) else next(answered) for said in known]
+
+    def _glance(self, processor: Processor, ref: MediaRef, count: bool) -> tuple[Medium, bool]:
+        known = self.index.medium(ref, processor.settings)
+        if known is not None and (known[1] or not count):
+            return known
+        facts = processor.settings.facts(ref.kind, read_ref(ref), count=count)
+        self.index.note(ref, facts=facts)
+        try:
+            return processor.settings.medium_of(ref.kind, ref.name, facts), facts.counted
+        except MediaError:
+            if facts.counted:
+                raise
+        return self._glance(processor, ref, True)
+
+
+def in_files(media: Sequence[Media]) -> bool:
+    """Whether all of these media are in files, so that tickets can name them."""
+    return all(medium.data is None for medium in media)
+
+
+def rows_of(inputs: ModelInput) -> tuple[Rows, ...]:
+    """The rows of tickets that a prompt has in the place of pixels."""
+    patches = None if inputs.vision is None else inputs.vision.patches_PX
+    return patches.elsewhere if isinstance(patches, ShadowTensor) else ()
+
+
+def lay_out(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Ticket]) -> ModelInput:
+    """The model input of a tokenised prompt with these media, which are touched by nobody. Raises PromptError and
+    ValueError where they do not fit together."""
+    if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
+        raise ValueError(f"{wrong.ref.name} was preprocessed by other settings than those of this process")
+    outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])
+    values = processor.settings.patch_bytes
+    shadows = [ticket.shadow(values) for ticket in tickets]
+    return processor.lay_out(outline, _joined(shadows) if shadows else None)
+
+
+def _joined(shadows: Sequence[ShadowTensor]) -> ShadowTensor:
+    if len(shadows) == 1:
+        return shadows[0]
+    joined = np.concatenate(shadows)  # pyright: ignore[reportArgumentType, reportCallIssue] (its own protocol)
+    assert isinstance(joined, ShadowTensor)
+    return joined

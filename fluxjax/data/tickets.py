@@ -1,0 +1,117 @@
+"""Media by reference, and stores that turn references into pixels: what travels in the place of pixels.
+
+A ticket names patches that never change: a medium in one version of its file, preprocessed by given settings. So any
+store can answer any ticket, whoever has decoded the medium before, and what it answers is what everybody else got. A
+file that has changed since makes its tickets stale, which is an error, never newer pixels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from models.processing import MediaError
+from models.processing.outline import Medium
+from models.shadow import Rows, ShadowTensor
+
+
+class StaleTicket(MediaError):
+    """The file is not the one that the ticket was made of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MediaRef:
+    """An image or a video file by reference.
+
+    `path` is a local file, or any URL that fsspec opens. Where it is a parquet file, `cell` says which of its media:
+    `COLUMN/ROW/INDEX`. `stamp` says which version of the file.
+    """
+
+    kind: str  # "image" or "video"
+    path: str
+    stamp: str
+    cell: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the medium in messages."""
+        return f"{self.path}#{self.cell}" if self.cell else self.path
+
+
+def stamp_of(path: str) -> str:
+    """The version of a local file: its size and the time of its last change. Raises OSError."""
+    status = os.stat(path)
+    return f"{status.st_size}-{status.st_mtime_ns}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """The patches of a medium, `[P, X]` in window order: by the settings of this digest it became `medium`."""
+
+    ref: MediaRef
+    settings: str
+    medium: Medium
+
+    @property
+    def num_patches(self) -> int:
+        pairs, rows, columns = self.medium.grid
+        return pairs * rows * columns
+
+    @property
+    def pair_patches(self) -> int:
+        """Patches of a frame pair."""
+        return self.medium.grid[1] * self.medium.grid[2]
+
+    def __str__(self) -> str:
+        """The ticket as a word, from which `parse` makes it again."""
+        ref, medium = self.ref, self.medium
+        seen = [*medium.grid, medium.seconds_per_grid, medium.seekable]
+        fields = [ref.kind, ref.path, ref.stamp, ref.cell, self.settings, *seen]
+        return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def parse(cls, word: str) -> Ticket:
+        """Raises ValueError for what is no ticket."""
+        try:
+            kind, path, stamp, cell, settings, pairs, rows, columns, seconds, seekable = json.loads(word)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{word[:200]!r} is no ticket: {error}") from None
+        words = (kind, path, stamp, cell, settings)
+        if not all(isinstance(field, str) for field in words) or kind not in ("image", "video"):
+            raise ValueError(f"{word[:200]!r} is no ticket")
+        medium = Medium(kind, (pairs, rows, columns), float(seconds), bool(seekable))
+        return cls(MediaRef(kind, path, stamp, cell), settings, medium)
+
+    def shadow(self, patch_values: int) -> ShadowTensor:
+        """What stands for the patches, of so many values each."""
+        return ShadowTensor.of(str(self), (self.num_patches, patch_values), np.float32)
+
+
+@runtime_checkable
+class MediaStore(Protocol):
+    """Turns media into pixels: in this process, or wherever preprocessors are. Its methods block, and are called from
+    any thread."""
+
+    @property
+    def concurrency(self) -> int:
+        """How many threads that look at media keep all who decode busy."""
+        ...
+
+    def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
+        """Decodes these media, in any order, and says of each what it is, or why it can't be used. Pixels are kept
+        for those who will ask, as long as there is room."""
+        ...
+
+    def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
+        """The patches `[P, X]` (float32) of these rows of tickets. Raises MediaError where that can't be: StaleTicket
+        for a file that has changed."""
+        ...
+
+    def close(self) -> None:
+        """Ends what belongs to the store."""
+        ...

@@ -1,0 +1,72 @@
+"""Prompts that were drawn, in all processes: each hears of them while they are answered, and prepares what it may need.
+
+Who hears of them only when a step is trained on tokenises and lays out the step's prompts while all others wait.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+
+from models.inputs import ModelInput
+
+from ..base.types import PreparedPrompt, Prompt
+from ..data.prepare import Preparer
+from ..data.shadows import rows_of
+from .gang import Gang
+from .orders import Coming, PlaceOf, told_media
+
+Drawn = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]
+
+
+class ToldPrompts:
+    """The prompts of `source`, in process 0, of which it tells the others those whose pixels are elsewhere."""
+
+    def __init__(self, source: Preparer, gang: Gang, place_of: PlaceOf) -> None:
+        self._source, self._gang, self._place_of = source, gang, place_of
+
+    async def draw(self, count: int) -> Drawn:
+        """See `Preparer.draw`."""
+        prepared, skipped = await self._source.draw(count)
+        if (order := coming(prepared, self._place_of)).media:
+            self._gang.tell(order)
+        return prepared, skipped
+
+    def state_dict(self) -> dict:
+        """See `Preparer.state_dict`."""
+        return self._source.state_dict()
+
+
+def coming(prepared: Sequence[PreparedPrompt], place_of: PlaceOf) -> Coming:
+    """What others are told of these prompts."""
+    media = [(each.prompt.draw, told_media(each.inputs, place_of)) for each in prepared]
+    return Coming([[draw, told] for draw, told in media if told is not None])
+
+
+class ComingPrompts:
+    """The prompts that another process was told of, laid out; the newest `most` that were not asked for."""
+
+    def __init__(self, source: Preparer, most: int) -> None:
+        self._source, self._most = source, most
+        self._inputs: collections.OrderedDict[int, ModelInput] = collections.OrderedDict()  # by draw
+
+    def hear(self, order: Coming) -> None:
+        """Lays them out. Raises what `Preparer.laid_out` raises."""
+        self._inputs |= self._source.laid_out({draw: [ticket for ticket, _ in told] for draw, told in order.media})
+        while len(self._inputs) > self._most:
+            self._inputs.popitem(last=False)
+
+    def laid_out(self, tickets: Mapping[int, Sequence[str]]) -> dict[int, ModelInput]:
+        """As `Preparer.laid_out`; these won't be asked for again."""
+        known = {draw: self._inputs.pop(draw) for draw in tickets if draw in self._inputs}
+        fit = {draw: inputs for draw, inputs in known.items() if tickets_of(inputs) == list(tickets[draw])}
+        return fit | self._source.laid_out({draw: words for draw, words in tickets.items() if draw not in fit})
+
+    def forget(self) -> None:
+        """The order of draws begins anew."""
+        self._inputs.clear()
+
+
+def tickets_of(inputs: ModelInput) -> list[str]:
+    """The tickets of a prompt's media, in order."""
+    return [rows.ticket for rows in rows_of(inputs)]

@@ -1,0 +1,151 @@
+"""The critic: a model of the policy's architecture that learns what states are worth, and advantages from its values.
+
+Its weights, optimizer and programs are a learner's, whose forward pass returns values where a policy's returns
+log-probs. So microbatches, strategies and checkpoints are those of the policy.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from models.decoder import Decoder
+from models.inputs import PackedTokens
+from models.values import first_weights, value_model, values
+from sharding.walk import Params, Tally, Walk
+
+from ..algorithms.gae import explained_variance, gae, terminal_rewards, whitened
+from ..algorithms.ppo import value_loss
+from ..algorithms.rl_algorithm import Key
+from ..base.types import TrainBatch
+from ..batch.composition import Composition
+from ..config import AlgorithmConfig, Config, CriticConfig, LoraConfig
+from ..data.materializer import Materializer
+from .gradients import Gradients, Scores
+from .learner import Learner
+from .minibatches import of_all_updates
+from .scoring import logprobs_of
+
+
+class ValueGradients(Gradients):
+    """Those of a critic's loss; `scores` and `logprobs` return values."""
+
+    def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
+        return (values(model, inputs, walk),)
+
+    def _loss(self, model: Any, batch: TrainBatch, walk: Walk) -> tuple[Float[Array, ""], Tally]:
+        [values_BT] = self._forward(model, batch.inputs, walk)
+        token_loss_BT, metrics = self._phase.token_loss(values_BT, values_BT, batch, self._config.algorithm)
+        trained_BT = batch.loss_weights_BT != 0.0
+        loss = jnp.sum(batch.loss_weights_BT * token_loss_BT)
+        sums = {name: jnp.sum(metric_BT) for name, metric_BT in metrics.items()}
+        return loss, Tally({**sums, "loss": loss, "trained_tokens": jnp.sum(trained_BT, dtype=jnp.float32)}, {})
+
+
+class Critic(Learner):
+    """Abstract, and without memory, until `begin`."""
+
+    gradients_kind = ValueGradients
+
+    def __init__(
+        self, config: Config, policy: Decoder, *, mesh: Mesh | None = None, materializer: Materializer | None = None
+    ) -> None:
+        """`policy` may be abstract. `mesh` and `materializer` are those of its learner."""
+        optim = dataclasses.replace(config.optim, lr=config.critic.lr)
+        own = dataclasses.replace(config, optim=optim, lora=LoraConfig())  # all of it learns, whatever the policy does
+
+        def token_loss(
+            values_BT: Array, _: Array, batch: TrainBatch, cfg: AlgorithmConfig
+        ) -> tuple[Array, dict[str, Array]]:
+            return value_loss(values_BT, batch, config.critic.value_clip)
+
+        self._value_loss = token_loss  # one object: another would have its programs compiled again
+        super().__init__(own, value_model(policy), token_loss, mesh=mesh, materializer=materializer)
+
+    def begin(self, policy: Params, steps: int) -> None:
+        """Begins RL of so many training steps with the policy's weights, and values that are all 0."""
+        self._abstract = False
+        self.params = first_weights(policy, self.params)
+        self.restart(steps)
+
+    def restart(self, steps: int) -> None:
+        """As `reset`, for RL of so many training steps."""
+        self.reset(self._value_loss, steps=steps * self.config.algorithm.updates)
+
+    def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
+        """As a learner's. Metrics: `loss`, `lr`, `grad_norm` before clipping, `trained_tokens`, `skipped_nonfinite`;
+        over trained tokens the means of those of `value_loss`."""
+        report = self._updated(grads, tally, last=last)
+        names = ["lr", "grad_norm", "skipped_nonfinite", *sorted(tally.sums)]
+        metrics = dict(zip(names, report.tolist(), strict=True))
+        tokens = max(metrics["trained_tokens"], 1.0)
+        return metrics | {name: metrics[name] / tokens for name in ("value", "clip_fraction")}
+
+    def judge(
+        self,
+        compositions: Sequence[Composition],
+        outcomes: Mapping[Key, float],
+        costs: Sequence[np.ndarray] | None = None,
+    ) -> "Judged":
+        """The minibatches of a step with values, returns and advantages of each token, before its first optimizer step.
+
+        `outcomes` has the reward of each response by (draw, sample), `costs` what is taken off each token's reward, one
+        flat array a composition."""
+        found = [logprobs_of(each, self.gradients, self.params) for each in compositions]
+        flat = [each.of_responses(one, np.float64) for each, one in zip(compositions, found, strict=True)]
+        return judged(compositions, flat, outcomes, costs, self.config.critic)
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What a critic makes of a step. `means` has the mean advantage of each response that has a token."""
+
+    compositions: list[Composition]
+    means: dict[Key, float]
+    metrics: dict[str, float]
+
+
+def judged(
+    compositions: Sequence[Composition],
+    values: Sequence[np.ndarray],
+    outcomes: Mapping[Key, float],
+    costs: Sequence[np.ndarray] | None,
+    settings: CriticConfig,
+) -> Judged:
+    """See `Critic.judge`; `values` are flat, one array a composition. Every response lies here, whole."""
+    estimates = []
+    for number, (each, own) in enumerate(zip(compositions, values, strict=True)):
+        rewards = terminal_rewards(np.array([outcomes[key] for key in each.keys]), each.lengths)
+        if costs is not None:
+            rewards -= costs[number]
+        estimates.append(gae(rewards, own, each.lengths, settings.gamma, settings.gae_lambda))
+    returns = [estimate + own for estimate, own in zip(estimates, values, strict=True)]
+    all_estimates, all_returns = np.concatenate(estimates), np.concatenate(returns)
+    used = whitened(all_estimates) if settings.whiten else all_estimates
+    metrics = {
+        "critic/explained_variance": explained_variance(np.concatenate(values), all_returns),
+        "critic/return_mean": float(all_returns.mean()),
+        "critic/return_std": float(all_returns.std()),
+        "critic/advantage_mean": float(all_estimates.mean()),  # before whitening
+        "critic/advantage_std": float(all_estimates.std()),
+    }
+    done, means = [], {}
+    parts = np.split(used, np.cumsum([len(one) for one in estimates])[:-1])
+    for each, own, back, advantages in zip(compositions, values, returns, parts, strict=True):
+        fields = {"values_BT": own, "returns_BT": back, "advantages_BT": advantages}
+        done.append(each.replaced({name: each.scattered(flat) for name, flat in fields.items()}))
+        responses = np.repeat(np.arange(len(each.keys)), each.lengths)
+        sums = np.bincount(responses, advantages, minlength=len(each.keys))
+        means |= dict(zip(each.keys, (sums / np.maximum(each.lengths, 1)).tolist(), strict=True))
+    return Judged(done, means, metrics)
+
+
+def critic_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a critic's optimizer steps in a training step, by names of their own."""
+    merged = of_all_updates(updates)
+    kept = [name for name in merged if name not in ("trained_tokens", "updates", "seconds/idle")]
+    return {f"critic/{name}": merged[name] for name in kept}

@@ -1,0 +1,157 @@
+"""Replay: groups that were trained on are kept, and some come back in later steps, at the importance weights of then.
+
+Flux has replay as the third source of data that another policy generated (component 3, "Unified Importance
+Correction"): a replayed token is a stale one. It keeps the log-probs and versions of when it was generated, so that
+ratio, `algorithm.importance` and decay treat it as any other that is so many versions behind. Rewards are kept, too,
+and advantages made of them anew, together with the step's: relative to the group they are the same again, and those
+that depend on a whole step, or on the policy (KL in the reward), are those of the step that uses them.
+
+The coordinator's books know nothing of it: there, a prompt is trained on once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..base.types import Group, PreparedPrompt, Reward, Sample
+from ..config import ReplayConfig, ReplayOrder
+from ..coordinator.saved import SavedState, State, responses_from_json, responses_to_json
+
+
+@dataclasses.dataclass
+class _Kept:
+    group: Group  # with the advantages of its own step
+    prepared: PreparedPrompt
+    born: int  # the oldest version that a token of it is of
+    times: int = 0  # that it was replayed
+
+    @property
+    def size(self) -> float:
+        """The mean magnitude of its advantages."""
+        return float(np.mean([abs(sample.advantage) for sample in self.group.samples]))
+
+
+class ReplayBuffer:
+    """The groups that may be replayed, with their prompts. What it does follows from its state alone."""
+
+    def __init__(self, config: ReplayConfig) -> None:
+        self._config = config
+        self._kept: dict[int, _Kept] = {}  # by draw
+
+    @classmethod
+    def of(cls, config: ReplayConfig) -> ReplayBuffer | None:
+        """An empty one; None where nothing is replayed."""
+        return cls(config) if config.share else None
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def choose(self, fresh: int, version: int) -> tuple[list[Group], dict[int, PreparedPrompt]]:
+        """The groups to replay in a step with so many fresh ones, which trains weights of this version; by draw, with
+        their prompts. Each of them counts as replayed once more, and those that are too old are let go."""
+        self._let_go(version)
+        wanted = int(fresh * self._config.share / (1.0 - self._config.share) + 1e-9)
+        chosen = sorted(self._kept.values(), key=self._rank)[:wanted]
+        for kept in chosen:
+            kept.times += 1
+        chosen.sort(key=lambda kept: kept.group.prompt.draw)
+        return [kept.group for kept in chosen], {kept.group.prompt.draw: kept.prepared for kept in chosen}
+
+    def keep(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], version: int) -> None:
+        """These were trained on, and the weights are of this version now. Groups without an advantage teach nothing
+        again; where there is no room, the oldest go."""
+        for group in groups:
+            versions = [v for sample in group.samples for v in sample.response.versions]
+            if versions and any(sample.advantage != 0.0 for sample in group.samples):
+                draw = group.prompt.draw
+                self._kept[draw] = _Kept(group, prepared[draw], min(versions))
+        self._let_go(version)
+        oldest_first = sorted(self._kept.items(), key=lambda item: (item[1].born, item[0]))
+        self._kept = dict(oldest_first[max(len(oldest_first) - self._config.groups, 0) :])
+
+    def _let_go(self, version: int) -> None:
+        """Groups that can't be replayed any more, at this version or later."""
+        self._kept = {
+            draw: kept
+            for draw, kept in self._kept.items()
+            if version - kept.born <= self._config.max_age and kept.times < self._config.times
+        }
+
+    def _rank(self, kept: _Kept) -> tuple[float, int]:
+        draw = kept.group.prompt.draw
+        match self._config.order:
+            case ReplayOrder.NEWEST:
+                return -float(kept.born), -draw
+            case ReplayOrder.OLDEST:
+                return float(kept.born), draw
+            case ReplayOrder.ADVANTAGE:
+                return -kept.size, draw
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Responses, rewards and draws as JSON values; prompts are prepared again by their draws."""
+        return {"groups": [_to_json(self._kept[draw]) for draw in sorted(self._kept)]}
+
+    def load_state_dict(self, state: SavedState, prepared: Mapping[int, PreparedPrompt]) -> None:
+        """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw; groups whose prompt it lacks,
+        because it can't be prepared any more, are let go."""
+        kept = [_from_json(saved, prepared[saved["draw"]]) for saved in _groups(state) if saved["draw"] in prepared]
+        self._kept = {one.group.prompt.draw: one for one in kept}
+
+
+def draws_of(state: SavedState) -> list[int]:
+    """The draws of the prompts in a buffer's state."""
+    return [saved["draw"] for saved in _groups(state)]
+
+
+def replay_metrics(fresh: Sequence[Group], replayed: Sequence[Group], version: int, kept: int) -> dict[str, float]:
+    """What a step that trains weights of this version has of fresh and replayed groups.
+
+    `replay/share`: of the step's groups; `replay/age` and `replay/age_max`: versions that the replayed tokens are
+    behind; `replay/kept`: groups in the buffer after the step. Where some are replayed, `staleness/lag_mean` and
+    `staleness/lag_max` are here again, of the fresh ones alone: how far generation lies behind. Fresh groups whose
+    advantages are all 0 are left out, if there are others.
+    """
+    metrics = {"replay/share": len(replayed) / (len(fresh) + len(replayed)), "replay/kept": float(kept)}
+    if not replayed:
+        return metrics
+    taught = [group for group in fresh if any(sample.advantage != 0.0 for sample in group.samples)] or fresh
+    for names, groups in (
+        (("replay/age", "replay/age_max"), replayed),
+        (("staleness/lag_mean", "staleness/lag_max"), taught),
+    ):
+        lags = version - np.array([v for g in groups for s in g.samples for v in s.response.versions], np.int64)
+        if len(lags):
+            metrics |= dict(zip(names, (float(lags.mean()), float(lags.max())), strict=True))
+    return metrics
+
+
+def _groups(state: SavedState) -> Sequence[Mapping[str, Any]]:
+    return state.get("groups", [])  # none where nothing was replayed before
+
+
+def _to_json(kept: _Kept) -> State:
+    samples = kept.group.samples
+    return {
+        "draw": kept.group.prompt.draw,
+        "born": kept.born,
+        "times": kept.times,
+        "responses": responses_to_json({s.response.sample: s.response for s in samples}),
+        "scores": [
+            [s.response.sample, dataclasses.asdict(s.reward), s.advantage]
+            for s in sorted(samples, key=lambda sample: sample.response.sample)
+        ],
+    }
+
+
+def _from_json(saved: Mapping[str, Any], prepared: PreparedPrompt) -> _Kept:
+    responses = responses_from_json(saved["responses"])
+    samples = tuple(
+        Sample(responses[number], Reward(**reward), advantage) for number, reward, advantage in saved["scores"]
+    )
+    return _Kept(Group(prepared.prompt, samples), prepared, saved["born"], saved["times"])

@@ -1,0 +1,121 @@
+"""Decodes media for the processes of a run, and hands out slices of them over Arrow Flight.
+
+    python -m fluxjax.preprocess
+    python -m fluxjax.preprocess --listen 10.0.0.7:7070 --workers 32 --cache-gib 64 --spill /nvme/fluxjax
+
+When it is ready, it prints one line of JSON, {"address": "HOST:PORT", "protocol": 1}. Give the addresses of all to the
+run. It must see the media files under the names that the run knows them by. SIGTERM and SIGINT end it. Beyond loopback
+addresses it needs a token, the variable FLUXJAX_TOKEN, which the run must have, too. Wrong input is one line on stderr
+and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rollout.listening import TOKEN, Parser, is_loopback
+
+from .base.errors import ConfigError
+from .config.bounds import check_fields
+from .config.data import DataConfig
+from .data.preprocessor_flags import FIELDS, flag
+
+if TYPE_CHECKING:
+    from models.processing.media import MediaSettings
+
+    from .data.flight_server import SliceStore
+
+GRACE = 2.0  # seconds for calls under way, once it is told to end
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options: `host`, `port`, `token`, and `config`, a DataConfig."""
+    parser = Parser(
+        prog="python -m fluxjax.preprocess",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT",
+                        help="where to listen; port 0: any free one (default 127.0.0.1:0)")  # fmt: skip
+    for field in dataclasses.fields(DataConfig):
+        if field.name in FIELDS:
+            shown = f"{FIELDS[field.name]} (default {field.default})" if field.default else FIELDS[field.name]
+            parser.add_argument(f"--{flag(field.name)}", dest=field.name, type=type(field.default),
+                                default=field.default, help=shown)  # fmt: skip
+    options = parser.parse_args(arguments)
+    options.config = DataConfig(**{name: getattr(options, name) for name in FIELDS})
+    try:
+        check_fields(options.config)
+    except ConfigError as error:
+        name, _, why = str(error).partition(" ")
+        parser.error(f"--{flag(name)} {why}")
+    host, colon, port = options.listen.rpartition(":")
+    options.host = host.removeprefix("[").removesuffix("]")
+    if not colon or not options.host or not port.isdecimal() or int(port) > 65535:
+        parser.error(f"--listen {options.listen}: must be HOST:PORT, with a port of 0 .. 65535")
+    options.port, options.token = int(port), os.environ.get(TOKEN, "")
+    if not options.token and not is_loopback(options.host):
+        parser.error(
+            f"--listen {options.listen} can be reached from other machines: set {TOKEN}, here and for the run, so that "
+            "not everybody can have this machine's images and videos"
+        )
+    if not options.token.isascii() or any(character.isspace() for character in options.token):
+        parser.error(f"{TOKEN} must be ASCII without white space")
+    return options
+
+
+def local_stores(options: argparse.Namespace) -> Callable[[MediaSettings], SliceStore]:
+    """Makes the stores of this process, each with workers and a cache of its own."""
+
+    def make_store(settings: MediaSettings) -> SliceStore:
+        from .data.local_store import LocalStore
+
+        return LocalStore(settings, options.config, workers=options.config.workers or _cores())
+
+    return make_store
+
+
+def serve(options: argparse.Namespace, make_store: Callable[[MediaSettings], SliceStore]) -> None:
+    """Serves until SIGTERM or SIGINT. Raises OSError where it can't listen."""
+    from .data.flight_server import FlightServer
+    from .data.flight_wire import PROTOCOL
+
+    told = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told.set())
+    threads = 2 * (options.config.workers or _cores())
+    server = FlightServer(make_store, options.host, options.port, token=options.token, threads=threads)
+    print(json.dumps({"address": server.address, "protocol": PROTOCOL}), flush=True)
+    while not told.wait(1.0):  # Python handles signals between two waits
+        pass
+    server.close(GRACE)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        serve(options, local_stores(options))
+    except OSError as error:
+        print(f"error: --listen {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # Python would wait for threads: calls under way, workers that decode

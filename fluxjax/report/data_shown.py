@@ -1,0 +1,103 @@
+"""Where the pixels of a run come from, as users see it: a step's numbers, a few words, a row for each preprocessor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ..base.preprocessor_status import PreprocessorStatus
+from ..data.local_store import StoreStats
+from ..data.materializer import Materialized
+
+
+class DataMetrics:
+    """What a step's metrics say of pixels, from step to step."""
+
+    def __init__(self) -> None:
+        self._known = time.perf_counter()  # when the stats were those of the last step
+        self._rate = 0.0  # of frames
+        self._moved, self._stats = Materialized(), StoreStats()  # at the last step
+        self._bytes: dict[str, int] = {}  # by preprocessor
+
+    def since_last(
+        self, moved: Materialized, stats: StoreStats, known: float, preprocessors: Sequence[PreprocessorStatus]
+    ) -> dict[str, float]:
+        """By their names in `metrics.jsonl`. `moved` and `stats` are totals since the run was started, of `stats` as
+        they were `known`, by `time.perf_counter`: a rate stays until more is known."""
+        (moved_before, stats_before) = self._moved, self._stats
+        self._moved, self._stats = moved, stats
+        size, fetching = moved.bytes - moved_before.bytes, moved.fetching - moved_before.fetching
+        frames = stats.decoded_frames - stats_before.decoded_frames
+        if known > self._known:
+            self._rate, self._known = frames / (known - self._known), known
+        hits, misses = stats.hits - stats_before.hits, stats.misses - stats_before.misses
+        metrics = {
+            "data/waited": moved.waited - moved_before.waited,
+            "data/fetched_mb": size / 1e6,
+            "data/fetch_mb_per_second": size / 1e6 / fetching if fetching else 0.0,
+            "data/decoded_media": float(stats.decoded_media - stats_before.decoded_media),
+            "data/decoded_frames_per_second": self._rate,
+            "data/queue": float(stats.queue_depth),
+            "data/memory_mb": stats.memory_bytes / 1e6,
+            "data/spilled_mb": stats.spilled_bytes / 1e6,
+        }
+        if hits + misses:  # else there is no share
+            metrics["data/cache_hits"] = hits / (hits + misses)
+        return metrics | self._by_preprocessor(preprocessors)
+
+    def _by_preprocessor(self, preprocessors: Sequence[PreprocessorStatus]) -> dict[str, float]:
+        if not preprocessors:
+            return {}
+        before, self._bytes = self._bytes, {place.name: place.bytes for place in preprocessors}
+        handed_out = {
+            f"data/mb_from/{name}": (size - before.get(name, 0)) / 1e6 for name, size in sorted(self._bytes.items())
+        }
+        return {
+            "data/preprocessors_up": float(sum(place.up for place in preprocessors)),
+            "data/preprocessors_lost": float(sum(place.lost for place in preprocessors)),
+        } | handed_out
+
+
+def data_words(metrics: Mapping[str, float]) -> str:
+    """The numbers of a step in a few words; empty where they say nothing."""
+    waited, frames = metrics.get("data/waited", 0.0), metrics.get("data/decoded_frames_per_second", 0.0)
+    size = metrics.get("data/fetched_mb", 0.0)
+    words = [f"waits {waited:.2f} s"] if size or waited else []
+    words += [f"decodes {frames:,.0f} frames/s"] if frames >= 0.5 else []
+    words += [f"fetches {size:,.0f} MB" if size >= 10 else f"fetches {size:.1f} MB"] if size else []
+    return ", ".join(words)
+
+
+class PreprocessorTable:
+    """A row for each preprocessor, as it is whenever the terminal is drawn; nothing where there are none."""
+
+    def __init__(self, preprocessors: Callable[[], Sequence[PreprocessorStatus]]) -> None:
+        self._preprocessors = preprocessors
+
+    def __rich__(self) -> Table | Group:
+        preprocessors = self._preprocessors()
+        if not preprocessors:
+            return Group()
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for column in ("preprocessor", "queued", "decoded", "gave", "keeps", "restarts"):
+            table.add_column(column, justify="left" if column == "preprocessor" else "right", no_wrap=True)
+        table.add_column()  # the one that gives way where a terminal is narrow
+        for place in preprocessors:
+            numbers = [f"{place.queued:,}", f"{place.decoded:,}", _size(place.bytes)]
+            numbers += [_size(place.memory_bytes + place.spilled_bytes), str(place.lost)]
+            table.add_row(place.name, *numbers, Text(_state(place), no_wrap=True, overflow="ellipsis"))
+        return table
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def _state(place: PreprocessorStatus) -> str:
+    if place.up:
+        return "up"
+    return "lost: " + "".join(place.reason.strip().splitlines()[:1]) if place.lost else "starting"

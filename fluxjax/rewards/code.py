@@ -1,0 +1,180 @@
+"""Rewards of code by its tests, which run where the code cannot reach them.
+
+The code of a response runs in a sandbox; the tests run in a second one, and call it by sending plain data
+(`inside/driver.py`). So the code sees neither what is expected nor where the verdict goes: ending its process, printing
+what a grader might look for, or an object that equals everything is worth 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import math
+import signal
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ..base.errors import DataError
+from ..base.scored import Completion, Reward
+from . import inside
+from .code_tasks import CodeTask, find_code, read_task
+from .sandbox import Outcome, Sandbox, SandboxJob, SandboxLimits, find_sandbox
+from .time_limits import TimeLimits
+
+_INSIDE = "import sys; sys.path.insert(0, '.'); from inside import {0}; {0}.main('{1}')"
+_REASONS = {"memory": "used too much memory", "output": "printed too much", "files": "made too many files"}
+
+
+class CodeReward:
+    """Gives 1 if the code of a response passes every test of its task (`code_tasks.py` has their shapes), else 0.
+
+    `sandbox` is `bubblewrap`, `subprocess` (which protects nothing), or an object of the protocol `Sandbox`. `python`
+    is the interpreter of tests and code, by default the one that runs this; with `packages` they find its site
+    packages, which takes it longer to start. `slots` responses are tested at a time. `limits` are what each of their
+    processes may use, but for the time, which `time_limits` gives; all inputs of a program have `seconds` together,
+    fewer than the kind `code` has (`rewards.kinds`). With `partial` the value of a program is the share
+    of its inputs that have the right output. Raises `ConfigError` where the sandbox cannot work.
+    """
+
+    kind: ClassVar[str] = "code"
+
+    def __init__(
+        self,
+        sandbox: str | Sandbox = "bubblewrap",
+        *,
+        python: str | None = None,
+        packages: bool = False,
+        slots: int = 8,
+        limits: SandboxLimits | None = None,
+        time_limits: TimeLimits | None = None,
+        seconds: float = 45.0,
+        partial: bool = False,
+    ) -> None:
+        self.sandbox: Sandbox = find_sandbox(sandbox, python, slots) if isinstance(sandbox, str) else sandbox
+        self.limits = limits or SandboxLimits()
+        self.time_limits = time_limits or TimeLimits()
+        self.seconds = seconds
+        self.partial = partial
+        self._python = (self.sandbox.python, "-I", "-B", *(() if packages else ("-S",)), "-c")
+        self._inside = _files_inside()
+
+    async def score(self, completion: Completion) -> Reward:
+        """Returns the reward. Raises `DataError` for an answer that is no task, or a task that no code could pass here,
+        `SandboxError` if the sandbox fails."""
+        task = read_task(completion.prompt)
+        code = find_code(completion.text, task.entry_point)
+        if not code:
+            return Reward(0.0, False, "no code")
+        name = f"{completion.prompt.source}/{completion.prompt.id}"
+        results = await (self._program(name, task, code) if task.program else self._functions(name, task, code))
+        failures = [result.failure for result in results if result.failure]
+        correct = not failures
+        if correct:
+            for result in results:
+                self.time_limits.learn(result.case, result.seconds)
+        share = 1 - (len(failures) + _cases(task) - len(results)) / _cases(task)
+        return Reward(
+            value=share if self.partial else float(correct),
+            correct=correct,
+            reason=failures[0] if failures else "",
+            parts={"cases": share},
+            seconds=sum(result.seconds for result in results),  # without the wait for a slot
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.time_limits.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.time_limits.load_state_dict(state)
+
+    def _within(self, case: str, left: float = math.inf) -> SandboxLimits:
+        seconds = min(self.time_limits.seconds(case), left)
+        return dataclasses.replace(self.limits, seconds=seconds, cpu=seconds)
+
+    async def _program(self, name: str, task: CodeTask, code: str) -> list[_Result]:
+        """Runs a program once for each input, until one has another output than expected (with `partial`, all)."""
+        results: list[_Result] = []
+        for number, (given, expected) in enumerate(zip(task.inputs, task.outputs, strict=True)):
+            case, left = f"{name}#{number}", self.seconds - sum(result.seconds for result in results)
+            if left <= 0:
+                results.append(_Result(case, 0.0, f"input {number}: all inputs took more than {self.seconds:g} s"))
+                break
+            job = self._job("program", "solution.py", code, self._within(case, left), given.encode(errors="replace"))
+            outcome = await self.sandbox.run(job)
+            failure = _ended(outcome, job.limits)
+            if not failure and _lines(outcome.stdout.decode(errors="replace")) != _lines(expected):
+                failure = "another output than expected"
+            results.append(_Result(case, outcome.seconds, failure and f"input {number}: {failure}"))
+            if failure and not self.partial:
+                break
+        return results
+
+    async def _functions(self, name: str, task: CodeTask, code: str) -> list[_Result]:
+        limits = self._within(name)
+        response = {"code": code, "setup": task.setup, "entry_point": task.entry_point}
+        tests = {"tests": task.tests, "setup": task.setup} if task.tests else _pairs(task)
+        outcome, partner = await self.sandbox.converse(
+            self._job("driver", "task.json", json.dumps({**tests, "entry_point": task.entry_point}), limits),
+            self._job("candidate", "response.json", json.dumps(response), limits),
+        )
+        return [_Result(name, outcome.seconds, _verdict(outcome, partner, limits))]
+
+    def _job(self, module: str, name: str, content: str, limits: SandboxLimits, stdin: bytes = b"") -> SandboxJob:
+        """A job that runs a module of `inside/` with a file."""
+        files = {**self._inside, name: content.encode(errors="replace")}
+        return SandboxJob((*self._python, _INSIDE.format(module, name)), files, stdin, limits)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    case: str
+    seconds: float
+    failure: str  # empty: passed
+
+
+def _files_inside() -> dict[str, bytes]:
+    folder = importlib.resources.files(inside)
+    return {f"inside/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
+
+
+def _cases(task: CodeTask) -> int:
+    return len(task.inputs) if task.program else 1
+
+
+def _pairs(task: CodeTask) -> dict[str, Sequence[Any]]:
+    return {"inputs": task.inputs, "outputs": task.outputs}
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a text without white space at their ends, and without empty lines at its own."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _ended(outcome: Outcome, limits: SandboxLimits) -> str:
+    """Says how a job ended that should have ended well; an empty text if it has."""
+    if outcome.reason == "time" or outcome.signal == signal.SIGXCPU:
+        return f"timed out after {limits.seconds:g} s"
+    if outcome.reason in _REASONS:
+        return _REASONS[outcome.reason]
+    if outcome.exit:
+        last = outcome.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return " ".join((f"exit status {outcome.exit}", *last))[:300]
+    return ""
+
+
+def _verdict(outcome: Outcome, partner: Outcome, limits: SandboxLimits) -> str:
+    """Returns what the tests say has failed, and what became of the code's process where that says more."""
+    if failure := _ended(outcome, limits):
+        return failure
+    try:
+        verdict = json.loads(outcome.stderr.splitlines()[-1])
+        passed, reason, unusable = verdict["passed"] is True, str(verdict["reason"]), verdict.get("unusable")
+    except (ValueError, LookupError, TypeError):
+        return "the tests ended without a verdict"
+    if unusable:
+        raise DataError(f"a coding task can't be used: {reason}")
+    if passed:
+        return ""
+    its_end = "" if partner.reason == "partner" else _ended(partner, limits)
+    return f"{reason} ({its_end})" if its_end else reason or "failed"

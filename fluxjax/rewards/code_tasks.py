@@ -1,0 +1,89 @@
+"""Coding tasks as prompts carry them, and the code in a response.
+
+The answer of a prompt is a JSON object of one of these shapes:
+
+- `{"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}`: a program reads each input and must print its output;
+- `{"entry_point": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}`: a function is called with each of the
+  inputs;
+- `{"entry_point": "add", "tests": "def check(candidate): ..."}`: HumanEval's; `setup`, if there is one, is code that
+  stands before the response's, such as HumanEval's prompt, which the response may also continue;
+- `{"tests": "from solution import add\\ndef test_add(): ..."}`: KodCode's: functions `test_...`, classes `Test...`,
+  unittest's classes. Plain assertions do as well (MBPP), also as a list.
+"""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from ..base.errors import DataError
+from ..base.scored import Prompt
+
+LONGEST_CODE = 100_000  # characters
+_FENCE = re.compile(  # quantifiers that give nothing back: a text of one endless line takes no quadratic time
+    r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL
+)
+_LANGUAGES = ("", "python", "py", "python3")
+_TEXTS = ("tests", "setup", "entry_point")
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeTask:
+    """What a response's code is tested with: `tests`, or pairs of `inputs` and `outputs`."""
+
+    tests: str = ""
+    setup: str = ""
+    entry_point: str = ""
+    inputs: tuple[Any, ...] = ()
+    outputs: tuple[Any, ...] = ()
+
+    @property
+    def program(self) -> bool:
+        """Says whether the code is a program with input and output, rather than functions."""
+        return not self.tests and not self.entry_point
+
+
+def read_task(prompt: Prompt) -> CodeTask:
+    """Returns the task in a prompt's answer. Raises `DataError`, which names prompt and field."""
+    try:
+        return _task(json.loads(prompt.answer))
+    except ValueError as error:
+        raise DataError(
+            f"prompt {prompt.id} of source {prompt.source}: answer is no coding task: {error}; it must be a JSON "
+            f"object with tests, or with inputs and outputs"
+        ) from error
+
+
+def _task(answer: Any) -> CodeTask:
+    if not isinstance(answer, dict):
+        raise ValueError(f"it is of type {type(answer).__name__}")
+    fields = {name: value for name, value in answer.items() if name in CodeTask.__dataclass_fields__}
+    if isinstance(fields.get("tests"), list):
+        fields["tests"] = "\n".join(map(str, fields["tests"]))
+    for name in _TEXTS:
+        if not isinstance(fields.get(name, ""), str):
+            raise ValueError(f"{name} is of type {type(fields[name]).__name__}, not a text")
+    for name in ("inputs", "outputs"):
+        fields[name] = tuple(fields.get(name) or ())
+    task = CodeTask(**fields)
+    if task.tests.strip():
+        return task
+    if not task.inputs or len(task.inputs) != len(task.outputs):
+        raise ValueError(f"it has no tests, {len(task.inputs)} inputs and {len(task.outputs)} outputs")
+    if task.program and not all(isinstance(text, str) for text in (*task.inputs, *task.outputs)):
+        raise ValueError("inputs and outputs of a program (a task without entry_point) must be texts")
+    if not task.program and not all(isinstance(arguments, list) for arguments in task.inputs):
+        raise ValueError("each of the inputs of a function must be a list of its arguments")
+    return task
+
+
+def find_code(text: str, entry_point: str = "") -> str:
+    """Returns the code of a response: its last fenced block of Python, of those that define `entry_point` if any does;
+    all of it where it has no fence. Empty if there is none, or more than anybody would write."""
+    blocks = [body for language, body in _FENCE.findall(text) if language.lower() in _LANGUAGES]
+    if not blocks:
+        code = "" if _FENCE.search(text) else text
+    else:
+        defines = re.compile(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(entry_point)}\b", re.MULTILINE)
+        code = ([block for block in blocks if entry_point and defines.search(block)] or blocks)[-1]
+    return code if code.strip() and len(code) <= LONGEST_CODE else ""

@@ -1,0 +1,105 @@
+r"""The answer inside a response: in its tags, in its `\boxed{}`, behind "the answer is", or its last number.
+
+All of this takes time that grows with the text's length at most, and looks at the end of a long text only: a response
+is nobody's friend. Digits are those of ASCII.
+"""
+
+import re
+from fractions import Fraction
+
+TAIL = 20_000  # characters searched for an answer, from the end
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,40})"
+_NUMBER = rf"(?:{_DIGITS}(?:\.[0-9]{{0,40}})?|\.[0-9]{{1,40}})(?:[eE][-+]?[0-9]{{1,3}})?"
+_PERCENT = r"\s{0,3}(?:\\?%)?"
+# No part of a longer number or of a word; a sign between two terms is an operator.
+_IN_TEXT = re.compile(
+    rf"(?<![0-9A-Za-z_])(?<![0-9]\.)(?:(?<![0-9A-Za-z)\]}}])[-+])?{_NUMBER}(?:/[0-9]{{1,40}})?(?![0-9]){_PERCENT}"
+)
+_ALONE = re.compile(rf"([-+]?)\s?({_NUMBER})(?:\s?/\s?({_NUMBER}))?({_PERCENT})")
+_FRACTION = re.compile(rf"([-+]?)\s?\\frac\s?\{{({_DIGITS})\}}\s?\{{({_DIGITS})\}}({_PERCENT})")
+_ESCAPED_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_STATED = re.compile(r"\banswer\b\W{0,4}?(?:\s{0,3}is\b|[:=])[\s:*]{0,9}", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?]?(?:\n|$)|[.!?]\s(?=[A-Z])")
+
+
+def explicit_answer(text: str) -> str | None:
+    """Returns the answer that the text marks as one, `None` if it marks none. The last mark counts, and of different
+    marks the first of these: `<answer>` tags, `\\boxed{}` (also inside the tags), "answer is" or "answer:"."""
+    text = text[-TAIL:]
+    inside = tagged(text)
+    if inside is not None:
+        inner = boxed(inside)
+        return inside.strip() if inner is None else inner
+    content = boxed(text)
+    return stated(text) if content is None else content
+
+
+def tagged(text: str) -> str | None:
+    """Returns what the last `<answer>…</answer>` encloses."""
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return None if begin < 0 else text[begin + len("<answer>") : end]
+
+
+def boxed(text: str) -> str | None:
+    r"""Returns the content of the last `\boxed{…}`; `None` if there is none, or if its braces do not end."""
+    begin = text.rfind("\\boxed{")
+    if begin < 0:
+        return None
+    begin += len("\\boxed{")
+    depth = 1
+    for match in _ESCAPED_OR_BRACE.finditer(text, begin):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if not depth:
+            return text[begin : match.start()].strip()
+    return None
+
+
+def stated(text: str) -> str | None:
+    """Returns the rest of the sentence behind the last "answer is", "answer:" or the like."""
+    begin = None
+    for match in _STATED.finditer(text):
+        begin = match.end()
+    if begin is None:
+        return None
+    end = _SENTENCE_END.search(text, begin)
+    return text[begin : end.start() if end else None].strip(" *") or None
+
+
+def last_number(text: str) -> str | None:
+    """Returns the last number as it is written, with its sign, fraction and percent sign."""
+    found = None
+    for match in _IN_TEXT.finditer(_plain_minus(text[-TAIL:])):
+        found = match[0].strip()
+    return found
+
+
+def as_number(text: str) -> Fraction | None:
+    r"""Returns the number that the whole text is: `-1,000.5`, `3/4`, `\frac{3}{4}`, `2e-3` or `12 %` (which is 0.12).
+
+    `None` if it is something else: an expression, a number and a unit, NaN, infinity, a division by 0.
+    """
+    text = _plain_minus(text).strip().removeprefix("$").removesuffix("$").strip()
+    if len(text) > 200:
+        return None
+    match = _ALONE.fullmatch(text) or _FRACTION.fullmatch(text)
+    if match is None:
+        return None
+    sign, numerator, denominator, percent = match.groups()
+    bottom = _value(denominator or "1") * (100 if percent.strip() else 1)
+    if not bottom:
+        return None
+    return _value(numerator) / bottom * (-1 if sign == "-" else 1)
+
+
+def sendable(text: str) -> str:
+    """Returns the text without surrogates, which no process can be sent, nor any file hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _value(digits: str) -> Fraction:
+    return Fraction(digits.replace(",", ""))
+
+
+def _plain_minus(text: str) -> str:
+    return text.replace("\N{MINUS SIGN}", "-")

@@ -1,0 +1,103 @@
+"""Runs the code of a response and answers calls of what it defines, one line of plain data each.
+
+This process knows the code and the arguments of the calls that it is asked for. It knows neither the tests nor what
+they expect, and nothing that it says but values of calls is listened to.
+"""
+
+import ast
+import builtins
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from . import plain
+
+
+def main(path: str) -> None:
+    """Answers requests on standard input until it ends. What the code prints goes nowhere."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nowhere, standard)
+    with open(path) as file:
+        response: dict[str, str] = json.load(file)
+    os.chdir("/tmp")
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # the module `site` makes them otherwise
+    module = sys.modules["solution"] = types.ModuleType("solution")  # code that pickles itself needs to be found
+    plain.write(answers, _outcome(lambda: _load(module, **response)))
+    _answer(requests, answers, Objects(module))
+    os._exit(0)  # threads of the code would hold up the end
+
+
+def _load(module: types.ModuleType, code: str, setup: str, entry_point: str) -> None:
+    """Runs `code` after `setup`, or as the rest of it where `setup` ends within the function that is asked for."""
+    pieces = [setup, code] if _stands_alone(code, entry_point) else [setup + code]
+    for piece in pieces:
+        exec(compile(piece, "solution.py", "exec"), module.__dict__)
+
+
+def _stands_alone(code: str, entry_point: str) -> bool:
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        return False
+    names = [getattr(node, "name", "") for node in tree.body]
+    return not entry_point or entry_point in names or bool(tree.body and not isinstance(tree.body[0], ast.Return))
+
+
+class Objects:
+    """What the code defines, and what its calls returned that is no plain data, by number. The module is number 0."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._objects: list[Any] = [module]
+
+    def _decode(self, value: Any) -> Any:
+        return plain.decode(value, self._objects.__getitem__)
+
+    def keep(self, value: Any) -> dict[str, int]:
+        self._objects.append(value)
+        return {"object": len(self._objects) - 1}
+
+    def do(self, request: dict[str, Any]) -> Any:
+        """Returns the encoded result of one request: the value of a name, or of a call."""
+        target = self._objects[request["object"]]
+        for name in request["path"]:
+            target = getattr(target, name)
+        match request["do"]:
+            case "call":
+                arguments = [plain.decode(value, self._objects.__getitem__) for value in request["arguments"]]
+                keywords = {
+                    k: plain.decode(value, self._objects.__getitem__) for k, value in request["keywords"].items()
+                }
+                return plain.encode(target(*arguments, **keywords), self.keep)
+            case "get":
+                return self.keep(target) if callable(target) else plain.encode(target, self.keep)
+        raise plain.NotPlain("an unknown request")
+
+
+def _answer(requests: BinaryIO, answers: BinaryIO, objects: Objects) -> None:
+    while True:
+        try:
+            request = plain.read(requests)
+        except EOFError:
+            return
+        outcome = _outcome(lambda request=request: objects.do(request))
+        try:
+            plain.write(answers, outcome)
+        except plain.NotPlain as error:
+            plain.write(answers, {"raised": [["NotPlain"], str(error)]})
+
+
+def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
+    """Returns `{"value": ...}`, or `{"raised": [names of its types, message]}`, for `sys.exit`, too."""
+    try:
+        return {"value": work()}
+    except BaseException as error:
+        try:
+            message = str(error)[:500]
+        except BaseException:  # it is the code's own
+            message = ""
+        return {"raised": [[kind.__name__ for kind in type(error).__mro__], message]}

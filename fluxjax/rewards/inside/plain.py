@@ -1,0 +1,146 @@
+"""Plain data as lines of JSON: all that ever passes between tests and the code that they test.
+
+A value that arrives is made of Python's own types, whatever object was sent: none that claims to equal everything, none
+that runs code when it is compared, printed or unpacked. What JSON knows stands for itself, any other value is a dict
+with one key, the name of its type. Nothing is evaluated and nothing unpickled.
+"""
+
+import collections
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO
+
+LONGEST_LINE = 16 << 20  # bytes
+MOST_ITEMS = 100_000  # of an iterator, which may have no end
+_EXACT = 1 << 53  # larger integers travel in hexadecimal: Python refuses long decimals, which take quadratic time
+_COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": collections.deque,
+    "iterator": iter,
+}
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+
+
+class NotPlain(Exception):
+    """A value is no plain data, or a line is not of this protocol. The message says which."""
+
+
+def _refuse(value: Any) -> Any:
+    raise NotPlain(f"of type {type(value).__name__}, which is no plain data")
+
+
+def encode(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
+    """Returns what `json` writes. Subclasses become the type they derive from; `other` encodes what is no plain data.
+
+    Raises `NotPlain`.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value) if -_EXACT < value < _EXACT else {"int": hex(value)}
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes" if isinstance(value, bytes) else "bytearray": value.hex()}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
+    if isinstance(value, (list, *_VIEWS)):
+        return _encode_items(value, other)
+    for name in ("tuple", "set", "frozenset", "deque"):
+        if isinstance(value, _COLLECTIONS[name]):  # type: ignore[arg-type]  # of these four, the type itself
+            return {name: _encode_items(value, other)}
+    if isinstance(value, Iterator):
+        return {"iterator": _encode_items(value, other)}
+    kind = type(value)
+    if (kind.__module__, kind.__name__) in (("decimal", "Decimal"), ("fractions", "Fraction")):
+        return {kind.__name__: str(value)}
+    if kind.__module__ == "numpy":  # its arrays and numbers; `float64` is a float already
+        return encode(value.tolist(), other)
+    return other(value)
+
+
+def _encode_items(values: Iterable[Any], other: Callable[[Any], Any]) -> list[Any]:
+    items = []
+    for value in values:
+        if len(items) == MOST_ITEMS and isinstance(values, Iterator):
+            raise NotPlain(f"an iterator of more than {MOST_ITEMS} items")
+        items.append(encode(value, other))
+    return items
+
+
+def decode(data: Any, other: Callable[[int], Any] = _refuse) -> Any:
+    """Returns the value that `encode` was given; `other` decodes what its counterpart there encoded as `{"object": n}`.
+
+    Raises `NotPlain` for anything that `encode` does not write.
+    """
+    if data is None or isinstance(data, bool | int | float | str):
+        return data
+    if isinstance(data, list):
+        return [decode(item, other) for item in data]
+    if not isinstance(data, dict) or len(data) != 1:
+        raise NotPlain("not of this protocol")
+    ((name, content),) = data.items()
+    try:
+        if name == "object":
+            return other(int(content))
+        return _decode(name, content, other)
+    except (TypeError, ValueError, ArithmeticError, KeyError) as error:  # such as a list in a set
+        raise NotPlain(f"not of this protocol: {type(error).__name__}") from error
+
+
+def _decode(name: str, content: Any, other: Callable[[int], Any]) -> Any:
+    if name in _COLLECTIONS:
+        return _COLLECTIONS[name]([decode(item, other) for item in content])
+    match name:
+        case "dict":
+            return {decode(key, other): decode(item, other) for key, item in content}
+        case "int":
+            return int(content, 16)
+        case "complex":
+            return complex(*content)
+        case "bytes":
+            return bytes.fromhex(content)
+        case "bytearray":
+            return bytearray.fromhex(content)
+        case "range":
+            return range(*content)
+        case "Decimal":
+            import decimal  # takes longer to import than most tests to run
+
+            return decimal.Decimal(str(content))
+        case "Fraction":
+            import fractions
+
+            return fractions.Fraction(str(content))
+    raise KeyError(name)
+
+
+def write(pipe: BinaryIO, message: Any) -> None:
+    """Writes what `encode` returned as one line. Raises `NotPlain` if it is nested too deep, or too long."""
+    try:
+        line = json.dumps(message).encode()
+    except (RecursionError, ValueError) as error:
+        raise NotPlain("nested too deep") from error
+    if len(line) >= LONGEST_LINE:
+        raise NotPlain(f"longer than {LONGEST_LINE >> 20} MiB")
+    pipe.write(line + b"\n")
+    pipe.flush()
+
+
+def read(pipe: BinaryIO) -> Any:
+    """Reads a line. Raises EOFError where the other side is gone, `NotPlain` for what is no line of JSON."""
+    line = pipe.readline(LONGEST_LINE)
+    if not line:
+        raise EOFError
+    if not line.endswith(b"\n"):
+        raise NotPlain("an endless line or half a line")
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise NotPlain("no line of JSON") from error

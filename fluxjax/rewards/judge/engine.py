@@ -1,0 +1,60 @@
+"""A judge inside the run's process: an engine of the protocol `rollout.engine.Engine`, which is the judge's alone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+from models.processing import Processor
+from rollout.engine import Engine, FinishReason, GenerateRequest, SamplingParams
+from rollout.streamed_judge import StreamedJudge
+
+from ..answers import Failing, RewardFailure
+from .model import Answer, Question
+from .servers import question_ids
+
+
+class EngineModel:
+    """Asks an engine by its protocol: `Judge(EngineModel(engine, processor))` is a reward. Whoever made the engine
+    closes it."""
+
+    def __init__(self, engine: Engine, processor: Processor) -> None:
+        self._engine, self._processor = engine, processor
+        self._numbers = itertools.count()
+
+    async def ask(self, question: Question) -> Answer:
+        """Raises RewardFailure for what the engine aborts, `EngineError` for what it refuses."""
+        processor = self._processor
+        sampling = SamplingParams(
+            max_new_tokens=question.max_tokens,
+            temperature=question.temperature,
+            stop_ids=processor.eos_ids,
+        )
+        prompt = processor.prepare_ids(question_ids(processor, question))
+        request = GenerateRequest(f"judge-{next(self._numbers)}", prompt, sampling, seed=question.seed)
+        ids: list[int] = []
+        finish = None
+        async with contextlib.AsyncExitStack() as left:
+            stream = self._engine.generate(request)
+            if close := getattr(stream, "aclose", None):  # a call that is cancelled ends its request
+                left.push_async_callback(close)
+            async for chunk in stream:
+                ids += chunk.token_ids
+                finish = chunk.finish
+        if finish not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise RewardFailure(Failing.RAISED, "the judge's engine aborted its answer")
+        return Answer(processor.decode(ids), finish is FinishReason.STOP)
+
+
+class StreamedJudgeModel:
+    """Asks a judge whose layers travel from host memory (`rollout.streamed_judge`), for one that shares a device with
+    the run's engines. It answers greedily, so give its reward `retries=0`: what is asked again is answered alike."""
+
+    def __init__(self, judge: StreamedJudge, processor: Processor) -> None:
+        self._judge, self._processor = judge, processor
+
+    async def ask(self, question: Question) -> Answer:
+        """Raises `EngineError` for what the judge refuses."""
+        ids, ends = question_ids(self._processor, question), tuple(self._processor.eos_ids)
+        (answer,) = await self._judge.generate([ids], question.max_tokens, ends)
+        return Answer(self._processor.decode(answer), answer[-1] in ends)

@@ -1,0 +1,151 @@
+"""A language model's verdict as a reward: asked by a rubric, read from its answer, asked again where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import hashlib
+import logging
+import statistics
+import time
+from typing import ClassVar
+
+from ...base.errors import ConfigError
+from ...base.scored import Completion, Reward
+from ...config.bounds import bounded, not_negative, positive, within
+from ..answers import Failing, RewardFailure
+from ..parameters import check_parameters
+from .endpoint import Endpoint, checked_url, token_of
+from .images import image_urls
+from .model import JudgeModel, Question
+from .rubrics import Rubric
+from .servers import CHAT, GENERATE, ChatServer, GenerateServer, load_processor
+from .verdicts import VerdictReader
+
+log = logging.getLogger("fluxjax.rewards")
+
+_SECONDS = 60.0  # that a call may take, if nobody says
+_AGAIN = 0.7  # the least temperature of a question that is asked again: greedily, the answer would be the same
+_LOGGED = 3  # answers without a verdict that are logged
+_SHOWN = 300  # characters of them, from the end
+
+
+@dataclasses.dataclass(eq=False)
+class Judge:
+    """Gives a model's verdict on the response, brought from the rubric's scale to [0, 1].
+
+    `server` is the address of a server, or an object of the protocol `JudgeModel`. An answer without a verdict is asked
+    for again with another seed; where none has one, the reward failed, as it did where the server is out of reach. The
+    value is the mean of the `votes` that came to a verdict.
+    """
+
+    kind: ClassVar[str] = "judge"
+
+    server: str | JudgeModel = dataclasses.field(default="", metadata={"object": True})
+    # chat: OpenAI's /v1/chat/completions; generate: the native route of SGLang and rollout.serve, text only
+    api: str = bounded("chat", lambda api: api in ("chat", "generate"), "be 'chat' or 'generate'")
+    model: str = "default"  # the name by which the server knows it (chat)
+    tokenizer: str = ""  # the folder of its checkpoint (generate)
+    token_env: str = ""  # the environment variable that has the server's token
+    plain_http: bool = False  # the token may be sent over http to another machine
+    extra: str = ""  # JSON object: further fields of a request; null leaves one out (chat)
+    rubric: str = "correct"  # correct, quality, or a file
+    scale: str = ""  # of the verdict, such as '1 to 10'; empty: the rubric's own
+    json: bool = False  # the verdict is a JSON object, not a line
+    pattern: str = ""  # a regular expression whose first group is the verdict, where the rubric asks for another form
+    temperature: float = not_negative(0.0)
+    max_tokens: int = positive(1024)  # of an answer, thoughts included
+    votes: int = positive(1)  # verdicts on a response, asked for at once
+    retries: int = not_negative(2)  # times that a question is asked again for want of a verdict
+    correct_from: float = within(1.0, "[0, 1]")  # the value from which a response is correct
+    request_seconds: float = positive(30.0)  # that one request may take
+    most_characters: int = positive(32_000)  # of a response; of a longer one its end is shown
+    images: bool = False  # the prompt's images are shown, too (chat)
+
+    def __post_init__(self) -> None:
+        check_parameters("judge", self)
+        if self.votes > 1 and not self.temperature:
+            raise ConfigError(f"judge.votes is {self.votes}, but with judge.temperature=0 all of them are the same")
+        if self.images and self.api != "chat":
+            raise ConfigError("judge.images needs judge.api='chat': the native route gets text only")
+        self._reader = VerdictReader(self.json, self.pattern)
+        self._rubric = Rubric.load(self.rubric, self.scale, tells_form=not self.pattern)
+        self._counts: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self._model = self._served(self.server) if isinstance(self.server, str) else self.server
+        if not isinstance(self._model, JudgeModel):
+            raise ConfigError(
+                f"judge.server is {self.server!r}; it must be an address, or an object with ask(question)"
+            )
+        self.call_within(_SECONDS)
+        self._logged = 0
+
+    def _served(self, address: str) -> JudgeModel:
+        token, route = token_of(self.token_env), CHAT if self.api == "chat" else GENERATE
+        url = checked_url(address, route, token, self.plain_http)
+        endpoint = Endpoint(url, token, self.request_seconds, self._counts)
+        if self.api == "chat":
+            return ChatServer(endpoint, self.model, self.extra)
+        return GenerateServer(endpoint, load_processor(self.tokenizer))
+
+    def call_within(self, seconds: float) -> None:
+        """Is told how long a call of `score` may take. It gives up a little earlier: its own reason says more."""
+        self._seconds = seconds - min(1.0, 0.2 * seconds)
+
+    async def score(self, completion: Completion) -> Reward:
+        """Returns the reward. Raises RewardFailure where no vote came to a verdict."""
+        deadline = time.monotonic() + self._seconds
+        prompt, text = completion.prompt, completion.text
+        if (cut := len(text) - self.most_characters) > 0:
+            text = f"[{cut} characters are left out here]\n{text[cut:]}"
+        question, nonce = self._rubric.filled(prompt, text, self._reader.form)
+        images = await image_urls(prompt) if self.images else ()
+        votes = [self._vote(question, nonce, images, vote, deadline) for vote in range(self.votes)]
+        found = await asyncio.gather(*votes, return_exceptions=True)
+        shares = [share for share in found if isinstance(share, float)]
+        failures = [error for error in found if isinstance(error, BaseException)]
+        if not shares:
+            raise failures[0]
+        value = statistics.fmean(shares)
+        reason = f"{len(failures)} of {self.votes} votes failed: {failures[0]}" if failures else ""
+        return Reward(value, value >= self.correct_from, reason)
+
+    async def _vote(self, text: str, nonce: str, images: tuple[str, ...], vote: int, deadline: float) -> float:
+        why = ""
+        for attempt in range(self.retries + 1):
+            temperature = max(self.temperature, _AGAIN) if attempt else self.temperature
+            seed = _seed(text, vote, attempt)
+            question = Question(text, images, seed, temperature, self.max_tokens, deadline)
+            begin = time.monotonic()
+            answer = await self._model.ask(question)
+            self._counts["answers"] += 1
+            self._counts["answer_seconds"] += time.monotonic() - begin
+            number = await self._reader.read(answer.text, nonce) if answer.whole else None
+            share = None if number is None else self._rubric.scale.share(number)
+            if share is not None:
+                return share
+            why = "a verdict beside the scale" if number is not None else "no verdict"
+            why = why if answer.whole else f"an answer cut off at judge.max_tokens = {self.max_tokens}"
+            self._note(why, answer.text)
+        raise RewardFailure(Failing.INVALID, f"the judge gave no verdict, asked {self.retries + 1} times; last {why}")
+
+    def _note(self, why: str, text: str) -> None:
+        self._counts["unparsed"] += 1
+        self._logged += 1
+        if self._logged <= _LOGGED:
+            more = "; more are not logged" if self._logged == _LOGGED else ""
+            log.warning("the judge gave %s: ...%r%s", why, text[-_SHOWN:], more)
+
+    def take_counts(self) -> dict[str, float]:
+        """Returns what happened since it was called before, by the names of metrics behind `rewards/`."""
+        counts = {f"judge/{name}": self._counts[name] for name in ("answers", "answer_seconds", "unparsed", "retries")}
+        self._counts.clear()
+        return counts
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _seed(text: str, vote: int, attempt: int) -> int:
+    """Returns a seed that depends on what is asked only: an answer is the same after a resume, if the judge is."""
+    return int.from_bytes(hashlib.sha256(f"{vote}/{attempt}/{text}".encode()).digest()[:4]) >> 1

@@ -1,0 +1,116 @@
+r"""Rewards for mathematical answers: exact, numeric and LaTeX, compared by math-verify in processes that can be killed.
+
+What needs no algebra is decided at once. The rest goes to worker processes, since it may take for ever
+(`9^{9^{9^9}}`) or all memory: a process that does is killed, and its answer is wrong, while others go on.
+"""
+
+import dataclasses
+import importlib.util
+import re
+from fractions import Fraction
+from typing import ClassVar
+
+from ..base.errors import ConfigError
+from ..base.scored import Completion, Reward
+from ..base.worker_pool import WorkerError, WorkerMemory, WorkerPool, WorkerTimeout
+from ..config.bounds import not_negative, positive
+from .extraction import as_number, explicit_answer, last_number, sendable
+from .parameters import check_parameters
+
+_WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
+# Dollars, and \( \) \[ \] but for the \\[2pt] of a matrix; what sizes brackets; a space of negative width.
+_DELIMITERS = re.compile(r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])|\\!")
+_SPACES = re.compile(r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\s+")
+_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname)\s?\{([^{}]{0,200})\}")
+_WORD = re.compile(r"[A-Za-z]{4,}|yes|no", re.IGNORECASE)  # fewer letters may be a product
+
+
+@dataclasses.dataclass(eq=False)
+class MathAnswer:
+    r"""Gives 1 if the answer in the text equals the prompt's, else 0.
+
+    The answer is what `<answer>` tags, `\boxed{}` or "the answer is" mark, the last of them; else the last number
+    (`only_marked`: else there is none). It is compared as text, as a number, and at last by math-verify, which takes
+    `x^2+2x+1` and `(x+1)^2` for equal. A unit behind a number is overlooked, whatever it is. Order doesn't count in a
+    list without brackets, which is a set. Needs the extra `math`.
+    """
+
+    kind: ClassVar[str] = "math"
+
+    tolerance: float = not_negative(1e-6)  # of numbers with a decimal point: relative to the prompt's answer
+    lenient: bool = False  # as math-verify is: 12 % is also 12, the set {1, 2} also the pair (1, 2)
+    only_marked: bool = False
+    most_characters: int = positive(1000)  # of an answer; a longer one is wrong
+    workers: int = positive(4)  # processes, of about 60 MiB each
+    seconds: float = positive(2.0)  # that a comparison may take
+    memory_gib: float = positive(1.0)  # that a comparison may need
+
+    def __post_init__(self) -> None:
+        check_parameters("math", self)
+        missing = [name for name in ("math_verify", "antlr4") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"the reward 'math' needs {missing[0]}: install the extra, pip install 'fluxjax[math]'")
+        self._pool = WorkerPool(
+            f"{__package__}.math_worker:equal",
+            self.workers,
+            seconds=self.seconds,
+            memory_gib=self.memory_gib,
+            name="the reward 'math'",
+        )
+
+    async def score(self, completion: Completion) -> Reward:
+        """Raises what `WorkerPool.call` does, but for a comparison that takes too long: the answer is to blame."""
+        given = explicit_answer(completion.text)
+        if given is None and not self.only_marked:
+            given = last_number(completion.text)
+        if given is None:
+            return Reward(0.0, False, "no answer found")
+        if len(given) > self.most_characters:
+            return Reward(0.0, False, f"the answer is longer than {self.most_characters} characters")
+        reference, given = tidied(completion.prompt.answer), tidied(given)
+        equal = decided(reference, given, self.tolerance, self.lenient)
+        if equal is None:
+            question = {"reference": reference, "given": sendable(given), "strict": not self.lenient}
+            try:
+                equal = await self._pool.acall(question)
+            except WorkerTimeout:
+                return Reward(0.0, False, f"comparing the answer took more than {self.seconds:g} s")
+            except (WorkerMemory, WorkerError) as error:  # the answer's own fault: it is too large, or nests too deep
+                return Reward(0.0, False, f"comparing the answer: {error}"[:200])
+        return _RIGHT if equal else _WRONG
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def decided(reference: str, given: str, tolerance: float, lenient: bool) -> bool | None:
+    """Says whether tidied answers are equal where that takes no algebra; else `None`."""
+    if not given:
+        return False
+    if reference.replace(" ", "") == given.replace(" ", ""):
+        return True
+    wanted, found = as_number(reference), as_number(given)
+    if wanted is not None and found is not None:
+        scales = [Fraction(1)]
+        if lenient and ("%" in reference) != ("%" in given):
+            scales.append(Fraction(1, 100) if "%" in reference else Fraction(100))
+        decimal = "." in reference or "." in given
+        return any(_close(wanted, found * scale, tolerance if decimal else 0.0) for scale in scales)
+    word = _TEXT.sub(r"\1", reference).strip()
+    if _WORD.fullmatch(word):  # math-verify takes it for a product of letters, in any order
+        return word.casefold() == _TEXT.sub(r"\1", given).strip().casefold()
+    return None
+
+
+def tidied(latex: str) -> str:
+    """Returns LaTeX without what changes its looks only: dollars, sizes, spacing, kinds of fractions."""
+    latex = latex.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    latex = _FRACTION.sub(r"\\frac", _SPACES.sub(" ", _DELIMITERS.sub("", latex)))
+    return latex.strip().lstrip(":*").rstrip(".,;:* ").strip()
+
+
+def _close(wanted: Fraction, found: Fraction, tolerance: float) -> bool:
+    if wanted.denominator == found.denominator == 1:
+        return wanted == found
+    return abs(wanted - found) <= Fraction(str(tolerance)) * abs(wanted)

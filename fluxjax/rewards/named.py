@@ -1,0 +1,143 @@
+"""Finds rewards: by name in `REWARDS`, or a user's by import path; a function, a class or an object.
+
+A reward is one of these:
+
+- a function `f(prompt, text) -> Reward | float`, also `async`;
+- an object with `score(completion) -> Reward | float`, also `async`;
+- an object with `compute(prompts, responses)`, which returns a `Reward` or a number for each response of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..base.errors import ConfigError
+from ..base.scored import Completion
+from . import rules
+from .boxes import BoxOverlap
+from .choice import Choice
+from .code import CodeReward
+from .judge import Judge
+from .math import MathAnswer
+from .shaping import Format, Overlong
+from .vision import EditDistance, NumericAnswer, OrderedList
+
+REWARDS: dict[str, Any] = {
+    "exact": rules.exact,
+    "positions": rules.positions,
+    "digits": rules.digits,
+    "number": rules.number,
+    "math": MathAnswer,
+    "code": CodeReward,
+    "judge": Judge,
+    "choice": Choice,
+    "numeric": NumericAnswer,
+    "edit_distance": EditDistance,
+    "boxes": BoxOverlap,
+    "ordered_list": OrderedList,
+    "format": Format,
+    "overlong": Overlong,
+}
+SHAPES = "a function, or an object with score(completion) or compute(prompts, responses)"
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundReward:
+    """What a name stands for: a reward, or the class of one, which is `made` when it is needed."""
+
+    name: str
+    field: str  # of the configuration, in messages
+    value: Any
+    arguments: Mapping[str, Any]
+
+    def made(self) -> Any:
+        """Returns the reward. Raises `ConfigError` where its class refuses the arguments."""
+        if not self.arguments and not inspect.isclass(self.value):
+            return self.value
+        if not inspect.isclass(self.value):
+            return functools.partial(self.value, **self.arguments)
+        try:
+            return self.value(**self.arguments)
+        except Exception as error:
+            raise ConfigError(
+                f"{self.field} is {self.name!r}, but making it with {dict(self.arguments)} raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None = None) -> FoundReward:
+    """Returns what `name` stands for: a key of `REWARDS` or `module:attribute`. Raises `ConfigError` naming `field`
+    where there is no such thing, it is no reward, or it has no such `arguments`."""
+    value = _imported(name, field) if ":" in name else REWARDS.get(name)
+    if value is None:
+        raise ConfigError(f"{field} is {name!r}; it must be one of {', '.join(REWARDS)}, or module:attribute")
+    if not is_reward(value):
+        raise ConfigError(f"{field} is {name!r}, which is not {SHAPES}, but of type {type(value).__name__}")
+    arguments = dict(arguments or {})
+    if arguments:
+        try:
+            inspect.signature(value).bind_partial(**arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{field} is {name!r}, which can't be given {arguments}: {error}") from None
+    return FoundReward(name, field, value, arguments)
+
+
+def find_reward(name: str, field: str = "reward", arguments: Mapping[str, Any] | None = None) -> Any:
+    """Returns the reward of this name, made if it is a class. Raises `ConfigError` as `find` does."""
+    return find(name, field, arguments).made()
+
+
+def is_reward(value: Any) -> bool:
+    """Says whether it is a reward, or the class of one."""
+    methods = any(callable(getattr(value, method, None)) for method in ("score", "compute"))
+    return methods or (callable(value) and not inspect.isclass(value)) or _callable_class(value)
+
+
+def _callable_class(value: Any) -> bool:
+    return inspect.isclass(value) and any("__call__" in vars(base) for base in value.__mro__)
+
+
+def _imported(name: str, field: str) -> Any:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever importing the user's module raises
+        raise ConfigError(
+            f"{field} is {name!r}, but importing {module_name!r} raised {type(error).__name__}: {error}"
+        ) from error
+    value = getattr(module, attribute, None)
+    if value is None:
+        known = [n for n, v in vars(module).items() if _own(v, module.__name__)]
+        raise ConfigError(f"{field} is {name!r}, but {module_name} has no {attribute!r}; it has {', '.join(known)}")
+    return value
+
+
+def _own(value: Any, module: str) -> bool:
+    return (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module
+
+
+@dataclasses.dataclass(frozen=True)
+class Callee:
+    """The way to call a reward: `function(*arguments(completions))`, for one completion, or `batched` for several."""
+
+    function: Callable[..., Any]
+    arguments: Callable[[Sequence[Completion]], tuple[Any, ...]]
+    batched: bool = False
+
+    @classmethod
+    def of(cls, reward: Any) -> Callee:
+        if callable(compute := getattr(reward, "compute", None)):
+            return cls(compute, lambda batch: ([c.prompt for c in batch], [c.text for c in batch]), batched=True)
+        if callable(score := getattr(reward, "score", None)):
+            return cls(score, lambda batch: (batch[0],))
+        return cls(reward, lambda batch: (batch[0].prompt, batch[0].text))
+
+    @property
+    def asynchronous(self) -> bool:
+        called = getattr(self.function, "__call__", None)  # noqa: B004 - the method, which may be `async def`
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)

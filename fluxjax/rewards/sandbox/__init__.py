@@ -1,0 +1,27 @@
+"""Sandboxes: where the code of responses runs. One protocol, so that a service elsewhere can stand in their place."""
+
+from ...base.errors import ConfigError
+from .bare import BareSubprocess
+from .bubblewrap import Bubblewrap
+from .jobs import Outcome, Sandbox, SandboxError, SandboxJob, SandboxLimits
+
+__all__ = [
+    "BareSubprocess",
+    "Bubblewrap",
+    "Outcome",
+    "Sandbox",
+    "SandboxError",
+    "SandboxJob",
+    "SandboxLimits",
+    "find_sandbox",
+]
+
+
+def find_sandbox(name: str, python: str | None = None, slots: int = 8) -> Sandbox:
+    """Returns a sandbox by its name. Raises `ConfigError` for another name, and where it cannot work here."""
+    match name:
+        case "bubblewrap":
+            return Bubblewrap(python, slots)
+        case "subprocess":
+            return BareSubprocess(python, slots)
+    raise ConfigError(f"sandbox is {name!r}; it must be bubblewrap, or subprocess, which protects nothing")

@@ -1,0 +1,175 @@
+"""A sandbox of namespaces, made by bubblewrap (https://github.com/containers/bubblewrap) for each job anew.
+
+A job sees the interpreter and /usr, read-only, its files in /box, and a small /tmp: no network, no process, user or
+other file of the host. As root, bubblewrap makes the namespaces itself and the job gets a user id of its own, so that
+one job's processes are not counted as a neighbour's; without root, there is a user namespace. All capabilities are
+dropped: as root, a job that kept them could remount /usr and write to it. `seccomp.py` refuses what would lead to new
+ones. (Without root, a job can harm the first process of its own sandbox, which has no more rights than itself.)
+"""
+
+import contextlib
+import itertools
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from ...base.errors import ConfigError
+from . import seccomp
+from .job_slots import JobSlots
+from .jobs import Outcome, SandboxError, SandboxJob, SandboxLimits, resource_limits
+from .supervised import Command, Process, converse
+
+_BOX = "/box"
+_SHARE_MEMORY = 1 << 20  # bytes of /dev/shm, for semaphores
+_UIDS = 20_000, 58_000  # below what containers usually map
+_BLOCK = 64  # of a process, as a rule
+_taken = itertools.count()  # sandboxes of this process
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # what a response is worth does not change from run to run
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+class Bubblewrap:
+    """Runs at most `slots` jobs (or conversations) at a time; others wait for their turn.
+
+    `python` is the interpreter that jobs find, by default the one that runs this, without its site packages where it is
+    that of a virtual environment. Raises `ConfigError` where bubblewrap is missing or cannot work here.
+    """
+
+    def __init__(self, python: str | None = None, slots: int = 8) -> None:
+        self.python = os.path.realpath(python or sys._base_executable)  # type: ignore[attr-defined]
+        self.slots = slots
+        self._bwrap, self._root = self._means()
+        first, last = _UIDS
+        # Two of each slot. Sandboxes of one process share none, and those of two processes on one host rarely do.
+        start = os.getpid() * _BLOCK + next(_taken) * 2 * slots
+        self._uids = [first + (start + k) % (last - first) for k in range(2 * slots)]
+        self._slots = JobSlots(slots)
+        self._filter = seccomp.program()
+        self._view = _view(pathlib.Path(self.python), self._root)
+        self._check()
+
+    def _means(self) -> tuple[list[str], bool]:
+        """Returns the command, and whether it makes namespaces by the rights of root, not in a user namespace."""
+        return _find(), os.geteuid() == 0
+
+    async def run(self, job: SandboxJob) -> Outcome:
+        async with self._slots.slot() as slot:
+            with self._prepared(job, self._uids[2 * slot]) as command:
+                outcome = await (await Process.start(command)).outcome(job.stdin)
+                return _checked(outcome, command)
+
+    async def converse(self, asking: SandboxJob, answering: SandboxJob) -> tuple[Outcome, Outcome]:
+        async with self._slots.slot() as slot:
+            uid = self._uids[2 * slot]
+            with self._prepared(asking, uid) as command, self._prepared(answering, uid + 1) as its_command:
+                outcome, its_outcome = await converse(command, its_command)
+                return _checked(outcome, command), _checked(its_outcome, its_command)
+
+    @contextlib.contextmanager
+    def _prepared(self, job: SandboxJob, uid: int) -> Iterator[Command]:
+        """Its descriptors: the file in which bubblewrap writes how the job ended, the filter, and the job's files."""
+        with contextlib.ExitStack() as stack:
+            descriptors = [stack.enter_context(_in_memory(content)) for content in (b"", self._filter)]
+            options = ["--json-status-fd", str(descriptors[0]), "--seccomp", str(descriptors[1])]
+            for name, content in job.files.items():
+                descriptors.append(stack.enter_context(_in_memory(content)))
+                options += ["--perms", "0444", "--file", str(descriptors[-1]), f"{_BOX}/{name}"]
+            for folder, size in (("/tmp", job.limits.disk), ("/dev/shm", _SHARE_MEMORY)):
+                options += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
+            options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _BOX, "--"]
+            words = (
+                *self._bwrap,
+                *self._view,
+                *options,
+                *_becoming(uid if self._root else None, job.limits),
+                *job.command,
+            )
+            yield Command(words, job.limits, tuple(descriptors))
+
+    def _check(self) -> None:
+        """Runs the interpreter once. Raises `ConfigError` with what bubblewrap says."""
+        with self._prepared(SandboxJob((self.python, "-I", "-c", "pass")), self._uids[0]) as command:
+            tried = subprocess.run(command.words, pass_fds=command.descriptors, capture_output=True, timeout=300)
+        if tried.returncode:
+            said = " ".join(tried.stderr.decode(errors="replace").split())[:300]
+            raise ConfigError(
+                f"sandbox is 'bubblewrap', which does not work here: {said or f'exit status {tried.returncode}'}. As "
+                f"root it needs CAP_SYS_ADMIN; as another user, unprivileged user namespaces (sysctl "
+                f"user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0) and an interpreter in a "
+                f"folder that this user may read ({self.python})"
+            )
+
+
+def _find() -> list[str]:
+    """Returns the command. Raises `ConfigError` if it or another one that is needed is missing."""
+    for name in ("bwrap", "prlimit", "setpriv"):
+        if shutil.which(name) is None:
+            package = "bubblewrap" if name == "bwrap" else "util-linux"
+            raise ConfigError(
+                f"sandbox is 'bubblewrap', but there is no command {name}: apt-get install {package} (or dnf). "
+                f"sandbox='subprocess' runs code without protection, for code that you trust"
+            )
+    return [str(shutil.which("bwrap"))]
+
+
+def _view(python: pathlib.Path, root: bool) -> list[str]:
+    """The namespaces of every job, and what it sees of the host: what programs and the interpreter need, read-only."""
+    options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    if root:  # to become another user, which loses these as well
+        options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
+    else:
+        options += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+    options += ["--hostname", "sandbox", "--clearenv"]
+    for name, value in _ENVIRONMENT.items():
+        options += ["--setenv", name, value]
+    options += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    for folder in map(pathlib.Path, ("/bin", "/sbin", "/lib", "/lib32", "/lib64")):
+        if folder.is_symlink():
+            options += ["--symlink", os.readlink(folder), str(folder)]
+        elif folder.is_dir():
+            options += ["--ro-bind", str(folder), str(folder)]
+    prefix = python.parent.parent
+    if not prefix.is_relative_to("/usr"):
+        for parent in reversed(prefix.parents[:-1]):  # bubblewrap would make them with the modes of the host's
+            options += ["--perms", "0755", "--dir", str(parent)]
+        options += ["--ro-bind", str(prefix), str(prefix)]
+    return [*options, "--proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", _BOX]
+
+
+def _becoming(uid: int | None, limits: SandboxLimits) -> list[str]:
+    """The commands by which a job becomes who it is, within its limits."""
+    limit = ["/usr/bin/prlimit", *resource_limits(limits), "--"]
+    if uid is None:
+        return limit
+    become = f"/usr/bin/setpriv --reuid {uid} --regid {uid} --clear-groups --bounding-set -all --inh-caps -all"
+    return [*become.split(), "--no-new-privs", *limit]
+
+
+def _checked(outcome: Outcome, command: Command) -> Outcome:
+    """Raises `SandboxError` if bubblewrap ended before the job's command began: it reports no exit status then."""
+    if not outcome.reason and b'"exit-code"' not in os.pread(command.descriptors[0], 4096, 0):
+        said = outcome.stderr.decode(errors="replace").strip()[:300]
+        raise SandboxError(said or f"bubblewrap ended with status {outcome.exit}")
+    return outcome
+
+
+@contextlib.contextmanager
+def _in_memory(content: bytes) -> Iterator[int]:
+    descriptor = os.memfd_create("sandbox")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""Rewards for how an answer is written, not for what it says: its format, and DAPO's penalty for length.
+
+They are parts of a mixture: `correct` says whether the form is as it should be.
+"""
+
+import dataclasses
+import re
+from typing import ClassVar
+
+from ..base.errors import ConfigError
+from ..base.scored import Completion, Reward
+from ..base.worker_pool import WorkerPool, WorkerTimeout
+from ..config.bounds import bounded, positive
+from .extraction import sendable
+from .parameters import check_parameters
+
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
+
+
+@dataclasses.dataclass(eq=False)
+class Format:
+    """Gives 1 if the whole text has the format, else 0.
+
+    That is `<think>…</think><answer>…</answer>`: each tag once, something in both, white space only elsewhere
+    (DeepSeek-R1, arXiv:2501.12948, section 2.2.2). With a `pattern`: what `re.fullmatch` says with it, a full stop
+    being any character. A pattern may take for ever for some text, so that it is matched in a process that is killed
+    after `seconds`; the text has no such format then.
+    """
+
+    kind: ClassVar[str] = "format"
+    pattern: str = ""
+    workers: int = positive(1)
+    seconds: float = positive(1.0)
+
+    def __post_init__(self) -> None:
+        check_parameters("format", self)
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"format.pattern is {self.pattern!r}, which is no regular expression: {error}") from error
+        path = f"{__package__}.pattern_worker:matches"
+        self._pool = WorkerPool(path, self.workers, seconds=self.seconds, memory_gib=0.25, name="the reward 'format'")
+
+    async def score(self, completion: Completion) -> Reward:
+        if not self.pattern:
+            return _RIGHT if _thinks_and_answers(completion.text) else _WRONG
+        try:
+            matched = await self._pool.acall({"pattern": self.pattern, "text": sendable(completion.text)})
+        except WorkerTimeout:
+            return Reward(0.0, False, f"format.pattern took more than {self.seconds:g} s")
+        return _RIGHT if matched else _WRONG
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlong:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), to be added to the reward of correctness.
+
+    For a response of n tokens, with `most_tokens` as L_max and `interval` as L_cache: 0 up to L_max - L_cache, -1
+    beyond L_max, and (L_max - L_cache - n) / L_cache in between. The paper has 20,480 and 4,096; `most_tokens`
+    should be `rollout.max_new_tokens`. A text whose tokens nobody counted, such as a held-out answer's, gets 0.
+    """
+
+    kind: ClassVar[str] = "rule"
+
+    most_tokens: int = bounded(0, lambda n: n > 0, "be positive: set it to rollout.max_new_tokens")
+    interval: int = bounded(0, lambda n: n > 0, "be positive: tokens below most_tokens from which length costs")
+
+    def __post_init__(self) -> None:
+        check_parameters("overlong", self)
+        if self.interval > self.most_tokens:
+            raise ConfigError(
+                f"overlong.interval is {self.interval}; it must be at most overlong.most_tokens, {self.most_tokens}"
+            )
+
+    async def score(self, completion: Completion) -> Reward:
+        count = completion.num_tokens
+        value = 0.0
+        if count > self.most_tokens:
+            value = -1.0
+        elif count > self.most_tokens - self.interval:
+            value = (self.most_tokens - self.interval - count) / self.interval
+        return Reward(value, value == 0.0)
+
+
+def _thinks_and_answers(text: str) -> bool:
+    text = text.strip()
+    if any(text.count(tag) != 1 for tag in _TAGS):
+        return False
+    begin, end, answer, _ = (text.index(tag) for tag in _TAGS)
+    return (
+        begin == 0
+        and end < answer
+        and text.endswith("</answer>")
+        and bool(text[len("<think>") : end].strip())
+        and not text[end + len("</think>") : answer].strip()
+        and bool(text[answer + len("<answer>") : -len("</answer>")].strip())
+    )

@@ -1,0 +1,57 @@
+"""What a run leaves in its folder: the trained model, pictures, and what rollout servers start from."""
+
+import pathlib
+
+import models
+from models.decoder import Decoder
+from models.lora import save_adapters
+from models.processing import Processor
+
+from ..base.timeline import Timeline
+from ..config import Config
+from ..learner.frozen import lora_of
+from ..learner.learner import Learner
+from ..report import pictures
+from ..report.metrics import Summary, read
+from ..runtime.engine_pool import EnginePool
+from ..runtime.fleet_pool import FleetPool
+from .pixels import Pixels
+
+
+def export(model: Decoder, processor: Processor, folder: pathlib.Path) -> None:
+    """Writes a Hugging Face folder."""
+    models.save(model, folder)
+    processor.save(folder)
+
+
+def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pathlib.Path) -> None:
+    """Writes the adapters, where there are any, as PEFT has them."""
+    lora = lora_of(config)
+    if lora is not None:
+        save_adapters(model.config, learner.own(learner.params), folder, lora, config.model.path)
+
+
+def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
+    """A folder that rollout servers can start from. Their weights come later, so any will do."""
+    if config.model.path:
+        return pathlib.Path(config.model.path)
+    folder = run_dir / "servers" / "model"
+    export(model, processor, folder)
+    return folder
+
+
+def write_pictures(
+    run_dir: pathlib.Path,
+    metrics: pathlib.Path,
+    summary: Summary,
+    timeline: Timeline,
+    pool: EnginePool | FleetPool,
+    pixels: Pixels,
+) -> None:
+    """Writes how the run learned, where the time of its last steps went, and who held which medium when. `metrics` is
+    the run's `metrics.jsonl`."""
+    controls = {"blind": summary.blind, "chance": summary.chance}
+    pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
+    if stages := pictures.of_steps(timeline.spans()):  # a run that was complete before keeps its picture
+        pictures.timeline([*pool.lanes(stages), *pixels.lanes(stages)], run_dir / "timeline.png")
+        pixels.draw(run_dir / "media.png")

@@ -1,0 +1,56 @@
+"""The snapshots of all processes of a run, as process 0 has them taken and goes on from them."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtyping import PyTree
+
+from ..config import CheckpointConfig
+from ..hosts.gang import Gang
+from ..hosts.orders import Offer, Restore, Snapshot
+from . import snapshot_folder
+from .snapshots import Snapshots
+
+
+class GangSnapshots:
+    """Orders are given before the work, and each process does its own. Nothing is touched before the first method is
+    called."""
+
+    def __init__(self, settings: CheckpointConfig, run_dir: pathlib.Path, gang: Gang) -> None:
+        self._every, self._base = settings.snapshot_every, pathlib.Path(settings.snapshot_folder)
+        self._run_dir, self._gang = run_dir, gang
+        self._folder = pathlib.Path()  # of this history of the run
+        self._own = Snapshots(gang.process, gang.processes)
+
+    def newest(self, abstract: PyTree) -> int:
+        """The newest step of which each process has its part; -1: there is none, or snapshots are off."""
+        folder = snapshot_folder.named(self._run_dir) if self._every else None
+        if folder is None:
+            return -1
+        self._folder = folder
+        self._gang.tell(Offer(str(folder)))
+        there = self._gang.collect(self._own.steps(folder, abstract))
+        return max(set(there[0]).intersection(*there), default=-1)
+
+    def restore(self, abstract: PyTree, step: int, make_room: Callable[[], None]) -> tuple[int, PyTree, Any]:
+        """Returns the step, the arrays and the state of the newest snapshot, as `Checkpoints.restore` does."""
+        state = self._own.state(self._folder, step)
+        self._gang.tell(Restore(step, str(self._folder), state["source"]))
+        return step, self._own.restore(self._folder, abstract, step, make_room), state
+
+    def begin(self) -> None:
+        """The run begins otherwise than from a snapshot: those that are there count no more."""
+        self.remove()
+        if self._every:
+            self._folder = snapshot_folder.begun(self._run_dir, self._base)
+
+    def write(self, step: int, arrays: PyTree, state: Mapping[str, Any]) -> None:
+        self._gang.tell(Snapshot(step, str(self._folder)))
+        self._own.write(self._folder, step, arrays, state)
+
+    def remove(self) -> None:
+        """Removes those of this host. The other processes remove theirs when the run is over."""
+        snapshot_folder.remove(self._run_dir, self._base)

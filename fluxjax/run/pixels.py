@@ -1,0 +1,181 @@
+"""The pixels of a process: who decodes them, and who brings them to batches and engines."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from models.processing import Processor
+from models.shadow import Fetch
+
+from ..base.preprocessor_status import PreprocessorStatus
+from ..base.timeline import Span
+from ..config import Config, DataMode, Loader
+from ..data.local_store import GIB, LocalStore, StoreStats
+from ..data.materializer import Materializer, Tree
+from ..data.media_index import MediaIndex
+from ..data.near_pixels import NearPixels
+from ..data.shadows import ProxyMedia
+from ..hosts.gang import Gang
+from ..hosts.orders import UNKNOWN_PLACE
+from ..report.data_shown import DataMetrics
+from ..report.media_history import look_lanes
+from ..report.media_picture import media_picture
+from ..runtime.flight_store import FlightStore
+from ..runtime.preprocessor_watch import PreprocessorWatch
+from ..runtime.preprocessors import Preprocessors
+
+
+class Pixels:
+    """A store of media and a materializer, of one process. Where `data.loader` is central, and for text-only models,
+    there are none: prompts have their pixels.
+
+    Processes of a run make theirs at the same time, since they tell each other the addresses of their preprocessors.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        processor: Processor,
+        gang: Gang,
+        run_dir: pathlib.Path,
+        token: str,
+        note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
+    ) -> None:
+        """`token` is that of the run; `note` hears when slices were fetched, and how many bytes. Raises DataError for
+        preprocessors that can't be started."""
+        self.store: FlightStore | LocalStore | None = None
+        self.materializer: Materializer | None = None
+        self.proxy: ProxyMedia | None = None  # what prompts are prepared by
+        self.fetch: Fetch | None = None  # the pixels of tickets; None where prompts have theirs
+        self._watch: PreprocessorWatch | None = None
+        self._note, self._metrics = note, DataMetrics()
+        self._began: float | None = None  # when the run began to ask for prompts
+        self._first_batch: float | None = None  # seconds later its pixels were there, until somebody was told
+        self._open = contextlib.ExitStack()
+        data = config.data
+        if data.loader is Loader.CENTRAL or not processor.vision:
+            return
+        if data.preprocessors and data.mode is DataMode.FLIGHT:
+            self.store = self._preprocessed(config, processor, gang, run_dir, token)
+        else:
+            self.store = self._open.enter_context(
+                contextlib.closing(LocalStore(processor.settings, data, workers=data.workers))
+            )
+        index = self._open.enter_context(contextlib.closing(MediaIndex(data.index)))
+        near, self.fetch = None, self.store.fetch
+        if isinstance(self.store, FlightStore) and data.near_gib:
+            near = NearPixels(self.store, int(data.near_gib * GIB))
+            self._open.callback(near.close)
+            self.fetch = near.fetch
+        # Process 0 draws for all, and engines of all of them take prompts in turn.
+        self.proxy = ProxyMedia(self.store, index, near, among=gang.processes)
+        self.materializer = self._open.enter_context(
+            contextlib.closing(Materializer(self.fetch, data.ahead, self._fetched))
+        )
+
+    def _preprocessed(
+        self, config: Config, processor: Processor, gang: Gang, run_dir: pathlib.Path, token: str
+    ) -> FlightStore:
+        data = config.data
+        folder = run_dir / "preprocessors"
+        own = Preprocessors(
+            data.preprocessors,
+            # Processes share the run's folder, and each finds the addresses of its preprocessors in their logs.
+            folder if gang.alone else folder / f"process-{gang.process}",
+            data,
+            host="127.0.0.1" if gang.links is None else gang.links.address,
+            token=token,
+            prefix="" if gang.alone else f"process-{gang.process}-",
+        )
+        self._open.callback(own.close)
+        addresses: dict[str, str] = {}
+        for told in gang.exchange(own.addresses):
+            addresses |= told
+        store = FlightStore(addresses, processor.settings, token, lease_seconds=data.lease_seconds, silent=own.restart)
+        self._open.callback(store.close)
+        own.tell(store)
+        self._watch = self._open.enter_context(contextlib.closing(PreprocessorWatch(store)))
+        return store
+
+    def read(self, tree: Tree) -> Tree:
+        """A pytree, such as a batch or a prompt's `vision`, with its pixels."""
+        return tree if self.materializer is None else self.materializer.read(tree)
+
+    def place_of(self, ticket: str) -> str:
+        """The preprocessor that holds what the ticket names, if any is known to."""
+        return self.store.holder(ticket) if isinstance(self.store, FlightStore) else UNKNOWN_PLACE
+
+    def hear(self, media: Iterable[tuple[str, str]]) -> None:
+        """Process 0 has found these tickets in these places."""
+        if isinstance(self.store, FlightStore):
+            for ticket, place in media:
+                if place != UNKNOWN_PLACE:
+                    self.store.hint(ticket, place)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Who holds what, as JSON values."""
+        return self.store.state_dict() if isinstance(self.store, FlightStore) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What was being looked at when `state` was taken is looked at again."""
+        if isinstance(self.store, FlightStore) and state:
+            self.store.load_state_dict(state)
+
+    # --- what users see of it, in process 0 ------------------------------------------------------
+
+    def begin(self) -> None:
+        """The run begins to ask for prompts."""
+        self._began = time.perf_counter()
+        if self._watch is not None:
+            self._watch.start()
+
+    def begin_steps(self) -> None:
+        """What was before, such as a warm start, belongs to no step."""
+        first, self._first_batch = self._first_batch, None
+        self.metrics()
+        self._first_batch = first
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers `data/...` of `metrics.jsonl` since the last call; none where there are no shadows.
+
+        Preprocessors are those of all processes, and what they say is seconds old; what is fetched, waited for, and
+        decoded without preprocessors, is of this process."""
+        if self.store is None or self.materializer is None:
+            return {}
+        stats, known = StoreStats(), time.perf_counter()
+        if isinstance(self.store, LocalStore):
+            stats = self.store.stats()
+        elif self._watch is not None:
+            stats, known = self._watch.stats()
+        metrics = self._metrics.since_last(self.materializer.totals, stats, known, self.preprocessors())
+        if self._first_batch is not None:
+            metrics["data/first_batch"], self._first_batch = self._first_batch, None
+        return metrics
+
+    def preprocessors(self) -> list[PreprocessorStatus]:
+        """All preprocessors, as they are as far as is known."""
+        return [] if self._watch is None else self._watch.statuses()
+
+    def lanes(self, spans: Sequence[Span]) -> list[Span]:
+        """A lane of the Gantt picture for each preprocessor, within the time of these spans of the others."""
+        if not isinstance(self.store, FlightStore):
+            return []
+        now = time.monotonic()
+        return look_lanes(self.store.history(), spans, now, time.perf_counter() - now)
+
+    def draw(self, file: pathlib.Path) -> None:
+        """Draws which preprocessor held what when; nothing where there are none."""
+        if isinstance(self.store, FlightStore) and (history := self.store.history()):
+            media_picture(history, time.monotonic(), file)
+
+    def _fetched(self, start: float, end: float, bytes: int) -> None:
+        if self._began is not None:
+            self._first_batch, self._began = end - self._began, None
+        self._note(start, end, bytes)
+
+    def close(self) -> None:
+        self._open.close()

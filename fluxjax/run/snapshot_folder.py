@@ -1,0 +1,73 @@
+"""Where the snapshots of a run lie: a folder in the memory of each host, which a file in the run's folder names.
+
+In it, each process of the run has a file a step, under its last name when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pathlib
+import re
+import secrets
+import shutil
+
+from ..config.run_folder import replace_text
+
+NAMED = "snapshots"  # the file in the run's folder
+_PREFIX = "fluxjax-snapshots-"
+_FILE = re.compile(r"(\d+)\.(\d+)-of-(\d+)")
+
+
+def begun(run_dir: pathlib.Path, base: pathlib.Path) -> pathlib.Path:
+    """Names another folder in `base` from now on, and returns it: what lies in those before is of another history."""
+    folder = base / f"{_prefix(run_dir)}{secrets.token_hex(8)}"
+    replace_text(run_dir / NAMED, str(folder))
+    return folder
+
+
+def named(run_dir: pathlib.Path) -> pathlib.Path | None:
+    """The folder that `begun` named last, if any."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path((run_dir / NAMED).read_text())
+    return None
+
+
+def file_of(folder: pathlib.Path, step: int, process: int, processes: int) -> pathlib.Path:
+    """The file of one process of so many."""
+    return folder / f"{step}.{process}-of-{processes}"
+
+
+def found(folder: pathlib.Path, processes: int) -> dict[int, set[int]]:
+    """The processes, of so many, whose files of a step are complete on this host; by step."""
+    steps: dict[int, set[int]] = {}
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if (match := _FILE.fullmatch(path.name)) and int(match[3]) == processes:
+                steps.setdefault(int(match[1]), set()).add(int(match[2]))
+    return steps
+
+
+def newest(run_dir: pathlib.Path, processes: int) -> int:
+    """The newest step of which all the processes, all on this host, have a snapshot; -1: there is none."""
+    folder = named(run_dir)
+    steps = {} if folder is None else found(folder, processes)
+    return max((step for step, there in steps.items() if len(there) == processes), default=-1)
+
+
+def remove_others(folder: pathlib.Path) -> None:
+    """Removes what earlier histories of the same run, and killed runs in the same run folder, have left."""
+    for other in folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*"):
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def remove(run_dir: pathlib.Path, base: pathlib.Path) -> None:
+    """Removes all snapshots of the run on this host."""
+    (run_dir / NAMED).unlink(missing_ok=True)
+    for folder in base.glob(f"{_prefix(run_dir)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix(run_dir: pathlib.Path) -> str:
+    return f"{_PREFIX}{hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]}-"

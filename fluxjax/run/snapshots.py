@@ -1,0 +1,177 @@
+"""Snapshots: the state of a run in the memory of its hosts, for when a process fails and the hosts live on.
+
+Each process writes what is on its own devices, by itself: nothing is gathered, and no process waits for another. So a
+snapshot serves as many processes and devices, in the same places, as it was taken of; checkpoints serve all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import pathlib
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import PyTree
+
+from sharding.mesh import Device
+
+from . import snapshot_folder
+from .checkpoint import ResumeError
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+_CHUNK = 2**24  # bytes that are read at a time to be checked
+_CHECKSUM = 4  # bytes at the end of a file
+_MARGIN = 2**20  # bytes beside the arrays
+
+
+class Snapshots:
+    """Those of one process: of the newest two steps, since at the newest another process may have failed to write. A
+    file is a line of JSON, the shards of each array, and a checksum of all that."""
+
+    def __init__(self, process: int = 0, processes: int = 1) -> None:
+        self._process, self._processes = process, processes
+        self._warned = False  # since a snapshot was written
+
+    def write(self, folder: pathlib.Path, step: int, arrays: PyTree, state: Mapping[str, Any] | None = None) -> None:
+        """Writes this process's part of `arrays`, and `state`, JSON values; one in the place of the oldest. When it
+        returns, the arrays may be donated. Where it can't be written, which is no reason to end a run, that is
+        logged."""
+        try:
+            self._write(folder, step, arrays, state)
+            self._warned = False
+        except OSError as error:
+            if not self._warned:  # once is enough of what goes on
+                log.warning("no snapshot of step %d in %s: %s; the run goes on", step, folder, error)
+            self._warned = True
+
+    def _write(self, folder: pathlib.Path, step: int, arrays: PyTree, state: Mapping[str, Any] | None) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        snapshot_folder.remove_others(folder)
+        self._keep_newest(folder)
+        shards = [data for leaf in jax.tree.leaves(arrays) for data in _own(leaf)]
+        head = {"format": _FORMAT, "layout": _layout(arrays), "state": state}
+        needed, free = sum(data.nbytes for data in shards) + _MARGIN, shutil.disk_usage(folder).free
+        if needed > free:
+            raise OSError(f"{needed / 2**20:.0f} MiB are needed, {free / 2**20:.0f} are free")
+        file = self._file(folder, step)
+        partial = file.with_name(f"{file.name}.partial")
+        try:
+            with partial.open("wb") as stream:
+                checksum = _put(stream, json.dumps(head).encode() + b"\n", 0)
+                for data in shards:
+                    checksum = _put(stream, _bytes(np.asarray(data)), checksum)
+                stream.write(checksum.to_bytes(_CHECKSUM, "little"))
+            partial.rename(file)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def _keep_newest(self, folder: pathlib.Path) -> None:
+        """Of this process's files. All have the step before in full, or this one would not have come to the next."""
+        own = self._steps(folder)
+        kept = self._file(folder, max(own)) if own else None
+        for path in folder.glob(f"*.{self._process}-of-{self._processes}*"):
+            if path != kept:
+                path.unlink()
+
+    def steps(self, folder: pathlib.Path, abstract: PyTree) -> list[int]:
+        """The steps whose part is here and undamaged, and fits this process's devices; `abstract` as for `restore`."""
+        layout = _layout(abstract)
+        return [step for step in sorted(self._steps(folder)) if _is_sound(self._file(folder, step), layout)]
+
+    def restore(
+        self, folder: pathlib.Path, abstract: PyTree, step: int, make_room: Callable[[], None] = lambda: None
+    ) -> PyTree:
+        """Returns the arrays of one of `steps`. `abstract` is a pytree of `ShapeDtypeStruct` with shardings;
+        `make_room` is called before any array is read. Raises ResumeError where one can't be."""
+        leaves, tree = jax.tree.flatten(abstract)
+        try:
+            with self._file(folder, step).open("rb") as stream:
+                stream.readline()
+                make_room()
+                arrays = [_read(stream, leaf) for leaf in leaves]
+        except (OSError, ValueError) as error:
+            raise ResumeError(f"the snapshot of step {step} in {folder} can't be read: {error}") from error
+        return jax.tree.unflatten(tree, arrays)
+
+    def state(self, folder: pathlib.Path, step: int) -> Any:
+        """What was written beside the arrays of one of `steps`."""
+        with self._file(folder, step).open("rb") as stream:
+            return json.loads(stream.readline())["state"]
+
+    def _steps(self, folder: pathlib.Path) -> list[int]:
+        there = snapshot_folder.found(folder, self._processes)
+        return [step for step, processes in there.items() if self._process in processes]
+
+    def _file(self, folder: pathlib.Path, step: int) -> pathlib.Path:
+        return snapshot_folder.file_of(folder, step, self._process, self._processes)
+
+
+def _own(array: jax.Array) -> Iterator[jax.Array]:
+    """What the devices of this process hold of it, each part once, in the order of `_places`."""
+    held = {str(shard.index): shard.data for shard in array.addressable_shards}
+    for index in _places(array):
+        yield held[index]
+
+
+def _places(array: jax.Array | jax.ShapeDtypeStruct) -> dict[str, list[Device]]:
+    """The parts that this process's devices have of it, by index: on which devices each is."""
+    places: dict[str, list[Device]] = {}
+    for device, index in array.sharding.addressable_devices_indices_map(array.shape).items():
+        places.setdefault(str(index), []).append(device)
+    return places
+
+
+def _layout(tree: PyTree) -> str:
+    """Equal where a process holds the same parts of the same arrays, of as many devices."""
+    arrays = [
+        (jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype), [(k, len(d)) for k, d in _places(leaf).items()])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    return hashlib.sha256(json.dumps([jax.device_count(), arrays]).encode()).hexdigest()
+
+
+def _put(stream: io.BufferedWriter, data: bytes | memoryview, checksum: int) -> int:
+    stream.write(data)
+    return zlib.crc32(data, checksum)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data  # of the array's own memory, or of a copy
+
+
+def _read(stream: io.BufferedReader, like: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding = like.sharding
+    assert sharding is not None
+    shape = sharding.shard_shape(like.shape)
+    shards = []
+    for devices in _places(like).values():
+        data = np.empty(shape, like.dtype)
+        if stream.readinto(_bytes(data)) != data.nbytes:
+            raise ValueError("it ends early")
+        where = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
+        shards += [jax.block_until_ready(jax.device_put(data, each, may_alias=False)) for each in where]
+    return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
+
+
+def _is_sound(file: pathlib.Path, layout: str) -> bool:
+    with contextlib.suppress(OSError, ValueError, KeyError), file.open("rb") as stream:
+        line = stream.readline()
+        head = json.loads(line)
+        checksum, left = zlib.crc32(line), file.stat().st_size - len(line) - _CHECKSUM
+        while left > 0 and (data := stream.read(min(left, _CHUNK))):
+            checksum, left = zlib.crc32(data, checksum), left - len(data)
+        fits = head["format"] == _FORMAT and head["layout"] == layout
+        return fits and stream.read() == checksum.to_bytes(_CHECKSUM, "little")
+    return False

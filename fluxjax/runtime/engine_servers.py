@@ -1,0 +1,114 @@
+"""The embedded engines of one process of several, behind the routes of `rollout.serve`: process 0 has a fleet of those
+of all, its own included."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import pathlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+
+from models.decoder import Decoder
+from models.processing import Processor
+from models.shadow import Fetch
+from rollout.listening import address_of, bound_socket, http_server
+from rollout.serve_app import RolloutServer
+
+from ..config import Config, RolloutEngine
+from .engine_pool import EnginePool, engine_count
+from .fleet_pool import FleetPool
+
+if TYPE_CHECKING:
+    import uvicorn
+
+GRACE = 10.0  # seconds in which they end
+
+
+class EngineServers:
+    """Engines on the devices of this process, one of `processes`, in a thread of their own. `model` may be abstract:
+    weights come by the routes. `addresses` are theirs, in order.
+
+    They listen on `host`, for those who know `token`. `failed` is called, from their thread, when they can't go on.
+    With `fetch`, they take tickets in the place of pixels. Raises what `EnginePool` raises, and ValueError for a host
+    that is none of this machine's."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Decoder,
+        processor: Processor,
+        processes: int,
+        *,
+        host: str,
+        token: str,
+        failed: Callable[[str], None],
+        fetch: Fetch | None = None,
+    ) -> None:
+        own = copy.deepcopy(config)
+        own.policy.engines = engine_count(config, jax.local_devices(), processes) // processes
+        self._pool, dtype = EnginePool(own, model, fetch=fetch), config.model.compute_dtype.value
+        served = [RolloutServer(e, model.config, processor, dtype=dtype, token=token) for e in self._pool.engines]
+        self._sockets = [bound_socket(host, 0) for _ in served]
+        self._servers = [http_server(server.app) for server in served]
+        self.addresses = [address_of(listening) for listening in self._sockets]
+        self._failed = failed
+        self._thread = threading.Thread(target=self._run, name="engine-servers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends them; what runs is lost. It may be called again."""
+        for server in self._servers:
+            server.should_exit = True
+        self._thread.join(GRACE)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:
+            self._failed(f"its engines ended: {type(error).__name__}: {error}")
+
+    async def _serve(self) -> None:
+        async def serve(server: uvicorn.Server, listening: socket.socket) -> None:
+            with contextlib.closing(listening):
+                await server.serve([listening])
+
+        await asyncio.gather(*map(serve, self._servers, self._sockets))
+        for engine in self._pool.engines:
+            await engine.close()
+
+
+class SharedPool(FleetPool):
+    """The engines of all processes, at these addresses, as process 0 has them; those of its `own` close with it. With
+    `shadows`, all of them were made with a `fetch`. Raises ConfigError for a way of weights that does not reach
+    them."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Decoder,
+        own: EngineServers,
+        addresses: Sequence[str],
+        logs: pathlib.Path,
+        token: str,
+        *,
+        fetch: Fetch | None = None,
+        shadows: bool = False,
+    ) -> None:
+        fleet = copy.deepcopy(config)
+        fleet.rollout.engine = RolloutEngine.SERVE
+        fleet.servers = dataclasses.replace(config.servers, addresses=tuple(addresses))
+        fleet.policy.engines = len(addresses)
+        fleet.weights.validate(fleet.rollout.engine, fleet.servers)
+        super().__init__(fleet, model, logs, logs, token, fetch=fetch, shadows=shadows)
+        self._own = own
+
+    def close(self) -> None:
+        super().close()
+        self._own.close()

@@ -1,0 +1,185 @@
+"""LoRA of a decoder: which weights get adapters, their first values, and adapters on disk as PEFT has them."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from sharding.lora import attach, beside, is_adapter
+from sharding.walk import Params
+from sharding.weights import by_path
+
+from . import registry
+from .config import AnyConfig, NameLayout, Qwen25VLConfig
+from .decoder import Decoder, shapes_only
+from .folder import CheckpointError, read_json, why_missing, write_json
+from .hf import tensor_names
+from .tensor_names import DECODER, Path, TensorName
+from .weight_file import StoredTensor, write_weights
+
+ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+PROJECTIONS = {module.split(".")[-1]: tuple(path.split(".")) for module, path in DECODER.items() if "_proj" in module}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """The adapters of every layer: those of the projections `targets`, by their names in `transformers`."""
+
+    rank: int
+    alpha: float  # the product of two adapters counts alpha / rank times
+    targets: tuple[str, ...] = tuple(PROJECTIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """Initial values of the first adapter of a pair, as PEFT draws them: uniform within one over the root of the number
+    of inputs (Kaiming's, with a slope of the root of five)."""
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        bound = 1 / math.sqrt(math.prod(shape[:-1]))
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    def on_host(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        bound = np.float32(1 / math.sqrt(math.prod(shape[:-1])))
+        return bound * (2 * rng.random(shape, np.float32) - 1)
+
+
+def adapted(model: Decoder, lora: Lora) -> Decoder:
+    """The abstract model with adapters, all other weights frozen; `model` may be abstract and stays as it is."""
+    shapes = shapes_only(model)
+    attach(shapes, [PROJECTIONS[target] for target in lora.targets], lora.rank, lora.alpha / lora.rank, Uniform())
+    return shapes
+
+
+def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, jax.Array]:
+    """The first values of the adapters of an adapted model, by path, where `shardings` (of all its parameters) say.
+    Their product is zero."""
+    places = by_path(shardings)
+    drawn: dict[Path, jax.Array] = {}
+    for keys, weight in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if is_adapter(path := tuple(map(str, keys))):
+            drawn[path] = registry.drawn(path, weight, seed, places[path])
+    return drawn
+
+
+def save_adapters(
+    config: AnyConfig, adapters: Params, path: str | os.PathLike[str], lora: Lora, base: str = ""
+) -> None:
+    """Writes a folder that `peft` loads onto the model of `transformers` (5 or newer). `base` is the folder or the name
+    of the weights that the adapters were trained beside, for whoever looks for them."""
+    folder = pathlib.Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = _names(config, lora)
+    values = {name: np.asarray(value) for name, value in by_path(adapters).items()}
+    contents, tensors = [], []
+    for entry in names:
+        for part, where in zip("AB", beside(entry.path), strict=True):
+            inputs = entry.inputs if part == "A" else 1
+            for layer, name in enumerate(entry.full_names):
+                value = values[where][layer]
+                tensor = np.ascontiguousarray(value.reshape(math.prod(value.shape[:inputs]), -1).T)
+                contents.append(StoredTensor(_on_disk(name, part), tensor.shape, tensor.dtype))
+                tensors.append(tensor)
+    write_weights(folder / "new.part", contents, tensors)
+    os.replace(folder / "new.part", folder / ADAPTER)
+    write_json(folder / SETTINGS, _settings(config, lora, base))
+
+
+def load_adapters(config: AnyConfig, path: str | os.PathLike[str], lora: Lora) -> dict[Path, np.ndarray]:
+    """Reads what `save_adapters`, or PEFT, wrote: float32 arrays by the path of the adapter. Raises CheckpointError for
+    a folder with other settings than `lora`, and for a tensor that is missing, unexpected or mis-shaped."""
+    folder = pathlib.Path(path)
+    if why := why_missing(path):
+        raise CheckpointError(why)
+    said = read_json(folder / SETTINGS, needed=True)
+    _check_settings(folder, said, lora)
+    tensors = _read(folder / ADAPTER)
+    values: dict[Path, np.ndarray] = {}
+    for entry in _names(config, lora):
+        inputs, outputs = entry.shape[: entry.inputs], entry.shape[entry.inputs :]
+        for part, where in zip("AB", beside(entry.path), strict=True):
+            shape = (*inputs, lora.rank) if part == "A" else (lora.rank, *outputs)
+            stored = (lora.rank, math.prod(inputs)) if part == "A" else (math.prod(outputs), lora.rank)
+            layers = []
+            for name in entry.full_names:
+                tensor = tensors.pop(_on_disk(name, part), None)
+                if tensor is None:
+                    raise CheckpointError(f"{folder / ADAPTER}: tensor {_on_disk(name, part)} is missing")
+                if tensor.shape != stored:
+                    raise CheckpointError(
+                        f"{folder / ADAPTER}: tensor {_on_disk(name, part)} has shape {list(tensor.shape)}, but "
+                        f"{list(stored)} is wanted: the adapter is of another model"
+                    )
+                layers.append(tensor.T.reshape(shape).astype(np.float32))
+            values[where] = np.stack(layers)
+    for name in sorted(tensors):
+        raise CheckpointError(f"{folder / ADAPTER}: tensor {name} is unexpected; adapters stand beside {lora.targets}")
+    return values
+
+
+def _names(config: AnyConfig, lora: Lora) -> list[TensorName]:
+    """The adapted weights, by the module paths of the model in `transformers`, whatever the checkpoint's layout."""
+    if isinstance(config, Qwen25VLConfig):
+        config = dataclasses.replace(config, names=NameLayout.NESTED)
+    paths = {PROJECTIONS[target] for target in lora.targets}
+    return [entry for entry in tensor_names(config) if entry.path in paths]
+
+
+def _on_disk(name: str, part: str) -> str:
+    return f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"
+
+
+def _settings(config: AnyConfig, lora: Lora, base: str) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        # The vision tower has modules of these names, too.
+        "exclude_modules": r".*\bvisual\b.*" if isinstance(config, Qwen25VLConfig) else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _check_settings(folder: pathlib.Path, said: dict[str, Any], lora: Lora) -> None:
+    wanted: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha}
+    wanted |= {"use_dora": False, "use_rslora": False, "bias": "none"}
+    defaults = {"use_dora": False, "use_rslora": False, "bias": "none"}
+    for name, value in wanted.items():
+        if (found := said.get(name, defaults.get(name))) != value:
+            raise CheckpointError(
+                f"{folder / SETTINGS}: {name} is {json.dumps(found)}, but {json.dumps(value)} is wanted"
+            )
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"):
+        if said.get(name):
+            raise CheckpointError(
+                f"{folder / SETTINGS}: {name} is set, which is not supported; every layer is alike here"
+            )
+
+
+def _read(file: pathlib.Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(file)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error

@@ -1,0 +1,135 @@
+"""What a medium is, without its pixels: read from its header, or from its packets where a header isn't believed.
+
+Nothing is decoded but a video's first frame, which alone tells how it is turned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fractions
+import os
+import struct
+from collections.abc import Iterator
+
+from av.container import InputContainer
+from av.error import FFmpegError
+from av.video.stream import VideoStream
+from PIL import ExifTags, Image
+
+from .containers import check_size, open_container, reason_of
+from .images import open_image
+from .media_file import MediaError, OpenFile, Source, opened, source_name
+from .packets import is_shown
+from .settings import DecodeLimits
+from .videos import rated, span, too_many_frames
+
+ORIENTATION = ExifTags.Base.Orientation
+LYING = range(5, 9)  # the orientations that exchange the sides
+PNG_SIGNATURE, PNG_CHECKSUM = 8, 4  # bytes
+PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may tell an orientation
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """An image, or the frames of a video. Sides are in pixels, as it is shown: upright.
+
+    `seconds` is None where nothing tells how long a video lasts. `counted` is False where `frames` and `seconds` are
+    the header's word.
+    """
+
+    width: int
+    height: int
+    frames: int = 1
+    seconds: float | None = None
+    counted: bool = True
+
+
+def image_facts(source: Source, limits: DecodeLimits) -> Facts:
+    """Raises MediaError for a file that can't be used, as far as its header shows that."""
+    with open_image(source, limits) as (file, content):
+        width, height = file.size
+        if width != height and _orientation(file, content) in LYING:
+            width, height = height, width
+        return Facts(width, height)
+
+
+def _orientation(file: Image.Image, content: OpenFile) -> int:
+    """The EXIF orientation, as far as the size that Pillow tells is that of the picture as it is stored."""
+    if file.format == "TIFF":
+        return 1
+    if file.format == "PNG" and "exif" not in file.info and not _notes_behind_pixels(content):
+        return Image.Image.getexif(file).get(ORIENTATION, 1)  # PNG's own decodes all, to see what stands behind
+    return file.getexif().get(ORIENTATION, 1)
+
+
+def _notes_behind_pixels(png: OpenFile) -> bool:
+    there = png.tell()
+    png.seek(PNG_SIGNATURE)
+    behind = found = False
+    while not found and len(head := png.read(8)) == 8:
+        size, name = struct.unpack(">I4s", head)
+        behind |= name == b"IDAT"
+        found = behind and name in PNG_NOTES
+        png.seek(size + PNG_CHECKSUM, os.SEEK_CUR)
+    png.seek(there)
+    return found
+
+
+def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:
+    """Reads all packets with `count`, or where the header has no number of frames or an impossible one.
+
+    Raises MediaError for a file that can't be used, as far as that shows without decoding it.
+    """
+    name = source_name(source)
+    with opened(source) as file:
+        container, stream = open_container(file, name, limits)
+        with container, _errors(name):
+            width, height, begin = _first_frame(container, stream, name, limits)
+            said, seconds = stream.frames, rated(stream.frames, stream)
+        if 0 < said <= limits.frames and not count:
+            return Facts(width, height, said, seconds, counted=False)
+        container, stream = open_container(file, name, limits)
+        with container, _errors(name):
+            frames, seconds = _count(container, stream, begin, name, limits)
+    return Facts(width, height, frames, seconds)
+
+
+def _first_frame(
+    container: InputContainer, stream: VideoStream, name: str, limits: DecodeLimits
+) -> tuple[int, int, int | None]:
+    """Width and height of the first frame, upright, and its time in ticks."""
+    stream.codec_context.thread_count = 1  # one frame takes all the time there is
+    for frame in container.decode(stream):
+        check_size(frame.width, frame.height, name, limits)
+        sides = (frame.height, frame.width) if round(frame.rotation / 90) % 2 else (frame.width, frame.height)
+        return *sides, frame.pts
+    raise MediaError(name, "no frame can be decoded")
+
+
+def _count(
+    container: InputContainer, stream: VideoStream, begin: int | None, name: str, limits: DecodeLimits
+) -> tuple[int, float | None]:
+    """The number of frames, and the seconds they last, going by the packets of the stream. Frames before `begin` refer
+    to what a recording that begins amid a group has not, and are not decoded."""
+    shown: list[tuple[int | None, int]] = []  # time and duration in ticks
+    for packet in container.demux(stream):
+        if is_shown(packet, stream.codec.canonical_name):
+            shown.append((packet.pts, packet.duration or 0))
+            if len(shown) > limits.frames:
+                raise too_many_frames(name, limits)
+    if all(time is not None for time, _ in shown):
+        shown.sort()  # packets stand in the order of decoding
+        shown = [frame for frame in shown if begin is None or frame[0] is None or frame[0] >= begin]
+    base = stream.time_base
+    ticks = fractions.Fraction(base.numerator, base.denominator) if base else None
+    times, durations = [time for time, _ in shown], [duration for _, duration in shown]
+    return len(shown), span(times, durations, ticks, rated(len(shown), stream))
+
+
+@contextlib.contextmanager
+def _errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (FFmpegError, OSError) as error:
+        raise MediaError(name, f"cannot be read: {reason_of(error)}") from error

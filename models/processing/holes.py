@@ -1,0 +1,78 @@
+"""Finds image files with zeros where their picture should be, as unfinished downloads and bad disks leave them.
+
+Such zeros decode as pixels of some colour, and no decoder minds. Formats that have checksums need no help; in those
+whose pixels stand as they are, zeros are black. That leaves JPEG, WebP and AVIF.
+"""
+
+import struct
+
+import av
+from av.error import FFmpegError, InvalidDataError
+
+from .containers import CODED
+from .media_file import MediaError, OpenFile
+from .settings import DecodeLimits
+
+# No encoder with fixed Huffman tables writes so many zeros in a row; fitted tables may, for an even area. So they are
+# a reason to look, and whole files without them, nearly all photographs, are decoded once.
+HOLE = bytes(64)
+SCAN, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers
+# The share of a coded picture that zeros at its end may be: libwebp's are a twentieth for pictures of one colour.
+SHARE = 8
+
+
+def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits) -> None:
+    """Raises MediaError for an open file, of a format by Pillow's name, with zeros where its picture should be, as far
+    as that can be told."""
+    if format not in ("JPEG", "MPO", "WEBP", "AVIF"):
+        return
+    content.seek(0)
+    data = content.read()
+    if format == "WEBP":
+        damaged = _ends_in_zeros(data[: 8 + int.from_bytes(data[4:8], "little")])
+    elif format == "AVIF":
+        damaged = _ends_in_zeros(_media_data(data))
+    else:
+        damaged = _jpeg_has_hole(data, limits)
+    if damaged:
+        raise MediaError(name, "is damaged: zeros stand where its picture should be")
+
+
+def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
+    """Whether zeros end the last scan, or FFmpeg's decoder, told to be strict, finds what can't be the end of one:
+    libjpeg counts that as a warning, which Pillow doesn't pass on, nor has it an option to. That misses some holes, the
+    more the smaller they are, and all whose zeros happen to decode to the right number of blocks.
+    """
+    if HOLE not in jpeg:
+        return False
+    there = jpeg.rstrip(b"\0")
+    if len(jpeg) - len(there) >= len(HOLE) and there.rfind(END) < there.rfind(SCAN):
+        return True
+    decoder = av.CodecContext.create("mjpeg", "r")
+    decoder.thread_count = 1  # no frame is held back
+    decoder.options = {"err_detect": "explode", "max_pixels": str(CODED * limits.pixels)}
+    try:
+        decoder.decode(av.Packet(jpeg))
+    except InvalidDataError:
+        return True
+    except FFmpegError:  # a kind of JPEG that FFmpeg doesn't know
+        return False
+    return False
+
+
+def _ends_in_zeros(coded: bytes) -> bool:
+    zeros = len(coded) - len(coded.rstrip(b"\0"))
+    return zeros >= max(len(HOLE), len(coded) // SHARE)
+
+
+def _media_data(avif: bytes) -> bytes:
+    """The last box of coded pictures, of which a file has one (ISO/IEC 14496-12, 4.2 and 8.1.1)."""
+    place, found = 0, b""
+    while place + 8 <= len(avif):
+        size, kind = struct.unpack(">I4s", avif[place : place + 8])
+        if size < 8:  # to the end, or of 64 bits
+            return avif[place:] if kind == b"mdat" else found
+        if kind == b"mdat":
+            found = avif[place : place + size]
+        place += size
+    return found

@@ -1,0 +1,202 @@
+"""Turns a medium into patches, whole or some of its frame pairs: all that its pixels depend on besides its file.
+
+Patches of one medium stand in window order. Windows never cross a frame pair, so frame pair `k` of a medium of the grid
+`(pairs, rows, columns)` is its rows `k * rows * columns` onwards, and the media of a prompt in order are the prompt's
+patches. They are bytes until they are normalised: floats would be four times the memory to keep and to move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..config import JsonObject, PatchLayout
+from ..qwen2_5_vl.positions import Grid
+from .containers import check_size
+from .facts import Facts, image_facts, video_facts
+from .images import load_image, resized, target_size
+from .media_file import MediaError, Source, source_name
+from .outline import Medium
+from .patches import arrange, normalise, patchify
+from .settings import VIDEO_PIXELS, DecodeLimits, FrameSettings, PixelSettings
+from .video_slices import load_slice
+from .videos import Sampled, bounded, read_video, sample_indices, seconds_per_grid, too_many_frames
+
+PAIRS_AT_ONCE = 2  # frame pairs that are brought into order together
+
+
+class Chunk(NamedTuple):
+    """Frame pairs of a medium that is being loaded."""
+
+    first_pair: int
+    patches: np.ndarray  # [P, 3, n] u8, in window order
+    grid: Grid  # of the whole, unless it turns out otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class MediaSettings:
+    """Bounds of sizes, choice of frames, normalisation. Immutable; written down as JSON, and named by a digest."""
+
+    layout: PatchLayout = dataclasses.field(default_factory=PatchLayout)
+    image: PixelSettings = dataclasses.field(default_factory=PixelSettings)
+    video: PixelSettings = VIDEO_PIXELS
+    frames: FrameSettings = dataclasses.field(default_factory=FrameSettings)
+    limits: DecodeLimits = dataclasses.field(default_factory=DecodeLimits)
+
+    def to_json(self) -> JsonObject:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: JsonObject) -> MediaSettings:
+        """Raises TypeError or ValueError for what `to_json` did not write."""
+
+        def pixels(values: JsonObject) -> PixelSettings:
+            return PixelSettings(**{**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])})
+
+        return cls(
+            PatchLayout(**fields["layout"]),
+            pixels(fields["image"]),
+            pixels(fields["video"]),
+            FrameSettings(**fields["frames"]),
+            DecodeLimits(**fields["limits"]),
+        )
+
+    @property
+    def digest(self) -> str:
+        """Equal for settings by which every file becomes the same patches."""
+        return _digest(self)
+
+    @property
+    def patch_bytes(self) -> int:
+        """Values of a patch, a byte each before they are normalised."""
+        return 3 * self.layout.temporal_patch_size * self.layout.patch_size**2
+
+    def facts(self, kind: str, source: Source, *, count: bool = False) -> Facts:
+        """A medium by its header; with `count`, videos are read through, though not decoded. Raises MediaError for a
+        file that can't be used, as far as that shows."""
+        return image_facts(source, self.limits) if kind == "image" else video_facts(source, self.limits, count=count)
+
+    def medium_of(self, kind: str, name: str, facts: Facts) -> Medium:
+        """The medium that these facts make. `name` is for messages. Raises MediaError for one that can't be used: where
+        its frames were not counted, a count may tell otherwise."""
+        layout, seconds = self.layout, 0.0
+        check_size(facts.width, facts.height, name, self.limits)
+        if kind == "image":
+            pixels, frames = self.image, 1
+        else:
+            if facts.frames > self.limits.frames:
+                raise too_many_frames(name, self.limits)
+            try:
+                frames = len(sample_indices(facts.frames, facts.seconds, self.frames, layout.temporal_patch_size))
+            except ValueError as error:
+                raise MediaError(name, str(error)) from None
+            pixels = bounded(self.video, self.frames, frames, layout)
+            seconds = seconds_per_grid(facts.seconds, frames, layout.temporal_patch_size)
+        height, width = target_size(name, facts.width, facts.height, layout.factor, pixels)
+        grid = (-(-frames // layout.temporal_patch_size), height // layout.patch_size, width // layout.patch_size)
+        return Medium(kind, grid, seconds)
+
+    def glance(self, kind: str, source: Source, *, count: bool = False) -> tuple[Medium, bool]:
+        """A medium by its header, and whether it is more than the word of a header; with `count`, videos are read
+        through, though not decoded. Raises MediaError for a file that can't be used, as far as that shows."""
+        facts = self.facts(kind, source, count=count)
+        try:
+            return self.medium_of(kind, source_name(source), facts), facts.counted
+        except MediaError:
+            if facts.counted:
+                raise
+        return self.glance(kind, source, count=True)
+
+    def load(self, kind: str, source: Source) -> tuple[Medium, np.ndarray]:
+        """A medium and its patches `[P, 3, n]` (uint8) in window order. Raises MediaError."""
+        patches = np.empty((0, 0, 0), np.uint8)
+        for item in self.load_chunks(kind, source, PAIRS_AT_ONCE):
+            if isinstance(item, Medium):
+                return item, patches
+            if item is not None:
+                pairs, rows, columns = item.grid
+                if item.first_pair == 0:
+                    patches = np.empty((pairs * rows * columns, *item.patches.shape[1:]), np.uint8)
+                start = item.first_pair * rows * columns
+                patches[start : start + len(item.patches)] = item.patches
+        raise AssertionError("a medium ends what is loaded")
+
+    def load_chunks(self, kind: str, source: Source, pairs_per_chunk: int) -> Iterator[Chunk | Medium | None]:
+        """What `load` returns in pieces of so many frame pairs, in order, of which one at a time is held here; the
+        medium is the last item.
+
+        None voids all pieces so far: a video's header was wrong about its frames, and they come again from the first
+        one. Raises MediaError as `load` does, also behind pieces, which are void then.
+        """
+        if kind == "image":
+            picture, name = load_image(source, self.limits), source_name(source)
+            height, width = target_size(name, picture.width, picture.height, self.layout.factor, self.image)
+            patches, grid = self._patches([resized(picture, height, width, self.image.resample)])
+            yield Chunk(0, patches, grid)
+            yield Medium(kind, grid)
+            return
+        patch = self.layout.temporal_patch_size
+        frames: list[np.ndarray] = []
+        grid = (0, 0, 0)
+        for item in read_video(source, self.layout, self.video, self.frames, self.limits):
+            if isinstance(item, Sampled):
+                frames.append(item.pixels)
+                last = item.slot + 1
+                if last % (pairs_per_chunk * patch) and last < item.count:
+                    continue
+                first = (last - len(frames)) // patch
+                patches, (_, rows, columns) = self._patches(frames)
+                grid, frames = (-(-item.count // patch), rows, columns), []
+                yield Chunk(first, patches, grid)
+            elif item is None:
+                frames = []
+                yield None
+            else:
+                seconds = seconds_per_grid(item.seconds, len(item.indices), patch)
+                yield Medium(kind, grid, seconds, item.seekable)
+
+    def load_pairs(self, source: Source, medium: Medium, first: int, last: int) -> np.ndarray:
+        """The patches `[P, 3, n]` (uint8) of the frame pairs `first .. last - 1` of a medium that `load` has returned.
+
+        Of a video only what is needed for them is decoded, where that gives the same (`video_slices.py`). Raises
+        MediaError where the file is not what it was then, and ValueError for pairs that there are not.
+        """
+        pairs, rows, columns = medium.grid
+        if not 0 <= first <= last <= pairs:
+            raise ValueError(f"frame pairs {first} to {last} were asked for, of {pairs}")
+        patches = np.empty(((last - first) * rows * columns, 3, self.patch_bytes // 3), np.uint8)
+        if first == last:
+            return patches
+        if medium.seekable and (first, last) != (0, pairs):
+            wanted, settings = range(first, last), (self.layout, self.video, self.frames, self.limits)
+            if (part := load_slice(source, medium, wanted, *settings)) is not None:
+                return self._patches(part.frames)[0]
+        for item in self.load_chunks(medium.kind, source, 1):
+            if isinstance(item, Medium):
+                if item != medium:
+                    break
+                return patches
+            if item is not None and item.grid == medium.grid and first <= item.first_pair < last:
+                start = (item.first_pair - first) * rows * columns
+                patches[start : start + rows * columns] = item.patches
+        raise MediaError(source_name(source), "is not what it was")
+
+    def _patches(self, frames: Sequence[np.ndarray] | np.ndarray) -> tuple[np.ndarray, Grid]:
+        """The patches of frames of one size, in window order, and their grid."""
+        patches, grid = patchify(np.asarray(frames), self.layout)
+        return arrange([grid], self.layout).packed(patches), grid
+
+    def normalised(self, kind: str, patches: np.ndarray) -> np.ndarray:
+        """Patches `[P, X]` (float32), as models read them, of patches `[P, 3, n]` (uint8)."""
+        return normalise(patches, self.video if kind == "video" else self.image, fused=kind == "video")
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(settings: MediaSettings) -> str:
+    return hashlib.sha256(json.dumps(settings.to_json(), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,169 @@
+"""What a packet of a video says undecoded: whether its frame is shown, and whether decoding can begin with it.
+
+A decoder that begins in the middle must give what one gives that has come from the start. A container's own mark of a
+key frame doesn't promise that: it may stand where a picture that is refreshed bit by bit begins to be (H.264's recovery
+points), what is needed to decode may have been said before, once, and the mark may be wrong. So it is read in the
+bitstream. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification (6.2), the
+AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from av.packet import Packet
+from av.video.stream import VideoStream
+
+START = b"\0\0\1"  # of a unit of a bytestream
+SEQUENCE, PICTURE = b"\0\0\1\xb3", b"\0\0\1\0"  # start codes of MPEG-1 and -2
+INTRA = 1  # their type of a picture that depends on no other
+# FFmpeg decodes old x264's streams as x264 meant them, going by a note in the first frame, which a decoder that begins
+# later doesn't see: up to build 33 their direct prediction, up to 151 their 4:4:4.
+X264 = re.compile(rb"x264 - core (\d+)")
+X264_DIRECT, X264_444 = 33, 151
+
+
+def is_shown(packet: Packet, codec: str) -> bool:
+    """Says whether a packet, of a codec by FFmpeg's name of it, holds a frame that decoding gives."""
+    if packet.size == 0 or packet.is_discard:  # flushes a decoder; is outside an edit list
+        return False
+    return codec != "vp8" or bool(bytes(memoryview(packet)[:1])[0] >> 4 & 1)  # VP8 has frames only to refer to
+
+
+class EntryPoints:
+    """Finds the packets with which decoding can begin: from such a packet's time on, every frame becomes what it is
+    when all that stands before is decoded, too. Frames of an earlier time that stand behind it may not.
+
+    None is found where a codec is not known well enough: its streams are decoded from the start.
+    """
+
+    def __init__(self, stream: VideoStream) -> None:
+        self._codec: str = stream.codec.canonical_name
+        self._extradata = stream.codec_context.extradata or b""
+        self._format = stream.codec_context.pix_fmt or ""
+        self._told: set[bytes] = set()  # what units between frames have said of how to decode, so far
+        self._first = True
+        self._none = False
+
+    def saw(self, packet: Packet) -> bool:
+        """Says whether decoding can begin with a packet. It is shown all packets of the stream, in the file's order."""
+        if self._none:
+            return False
+        if packet.has_sidedata("new_extradata") or packet.has_sidedata("param_change"):
+            self._none = True  # what the header says of how to decode is no longer so
+            return False
+        if self._first and self._codec == "h264":
+            self._none = self._by_old_x264(bytes(packet))
+        self._first = False
+        if self._codec in _UNITS:
+            return self._begins(bytes(packet)) and packet.is_keyframe
+        alone = _ALONE.get(self._codec)
+        return alone is not None and packet.is_keyframe and alone(bytes(packet))
+
+    def _begins(self, data: bytes) -> bool:
+        """Says so of a codec of units, some of which say how to decode those behind them: all that have been, if not
+        the header's, have to be repeated."""
+        kind_of, says_how, is_entry = _UNITS[self._codec]
+        told, entry = set(), False
+        for unit in units(data, self._length_bytes()):
+            kind = kind_of(unit)
+            if kind in says_how:
+                told.add(unit.rstrip(b"\0"))
+            entry |= is_entry(kind, unit)
+        self._told |= told
+        return entry and not self._none and self._told == told
+
+    def _length_bytes(self) -> int:
+        """The size of the length that stands before each unit, or 0 where start codes do (ISO/IEC 14496-15)."""
+        head = self._extradata[:3]
+        if self._codec == "mpeg4" or len(self._extradata) < 7 or head in (START, b"\0\0\0"):
+            return 0
+        if self._codec == "h264":
+            return (self._extradata[4] & 3) + 1
+        return (self._extradata[21] & 3) + 1 if len(self._extradata) > 21 else 0
+
+    def _by_old_x264(self, packet: bytes) -> bool:
+        note = X264.search(self._extradata) or X264.search(packet)
+        return note is not None and int(note[1]) <= (X264_444 if "444" in self._format else X264_DIRECT)
+
+
+def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
+    """The units of a packet, each behind its length in so many bytes, or (0) behind a start code. None is empty."""
+    if length_bytes:
+        place = 0
+        while place + length_bytes < len(data):
+            size = int.from_bytes(data[place : place + length_bytes])
+            place += length_bytes
+            if size:
+                yield data[place : place + size]
+            place += size
+        return
+    start = data.find(START)
+    while start >= 0:
+        stop = data.find(START, start + len(START))
+        if unit := data[start + len(START) : stop if stop >= 0 else None]:
+            yield unit
+        start = stop
+
+
+def _mpeg_video(data: bytes) -> bool:
+    """A picture of its own behind a sequence header, without which matrices could be older ones."""
+    place = data.find(PICTURE)
+    return data.startswith(SEQUENCE) and 0 < place < len(data) - 5 and data[place + 5] >> 3 & 7 == INTRA
+
+
+def _vp8(data: bytes) -> bool:
+    return data[0] & 1 == 0
+
+
+def _vp9(data: bytes) -> bool:
+    """A key frame that isn't one shown again."""
+    head = data[0] << 1 if data[0] >> 4 == 0b1011 else data[0]  # profile 3 has a bit more before these
+    return data[0] >> 6 == 0b10 and head >> 2 & 0b11 == 0
+
+
+def _av1(data: bytes) -> bool:
+    """A key frame that is shown, behind a sequence header."""
+    place, sequence = 0, False
+    while place < len(data):
+        head = data[place]
+        kind, sized = head >> 3 & 15, head >> 1 & 1
+        place += 2 if head >> 2 & 1 else 1
+        size = len(data) - place
+        if sized:
+            size = 0
+            for shift in range(0, 56, 7):
+                if place >= len(data):
+                    return False
+                size |= (data[place] & 127) << shift
+                place += 1
+                if data[place - 1] < 128:
+                    break
+        if place >= len(data):
+            return False
+        if kind == 1:  # a sequence header; that of a still picture is shorter, as its frame's is
+            sequence = data[place] >> 3 & 1 == 0
+        elif kind in (3, 6):  # a frame, or its header alone
+            return sequence and data[place] >> 4 == 0b0001  # not one shown again, of type 0, shown
+        place += size
+    return False
+
+
+_ALONE: dict[str, Callable[[bytes], bool]] = {
+    "mpeg1video": _mpeg_video,
+    "mpeg2video": _mpeg_video,
+    "vp8": _vp8,
+    "vp9": _vp9,
+    "av1": _av1,
+}
+_Units = tuple[Callable[[bytes], int], set[int], Callable[[int, bytes], bool]]
+_UNITS: dict[str, _Units] = {  # kind of a unit; those kinds that say how to decode; what a decoder can begin with
+    "h264": (lambda unit: unit[0] & 31, {7, 8, 13, 15}, lambda kind, _: kind == 5),  # an IDR picture
+    "hevc": (lambda unit: unit[0] >> 1 & 63, {32, 33, 34}, lambda kind, _: 16 <= kind <= 21),  # IDR, BLA, CRA
+    "mpeg4": (
+        lambda unit: unit[0],
+        {*range(0x20, 0x30), 0xB0, 0xB2, 0xB5},
+        lambda kind, unit: kind == 0xB6 and len(unit) > 1 and unit[1] >> 6 == 0,
+    ),
+}

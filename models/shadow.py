@@ -1,0 +1,162 @@
+"""Tensors that are elsewhere: FlexRL's placeholders (section 4, "FakeTensor"), which say where their data can be had.
+
+Whoever plans a step needs the shapes of its pixels, and nobody but the devices needs the pixels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, SupportsIndex, TypeAlias
+
+import numpy as np
+
+
+class ShadowError(RuntimeError):
+    """A tensor was used as data that is elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows `start` to `stop` of the tensor that `ticket` names. What a ticket names never changes."""
+
+    ticket: str
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+Piece: TypeAlias = Rows | np.ndarray  # what is known anyway, as padding, stays as it is
+Fetch: TypeAlias = Callable[[Sequence[Rows]], Sequence[np.ndarray]]
+
+
+class ShadowTensor:
+    """Shape, dtype and provenance of an array: the pieces that lie along its first axis, patches or frames.
+
+    It is sliced along that axis, cut into equal shards, and concatenated with others and with numpy's arrays by
+    `np.concatenate`. In a pytree it is a leaf. Everything else that wants its data raises ShadowError.
+    """
+
+    __slots__ = ("dtype", "pieces", "shape")
+
+    def __init__(self, pieces: Sequence[Piece], row_shape: Sequence[int], dtype: np.dtype) -> None:
+        """The tensor of these pieces, each row of which has the shape `row_shape`."""
+        self.pieces = tuple(_joined(pieces))
+        self.shape = (sum(map(len, self.pieces)), *row_shape)
+        self.dtype = np.dtype(dtype)
+
+    @classmethod
+    def of(cls, ticket: str, shape: Sequence[int], dtype: Any) -> ShadowTensor:
+        """All of the tensor that `ticket` names."""
+        return cls([Rows(ticket, 0, shape[0])], shape[1:], np.dtype(dtype))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it would have here."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> ShadowTensor:
+        """Raises ShadowError for anything but neighbouring rows."""
+        if not isinstance(rows, slice):
+            self._refuse(f"[{rows!r}] was asked for, and only rows from one to another can be told without it")
+        start, stop, step = rows.indices(len(self))
+        if step != 1:
+            self._refuse(f"every {step}th row was asked for, and only neighbours can be told without it")
+        pieces: list[Piece] = []
+        begin = 0
+        for piece in self.pieces:
+            low, high = max(start - begin, 0), min(stop - begin, len(piece))
+            if low < high:
+                if isinstance(piece, Rows):
+                    pieces.append(Rows(piece.ticket, piece.start + low, piece.start + high))
+                else:
+                    pieces.append(piece[low:high])
+            begin += len(piece)
+        return ShadowTensor(pieces, self.shape[1:], self.dtype)
+
+    def shard(self, index: SupportsIndex, count: int) -> ShadowTensor:
+        """The part `index` of `count` equal ones along the first axis. Raises ValueError where they aren't equal."""
+        size, rest = divmod(len(self), count)
+        if rest:
+            raise ValueError(f"{len(self)} rows can't be cut into {count} equal shards")
+        first = operator.index(index) * size
+        return self[first : first + size]
+
+    @property
+    def elsewhere(self) -> tuple[Rows, ...]:
+        """What has to be fetched."""
+        return tuple(piece for piece in self.pieces if isinstance(piece, Rows))
+
+    def materialize(self, fetch: Fetch) -> np.ndarray:
+        """The data, for which `fetch` is asked once, for `elsewhere`. Raises ShadowError where other shapes come."""
+        wanted = self.elsewhere
+        fetched = fetch(wanted)
+        for rows, data in zip(wanted, fetched, strict=True):
+            shape = (len(rows), *self.shape[1:])
+            if data.shape != shape or data.dtype != self.dtype:
+                came = f"{data.dtype}{list(data.shape)}"
+                raise ShadowError(f"{_named(rows)} came as {came}, not {self.dtype}{list(shape)}")
+        if not self.pieces:
+            return np.empty(self.shape, self.dtype)
+        arrived = iter(fetched)
+        whole = [next(arrived) if isinstance(piece, Rows) else piece for piece in self.pieces]
+        return np.concatenate(whole) if len(whole) != 1 else whole[0]
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> ShadowTensor:
+        if function is not np.concatenate or kwargs.get("axis", 0) != 0 or len(args) != 1:
+            self._refuse(f"numpy.{function.__name__} was called on it")
+        pieces: list[Piece] = []
+        for part in args[0]:
+            if part.shape[1:] != self.shape[1:] or part.dtype != self.dtype:
+                raise ValueError(f"{part.dtype}{list(part.shape)} does not go on with {self!r}")
+            pieces += part.pieces if isinstance(part, ShadowTensor) else [part]
+        return ShadowTensor(pieces, self.shape[1:], self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        self._refuse("it was used as data")
+
+    def _refuse(self, what: str) -> NoReturn:
+        names = ", ".join(map(_named, self.elsewhere[:3])) + (", ..." if len(self.elsewhere) > 3 else "")
+        raise ShadowError(f"{what}, but it is elsewhere: {names}; a materializer fetches it")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same rows: never what is in them."""
+        if not isinstance(other, ShadowTensor):
+            return NotImplemented
+        return (self.shape, self.dtype, self.elsewhere) == (other.shape, other.dtype, other.elsewhere)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.elsewhere))
+
+    def __repr__(self) -> str:
+        return f"ShadowTensor({self.dtype}{list(self.shape)} of {', '.join(map(_named, self.elsewhere[:3]))})"
+
+
+def _named(rows: Rows) -> str:
+    return f"rows {rows.start} to {rows.stop} of {rows.ticket}"
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same rows in as few pieces as can be."""
+    result: list[Piece] = []
+    for piece in pieces:
+        last = result[-1] if result else None
+        if (
+            isinstance(piece, Rows)
+            and isinstance(last, Rows)
+            and (last.ticket, last.stop) == (piece.ticket, piece.start)
+        ):
+            result[-1] = Rows(piece.ticket, last.start, piece.stop)
+        elif len(piece):
+            result.append(piece)
+    return result

@@ -1,0 +1,79 @@
+"""Pixels that are elsewhere, for an engine: fetched while the device computes, no more than are needed next.
+
+Prompts travel without pixels (`models.shadow`). What a turn computes on is fetched for it, piece by piece, and what the
+next one will compute on meanwhile; nothing is kept once it was used.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from models.shadow import Fetch, Rows, ShadowTensor
+
+THREADS = 4  # that wait for whoever has the pixels
+AHEAD_PATCHES = 8192  # fetched before they are asked for, at most: of one or two turns
+
+
+class Pixels:
+    """The patches of prompts, by `fetch`; None for an engine that gets them with its prompts. It is used by one thread
+    at a time."""
+
+    def __init__(self, fetch: Fetch | None) -> None:
+        self._fetch = fetch
+        self._wanted: deque[ShadowTensor] = deque()  # next, in this order
+        self._held: dict[tuple[Rows, ...], concurrent.futures.Future[list[np.ndarray]]] = {}
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+
+    def expect(self, tensors: Iterable[ShadowTensor]) -> None:
+        """These will be taken next, in this order, and nothing else: the first of them are fetched from now on."""
+        self._wanted = deque(tensors)
+        wanted = {tensor.elsewhere for tensor in self._wanted}
+        for rows in self._held.keys() - wanted:
+            self._held.pop(rows).cancel()
+        self._begin()
+
+    def _begin(self) -> None:
+        held = sum(len(rows) for each in self._held for rows in each)
+        while self._wanted and (not self._held or held + len(self._wanted[0]) <= AHEAD_PATCHES):
+            tensor = self._wanted.popleft()
+            if tensor.elsewhere and tensor.elsewhere not in self._held:
+                self._held[tensor.elsewhere] = self._begun(tensor.elsewhere)
+                held += len(tensor)
+
+    def _begun(self, rows: tuple[Rows, ...]) -> concurrent.futures.Future[list[np.ndarray]]:
+        if self._threads is None:
+            self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="rollout-pixels")
+        return self._threads.submit(self._fetched, rows)
+
+    def _fetched(self, rows: tuple[Rows, ...]) -> list[np.ndarray]:
+        assert self._fetch is not None, "requests are checked"
+        fetched = list(self._fetch(rows))
+        for each, patches in zip(rows, fetched, strict=True):
+            if not np.isfinite(patches).all():
+                raise ValueError(f"patches {each.start} to {each.stop} of {each.ticket} have NaN or infinity")
+        return fetched
+
+    def take(self, tensor: ShadowTensor) -> np.ndarray:
+        """The patches, waited for; they are not kept. Raises what `fetch` raises, ShadowError for patches of another
+        shape, ValueError for pixels that are not finite."""
+        rows = tensor.elsewhere
+        if not rows:
+            return tensor.materialize(_nothing)
+        future = self._held.pop(rows, None) or self._begun(rows)
+        self._begin()
+        fetched = future.result()
+        return tensor.materialize(lambda _: fetched)
+
+    def close(self) -> None:
+        """Ends what is under way, as soon as it returns. It may be called again."""
+        self.expect(())
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _nothing(rows: Sequence[Rows]) -> Sequence[np.ndarray]:
+    return []

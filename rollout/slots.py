@@ -1,0 +1,130 @@
+"""The state of an engine's slots on the host: what each one's sample is, and has so far, as arrays over the slots."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .engine import GenerateRequest
+from .pages import PAGE_TOKENS, pages_for
+from .programs import DecodeRound, doubling
+from .sampling import SlotSampling, seed_words
+
+LEAST_IDS = 8  # stop and forbidden ids a slot; doubled when a request brings more
+
+
+class SlotTable:
+    """The state of `N` slots on the host, in a cache of `pages` pages; entries of free slots are stale."""
+
+    def __init__(self, slots: int, max_sequence_tokens: int, pages: int) -> None:
+        self.no_page = pages  # out of range: nothing is written there
+        self.page_NC = np.full((slots, pages_for(max_sequence_tokens)), pages, np.int32)  # of each slot's entries
+        self.pages_N = np.zeros(slots, np.int32)  # the first so many are its pages; 0: all are stale
+        self.prompt_N = np.zeros(slots, np.int32)  # tokens of the prompt
+        self.next_position_N = np.zeros(slots, np.int32)  # rotary position of the response's first token
+        self.produced_N = np.zeros(slots, np.int32)  # tokens of the response, prefix included
+        self.limit_N = np.zeros(slots, np.int32)  # the most tokens that the response may have
+        self.response_NT = np.zeros((slots, max_sequence_tokens), np.int32)
+        self.temperature_N = np.ones(slots, np.float32)
+        self.top_p_N = np.ones(slots, np.float32)
+        self.top_k_N = np.zeros(slots, np.int32)
+        self.seed_N2 = np.zeros((slots, 2), np.uint32)
+        self.sample_N = np.zeros(slots, np.int32)
+        self.stop_ids_NI = np.full((slots, LEAST_IDS), -1, np.int32)
+        self.forbidden_ids_NI = np.full((slots, LEAST_IDS), -1, np.int32)
+
+    def assign(self, request: GenerateRequest, samples: list[int], slots: list[int], prefixes: list[tuple]) -> None:
+        """Gives free slots to samples of one request, which begin with these tokens."""
+        sampling = request.sampling
+        self.prompt_N[slots] = len(request.prompt)
+        self.next_position_N[slots] = request.prompt.next_position
+        self.produced_N[slots] = list(map(len, prefixes))
+        for slot, prefix in zip(slots, prefixes, strict=True):
+            self.response_NT[slot, : len(prefix)] = prefix
+        self.limit_N[slots] = sampling.max_new_tokens
+        self.temperature_N[slots] = sampling.temperature
+        self.top_p_N[slots] = sampling.top_p
+        self.top_k_N[slots] = sampling.top_k
+        self.seed_N2[slots] = seed_words(request.seed)
+        self.sample_N[slots] = [request.samples[i] for i in samples] if request.samples else samples
+        self.stop_ids_NI = _with_ids(self.stop_ids_NI, slots, sampling.stop_ids)
+        self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slots, sampling.forbidden_ids)
+
+    def place(self, slot: int, pages: list[int]) -> None:
+        """Notes the pages that the sample of a slot has now."""
+        self.page_NC[slot, : len(pages)] = pages
+        self.page_NC[slot, len(pages) :] = self.no_page
+        self.pages_N[slot] = len(pages)
+
+    def wanted_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
+        """The pages that some slots need for so many more tokens each, or for as many as they may get, of which the
+        last one is never in the cache."""
+        entries_B = np.minimum(self.produced_N[slots_B] + steps, self.limit_N[slots_B]) + self.prompt_N[slots_B] - 1
+        return -(-entries_B // PAGE_TOKENS)
+
+    def extend(self, slots_B: np.ndarray, tokens_BR: np.ndarray, count_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Adds the first `count_B` (at least 1) tokens to each slot; returns who hit a stop id, and who the limit."""
+        fresh_BR = np.arange(tokens_BR.shape[1]) < count_B[:, None]
+        column_BR = self.produced_N[slots_B][:, None] + np.arange(tokens_BR.shape[1])
+        row_BR = np.broadcast_to(slots_B[:, None], column_BR.shape)
+        self.response_NT[row_BR[fresh_BR], column_BR[fresh_BR]] = tokens_BR[fresh_BR]
+        self.produced_N[slots_B] += count_B
+        last_B = np.take_along_axis(tokens_BR, count_B[:, None] - 1, axis=1)
+        stop_B = (last_B == self.stop_ids_NI[slots_B]).any(axis=1)
+        return stop_B, self.produced_N[slots_B] >= self.limit_N[slots_B]
+
+    def sampling(self, slots_B: np.ndarray, size: int) -> SlotSampling:
+        """The parameters of some slots, filled up to `size` rows with those of slot 0 (never looked at)."""
+        slots_B = _filled(slots_B, size, 0)
+        return SlotSampling(
+            self.temperature_N[slots_B],
+            self.top_p_N[slots_B],
+            self.top_k_N[slots_B],
+            _trimmed(self.stop_ids_NI[slots_B]),
+            _trimmed(self.forbidden_ids_NI[slots_B]),
+            self.seed_N2[slots_B],
+            self.sample_N[slots_B],
+        )
+
+    def round(self, slots_B: np.ndarray, size: int, steps: int, view_pages: int) -> DecodeRound:
+        """The input of the decode program for `steps` tokens, filled up to `size` rows with nothing to do. The first
+        `view_pages` pages of each slot are read."""
+        padding = size - len(slots_B)
+        produced_B = self.produced_N[slots_B]
+        cached_B = self.prompt_N[slots_B] + produced_B - 1  # the last token is the round's first input
+        entry_BR = cached_B[:, None] + np.arange(steps)
+        page_BR = np.minimum(entry_BR // PAGE_TOKENS, self.page_NC.shape[1] - 1)
+        entries_BR = self.page_NC[slots_B[:, None], page_BR] * PAGE_TOKENS + entry_BR % PAGE_TOKENS
+        entries_BR[entry_BR >= self.page_NC.shape[1] * PAGE_TOKENS] = self.no_page * PAGE_TOKENS
+
+        def fill(x_B: np.ndarray) -> np.ndarray:
+            return np.pad(x_B, (0, padding))
+
+        return DecodeRound(
+            pages_BC=np.pad(self.page_NC[slots_B, :view_pages], ((0, padding), (0, 0))),
+            entries_BR=np.pad(entries_BR, ((0, padding), (0, 0)), constant_values=self.no_page * PAGE_TOKENS),
+            token_B=fill(self.response_NT[slots_B, produced_B - 1]),
+            position_B=fill(self.next_position_N[slots_B] + produced_B - 1),
+            length_B=fill(cached_B),
+            index_B=fill(produced_B),
+            remaining_B=fill(self.limit_N[slots_B] - produced_B),
+            sampling=self.sampling(slots_B, size),
+        )
+
+
+def _filled(x_B: np.ndarray, size: int, value: int) -> np.ndarray:
+    return np.pad(x_B, (0, size - len(x_B)), constant_values=value).astype(np.int32)
+
+
+def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
+    """Only as wide as these slots need: other requests, past or present, must not decide the compiled shape."""
+    return ids_BI[:, : doubling(int((ids_BI >= 0).sum(axis=1).max()), LEAST_IDS)]
+
+
+def _with_ids(ids_NI: np.ndarray, slots: list[int], ids: tuple[int, ...]) -> np.ndarray:
+    """Writes a list of ids for some slots, into a wider table if need be; returns the table."""
+    width = doubling(len(ids), ids_NI.shape[1])
+    if width > ids_NI.shape[1]:  # `np.pad` takes longer than all the rest of a start
+        ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)
+    ids_NI[slots] = -1
+    ids_NI[slots, : len(ids)] = ids
+    return ids_NI

@@ -1,0 +1,314 @@
+"""A model whose layers lie in host memory and travel to the device while others compute: a judge beside an engine.
+
+Flexes (RollPacker, section 4.3) colocates a judge with the actor in this way. The results are those of the model with
+all its layers on the device. Work goes layer by layer, and whoever asks for it can let others have the device between
+two layers (`rollout.streamed_judge`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
+
+import models
+from models.decoder import Decoder
+from sharding.mesh import Device
+from sharding.walk import HOST_MEMORY, Params
+from sharding.weights import by_path, map_weights
+
+from . import streamed_plan
+from .engine import EngineError
+from .programs import doubling, geometric
+from .streamed_plan import Pace, streamed_places, travel
+from .streamed_programs import KeyValues, Parts, programs
+
+Result = TypeVar("Result")
+Work: TypeAlias = Generator[None, None, Result]  # yields after each layer, when the device is done with it
+LEAST_TOKENS = 16  # of a row
+
+# One layer: (its weights, the parts that travel meanwhile, hidden states, its number) -> (hidden states, the parts)
+Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Array, Parts]]
+
+
+class StreamedModel:
+    """A text model, or the decoder of one with vision, on one device of this process; None: the first.
+
+    `resident` layers stay there. None chooses for each batch (`streamed_plan.resident_layers`): by `pace`, and by
+    `free_bytes` of device memory for layers and activations, or what the device says is free where that is None; a
+    device that says nothing (a CPU) counts as large enough. At most `resident` + 2 layers are on the device at once.
+    `batch_tokens` (rows x row length) are computed together, or one row, if that is longer. `compute_dtype` casts the
+    weights; without it they must have one dtype. The host holds them once, in pinned memory.
+
+    One batch at a time: it belongs to one thread after another. Raises EngineError.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        device: Device | None = None,
+        compute_dtype: DTypeLike | None = None,
+        resident: int | None = None,
+        pace: Pace = Pace(),  # noqa: B008 (frozen)
+        free_bytes: int | None = None,
+        batch_tokens: int = 8192,
+    ) -> None:
+        self.device = device or jax.local_devices()[0]
+        self.text = model.config.text
+        if resident is not None and not 0 <= resident <= self.text.num_layers:
+            raise EngineError(f"resident={resident}: the model has {self.text.num_layers} layers")
+        if batch_tokens < 1:
+            raise EngineError(f"batch_tokens must be positive, got {batch_tokens}")
+        if not any(memory.kind == HOST_MEMORY for memory in self.device.addressable_memories()):
+            raise EngineError(f"{self.device} has no {HOST_MEMORY} memory, from which layers could be streamed")
+        self._given, self._pace, self._free_bytes = resident, pace, free_bytes
+        self._batch_tokens = batch_tokens
+        self._on_device = SingleDeviceSharding(self.device, memory_kind="device")
+        self._programs = programs(model.config)
+        params: dict[str, Any] = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        stacks = {path: np.asarray(stack) for path, stack in by_path(params["layers"]).items()}
+        dtypes = {stack.dtype for stack in stacks.values()}
+        if compute_dtype is None and len(dtypes) > 1:
+            raise EngineError(
+                f"the layers' weights have several dtypes, {sorted(map(str, dtypes))}: give compute_dtype"
+            )
+        self.dtype = np.dtype(compute_dtype or dtypes.pop())
+        self._host = [self._pinned(stacks, layer) for layer in range(self.text.num_layers)]
+        outer = {name: params[name] for name in ("embedding", "norm", "head") if name in params}
+        self._outer: Params = jax.tree.map(lambda x: jax.device_put(np.asarray(x, self.dtype), self._on_device), outer)
+        self._resident: dict[int, Params] = {}
+        self._first: Parts = ()  # the first streamed layer, which the next pass begins with
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], **settings: Any) -> StreamedModel:
+        """The model in a checkpoint folder; weights never pass through the accelerator. `settings` as above.
+
+        While it loads, the host holds the weights twice. Raises as `models.load` does, too."""
+        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        return StreamedModel(models.load(path, shardings=lambda model: map_weights(lambda *_: host, model)), **settings)
+
+    def _pinned(self, stacks: dict[tuple, np.ndarray], layer: int) -> Parts:
+        place = SingleDeviceSharding(self.device, memory_kind=HOST_MEMORY)
+        parts = self._programs.pack({path: stack[layer] for path, stack in stacks.items()}, self.dtype)
+        return tuple(jax.block_until_ready(jax.device_put(parts, place)))
+
+    @property
+    def layer_bytes(self) -> int:
+        return sum(part.nbytes for part in self._host[0])
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """The numbers of the layers that stay on the device now."""
+        return tuple(sorted(self._resident))
+
+    def release(self) -> None:
+        """Gives the device memory of all layers back; the next batch brings them again."""
+        self._resident, self._first = {}, ()
+
+    # --- what it answers --------------------------------------------------------------------------
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> Work[list[tuple[float, ...]]]:
+        """For each prompt, the log-probability (nats) of each answer behind it, the sum over the answer's tokens.
+
+        One pass for all answers: each is a branch behind the prompt."""
+        self.check("prompt", prompts)
+        self.check("answer", answers)
+        if not answers:
+            raise EngineError("there are no answers to score")
+        tail = sum(len(answer) - 1 for answer in answers)  # nothing follows an answer's last token
+        scores: dict[int, tuple[float, ...]] = {}
+        for members, T in self._batches(prompts, tail):
+            rows = doubling(len(members), 1)
+            tokens_BT, segments_BT, branches_BT, positions_BT = np.zeros((4, rows, T), np.int32)
+            before_BA, targets_BA = np.zeros((2, rows, tail + len(answers)), np.int32)
+            for row, index in enumerate(members):
+                column = P = len(prompts[index])
+                tokens_BT[row, :P], positions_BT[row, :P] = prompts[index], np.arange(P)
+                before: list[int] = []
+                for branch, answer in enumerate(answers, start=1):
+                    end = column + len(answer) - 1
+                    tokens_BT[row, column:end], branches_BT[row, column:end] = answer[:-1], branch
+                    positions_BT[row, column:end] = np.arange(P, P + len(answer) - 1)
+                    before += [P - 1, *range(column, end)]
+                    column = end
+                segments_BT[row, :column] = 1
+                before_BA[row], targets_BA[row] = before, np.concatenate([np.asarray(answer) for answer in answers])
+            x = yield from self._prefill(tokens_BT, positions_BT, segments_BT, branches_BT, [])
+            logprobs_BA = np.asarray(self._programs.logprobs(self._outer, x, before_BA, targets_BA))
+            ends = np.cumsum([len(answer) for answer in answers])[:-1]
+            for row, index in enumerate(members):
+                scores[index] = tuple(float(part.sum()) for part in np.split(logprobs_BA[row], ends))
+        return [scores[index] for index in range(len(prompts))]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
+    ) -> Work[list[tuple[int, ...]]]:
+        """The likeliest tokens behind each prompt, one after the other, up to a stop id, which is the last one.
+
+        Every token is a pass, which takes as long as the streamed layers' transfers: for short verdicts only."""
+        self.check("prompt", prompts)
+        if max_new_tokens < 1:
+            raise EngineError(f"max_new_tokens must be positive, got {max_new_tokens}")
+        texts: dict[int, tuple[int, ...]] = {}
+        for members, T in self._batches(prompts, 0):
+            rows, room = doubling(len(members), 1), doubling(max_new_tokens, LEAST_TOKENS)
+            tokens_BT, segments_BT = np.zeros((2, rows, T), np.int32)
+            length_B = np.ones(rows, np.int32)
+            for row, index in enumerate(members):
+                length_B[row] = P = len(prompts[index])
+                tokens_BT[row, :P], segments_BT[row, :P] = prompts[index], 1
+            positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (rows, T))
+            kept: list[KeyValues] = []
+            x = yield from self._prefill(tokens_BT, positions_BT, segments_BT, np.zeros_like(tokens_BT), kept, room)
+            last_B = length_B - 1
+            new: list[np.ndarray] = []
+            while True:
+                token_B = np.asarray(self._programs.likeliest(self._outer, x, last_B))
+                new.append(token_B)
+                tokens_BN = np.stack(new, axis=1)[: len(members)]
+                if len(new) == max_new_tokens or np.isin(tokens_BN, stop_ids).any(axis=1).all():
+                    break
+                x = yield from self._decode(token_B, kept, length_B, T, len(new) - 1)
+                last_B = np.zeros_like(length_B)
+            for tokens_N, index in zip(tokens_BN, members, strict=True):
+                stops = np.flatnonzero(np.isin(tokens_N, stop_ids))
+                texts[index] = tuple(tokens_N[: stops[0] + 1 if len(stops) else None].tolist())
+        return [texts[index] for index in range(len(prompts))]
+
+    def check(self, what: str, sequences: Sequence[Sequence[int]]) -> None:
+        """Raises EngineError for what is no sequence of the model's tokens."""
+        for number, tokens in enumerate(sequences):
+            if not len(tokens):
+                raise EngineError(f"{what} {number} is empty")
+            if min(tokens) < 0 or max(tokens) >= self.text.vocab_size:
+                raise EngineError(
+                    f"{what} {number} has token ids from {min(tokens)} to {max(tokens)}; "
+                    f"the model knows 0 to {self.text.vocab_size - 1}"
+                )
+
+    def _batches(self, prompts: Sequence[Sequence[int]], tail: int) -> Iterator[tuple[list[int], int]]:
+        """(numbers of the prompts, row length) of each batch: prompts of similar length, the shortest first."""
+        members: list[int] = []
+        length = 0
+        for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
+            longer = geometric(len(prompts[index]) + tail, LEAST_TOKENS)
+            if members and doubling(len(members) + 1, 1) * longer > self._batch_tokens:
+                yield members, length
+                members = []
+            members, length = [*members, index], longer
+        if members:
+            yield members, length
+
+    # --- passes through the layers ----------------------------------------------------------------
+
+    def _prefill(
+        self,
+        tokens_BT: np.ndarray,
+        positions_BT: np.ndarray,
+        segments_BT: np.ndarray,
+        branches_BT: np.ndarray,
+        kept: list[KeyValues],
+        room: int = 0,
+    ) -> Work[jax.Array]:
+        """The hidden states behind the layers. With `room`, `kept` gets keys and values."""
+        B, T = tokens_BT.shape
+        self._settle(B, T, room)
+        x, rotary = self._programs.embed(self._outer, tokens_BT, positions_BT)
+        places = jax.device_put((segments_BT, branches_BT), self._on_device)
+
+        def step(layer: Params | Parts, upcoming: Parts, x: jax.Array, number: int) -> tuple[jax.Array, Parts]:
+            x, fetched, rows = self._programs.prefill(layer, upcoming, x, rotary, *places, room=room)
+            if rows is not None:
+                kept.append(rows)
+            return x, fetched
+
+        return (yield from self._pass(x, step))
+
+    def _decode(
+        self, token_B: np.ndarray, kept: list[KeyValues], length_B: np.ndarray, first: int, number: int
+    ) -> Work[jax.Array]:
+        """The hidden states of token `number` of each response; its keys and values go into `kept`."""
+        x, rotary = self._programs.embed(self._outer, token_B[:, None], (length_B + number)[:, None])
+
+        def step(layer: Params | Parts, upcoming: Parts, x: jax.Array, i: int) -> tuple[jax.Array, Parts]:
+            place = np.int32(first), np.int32(number)
+            x, fetched, kept[i] = self._programs.decode(layer, upcoming, x, kept[i], rotary, length_B, *place)
+            return x, fetched
+
+        return (yield from self._pass(x, step))
+
+    def _pass(self, x: jax.Array, step: Step) -> Work[jax.Array]:
+        layers = self.text.num_layers
+        streamed = [number for number in range(layers) if number not in self._resident]
+        arriving = list(self._first or jax.device_put(self._host[0], self._on_device)) if streamed else []
+        self._first = ()  # a pass that is given up leaves nothing behind
+        for number, (target, parts) in enumerate(travel(layers, streamed)):
+            upcoming = tuple(self._host[target][part] for part in parts)
+            layer: Params | Parts
+            if number in self._resident:
+                layer = self._resident[number]
+            else:
+                layer, arriving = tuple(arriving), []
+            x, fetched = step(layer, upcoming, x, number)
+            del layer
+            arriving += fetched
+            # The host would otherwise run ahead, and memory for layers would be taken long before they are needed.
+            jax.block_until_ready((x, fetched))
+            yield
+        self._first = tuple(arriving)
+        return x
+
+    def _settle(self, rows: int, tokens: int, room: int) -> None:
+        """Brings the layers that are to stay for such a batch to the device, and lets go of the others."""
+        wanted = set(range(self.text.num_layers)) - set(
+            streamed_places(self.text.num_layers, self._residents(rows, tokens, room))
+        )
+        self._resident = {number: layer for number, layer in self._resident.items() if number in wanted}
+        if len(wanted) == self.text.num_layers:
+            self._first = ()
+        for number in sorted(wanted - self._resident.keys()):
+            parts = jax.device_put(self._host[number], self._on_device)
+            self._resident[number] = jax.block_until_ready(self._programs.unpack(parts))
+
+    def _residents(self, rows: int, tokens: int, room: int) -> int:
+        if self._given is not None:
+            return self._given
+        # A batch that generates consists of passes over one token a row.
+        computed, context = (1, tokens + room) if room else (tokens, 0)
+        compute = self._pace.compute_seconds(self.text, rows, computed, context, self.layer_bytes)
+        needed = streamed_plan.pass_bytes(self.text, rows, tokens, room, self.dtype.itemsize)
+        return streamed_plan.resident_layers(
+            self.text.num_layers,
+            self.layer_bytes,
+            compute,
+            self._pace.transfer_seconds(self.layer_bytes),
+            self._free() - needed,
+        )
+
+    def _free(self) -> int | float:
+        """Bytes of device memory for layers and activations."""
+        if self._free_bytes is not None:
+            return self._free_bytes
+        memory = self.device.memory_stats() or {}
+        if "bytes_limit" not in memory:
+            return float("inf")
+        held = self.layer_bytes * len(self._resident) + sum(part.nbytes for part in self._first)
+        return memory["bytes_limit"] - memory["bytes_in_use"] + held
+
+
+def finish(work: Work[Result]) -> Result:
+    """Does all of it at once."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value

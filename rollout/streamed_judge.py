@@ -1,0 +1,161 @@
+"""A layer-streamed judge that shares a device with an engine: its layers compute between the engine's turns.
+
+Flexes (RollPacker, section 4.3) runs judge and actor at once, in two processes under MPS, which divides a GPU's
+multiprocessors. In one process on one device, programs run one after the other, so here the judge gets time instead: a
+layer at a time, and no more than a share. Neither form was tried on a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from .engine import EngineError
+from .streamed import StreamedModel, Work
+
+Result = TypeVar("Result")
+
+
+@runtime_checkable
+class Turns(Protocol):
+    """Whoever has the device: `JaxEngine.between_turns`."""
+
+    def __call__(self, work: Callable[[], Result], /) -> Awaitable[Result]: ...
+
+
+def in_loop(turns: Turns, loop: asyncio.AbstractEventLoop) -> Turns:
+    """`turns` that belong to `loop`, as an engine's do, for a judge that is asked from another one."""
+
+    async def turn(work: Callable[[], Result]) -> Result:
+        return await turns(work)
+
+    return lambda work: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(turn(work), loop))
+
+
+@dataclasses.dataclass(eq=False)
+class _Asked:
+    """Prompts that somebody waits for."""
+
+    prompts: Sequence[Sequence[int]]
+    answers: list | None = None
+
+
+class StreamedJudge:
+    """`model`, asked from one event loop. What waits and is asked alike is computed together: a pass takes as long for
+    one prompt as for a few.
+
+    `turns` runs each layer when the device is free (`JaxEngine.between_turns`); None: at once, in a thread of its own.
+    The judge computes for at most `share` of the time: after a layer of `s` seconds it waits `s * (1 - share) / share`,
+    in which the engine has its turns. An engine that waits for the device gets it after one layer at the latest.
+    """
+
+    def __init__(self, model: StreamedModel, turns: Turns | None = None, share: float = 1.0) -> None:
+        if not 0 < share <= 1:
+            raise EngineError(f"share={share}: it must be above 0 and at most 1")
+        self.model, self.share = model, share
+        self.layers_computed, self.seconds = 0, 0.0  # and how long the device was the judge's
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="judge")
+        self._turns = turns or self._in_thread
+        self._busy = asyncio.Lock()
+        self._waiting: dict[Hashable, list[_Asked]] = {}
+        self._closed = False
+
+    async def score(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> list[tuple[float, ...]]:
+        """See `StreamedModel.score`."""
+        alike = tuple(map(tuple, answers))
+        return await self._ask(("score", alike), prompts, lambda prompts: self.model.score(prompts, alike))
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
+    ) -> list[tuple[int, ...]]:
+        """See `StreamedModel.generate`."""
+        alike = max_new_tokens, tuple(stop_ids)
+        return await self._ask(("generate", *alike), prompts, lambda prompts: self.model.generate(prompts, *alike))
+
+    async def release(self) -> None:
+        """Gives the device memory of the layers back, when the batch in work is done."""
+        async with self._busy:
+            self.model.release()
+
+    async def close(self) -> None:
+        """Ends the batch in work after its current layer: it, and all that come later, fail with EngineError."""
+        self._closed = True
+        await self.release()
+        self._thread.shutdown(wait=False)
+
+    async def _ask(
+        self, alike: Hashable, prompts: Sequence[Sequence[int]], start: Callable[[list[Sequence[int]]], Work[list]]
+    ) -> list:
+        """The answers to `prompts`, by the work that `start` makes of all prompts that are asked `alike`."""
+        self.model.check("prompt", prompts)  # nobody else's batch fails for it
+        asked = _Asked(prompts)
+        self._waiting.setdefault(alike, []).append(asked)
+        try:
+            async with self._busy:
+                if asked.answers is None:
+                    await self._answer(list(self._waiting[alike]), start)
+                if asked.answers is None:  # what failed together is tried alone: it may be another one's fault
+                    await self._answer([asked], start)
+                assert asked.answers is not None
+                return asked.answers
+        finally:
+            self._waiting[alike].remove(asked)
+            if not self._waiting[alike]:
+                del self._waiting[alike]
+
+    async def _answer(self, asked: list[_Asked], start: Callable[[list[Sequence[int]]], Work[list]]) -> None:
+        prompts = [prompt for several in asked for prompt in several.prompts]
+        try:
+            answers = iter(await self._compute(start(prompts)))
+        except EngineError:
+            if len(asked) == 1:
+                raise
+            return
+        for several in asked:
+            several.answers = [next(answers) for _ in several.prompts]
+
+    async def _compute(self, work: Work[Result]) -> Result:
+        try:
+            while True:
+                if self._closed:
+                    raise EngineError("the judge was closed")
+                took, answer = await _to_its_end(self._turns(lambda: _next_layer(work)))
+                self.layers_computed += not answer
+                self.seconds += took
+                if answer:
+                    return answer[0]
+                await asyncio.sleep(took * (1 - self.share) / self.share)
+        finally:
+            work.close()
+
+    async def _in_thread(self, function: Callable[[], Result], /) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+async def _to_its_end(step: Awaitable[Result]) -> Result:
+    """Waits for a layer also where whoever asked has given up: the next batch finds the model between two layers."""
+    task = asyncio.ensure_future(step)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # it is nobody's any more
+        raise
+
+
+def _next_layer(work: Work[Result]) -> tuple[float, tuple[Result] | None]:
+    """(seconds, the result where that is all)."""
+    start = time.perf_counter()
+    try:
+        next(work)
+        answer = None
+    except StopIteration as end:
+        answer = (end.value,)
+    return time.perf_counter() - start, answer

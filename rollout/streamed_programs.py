@@ -1,0 +1,170 @@
+"""The compiled programs of a layer-streamed model: embedding, one layer, what follows the layers.
+
+The program that computes a layer also brings parts of a later layer's weights from the host, so that the compiler sees
+the transfer and the computation that hides it together, and starts the one before the other
+(`tests/rollout/test_streamed_overlap.py` asserts it on the schedule for an H100). What travels is flat: XLA has two
+copies under way at a time, and with an array a weight it waited for nearly all of them before it computed anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+from jaxtyping import Array, Float, Int
+
+import models
+from models.config import AnyConfig
+from models.decoder import Decoder, DecoderLayer, Rotary
+from sharding.kernels.attention import attention
+from sharding.kernels.packed import packed_attention
+from sharding.vocab import token_logprobs
+from sharding.walk import Params, Walk
+from sharding.weights import by_path
+
+from .streamed_plan import PARTS
+
+Parts: TypeAlias = tuple[Array, ...]  # a layer's weights as equal pieces of one flat array, or some of the pieces
+KeyValues: TypeAlias = tuple[Array, Array]  # of one layer, [B, S, K, H]
+
+
+class StreamedPrograms:
+    """The programs of one architecture. `outer` are the model's weights but for its layers; of a model with a vision
+    tower, those of its decoder. A `layer` is its weights, as a layer that stays on the device has them, or its parts.
+    """
+
+    def __init__(self, config: AnyConfig) -> None:
+        self.walk = Walk()
+        model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+        stacks = by_path(nnx.to_pure_dict(nnx.state(model.layers)))
+        self.shapes: dict[tuple, tuple[int, ...]] = {path: stack.shape[1:] for path, stack in stacks.items()}
+        self.part_size = -(-sum(map(math.prod, self.shapes.values())) // PARTS)  # in numbers; the last one is filled up
+        self._layer = nnx.graphdef(model.layers)
+        del model.layers
+        self._outer = nnx.graphdef(model)
+        self.embed = jax.jit(self._embed)
+        self.unpack = jax.jit(self._unpack)
+        self.prefill = jax.jit(self._prefill, static_argnames="room")
+        self.decode = jax.jit(self._decode, donate_argnums=3)
+        self.logprobs = jax.jit(self._logprobs)
+        self.likeliest = jax.jit(self._likeliest)
+
+    def pack(self, weights: dict[tuple, np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
+        """The parts of one layer, by the paths of its weights."""
+        flat = np.zeros(self.part_size * PARTS, dtype)
+        start = 0
+        for path, shape in self.shapes.items():
+            flat[start : start + math.prod(shape)] = weights[path].reshape(-1)
+            start += math.prod(shape)
+        return np.split(flat, PARTS)
+
+    def _unpack(self, parts: Parts) -> Params:
+        weights: dict[tuple, Array] = {}
+        start = 0
+        for path, shape in self.shapes.items():
+            stop = start + math.prod(shape)
+            begins = [self.part_size * number for number in range(PARTS)]
+            pieces = [
+                part[max(start - begin, 0) : stop - begin]
+                for begin, part in zip(begins, parts, strict=True)
+                if begin < stop and start < begin + self.part_size
+            ]
+            weights[path] = jnp.concatenate(pieces).reshape(shape)
+            start = stop
+        return unflatten_dict(weights)
+
+    def _module(self, layer: Params | Parts) -> DecoderLayer:
+        return nnx.merge(self._layer, layer if isinstance(layer, dict) else self._unpack(layer))
+
+    def _embed(
+        self, outer: Params, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], Rotary]:
+        model = models.merge(self._outer, outer)
+        positions_3BT = jnp.broadcast_to(positions_BT[None], (3, *positions_BT.shape))
+        return model.embed(self.walk, tokens_BT), model.rotary(positions_3BT)
+
+    def _prefill(
+        self,
+        layer: Params | Parts,
+        upcoming: Parts,
+        x: Float[Array, "B T D"],
+        rotary: Rotary,
+        segments_BT: Int[Array, "B T"],
+        branches_BT: Int[Array, "B T"],
+        *,
+        room: int,
+    ) -> tuple[Float[Array, "B T D"], Parts, KeyValues | None]:
+        """A layer over packed rows: (hidden states, `upcoming` on the device, keys and values).
+
+        Keys and values are kept with `room` columns behind the row, if that is positive."""
+        attend_rows = packed_attention(segments_BT, branches_BT)
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues | None]:
+            widths = [(0, 0), (0, room), (0, 0), (0, 0)]
+            return attend_rows(q, k, v), (jnp.pad(k, widths), jnp.pad(v, widths)) if room else None
+
+        fetched = _fetched(upcoming)
+        x, kept = self._module(layer)(x, rotary, attend)
+        return x, fetched, kept
+
+    def _decode(
+        self,
+        layer: Params | Parts,
+        upcoming: Parts,
+        x: Float[Array, "B 1 D"],
+        kept: KeyValues,
+        rotary: Rotary,
+        length_B: Int[Array, " B"],
+        first: Int[Array, ""],
+        number: Int[Array, ""],
+    ) -> tuple[Float[Array, "B 1 D"], Parts, KeyValues]:
+        """A layer over token `number` of each row's response, whose keys and values stand from column `first` on; of
+        the columns before it, a row's prompt fills the first `length_B`."""
+        column_BS = jnp.broadcast_to(jnp.arange(kept[0].shape[1]), (x.shape[0], kept[0].shape[1]))
+        reached_BS = (column_BS < length_B[:, None]) | ((column_BS >= first) & (column_BS <= first + number))
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues]:
+            keys, values = (
+                jax.lax.dynamic_update_slice_in_dim(old, new, first + number, axis=1)
+                for old, new in zip(kept, (k, v), strict=True)
+            )
+            return attention(q, keys, values, reached_BS[:, None]), (keys, values)
+
+        fetched = _fetched(upcoming)
+        x, kept = self._module(layer)(x, rotary, attend)
+        return x, fetched, kept
+
+    def _logprobs(
+        self,
+        outer: Params,
+        x: Float[Array, "B T D"],
+        before_BA: Int[Array, "B A"],
+        tokens_BA: Int[Array, "B A"],
+    ) -> Float[Array, "B A"]:
+        """The log-probability of each token, in nats, behind the given column of its row."""
+        model = models.merge(self._outer, outer)
+        hidden_BAD = jnp.take_along_axis(x, before_BA[..., None], axis=1)
+        hidden_BAD = model.final_norm(self.walk, hidden_BAD)
+        return token_logprobs(hidden_BAD, model.head_weight(self.walk), tokens_BA)[0]
+
+    def _likeliest(self, outer: Params, x: Float[Array, "B T D"], last_B: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The likeliest token behind a column of each row; of equally likely ones, the first."""
+        model = models.merge(self._outer, outer)
+        hidden_BD = model.final_norm(self.walk, jnp.take_along_axis(x, last_B[:, None, None], axis=1))[:, 0]
+        head_VD = model.head_weight(self.walk)
+        logits_BV = jnp.einsum("BD,VD->BV", hidden_BD, head_VD, preferred_element_type=jnp.float32)
+        return jnp.argmax(logits_BV, axis=1).astype(jnp.int32)
+
+
+def _fetched(parts: Sequence[Array]) -> Parts:
+    return tuple(jax.device_put(part, jax.memory.Space.Device) for part in parts)
+
+
+programs = functools.lru_cache(maxsize=8)(StreamedPrograms)  # models of one architecture share what is compiled

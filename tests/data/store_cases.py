@@ -1,0 +1,72 @@
+"""Media files, stores of small bounds, and what the pixels must be, for tests of stores of media."""
+
+import contextlib
+import pathlib
+import sys
+
+from PIL import Image
+
+from fluxjax.config.data import DataConfig
+from fluxjax.data.local_store import GIB, LocalStore
+from fluxjax.data.media_refs import read_ref
+from fluxjax.data.tickets import MediaRef, Ticket, stamp_of
+from models.config import PatchLayout
+from models.processing.media import MediaSettings
+from models.processing.settings import FrameSettings, PixelSettings
+from models.shadow import Rows
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "models"))
+from media_files import moving_frames, write_video
+
+LAYOUT = PatchLayout(patch_size=8, window_size=32)
+PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)
+SETTINGS = MediaSettings(LAYOUT, PIXELS, PIXELS, FrameSettings(num_frames=12))
+PAIR = 32 * 48 * 3 * 2  # bytes of a frame pair of the videos here
+SLICED = {"slice_bytes": 2 * PAIR}  # slices of two frame pairs, so that these videos have three
+
+
+def make_media(folder):
+    """Two pictures, two videos, and what is none."""
+    frames = moving_frames(16, 32, 48)
+    Image.fromarray(frames[0]).save(folder / "a.png")
+    Image.fromarray(frames[5][:, ::-1]).save(folder / "b.png")
+    write_video(folder / "c.mp4", frames)
+    write_video(folder / "d.mp4", frames[::-1])
+    (folder / "e.png").write_bytes(b"no picture")
+    return folder
+
+
+def ref_of(path, cell=""):
+    return MediaRef("image" if path.suffix in (".png", ".parquet") else "video", str(path), stamp_of(str(path)), cell)
+
+
+def refs_of(folder):
+    return [ref_of(path) for path in sorted(folder.glob("[a-d].*"))]
+
+
+def small(cache=1 << 20, spill=1 << 20, folder=""):
+    """Settings with bounds in bytes."""
+    return DataConfig(cache_gib=cache / GIB, spill_gib=spill / GIB, spill=str(folder))
+
+
+@contextlib.contextmanager
+def opened(config=None, workers=0, **options):
+    store = LocalStore(SETTINGS, config or DataConfig(), workers=workers, **options)
+    with contextlib.closing(store):
+        yield store
+
+
+def pixels(ref):
+    medium, patches = SETTINGS.load(ref.kind, read_ref(ref))
+    return medium, patches, SETTINGS.normalised(ref.kind, patches)
+
+
+def whole(ticket):
+    return Rows(str(ticket), 0, ticket.num_patches)
+
+
+def seen(store, refs) -> list[Ticket]:
+    """The tickets of media none of which may be bad."""
+    tickets = store.look(refs)
+    assert not [error for error in tickets if isinstance(error, Exception)]
+    return [ticket for ticket in tickets if isinstance(ticket, Ticket)]

@@ -1,0 +1,92 @@
+"""Adapters on disk, in PEFT's format: names, shapes, every bit of the values, and folders that do not fit."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import unflatten_dict
+from lora_cases import LORA, given_adapters
+from safetensors.numpy import load_file, save_file
+from tiny import vl_config
+
+import models
+from models.folder import CheckpointError
+from models.lora import ADAPTER, SETTINGS, load_adapters, save_adapters
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapter")
+    config = vl_config()
+    adapters = given_adapters(models.abstract(config), LORA)
+    save_adapters(config, unflatten_dict(adapters), folder, LORA)
+    return config, adapters, folder
+
+
+def test_names_and_shapes_are_those_of_peft(saved):
+    _, _, folder = saved
+    tensors = load_file(folder / ADAPTER)
+    assert len(tensors) == 2 * 2 * 7
+    a, b = (
+        tensors[f"base_model.model.model.language_model.layers.1.mlp.down_proj.lora_{part}.weight"] for part in "AB"
+    )
+    assert (a.shape, b.shape) == ((3, 64), (48, 3))
+    settings = json.loads((folder / SETTINGS).read_text())
+    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", 3, 6.0)
+
+
+def test_what_is_written_is_read_bit_for_bit(saved):
+    config, adapters, folder = saved
+    jax.tree.map(np.testing.assert_array_equal, load_adapters(config, folder, LORA), adapters)
+
+
+def without_a_tensor(folder):
+    tensors = load_file(folder / ADAPTER)
+    tensors.pop("base_model.model.model.language_model.layers.1.mlp.up_proj.lora_B.weight")
+    save_file(tensors, folder / ADAPTER)
+
+
+def with_another_size(folder):
+    tensors = load_file(folder / ADAPTER)
+    name = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"
+    save_file(tensors | {name: tensors[name][:, :8].copy()}, folder / ADAPTER)
+
+
+def with_setting(**changes):
+    def change(folder):
+        settings = json.loads((folder / SETTINGS).read_text())
+        (folder / SETTINGS).write_text(json.dumps(settings | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_a_tensor, r"layers\.1\.mlp\.up_proj\.lora_B\.weight is missing"),
+        (with_another_size, r"has shape \[3, 8\].* of another model"),
+        (lambda folder: (folder / ADAPTER).write_bytes(b"nothing"), "not a whole safetensors file"),
+        (lambda folder: (folder / ADAPTER).unlink(), "no such file"),
+        (lambda folder: (folder / SETTINGS).unlink(), SETTINGS),
+        (with_setting(r=4), "r is 4, but 3 is wanted"),
+        (with_setting(lora_alpha=3), "lora_alpha is 3, but 6.0 is wanted"),
+        (with_setting(use_dora=True), "use_dora is true, but false is wanted"),
+        (with_setting(rank_pattern={"q_proj": 8}), "rank_pattern is set"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(saved, tmp_path, damage, message):
+    config, adapters, _ = saved
+    save_adapters(config, unflatten_dict(adapters), tmp_path, LORA)
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        load_adapters(config, tmp_path, LORA)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load_adapters(config, tmp_path / "nowhere", LORA)
+
+
+def test_adapters_of_other_projections_are_refused(saved):
+    config, _, folder = saved
+    with pytest.raises(CheckpointError, match="unexpected"):
+        load_adapters(config, folder, dataclasses.replace(LORA, targets=("q_proj",)))

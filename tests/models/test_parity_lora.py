@@ -1,0 +1,81 @@
+"""`peft` loads the adapters that are written here onto the model of `transformers`, and computes the same; and back."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+import pytest
+from flax.traverse_util import unflatten_dict
+from hf_reference import TOLERANCE, build_text, build_vl, question, torch, worst
+from lora_cases import LORA, given_adapters
+
+import models
+from models.config import NameLayout
+from models.decoder import logits
+from models.lora import adapted, load_adapters, save_adapters
+from sharding import lora as arithmetic
+from sharding.walk import Walk
+from sharding.weights import by_path, specs
+
+MEDIA = (5, ("image", (1, 4, 8)), 7)
+
+# transformers speaks of its own next release where PEFT calls it.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+def merged(model, adapters, lora):
+    """The model with the adapters in its weights."""
+    graphdef, params = models.split(model)
+    declared = specs(adapted(model, lora))
+    changed = arithmetic.merged(arithmetic.adapted(params, declared), unflatten_dict(adapters), declared)
+    return models.merge(graphdef, unflatten_dict(by_path(params) | by_path(changed)))
+
+
+def computed(model, inputs):
+    graphdef, params = models.split(model)
+    return jax.jit(lambda params: logits(models.merge(graphdef, params), inputs, Walk()))(params)
+
+
+@pytest.fixture
+def peft() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # at import, about other packages
+        return pytest.importorskip("peft", reason="needs PEFT: pip install -e '.[parity]'")
+
+
+@pytest.mark.parametrize("targets", [LORA.targets, ("o_proj", "up_proj")], ids=["all", "two"])
+@pytest.mark.parametrize("kind", ["text", "vl"])
+def test_peft_computes_the_same(kind, targets, peft, tmp_path):
+    pair = build_text(tmp_path / "base") if kind == "text" else build_vl(tmp_path / "base")
+    lora = dataclasses.replace(LORA, targets=targets)
+    adapters = given_adapters(pair.model, lora)
+    flat = pair.model.config if kind == "text" else dataclasses.replace(pair.model.config, names=NameLayout.FLAT)
+    save_adapters(flat, unflatten_dict(adapters), tmp_path / "adapter", lora, str(pair.folder))
+    asked = question(pair.model, *((20,) if kind == "text" else MEDIA))
+    with torch.no_grad():
+        before = pair.reference(**asked.reference).logits
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of keys that are missing or unexpected
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+            with_adapter = peft.PeftModel.from_pretrained(pair.reference, tmp_path / "adapter").eval()
+        after = with_adapter(**asked.reference).logits
+    assert worst(computed(merged(pair.model, adapters, lora), asked.inputs), after) < TOLERANCE
+    assert (after - before).abs().max() > 0.3, "the adapter does nothing"
+    adapted_modules = {name.split(".lora_A")[0] for name, _ in with_adapter.named_modules() if name.endswith(".lora_A")}
+    assert len(adapted_modules) == 3 * len(targets) and not any("visual" in name for name in adapted_modules)
+
+
+def test_adapters_of_peft_are_read(peft, tmp_path):
+    pair = build_text(tmp_path / "base")
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=6, target_modules=list(LORA.targets), task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    with_adapter = peft.get_peft_model(pair.reference, settings).eval()
+    with_adapter.save_pretrained(tmp_path / "adapter")
+    adapters = load_adapters(pair.model.config, tmp_path / "adapter", LORA)
+    asked = question(pair.model, 20)
+    with torch.no_grad():
+        want = with_adapter(**asked.reference).logits
+    assert worst(computed(merged(pair.model, adapters, LORA), asked.inputs), want) < TOLERANCE

@@ -1,0 +1,113 @@
+"""A shadow tensor is sliced, sharded and concatenated as the array that it stands for."""
+
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.inputs import VisionInput
+from models.processing.vision_input import blank, concatenate
+from models.shadow import Rows, ShadowError, ShadowTensor
+
+THERE = {
+    f"t{k}": np.arange(k * 1000, k * 1000 + 3 * n, dtype=np.float32).reshape(n, 3) for k, n in enumerate([7, 1, 24])
+}
+
+
+def shadow(ticket):
+    return ShadowTensor.of(ticket, THERE[ticket].shape, np.float32)
+
+
+def fetch(wanted):
+    return [THERE[rows.ticket][rows.start : rows.stop] for rows in wanted]
+
+
+BOUND = st.none() | st.integers(-30, 30)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_whatever_is_cut_and_joined_is_what_the_array_would_be(data):
+    pairs: list[Any] = [(shadow(ticket), array) for ticket, array in THERE.items()]
+    for _ in range(data.draw(st.integers(1, 6))):
+        match data.draw(st.sampled_from(["slice", "concatenate", "pad", "shard"])):
+            case "slice":
+                tensor, array = pairs[data.draw(st.integers(0, len(pairs) - 1))]
+                rows = slice(data.draw(BOUND), data.draw(BOUND))
+                pairs.append((tensor[rows], array[rows]))
+            case "concatenate":
+                chosen = [pairs[k] for k in data.draw(st.lists(st.integers(0, len(pairs) - 1), min_size=1, max_size=3))]
+                pairs.append((np.concatenate([t for t, _ in chosen]), np.concatenate([a for _, a in chosen])))
+            case "pad":
+                tensor, array = pairs[data.draw(st.integers(0, len(pairs) - 1))]
+                zeros = np.zeros((data.draw(st.integers(0, 3)), 3), np.float32)
+                pairs.append((np.concatenate([zeros, tensor]), np.concatenate([zeros, array])))
+            case "shard":
+                tensor, array = pairs[data.draw(st.integers(0, len(pairs) - 1))]
+                count = data.draw(st.sampled_from([n for n in range(1, 9) if len(array) % n == 0]))
+                index = data.draw(st.integers(0, count - 1))
+                size = len(array) // count
+                pairs.append((tensor.shard(index, count), array[index * size : (index + 1) * size]))
+    for tensor, array in pairs:
+        assert (tensor.shape, tensor.nbytes, tensor.ndim) == (array.shape, array.nbytes, 2)
+        np.testing.assert_array_equal(tensor.materialize(fetch), array)
+        assert sum(map(len, tensor.elsewhere)) <= len(array)
+
+
+def test_neighbours_of_one_tensor_are_fetched_as_one():
+    tensor = shadow("t2")
+    parts = [tensor.shard(k, 4) for k in range(4)]
+    joined: Any = np.concatenate(parts)
+    assert joined.elsewhere == (Rows("t2", 0, 24),)
+    turned: Any = np.concatenate([parts[1], parts[0]])
+    assert turned.elsewhere == (Rows("t2", 6, 12), Rows("t2", 0, 6))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        np.asarray,
+        jnp.asarray,
+        np.sum,
+        np.stack,
+        lambda tensor: np.concatenate([tensor, tensor], axis=1),
+        lambda tensor: tensor[0],
+        lambda tensor: tensor[::2],
+        lambda tensor: tensor[:, 0],
+        lambda tensor: jax.jit(lambda x: x)(tensor),
+        lambda tensor: jax.device_put(tensor),
+        lambda tensor: jax.tree.map(np.asarray, {"a": tensor}),
+    ],
+)
+def test_used_as_data_it_says_where_that_is(use):
+    with pytest.raises((ShadowError, TypeError), match=r"ShadowTensor|rows 0 to 7 of t0"):
+        use(shadow("t0"))
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="7 rows can't be cut into 2 equal shards"):
+        shadow("t0").shard(0, 2)
+    with pytest.raises(ValueError, match="does not go on with"):
+        np.concatenate([shadow("t0"), np.zeros((1, 4), np.float32)])
+    with pytest.raises(ShadowError, match=r"rows 0 to 7 of t0 came as float32\[6, 3\], not float32\[7, 3\]"):
+        shadow("t0").materialize(lambda wanted: [np.zeros((6, 3), np.float32)])
+
+
+def test_a_batch_of_patches_is_laid_out_before_they_are_there():
+    def vision(patches_PX, frames):
+        count = len(patches_PX)
+        segments = np.repeat(np.arange(1, frames + 1, dtype=np.int32), count // frames)
+        return VisionInput(patches_PX, np.zeros((count, 2), np.int32), segments, segments, frame_bound=8)
+
+    names = {"t0": 1, "t2": 6}
+    here = concatenate([*(vision(THERE[name], frames) for name, frames in names.items()), blank(5, 3)])
+    there = concatenate([*(vision(shadow(name), frames) for name, frames in names.items()), blank(5, 3)])
+    assert there.num_patches == 36 and pickle.loads(pickle.dumps(there)).patches_PX == there.patches_PX
+    leaves = jax.tree.map(lambda x: x.materialize(fetch) if isinstance(x, ShadowTensor) else x, there)
+    for ours, expected in zip(jax.tree.leaves(leaves), jax.tree.leaves(here), strict=True):
+        np.testing.assert_array_equal(ours, expected)

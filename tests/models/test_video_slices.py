@@ -1,0 +1,291 @@
+"""A slice of a video is, bit for bit, that part of the whole, and takes little more decoding than it has frames."""
+
+import dataclasses
+import tracemalloc
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from media_files import moving_frames, write_video
+from PIL import Image
+from wild_media import VIDEOS, frames, promising, remux, x264
+
+from fluxjax.data.tickets import MediaRef, Ticket
+from models.processing import MediaError, video_slices
+from models.processing.media import Chunk, MediaSettings
+from models.processing.outline import Medium
+from models.processing.packets import EntryPoints
+from models.processing.settings import FrameSettings, PatchLayout, PixelSettings
+
+ALL = FrameSettings(num_frames=0, fps=0)
+SETTINGS = MediaSettings(
+    PatchLayout(patch_size=8, window_size=32), video=PixelSettings(min_pixels=256, max_pixels=64 * 96), frames=ALL
+)
+CHOICES = [
+    ALL,
+    FrameSettings(num_frames=10),
+    FrameSettings(num_frames=19),
+    FrameSettings(fps=2.7),
+    FrameSettings(fps=40),
+    FrameSettings(num_frames=16, max_video_tokens=60),
+]
+# Kinds that are decoded as a whole: times of packets are missing or wrong, or some frames are not decoded.
+WHOLE = {"libx264 in h264", "h264 in avi, times of packets wrong", "begins amid a group"}
+WHOLE |= {"hevc begins with an open group"}
+# Frames that the last pair takes, at most. From the start come those of which no group but the first begins anew, or of
+# a codec that is not known well enough; from the place of a change, those that don't repeat what has changed.
+FROM_START = {"h264, open groups", "h264, open groups, ts", "h264, refreshed bit by bit", "h264, one group"}
+FROM_START |= {"gif", "mjpeg", "wmv2", "flv1"}
+MOST = {**dict.fromkeys(FROM_START, 48), "size changes": 32, "told once": 24}
+
+
+def slice_of(path, medium, first, last, using=SETTINGS):
+    asked = (using.layout, using.video, using.frames, using.limits)
+    return video_slices.load_slice(path, medium, range(first, last), *asked)
+
+
+@pytest.fixture(scope="module", params=VIDEOS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(kind, tmp_path_factory):
+    return str(VIDEOS[kind](tmp_path_factory.mktemp("kind")))
+
+
+@pytest.fixture(scope="module")
+def wholes(path):
+    return [(using, *using.load("video", path)) for using in (dataclasses.replace(SETTINGS, frames=f) for f in CHOICES)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(choice=st.sampled_from(range(len(CHOICES))), data=st.data())
+def test_a_slice_is_that_part_of_the_whole(path, wholes, choice, data):
+    using, medium, whole = wholes[choice]
+    pairs, rows, columns = medium.grid
+    first = data.draw(st.integers(0, pairs), label="first")
+    last = data.draw(st.integers(first, pairs), label="last")
+    part = using.load_pairs(path, medium, first, last)
+    np.testing.assert_array_equal(part, whole[first * rows * columns : last * rows * columns])
+    assert part.dtype == np.uint8
+
+
+def test_each_kind_is_sliced_with_as_little_decoding_as_its_codec_allows(kind, path):
+    medium, whole = SETTINGS.load("video", path)
+    pairs, rows, columns = medium.grid
+    assert medium.seekable == (kind not in WHOLE)
+    if not medium.seekable:
+        return
+    part = slice_of(path, medium, pairs - 1, pairs)
+    assert part is not None
+    np.testing.assert_array_equal(SETTINGS._patches(part.frames)[0], whole[-rows * columns :])
+    assert part.decoded <= MOST.get(kind, 16)
+
+
+def test_the_end_of_a_long_video_takes_one_group(tmp_path):
+    pictures = np.tile(moving_frames(60, 32, 48), (10, 1, 1, 1))
+    path = str(x264(tmp_path / "a.mp4", "keyint=24", pictures=pictures))
+    medium, whole = SETTINGS.load("video", path)
+    size = medium.grid[1] * medium.grid[2]
+    assert medium.grid[0] == 300
+    for first, last in ((290, 300), (299, 300), (0, 3), (150, 151)):
+        part = slice_of(path, medium, first, last)
+        assert part is not None and part.decoded <= 2 * (last - first) + 24 + 2
+        np.testing.assert_array_equal(SETTINGS.load_pairs(path, medium, first, last), whole[first * size : last * size])
+
+
+@pytest.mark.parametrize("name", ["1.mp4", "2.avi"])
+def test_slices_of_real_videos(shared, name):
+    using = dataclasses.replace(SETTINGS, frames=FrameSettings(num_frames=12))
+    path = str(shared / "data" / "media" / name)
+    medium, whole = using.load("video", path)
+    size = medium.grid[1] * medium.grid[2]
+    assert medium.seekable
+    for first, last in ((0, 1), (2, 4), (5, 6)):
+        np.testing.assert_array_equal(using.load_pairs(path, medium, first, last), whole[first * size : last * size])
+
+
+def test_large_frames_become_the_same_however_many_threads_convert_them(tmp_path):
+    """`load` converts those of large videos in threads."""
+    pictures = moving_frames(24, 722, 1282)
+    path = str(write_video(tmp_path / "a.mp4", pictures))
+    using = dataclasses.replace(SETTINGS, video=PixelSettings(256, 1000 * 1000))
+    medium, whole = using.load("video", path)
+    size = medium.grid[1] * medium.grid[2]
+    np.testing.assert_array_equal(using.load_pairs(path, medium, 7, 9), whole[7 * size : 9 * size])
+
+
+def test_bytes_and_images(tmp_path):
+    data = x264(tmp_path / "a.mp4").read_bytes()
+    medium, whole = SETTINGS.load("video", data)
+    size = medium.grid[1] * medium.grid[2]
+    np.testing.assert_array_equal(SETTINGS.load_pairs(data, medium, 20, 22), whole[20 * size : 22 * size])
+    Image.fromarray(moving_frames(1, 40, 60)[0]).save(tmp_path / "a.png")
+    medium, whole = SETTINGS.load("image", str(tmp_path / "a.png"))
+    np.testing.assert_array_equal(SETTINGS.load_pairs(str(tmp_path / "a.png"), medium, 0, 1), whole)
+
+
+def test_what_is_not_there_and_what_has_changed(tmp_path):
+    path = str(x264(tmp_path / "a.mp4"))
+    medium, _ = SETTINGS.load("video", path)
+    for first, last in ((-1, 2), (3, 2), (0, 25)):
+        with pytest.raises(ValueError, match=f"frame pairs {first} to {last} were asked for, of 24"):
+            SETTINGS.load_pairs(path, medium, first, last)
+    assert SETTINGS.load_pairs(path, medium, 7, 7).shape == (0, 3, 128)
+    for changed in (frames()[:46], frames(96, 64), frames(48, 80)):  # fewer, turned, smaller
+        x264(tmp_path / "a.mp4", pictures=changed)
+        with pytest.raises(MediaError, match=r"a\.mp4: is not what it was"):
+            SETTINGS.load_pairs(path, medium, 20, 22)
+    (tmp_path / "a.mp4").write_bytes(b"nothing")
+    with pytest.raises(MediaError, match=r"a\.mp4: cannot be opened"):
+        SETTINGS.load_pairs(path, medium, 20, 22)
+    (tmp_path / "a.mp4").unlink()
+    with pytest.raises(MediaError, match=r"a\.mp4: no such file"):
+        SETTINGS.load_pairs(path, medium, 20, 22)
+
+
+def test_times_that_mislead_are_not_gone_by(tmp_path):
+    """AVI files tell when frames are decoded, not when they are shown: only decoding has shown that they are wrong."""
+    path = str(VIDEOS["h264 in avi, times of packets wrong"](tmp_path))
+    medium, _ = SETTINGS.load("video", path)
+    assert not medium.seekable
+    with av.open(path) as container:
+        times = [frame.pts or 0 for frame in container.decode(video=0)]
+    assert times != sorted(times)
+
+
+def test_a_frame_that_is_damaged_and_not_sampled_keeps_the_whole_together(tmp_path):
+    """What stands in for its parts may come from frames of long before."""
+    path = x264(tmp_path / "a.mkv", "keyint=16")
+    few = dataclasses.replace(SETTINGS, frames=FrameSettings(num_frames=4))
+    intact, _ = few.load("video", str(path))
+
+    def damaged(number, packet):
+        if number != 17:
+            return packet
+        data = bytes(packet)
+        result = av.Packet(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+        result.pts, result.dts, result.time_base = packet.pts, packet.dts, packet.time_base
+        return result
+
+    hurt = str(remux(path, tmp_path / "b.mkv", damaged))
+    with av.open(hurt) as container:
+        assert any(frame.is_corrupt for frame in container.decode(video=0))
+    try:
+        medium, patches = few.load("video", hurt)
+    except MediaError as error:
+        assert "damaged" in str(error) or "decoding fails" in str(error)
+        return
+    assert intact.seekable and not medium.seekable
+    size = medium.grid[1] * medium.grid[2]
+    np.testing.assert_array_equal(few.load_pairs(hurt, medium, 1, 2), patches[size : 2 * size])
+
+
+def test_a_mark_where_refreshing_begins_is_not_gone_by(tmp_path):
+    with av.open(str(VIDEOS["h264, refreshed bit by bit"](tmp_path))) as container:
+        stream = container.streams.video[0]
+        points = EntryPoints(stream)
+        packets = [packet for packet in container.demux(stream) if packet.size]
+        assert [number for number, packet in enumerate(packets) if points.saw(packet)] == [0]
+    assert sum(packet.is_keyframe for packet in packets) > 3
+
+
+@pytest.mark.parametrize("name", ["h264, refreshed bit by bit", "h264, open groups"])
+def test_were_it_gone_by_it_would_show_by_the_times(tmp_path, monkeypatch, name):
+    """The decoder gives no frame until one is whole."""
+    path = str(VIDEOS[name](tmp_path))
+    medium, whole = SETTINGS.load("video", path)
+    size = medium.grid[1] * medium.grid[2]
+    monkeypatch.setattr(EntryPoints, "saw", lambda self, packet: packet.is_keyframe)
+    for first in range(24):
+        part = SETTINGS.load_pairs(path, medium, first, first + 1)
+        np.testing.assert_array_equal(part, whole[first * size : (first + 1) * size])
+
+
+def test_tickets_carry_how_a_medium_can_be_read():
+    medium = Medium("video", (4, 8, 8), 0.5, seekable=True)
+    ticket = Ticket(MediaRef("video", "a.mp4", "1-2"), "0123", medium)
+    assert Ticket.parse(str(ticket)).medium.seekable
+    assert medium == Medium("video", (4, 8, 8), 0.5), "it is the same medium"
+
+
+# --- chunks ---------------------------------------------------------------------------------------
+
+
+def pieces(path, pairs_per_chunk, using=SETTINGS, kind="video"):
+    """(the medium, its patches, the number of voids): what a consumer makes of chunks."""
+    chunks, voids = [], 0
+    for item in using.load_chunks(kind, path, pairs_per_chunk):
+        if isinstance(item, Medium):
+            return item, chunks, voids
+        if item is None:
+            chunks, voids = [], voids + 1
+        else:
+            chunks.append(item)
+    raise AssertionError("no medium")
+
+
+@pytest.mark.parametrize("pairs_per_chunk", [1, 3, 7, 8, 23, 24, 100])
+@pytest.mark.parametrize("count", [0, 19, 1])
+def test_chunks_are_the_whole_in_pieces(tmp_path, pairs_per_chunk, count):
+    path = str(x264(tmp_path / "a.mp4", pictures=frames()[: count or 48]))
+    medium, whole = SETTINGS.load("video", path)
+    found, chunks, _ = pieces(path, pairs_per_chunk)
+    assert found == medium and found.seekable == medium.seekable
+    np.testing.assert_array_equal(np.concatenate([chunk.patches for chunk in chunks]), whole)
+    assert [chunk.first_pair for chunk in chunks] == list(range(0, medium.grid[0], pairs_per_chunk))
+    assert {chunk.grid for chunk in chunks} == {medium.grid}
+
+
+@pytest.mark.parametrize("promised", [0, 2, 20, 47, 49, 500])
+def test_a_header_that_lies_voids_what_came_of_it(tmp_path, promised):
+    path = str(promising(tmp_path / "a.avi", promised))
+    medium, whole = SETTINGS.load("video", path)
+    found, chunks, voids = pieces(path, 2)
+    assert found == medium and voids == (1 if promised else 0)
+    np.testing.assert_array_equal(np.concatenate([chunk.patches for chunk in chunks]), whole)
+
+
+def test_an_image_is_one_chunk(tmp_path):
+    Image.fromarray(moving_frames(1, 40, 60)[0]).save(tmp_path / "a.png")
+    medium, whole = SETTINGS.load("image", str(tmp_path / "a.png"))
+    found, chunks, _ = pieces(str(tmp_path / "a.png"), 3, kind="image")
+    assert found == medium and [(chunk.first_pair, chunk.grid) for chunk in chunks] == [(0, medium.grid)]
+    np.testing.assert_array_equal(chunks[0].patches, whole)
+
+
+def test_errors_come_behind_chunks(tmp_path):
+    path = write_video(tmp_path / "a.mkv", frames())
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    items, some = SETTINGS.load_chunks("video", str(path), 1), 0
+    with pytest.raises(MediaError, match=r"a\.mkv"):
+        for item in items:
+            some += isinstance(item, Chunk)
+    with pytest.raises(MediaError, match=r"a\.mkv"):
+        SETTINGS.load("video", str(path))
+
+
+def peak_of(function):
+    """The bytes that are held at a time while it runs, at most."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_chunks_hold_one_piece_and_the_whole_is_held_once(tmp_path):
+    path = str(write_video(tmp_path / "a.mp4", moving_frames(64, 128, 192)))
+    using = dataclasses.replace(SETTINGS, video=PixelSettings(256, 128 * 192))
+    whole = using.load("video", path)[1].nbytes
+
+    def consume():
+        for _ in using.load_chunks("video", path, 2):
+            pass
+
+    assert peak_of(consume) < whole / 3
+    assert peak_of(lambda: using.load("video", path)) < 1.6 * whole

@@ -1,0 +1,290 @@
+"""Rewards as objects, in batches, mixtures and processes; they are measured, and too many failures end the run."""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fluxjax.base.types import Prompt, Response, Reward
+from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
+from fluxjax.report.rewards_shown import reward_words
+from fluxjax.rewards import Scorer
+
+HERE = pathlib.Path(__file__).resolve().parent
+PROMPT = Prompt("p1", "s", "?", "12")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def users_module():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        import user_rewards
+
+        yield user_rewards
+
+
+def bounds(seconds=60.0, concurrency=2, **more):
+    kinds = {
+        "function": RewardKindConfig(seconds=seconds, concurrency=concurrency, processes=True, memory_gib=0.25),
+        "batch": RewardKindConfig(seconds=seconds, concurrency=1, processes=True, memory_gib=0.25),
+        "here": RewardKindConfig(seconds=seconds, concurrency=concurrency),
+    }
+    return RewardsConfig(kinds=kinds, **more)
+
+
+@contextlib.contextmanager
+def scorer(source, limits=None, **more):
+    source = SourceConfig(reward=source) if isinstance(source, str) else source
+    subject = Scorer({"s": source}, lambda ids: "".join(map(str, ids)), limits or bounds(), **more)
+    with contextlib.closing(subject):
+        yield subject
+
+
+def response(*ids, draw=0, sample=0):
+    return Response("r", draw, sample, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
+
+
+def scored(subject, *texts):
+    async def all_of_them():
+        return await asyncio.gather(*(subject.score_text(PROMPT, text) for text in texts))
+
+    return asyncio.run(all_of_them())
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def misbehaving(users_module):
+    """A scorer, and what it noted."""
+    noted: list[tuple[str, str]] = []
+    with scorer("user_rewards:misbehaves", note=lambda *note: noted.append(note)) as subject:
+        yield subject, noted
+
+
+def test_a_users_function_runs_in_another_process():
+    with scorer("user_rewards:process") as subject:
+        (reward,) = scored(subject, "abc")
+    assert reward.correct and reward.value != os.getpid() and reward.parts == {"length": 3.0} and reward.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise", "KeyError: 'nothing here'"),
+        ("nan", "returned nan"),
+        ("allocate", "needs more than 0.25 GiB of memory"),
+        ("list", "returned list, expected Reward or a number"),
+        ("die", "ended its process (exit code 3)"),
+    ],
+)
+def test_what_misbehaves_is_a_scored_zero_and_the_next_is_scored(misbehaving, text, reason):
+    subject, noted = misbehaving
+    noted.clear()
+    bad, good = scored(subject, text, "good")
+    assert bad == Reward(0.0, False, reason) and good == Reward(1.0, True)
+    assert noted == [("s", f"user_rewards:misbehaves: {reason}")]
+
+
+def test_what_hangs_is_killed():
+    with scorer("user_rewards:misbehaves", bounds(0.3)) as subject:
+        assert scored(subject, "hang") == [Reward(0.0, False, "timed out after 0.3 s")]
+
+
+def test_a_reward_that_answers_twice_is_heard_once(misbehaving):
+    assert [r.value for r in scored(misbehaving[0], "twice", "nan", "twice", "good")] == [1.0, 0.0, 1.0, 1.0]
+
+
+@settings(max_examples=20)
+@given(st.lists(st.sampled_from(["good", "raise", "nan", "list", "twice"]), min_size=1, max_size=12))
+def test_every_response_gets_its_own_reward(misbehaving, texts):
+    subject, _ = misbehaving
+    subject.metrics()
+    values = [reward.value for reward in scored(subject, *texts)]
+    assert values == [float(text in ("good", "twice")) for text in texts]
+    assert subject.metrics()["rewards/failed"] == values.count(0.0)
+
+
+# --- objects and classes ------------------------------------------------------------------------
+
+
+def test_objects_and_classes_are_given_completions_and_keep_their_state(users_module):
+    counts = users_module.Counts()
+    with scorer("exact", given={"s": counts}) as subject:
+        reward = asyncio.run(subject.score(PROMPT, response(1, 2)))
+        assert reward == Reward(1.0, True, "2 tokens") and subject.state_dict()["training"] == {"s": {"": {"count": 1}}}
+    assert counts.closed
+    with scorer(SourceConfig(rewards={"n": RewardTerm("user_rewards:Counts", arguments={"start": 5})})) as subject:
+        subject.load_state_dict({"training": {"s": {"n": {"count": 7}}}})
+        assert asyncio.run(subject.score(PROMPT, response(1))).value == 8.0
+        subject.load_state_dict({})  # a checkpoint of an earlier release
+
+
+def test_an_object_may_be_synchronous_and_held_out_prompts_have_a_reward_of_their_own(users_module):
+    with scorer("exact", given={"s": users_module.Plain()}) as subject:
+        assert scored(subject, "12") == [Reward(0.5, False)]
+    with scorer(SourceConfig(reward="user_rewards:Plain", eval_reward="exact")) as subject:
+        assert scored(subject, "12") == [Reward(1.0, True)]
+        assert asyncio.run(subject.score(PROMPT, response(1, 2))) == Reward(0.5, False)
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["here", "in a process"])
+def test_batches_are_bounded_in_size_and_in_waiting(users_module, place):
+    lengths = users_module.Lengths()
+    given = {"s": lengths} if place == "here" else None
+    with scorer("user_rewards:Lengths", bounds(batch_size=4, batch_wait=0.02), given=given) as subject:
+        assert [r.value for r in scored(subject, *("x" * n for n in range(10)))] == list(range(10))
+    assert lengths.sizes == ([4, 4, 2] if place == "here" else [])
+
+
+@pytest.mark.parametrize(
+    ("answers", "values", "reason"),
+    [
+        ("one too many", [0, 0, 0], "answered 4 times for 3 responses"),
+        ("nan", [1, 0, 3], "returned nan"),
+        ("hangs", [0, 0, 0], "timed out after 0.3 s"),
+    ],
+)
+@pytest.mark.parametrize("place", ["here", "in a process"])
+def test_a_batch_that_goes_wrong(users_module, place, answers, values, reason):
+    given = {"s": {"n": users_module.Lengths(answers)}} if place == "here" else None
+    term = RewardTerm("user_rewards:Lengths", arguments={"answers": answers})
+    limits = bounds(0.3 if answers == "hangs" else 60.0)
+    with scorer(SourceConfig(rewards={"n": term}), limits, given=given) as subject:
+        rewards = scored(subject, "x", "xx", "xxx")
+    assert [r.value for r in rewards] == values
+    assert {r.reason for r in rewards if not r.value} == {f"n: {reason}"}
+
+
+# --- mixtures -----------------------------------------------------------------------------------
+
+
+def test_a_mixture_is_a_weighted_sum_and_its_first_reward_says_what_is_correct():
+    terms = {
+        "exact": RewardTerm(weight="2"),
+        "length": RewardTerm("user_rewards:scaled", "linear(0, -1)", {"factor": 0.5}),
+        "bad": RewardTerm("user_rewards:misbehaves"),
+    }
+    progress = [0.5]
+    with scorer(SourceConfig(rewards=terms), progress=lambda: progress[0]) as subject:
+        right, wrong = scored(subject, "12", "raise")
+        assert right == Reward(2 - 0.5 + 1, True, parts={"exact": 1.0, "length": 1.0, "bad": 1.0})
+        assert wrong.value == -0.5 * 2.5 and not wrong.correct and wrong.reason == "bad: KeyError: 'nothing here'"
+        assert wrong.parts == {"exact": 0.0, "length": 2.5, "bad": 0.0}
+
+
+def test_samples_of_a_group_have_the_same_weights_also_after_a_resume():
+    progress = [0.0]
+    terms = {"exact": RewardTerm(weight="linear(1, 0)"), "positions": RewardTerm(weight="0")}
+    with scorer(SourceConfig(rewards=terms), progress=lambda: progress[0]) as subject:
+        assert asyncio.run(subject.score(PROMPT, response(1, 2))).value == 1.0
+        progress[0] = 0.5
+        assert asyncio.run(subject.score(PROMPT, response(1, 2, sample=1))).value == 1.0
+        state = subject.state_dict()
+    with scorer(SourceConfig(rewards=terms), progress=lambda: progress[0]) as subject:
+        subject.load_state_dict(state)
+        assert asyncio.run(subject.score(PROMPT, response(1, 2, sample=2))).value == 1.0
+        other = Prompt("p2", "s", "?", "12", draw=1)
+        assert asyncio.run(subject.score(other, response(1, 2, draw=1))).value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "message"),
+    [
+        ({"reward": "digits", "rewards": {"exact": RewardTerm()}}, None, "data.sources.s.reward is 'digits', but"),
+        ({"rewards": {"a": RewardTerm("exact", "success(1, 2)")}}, None, r"rewards.a.weight is 'success\(1, 2\)'"),
+        ({"rewards": {"a": RewardTerm("exact", "pid(metric=x, target=1, low=0, high=1)")}}, None, "must be a constant"),
+        ({"rewards": {"exakt": RewardTerm()}}, None, "data.sources.s.rewards.exakt.reward is 'exakt'; it must be one"),
+        ({"rewards": {"a": RewardTerm("exact", arguments={"x": 1})}}, None, "which can't be given {'x': 1}"),
+        ({"reward": "user_rewards:Refuses"}, None, "raised RuntimeError: no such model"),
+        ({"eval_reward": "user_rewards:nothing"}, None, "data.sources.s.eval_reward is 'user_rewards:nothing'"),
+        ({}, {"t": len}, "rewards: there is no source t, only s"),
+        ({}, {"s": 3}, "what is given for source s is 3; it must be a function, or an object"),
+        ({"rewards": {"exact": RewardTerm()}}, {"s": {"b": len}}, "has the rewards exact; give a dictionary"),
+    ],
+)
+def test_wrong_settings_are_said_at_the_start(source, given, message):
+    source = SourceConfig(**source)
+    limits = bounds()
+    limits.kinds["function"].processes = False  # else a class is made where it is called
+    with pytest.raises(ConfigError, match=message):
+        source.validate_rewards("data.sources.s")
+        Scorer({"s": source}, str, limits, given=given)
+
+
+# --- measures -----------------------------------------------------------------------------------
+
+
+def test_what_rewards_take_is_measured():
+    async def slow(prompt, text):
+        await asyncio.sleep(0.1)
+        return 1.0
+
+    slow.kind = "here"
+    with scorer("exact", given={"s": slow}) as subject:
+        scored(subject, *"abcd")  # two at a time
+        metrics = subject.metrics()
+        assert subject.metrics() == {}, "since then, nothing happened"
+    assert metrics["rewards/scored"] == 4 and metrics["rewards/waiting"] == 2 and metrics["rewards/failed"] == 0
+    assert 0.1 <= metrics["rewards/seconds_median"] <= metrics["rewards/seconds_p95"] <= metrics["rewards/seconds_max"]
+    assert metrics["rewards/seconds_max"] >= 0.2 and 0 < metrics["rewards/busy/here"] <= 1.01
+    assert "2 waited" in reward_words(metrics) and reward_words({}) == ""
+
+
+def test_an_object_that_answers_what_no_float_holds_is_a_scored_zero():
+    def huge(prompt, text):
+        return 10**400
+
+    huge.kind = "here"
+    with scorer("exact", given={"s": huge}) as subject:
+        (reward,) = scored(subject, "x")
+        assert reward.value == 0.0 and "too large" in reward.reason
+        assert subject.metrics()["rewards/failed/invalid"] == 1.0
+
+
+def test_rules_are_not_measured():
+    with scorer("exact") as subject:
+        scored(subject, "12", "13")
+        assert subject.metrics() == {}
+
+
+def test_a_reward_that_fails_too_often_is_given_up_once():
+    lines = []
+
+    def fails(prompt, text):
+        raise ConnectionError("no judge")
+
+    fails.kind = "here"
+    with scorer("exact", bounds(max_failed=0.4), given={"s": fails}, give_up=lines.append) as subject:
+        scored(subject, *["x"] * 99)
+        assert not lines
+        scored(subject, *["x"] * 20)
+    (line,) = lines
+    name = test_a_reward_that_fails_too_often_is_given_up_once.__name__
+    assert line == (
+        f"reward '{name}.<locals>.fails' of data.sources.s failed on 100% of the last 100 responses, more than "
+        "rewards.max_failed = 0.4; most often: ConnectionError: no judge"
+    )
+
+
+def test_a_close_that_hangs_is_left_behind(monkeypatch):
+    class Hangs:
+        kind = "here"
+
+        def score(self, completion):
+            return 1.0
+
+        def close(self):
+            time.sleep(600)
+
+    monkeypatch.setattr("fluxjax.rewards.scorer._CLOSING_SECONDS", 0.05)
+    with scorer("exact", given={"s": Hangs()}) as subject:
+        assert scored(subject, "x")[0].value == 1.0

@@ -1,0 +1,272 @@
+"""Rewards for questions about pictures: cases by hand, and properties of distances and overlaps."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reward_cases import HOSTILE, scored
+
+from fluxjax.config import ConfigError
+from fluxjax.rewards.boxes import BoxOverlap, boxes_in, iou
+from fluxjax.rewards.choice import Choice, chosen, options_of
+from fluxjax.rewards.vision import EditDistance, NumericAnswer, OrderedList
+
+QUESTION = "What is on the mat?\nA. a cat\nB. a dog\nC. a black cat\nD. both (A) and (B)"
+
+
+@pytest.mark.parametrize(
+    ("question", "options"),
+    [
+        (QUESTION, {"A": "a cat", "B": "a dog", "C": "a black cat", "D": "both (a) and (b)"}),
+        ("Which? (A) red (B) green\n(C) blue", {"A": "red", "B": "green", "C": "blue"}),
+        ("Which?\n(A) red\n(B) green", {"A": "red", "B": "green"}),
+        ("Point A. is where?\nA) 1.5\nB) 2.5", {"A": "1.5", "B": "2.5"}),
+        ("A. one\nC. three", {}),
+        ("What is it?", {}),
+    ],
+)
+def test_options_of_a_question(question, options):
+    assert options_of(question) == options
+
+
+@pytest.mark.parametrize(
+    ("text", "letters"),
+    [
+        ("B", "B"),
+        ("(B)", "B"),
+        ("b", "B"),
+        ("B.", "B"),
+        ("**B**", "B"),
+        ("B. a dog", "B"),
+        ("a dog", "B"),
+        ("A dog.", "B"),
+        ("a cat", "A"),
+        ("It is a black cat", "C"),
+        ("It is B", "B"),
+        ("A is right", "A"),
+        ("D", "D"),
+        ("both (A) and (B)", "D"),
+        ("B. a cat", "AB"),
+        ("A or B", "AB"),
+        ("(A) (B)", "AB"),
+        ("a dog and a cat", "AB"),
+        ("A thing", ""),
+        ("E", ""),
+        ("BANANA", ""),
+        ("I don't know", ""),
+        ("", ""),
+    ],
+)
+def test_letters_that_a_text_chooses(text, letters):
+    assert chosen(text, options_of(QUESTION)) == set(letters)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("B", "Let me see: A is a cat.\nAnswer: B", True),
+        ("(B)", r"\boxed{B}", True),
+        ("a dog", "<answer>(B)</answer>", True),
+        ("B", "The answer is a dog.", True),
+        ("B", "There is a cat, but no mat.\nB", True),
+        ("B", "Answer: A", False),
+        ("B", "Answer: A or B", False),
+        ("B", "", False),
+    ],
+)
+def test_choice(answer, text, right):
+    reward = scored(Choice(), answer, text, QUESTION)
+    assert reward.correct is right and reward.value == float(right)
+
+
+def test_a_choice_of_two_says_which():
+    assert scored(Choice(), "B", "Answer: A or B", QUESTION).reason == "ambiguous: A and B"
+    with pytest.raises(ValueError, match="answer 'a bird' of prompt p1 is neither a letter nor the text of an option"):
+        scored(Choice(), "a bird", "B", QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "answer", "text", "right"),
+    [
+        ({}, "100", "about 104", True),
+        ({}, "100", "about 106", False),
+        ({}, "100", r"100 or \boxed{95}", True),
+        ({"tolerance": 0.0}, "0.1", "0.10", True),
+        ({"tolerance": 0.0}, "1,000", "1000", True),
+        ({"tolerance": 0.0, "absolute": 2.0}, "10", "12", True),
+        ({"tolerance": 0.0, "absolute": 2.0}, "10", "12.1", False),
+        ({}, "0", "0.001", False),
+        ({}, "-3", "3", False),
+        ({}, "12%", "0.12", True),
+        ({}, "12", "12%", False),
+        ({}, "12", "NaN", False),
+        ({}, "12", "inf", False),
+        ({}, "12", "twelve", False),
+        ({"tolerance": 1e300}, "12", "1e999", False),
+    ],
+)
+def test_numeric(parameters, answer, text, right):
+    assert scored(NumericAnswer(**parameters), answer, text).correct is right
+
+
+def test_an_answer_without_a_number_is_an_error_of_the_data():
+    with pytest.raises(ValueError, match="'many' of prompt p1 has no number"):
+        scored(NumericAnswer(), "many", "12")
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "correct"),
+    [
+        ("kitten", 1.0, True),
+        (" Kitten\n", 1.0, True),
+        ("<answer>kitten</answer>", 1.0, True),
+        ("sitting", 1 - 3 / 7, False),
+        ("sit", 0.0, False),  # 4 edits of 6 letters: below the threshold
+        ("", 0.0, False),
+        ("kitten" * 2000, 0.0, False),
+    ],
+)
+def test_edit_distance(text, value, correct):
+    reward = scored(EditDistance(), "kitten", text)
+    assert reward.value == pytest.approx(value, abs=1e-12) and reward.correct is correct
+
+
+def test_edit_distance_without_threshold_and_with_case():
+    assert scored(EditDistance(threshold=0.0), "kitten", "sit").value == pytest.approx(1 - 4 / 6)
+    assert scored(EditDistance(ignore_case=False), "Ab", "ab").value == 0.5
+    assert scored(EditDistance(), "\u00e9", "e\u0301").correct  # one letter, written in two ways
+
+
+WORDS = st.text("abc ", max_size=12)
+
+
+@given(WORDS, WORDS, WORDS)
+def test_edit_distance_is_a_metric(first, second, third):
+    def distance(one, two):  # from the similarity, back to the number of edits
+        longest = max(len(" ".join(text.split())) for text in (one, two))
+        return (1 - scored(EditDistance(threshold=0.0), one, two).value) * longest
+
+    assert distance(first, second) == pytest.approx(distance(second, first), abs=1e-9)
+    assert distance(first, third) <= distance(first, second) + distance(second, third) + 1e-9
+    assert (distance(first, second) < 1e-9) == (first.split() == second.split())
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "value", "correct"),
+    [
+        ("1, 2, 3", "1, 2, 3", 1.0, True),
+        ("[1, 2, 3]", "1 -> 2 → 3", 1.0, True),
+        ('["Cat", "Dog"]', "The order is\ncat, dog.", 1.0, True),
+        ("1, 2, 3", "The answer is [1, 2, 3].", 1.0, True),
+        ("a > b", "<answer>\na\nb\n</answer>", 1.0, True),
+        ("1, 2, 3", "3, 2, 1", 1 / 3, False),
+        ("1, 2, 3", "1, 2", 2 / 3, False),
+        ("1, 2, 3", "1, 2, 3, 3", 3 / 4, False),
+        ("1, 2, 3", "", 0.0, False),
+        ('["a, b", "c"]', '["a, b", "c"]', 1.0, True),
+    ],
+)
+def test_ordered_list(answer, text, value, correct):
+    reward = scored(OrderedList(), answer, text)
+    assert reward.value == pytest.approx(value) and reward.correct is correct
+    assert scored(OrderedList(graded=False), answer, text).value == float(correct)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2, 3.5, 4]",
+        '```json\n[{"bbox_2d": [1, 2, 3.5, 4], "label": "cat"}]\n```',
+        "<|box_start|>(1,2),(3.5,4)<|box_end|>",
+        "(1, 2, 3.5, 4)",
+        "It is at [1,2,3.5,4], not at [1,2,3]",
+    ],
+)
+def test_boxes_in_texts(text):
+    assert boxes_in(text).tolist() == [[1, 2, 3.5, 4]]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "answer", "text", "value", "correct"),
+    [
+        ({}, "[0,0,10,10]", "[0,0,10,10]", 1.0, True),
+        ({}, "[0,0,10,10]", "[0,0,10,5]", 0.5, True),
+        ({}, "[0,0,10,10]", "[0,0,10,4]", 0.4, False),
+        ({}, "[0,0,10,10]", "[5,5,15,15]", 25 / 175, False),
+        ({}, "[0,0,10,10]", "[10,10,0,0]", 0.0, False),
+        ({}, "[0,0,10,10]", "[20,20,30,30]", 0.0, False),
+        ({}, "[0,0,10,10]", "nowhere", 0.0, False),
+        ({}, "[0,0,10,10]", "[0,0,10,10] [0,0,10,10]", 0.5, False),
+        ({}, "[[0,0,10,10],[20,20,30,30]]", "[[20,20,30,30],[0,0,10,5]]", 0.75, True),
+        ({}, "[[0,0,10,10],[20,20,30,30]]", "[0,0,10,10]", 0.5, False),
+        ({"threshold": 0.5}, "[0,0,10,10]", "[0,0,10,6]", 1.0, True),
+        ({"threshold": 0.7}, "[0,0,10,10]", "[0,0,10,6]", 0.0, True),
+        ({"correct_from": 0.7}, "[0,0,10,10]", "[0,0,10,6]", 0.6, False),
+        ({"most_boxes": 1}, "[0,0,10,10]", "[0,0,10,10] [0,0,10,10]", 0.0, False),
+        ({}, "[0,0,10,10]", "[NaN, 0, inf, 10]", 0.0, False),
+        ({}, "[0,0,10,10]", '<answer>{"bbox_2d": [0, 0, 10, 10]}</answer> [0,0,1,1]', 1.0, True),
+    ],
+)
+def test_box_overlap(parameters, answer, text, value, correct):
+    reward = scored(BoxOverlap(**parameters), answer, text)
+    assert reward.value == pytest.approx(value) and reward.correct is correct
+
+
+def test_an_answer_without_a_box_is_an_error_of_the_data():
+    with pytest.raises(ValueError, match="'here' of prompt p1 has no box"):
+        scored(BoxOverlap(), "here", "[0,0,1,1]")
+
+
+CORNERS = st.tuples(*[st.integers(0, 50)] * 2, *[st.integers(1, 50)] * 2)
+BOXES = CORNERS.map(lambda c: [c[0], c[1], c[0] + c[2], c[1] + c[3]])
+
+
+@given(st.lists(BOXES, min_size=1, max_size=5), st.lists(BOXES, min_size=1, max_size=5))
+def test_overlap_is_symmetric_bounded_and_one_for_the_same_boxes(first, second):
+    reward = BoxOverlap()
+    forth, back = scored(reward, str(first), str(second)).value, scored(reward, str(second), str(first)).value
+    assert forth == pytest.approx(back, abs=1e-12) and 0 <= forth <= 1
+    assert scored(reward, str(first), str(first[::-1])).value == pytest.approx(1.0, abs=1e-12)
+
+
+@given(BOXES, BOXES, st.floats(0.5, 20), st.integers(-100, 100))
+def test_overlap_does_not_depend_on_unit_and_origin(first, second, unit, origin):
+    one, two = np.array([first], np.float64), np.array([second], np.float64)
+    assert iou(one * unit + origin, two * unit + origin) == pytest.approx(iou(one, two), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer"),
+    [
+        (Choice(), "B"),
+        (NumericAnswer(), "7"),
+        (EditDistance(), "kitten"),
+        (OrderedList(), "1, 2, 3"),
+        (BoxOverlap(), "[0, 0, 10, 10]"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_hostile_texts_score_nothing_in_little_time(reward, answer):
+    """The slowest takes 30 ms on an idle core: one that grew with the square of the length would take minutes."""
+    for text in HOSTILE:
+        begin = time.process_time()
+        result = scored(reward, answer, text, QUESTION)
+        assert time.process_time() - begin < 5, text[:20]
+        assert not result.correct and math.isfinite(result.value) and result.value < 0.5, text[:20]
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "message"),
+    [
+        (NumericAnswer, {"tolerance": -0.1}, "numeric.tolerance is -0.1; it must not be negative"),
+        (EditDistance, {"threshold": 2.0}, r"edit_distance.threshold is 2.0; it must be in \[0, 1\]"),
+        (BoxOverlap, {"correct_from": 0.0}, r"boxes.correct_from is 0.0; it must be in \(0, 1\]"),
+        (BoxOverlap, {"threshold": float("nan")}, "boxes.threshold is nan; it must be a finite number"),
+    ],
+)
+def test_wrong_parameters_are_named(kind, parameters, message):
+    with pytest.raises(ConfigError, match=message):
+        kind(**parameters)

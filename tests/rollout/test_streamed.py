@@ -1,0 +1,304 @@
+"""A layer-streamed model answers what the resident one does, and never has more layers on the device than it says."""
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_cases import TEXT, VL, VOCAB, build, engine, request, text_prompt
+
+import models
+from models.config import Qwen2Config
+from models.decoder import logits
+from models.folder import CheckpointError
+from models.inputs import PackedTokens
+from rollout.engine import EngineError
+from rollout.streamed import StreamedModel, finish
+from rollout.streamed_judge import StreamedJudge, in_loop
+from rollout.streamed_plan import Pace, pass_bytes
+from sharding.walk import Walk
+
+LAYERS = 5
+DEEP = Qwen2Config(dataclasses.replace(TEXT.text, num_layers=LAYERS))
+TOLERANCE = 1e-5  # absolute, float32 log-probs, against the forward pass over the whole stack
+
+
+@functools.cache
+def deep():
+    return build(DEEP)
+
+
+@functools.cache
+def streamed(resident):
+    return StreamedModel(deep(), resident=resident)
+
+
+@functools.cache
+def forward(model):
+    graphdef, params = models.split(model)
+    run = jax.jit(lambda params, inputs: logits(models.merge(graphdef, params), inputs, Walk()))
+    return functools.partial(run, params)
+
+
+def next_logprobs(model, tokens):
+    """`[T, V]` of one sequence, by the model as training computes it."""
+    width = 32 * -(-len(tokens) // 32)
+    row = np.zeros((1, width), np.int32)
+    row[0, : len(tokens)] = tokens
+    present = (np.arange(width) < len(tokens)).astype(np.int32)[None]
+    positions = np.broadcast_to(np.arange(width, dtype=np.int32), (3, 1, width))
+    inputs = PackedTokens(row, present, np.zeros_like(row), positions, np.zeros_like(row), np.full_like(row, -1), None)
+    return np.asarray(jax.nn.log_softmax(forward(model)(inputs)[0]))[: len(tokens)]
+
+
+def expected_score(model, prompt, answer):
+    found = next_logprobs(model, [*prompt, *answer])
+    return sum(found[len(prompt) - 1 + i, token] for i, token in enumerate(answer))
+
+
+def prompts_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+ANSWERS = ((3,), (7, 5, 1), (9, 2))
+
+
+@pytest.mark.parametrize("resident", range(LAYERS + 1))
+def test_scores_are_those_of_the_resident_model(resident):
+    prompts = prompts_of((9, 1, 14))
+    scores = finish(streamed(resident).score(prompts, ANSWERS))
+    for prompt, found in zip(prompts, scores, strict=True):
+        assert found == pytest.approx([expected_score(deep(), prompt, answer) for answer in ANSWERS], abs=TOLERANCE)
+    assert scores == finish(streamed(LAYERS).score(prompts, ANSWERS))  # bit for bit
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, LAYERS), st.integers(0, 5))
+def test_any_lengths_and_residents_give_the_same_bits(lengths, resident, seed):
+    prompts = prompts_of(lengths, seed)
+    same = [finish(streamed(count).score(prompts, ANSWERS)) for count in (resident, LAYERS)]
+    assert same[0] == same[1] and len(same[0]) == len(lengths)
+
+
+@pytest.mark.parametrize("resident", [0, 2, LAYERS])
+def test_it_generates_the_likeliest_tokens(resident):
+    prompts = prompts_of((5, 11, 3), seed=1)
+    texts = finish(streamed(resident).generate(prompts, 4))
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = list(prompt)
+        for token in text:
+            assert token == int(np.argmax(next_logprobs(deep(), tokens)[-1]))
+            tokens.append(token)
+        assert len(text) == 4
+    stop = texts[0][1]
+    stopped = finish(streamed(resident).generate(prompts[:1], 4, (stop,)))
+    assert stopped == [texts[0][: texts[0].index(stop) + 1]]
+
+
+def test_small_batches_change_nothing():
+    prompts = prompts_of((20, 3, 17, 9))
+    alone = StreamedModel(deep(), resident=1, batch_tokens=1)
+    for one, together in zip(
+        finish(alone.score(prompts, ANSWERS)), finish(streamed(1).score(prompts, ANSWERS)), strict=True
+    ):
+        assert one == pytest.approx(together, abs=TOLERANCE)
+    assert finish(alone.generate(prompts, 3)) == finish(streamed(1).generate(prompts, 3))
+    assert finish(alone.score([], ANSWERS)) == [] == finish(alone.generate([], 3))
+
+
+def on_device(model):
+    """Bytes of the layers' weights in device memory, wherever anything holds them."""
+    sizes = {part.shape for part in model._host[0]} | set(model._programs.shapes.values())
+    arrays = [x for x in jax.live_arrays() if x.sharding.device_set == {model.device}]
+    return sum(x.nbytes for x in arrays if x.shape in sizes and x.sharding.memory_kind == "device")
+
+
+@pytest.mark.parametrize("resident", [0, 1, 3])
+def test_no_more_than_two_layers_beside_the_resident_ones_are_on_the_device(resident):
+    # A device of its own, so that nothing else is counted.
+    model = StreamedModel(deep(), resident=resident, device=jax.local_devices()[-1])
+    outside = on_device(model)
+    work = model.generate(prompts_of((9, 4)), 3)
+    most, layers = 0, 0
+    for _ in work:
+        most, layers = max(most, on_device(model) - outside), layers + 1
+    assert layers == 3 * LAYERS
+    assert resident * model.layer_bytes * 0.9 < most <= (resident + 2) * model.layer_bytes
+    assert len(model.resident) == resident
+    model.release()
+    assert on_device(model) == outside
+
+
+def test_a_pass_that_is_given_up_leaves_the_model_usable():
+    model = StreamedModel(deep(), resident=2)
+    prompts = prompts_of((9,))
+    whole = finish(model.score(prompts, ANSWERS))
+    for stop in range(1, LAYERS):
+        work = model.score(prompts, ANSWERS)
+        list(itertools.islice(work, stop))
+        work.close()
+        assert finish(model.score(prompts, ANSWERS)) == whole
+
+
+def test_longer_batches_leave_fewer_layers_on_the_device():
+    pace = Pace(flops=1e10, memory_bytes=1e12, link_bytes=4e8)
+    model = StreamedModel(deep(), pace=pace)
+    counts = []
+    for length in (4, 40, 400):
+        finish(model.score(prompts_of((length,)), ANSWERS))
+        counts.append(len(model.resident))
+    assert counts == sorted(counts, reverse=True) and counts[0] == LAYERS and counts[-1] == 0
+    room = 4 * model.layer_bytes + pass_bytes(model.text, 1, 16, 0, 4)
+    tight = StreamedModel(deep(), pace=pace, free_bytes=room)
+    finish(tight.score(prompts_of((4,)), ANSWERS))
+    assert len(tight.resident) == 2
+    with pytest.raises(EngineError, match="needs room for 2 layers"):
+        finish(tight.score(prompts_of((4000,)), ANSWERS))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_folder_and_another_dtype(tmp_path):
+    models.save(deep(), tmp_path, dtype="bfloat16")
+    prompts = prompts_of((9, 30))
+    loaded = StreamedModel.load(tmp_path, resident=1)
+    assert loaded.dtype == "bfloat16"
+    assert finish(loaded.score(prompts, ANSWERS)) == finish(StreamedModel.load(tmp_path).score(prompts, ANSWERS))
+    wide = finish(StreamedModel.load(tmp_path, resident=1, compute_dtype="float32").score(prompts, ANSWERS))
+    model = models.load(tmp_path, dtype="float32")
+    assert wide[1] == pytest.approx([expected_score(model, prompts[1], answer) for answer in ANSWERS], abs=TOLERANCE)
+
+
+def test_the_decoder_of_a_model_with_vision_reads_text():
+    model = build(VL)
+    prompt = prompts_of((12,))[0]
+    (scores,) = finish(StreamedModel(model, resident=0).score([prompt], ANSWERS))
+    assert scores == pytest.approx([expected_score(model, prompt, answer) for answer in ANSWERS], abs=TOLERANCE)
+
+
+def test_what_it_refuses(tmp_path):
+    model = streamed(1)
+    for message, work in {
+        "prompt 1 is empty": model.score([[1], []], ANSWERS),
+        f"prompt 0 has token ids from -1 to 2; the model knows 0 to {VOCAB - 1}": model.generate([[2, -1]], 1),
+        f"answer 0 has token ids from {VOCAB} to {VOCAB}": model.score([[1]], [[VOCAB]]),
+        "answer 0 is empty": model.score([[1]], [[]]),
+        "no answers to score": model.score([[1]], []),
+        "max_new_tokens must be positive, got 0": model.generate([[1]], 0),
+    }.items():
+        with pytest.raises(EngineError, match=message):
+            finish(work)
+    with pytest.raises(EngineError, match="resident=6: the model has 5 layers"):
+        StreamedModel(deep(), resident=6)
+    with pytest.raises(EngineError, match="batch_tokens must be positive"):
+        StreamedModel(deep(), batch_tokens=0)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        StreamedModel.load(tmp_path / "absent")
+    with pytest.raises(EngineError, match=r"share=0\.0: it must be above 0"):
+        StreamedJudge(model, share=0.0)
+
+
+@pytest.mark.slow
+def test_what_waits_is_computed_together():
+    async def run():
+        model = StreamedModel(deep(), resident=2)
+        judge, prompts = StreamedJudge(model), prompts_of((9, 20, 5, 31))
+        alone = [(await judge.generate([prompt], 3))[0] for prompt in prompts]
+        before = judge.layers_computed
+        # The first one begins at once, all others wait together.
+        both = await asyncio.gather(*(judge.generate([prompt], 3) for prompt in prompts), judge.score([], ANSWERS))
+        assert [texts[0] for texts in both[:-1]] == alone and both[-1] == []
+        assert judge.layers_computed - before <= 2 * 3 * LAYERS
+        await judge.close()
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_too_long_fails_alone():
+    async def run():
+        room = 8 * 2**20
+        model = StreamedModel(deep(), free_bytes=room)
+        judge, prompts = StreamedJudge(model), prompts_of((9, 5, 20000, 12))
+        found = await asyncio.gather(*(judge.score([prompt], ANSWERS) for prompt in prompts), return_exceptions=True)
+        assert [isinstance(scores, EngineError) for scores in found] == [False, False, True, False]
+        await judge.close()
+
+    asyncio.run(run())
+
+
+def test_judges_in_another_event_loop_get_turns():
+    async def run():
+        judged = engine(build(TEXT))
+        judge = StreamedJudge(streamed(1), in_loop(judged.between_turns, asyncio.get_running_loop()))
+        prompts = prompts_of((9, 20))
+        scores = await asyncio.to_thread(lambda: asyncio.run(judge.score(prompts, ANSWERS)))
+        assert scores == finish(streamed(1).score(prompts, ANSWERS))
+        await judged.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_judge_and_engine_share_the_device():
+    async def run():
+        judged = engine(build(TEXT))
+        judge = StreamedJudge(streamed(1), judged.between_turns, share=0.5)
+        prompts = prompts_of((9, 20))
+
+        async def respond(rid, n):
+            return [chunk async for chunk in judged.generate(request(rid, text_prompt(6), n=n, max_new_tokens=20))]
+
+        alone = await respond("alone", 4)
+        beside, scores = await asyncio.gather(respond("beside", 4), judge.score(prompts, ANSWERS))
+        assert scores == finish(streamed(1).score(prompts, ANSWERS))
+        drawn = [sorted((c.sample, c.token_ids, c.logprobs) for c in chunks) for chunks in (alone, beside)]
+        assert drawn[0] == drawn[1]
+        assert judge.layers_computed == LAYERS and judge.seconds > 0
+        assert await judge.generate(prompts, 2) == finish(streamed(1).generate(prompts, 2))
+        with pytest.raises(EngineError, match="prompt 0 is empty"):
+            await judge.score([[]], ANSWERS)
+        await judged.close()
+        with pytest.raises(EngineError, match="the engine is closed"):
+            await judge.score(prompts, ANSWERS)
+        await judge.close()
+
+    asyncio.run(run())
+
+
+def test_a_judge_goes_on_after_somebody_gave_up_waiting():
+    async def run():
+        model = StreamedModel(deep(), resident=1)
+        judge, prompts = StreamedJudge(model), prompts_of((9,))
+        scores = await judge.score(prompts, ANSWERS)
+        for turns in (1, 2, 5):
+            waiting = asyncio.ensure_future(judge.generate(prompts, 40))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert await judge.score(prompts, ANSWERS) == scores
+        await judge.close()
+
+    asyncio.run(run())
+
+
+def test_judges_of_their_own_answer_in_turn_and_can_be_closed():
+    async def run():
+        judge = StreamedJudge(StreamedModel(deep(), resident=0))
+        prompts = prompts_of((9, 20))
+        both = await asyncio.gather(judge.score(prompts, ANSWERS), judge.score(prompts[::-1], ANSWERS))
+        assert both[0] == both[1][::-1]
+        running = asyncio.ensure_future(judge.generate(prompts, 50))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(judge.close(), 60)
+        with pytest.raises(EngineError, match="the judge was closed"):
+            await running
+
+    asyncio.run(run())

@@ -1,0 +1,382 @@
+"""The critic: its loss against the formula in float64, its values and gradients under every layout, and whole steps."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_cases import assert_equal, outcome, random_groups, tiny
+from packing_cases import MODEL, compose, make_config
+from test_algorithms import TOLERANCE, finite_differences, make_batch
+from test_importance_steps import LAYOUTS, TEXT, VERSION, config_for, key_of, near_policy, samples_of
+
+import models
+from fluxjax.algorithms import PPO, RLAlgorithm, grpo
+from fluxjax.algorithms.ppo import value_loss
+from fluxjax.batch.composer import Composer
+from fluxjax.batch.composition import unpack
+from fluxjax.config import AlgorithmConfig, Config, ConfigError, ImportanceConfig, KlEstimator, Schedule, Strategy, cli
+from fluxjax.learner.critic import Critic
+from fluxjax.learner.learner import Learner
+from fluxjax.learner.policy_trainer import PolicyTrainer, check_algorithm, portion
+from models.decoder import hidden_states, merge, split
+from sharding.mesh import make_mesh
+from sharding.walk import Walk
+
+# --- the loss --------------------------------------------------------------------------------------
+
+
+def value_case(seed, shape=(4, 16)):
+    """Values, old values and returns, far from where the clipped loss has its corners; half of the cells trained."""
+    rng = np.random.default_rng(seed)
+    trained = rng.uniform(size=shape) < 0.5
+    old, returns = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
+    values = (old + rng.choice([-1, 1], shape) * rng.choice([0.1, 0.3, 0.9], shape)).astype(np.float32)
+    batch = make_batch(rng, trained, rng.uniform(-1, 0, shape))
+    batch = dataclasses.replace(batch, values_BT=old, returns_BT=returns)
+    return values, jax.tree.map(jnp.asarray, batch)
+
+
+def formula(values, batch, clip):
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 summed with the weights, cell by cell in float64."""
+    total = 0.0
+    old, returns, weights = (
+        np.asarray(x, np.float64) for x in (batch.values_BT, batch.returns_BT, batch.loss_weights_BT)
+    )
+    for cell in np.ndindex(*weights.shape):
+        plain = values[cell] - returns[cell]
+        near = min(max(values[cell], old[cell] - clip), old[cell] + clip) - returns[cell] if clip else plain
+        total += weights[cell] * max(plain**2, near**2) / 2
+    return total
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("seed", range(2))
+def test_loss_and_gradient_are_the_formulas(seed, clip):
+    values, batch = value_case(seed)
+
+    def loss(values_BT):
+        return jnp.sum(batch.loss_weights_BT * value_loss(values_BT, batch, clip)[0])
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(values))
+    want = functools.partial(formula, batch=batch, clip=clip)
+    np.testing.assert_allclose(value, want(np.float64(values)), atol=TOLERANCE)
+    np.testing.assert_allclose(gradient, finite_differences(want, np.float64(values)), atol=TOLERANCE)
+    _, metrics = value_loss(jnp.asarray(values), batch, clip)
+    trained = np.asarray(batch.loss_weights_BT) != 0
+    cut = trained & (np.asarray(gradient) == 0)
+    np.testing.assert_array_equal(metrics["clip_fraction"], cut)
+    assert cut.any() == (clip > 0) and not np.asarray(gradient)[~trained].any()
+
+
+def test_by_hand():
+    # c = 0.5, V_old = 0. V = 2, R = 3: the bound's error -2.5 counts, and has no gradient. R = -1: the own error, 3.
+    _, batch = value_case(0, (1, 3))
+    fields = {"values_BT": [[0.0, 0.0, 0.0]], "returns_BT": [[3.0, -1.0, 1.0]], "loss_weights_BT": [[1.0, 1.0, 1.0]]}
+    batch = dataclasses.replace(batch, **{name: jnp.array(value) for name, value in fields.items()})
+    values = jnp.array([[2.0, 2.0, 0.25]])
+    loss, metrics = value_loss(values, batch, 0.5)
+    np.testing.assert_allclose(loss, [[3.125, 4.5, 0.28125]], rtol=1e-6)
+    np.testing.assert_array_equal(metrics["clip_fraction"], [[1.0, 0.0, 0.0]])
+    np.testing.assert_allclose(value_loss(values, batch, 0.0)[0], [[0.5, 4.5, 0.28125]], rtol=1e-6)
+
+
+def test_what_is_not_trained_may_be_anything():
+    values, batch = value_case(3)
+    trained = batch.loss_weights_BT != 0
+    wild = dataclasses.replace(batch, returns_BT=jnp.where(trained, batch.returns_BT, jnp.inf))
+    gradient = jax.grad(lambda x: jnp.sum(wild.loss_weights_BT * value_loss(x, wild, 0.2)[0]))(jnp.asarray(values))
+    assert np.isfinite(gradient).all() and np.asarray(gradient)[np.asarray(trained)].any()
+
+
+# --- the model -------------------------------------------------------------------------------------
+
+
+def critic_for(config: Config, policy, mesh, seed: int | None = 0) -> Critic:
+    """A critic that has begun; with `seed` its head is drawn, so that values are of about one."""
+    learner = Learner(config, policy, grpo.token_loss, mesh=mesh)
+    critic = Critic(config, policy, mesh=learner.mesh)
+    critic.begin(learner.params, config.steps)
+    if seed is not None:
+        table = critic.params["head"]["table"]
+        drawn = np.random.default_rng(seed).normal(size=table.shape).astype(np.float32) / np.sqrt(table.shape[1])
+        critic.params = {**critic.params, "head": {"table": jax.device_put(drawn, table.sharding)}}
+    return critic
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_value_is_the_row_times_the_state_before_the_token(tied):
+    groups, prepared, _ = near_policy()
+    config = config_for(ImportanceConfig(), tokens_per_row=128)
+    sizes = dataclasses.replace(TEXT, text=dataclasses.replace(TEXT.text, tie_word_embeddings=tied))
+    policy = models.create(sizes, seed=1)
+    composition = compose(groups, prepared, config, version=VERSION)
+    critic = critic_for(config, policy, make_mesh(1))
+    got = unpack(composition, [critic.logprobs(batch.inputs)[0] for batch in composition.batches])
+    row = np.asarray(critic.params["head"]["table"])[0]
+    for batch in composition.batches:  # as the policy's hidden states have it
+        whole = np.asarray(hidden_states(merge(*split(policy)), batch.inputs, Walk()))
+        predecessor = np.asarray(batch.inputs.predecessor_BT)
+        want = np.take_along_axis(whole @ row, np.maximum(predecessor, 0), axis=1)
+    for key, value in unpack(composition, [want]).items():
+        np.testing.assert_allclose(got[key], value, atol=1e-5)
+    fresh = critic_for(config, policy, make_mesh(1), None)
+    assert not np.asarray(fresh.logprobs(composition.batches[0].inputs)[0]).any(), "it begins without an opinion"
+    assert "head" in critic.params and len(jax.tree.leaves(critic.params)) == len(
+        jax.tree.leaves(split(policy)[1])
+    ) + int(tied)
+
+
+# --- layouts ---------------------------------------------------------------------------------------
+
+
+def with_targets(composition, seed):
+    """The composition with random old values and returns, of each response by its key."""
+
+    def drawn(kind):
+        def of(key, length):
+            return np.random.default_rng([seed, kind, *key]).normal(size=length)
+
+        keyed = zip(composition.keys, composition.lengths, strict=True)
+        return composition.scattered(np.concatenate([of(key, length) for key, length in keyed]))
+
+    return composition.replaced({"values_BT": drawn(0), "returns_BT": drawn(1)})
+
+
+@functools.cache
+def vision_critic(heads, devices):
+    return critic_for(make_config(), tiny(heads), make_mesh(devices))
+
+
+@functools.cache
+def vision_alone(heads, seed):
+    groups, prepared = random_groups(seed)
+    config = make_config(tokens_per_row=128, rows=32, patches=2048)
+    return outcome(vision_critic(heads, 1), with_targets(compose(groups, prepared, config, vision=MODEL.vision), seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("strategy", "devices", "degree"),
+    [
+        ("fsdp", 1, 0),
+        ("flex_ulysses", 8, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [("fsdp", 8, 0), ("ulysses", 8, 2), ("ulysses", 8, 8), ("odc", 2, 0)]
+        ),
+    ],
+)
+def test_values_loss_and_gradients_equal_one_device(strategy, devices, degree, share):
+    heads, seed = (8, 2), 7
+    groups, prepared = random_groups(seed)
+    config = make_config(tokens_per_row=64, rows=4, patches=128, share=share)
+    config.sharding.strategy, config.sharding.max_degree = Strategy(strategy), degree
+    composition = compose(
+        groups, prepared, config, devices, vision=MODEL.vision, text=tiny(heads).config.text, version=VERSION
+    )
+    got = outcome(vision_critic(heads, devices), with_targets(composition, seed))
+    assert got[0].sums["loss"] > 0.1
+    assert_equal(got, vision_alone(heads, seed))
+
+
+# --- whole steps -----------------------------------------------------------------------------------
+
+
+def trainer_of(layout="one row", algorithm=None, referred=False, **critic_settings):
+    """A trainer, its learner and its critic, whose first values are of about one."""
+    devices, laid = LAYOUTS[layout]
+    config = config_for(ImportanceConfig(), **laid)
+    config.algorithm = algorithm or AlgorithmConfig.of("ppo", minibatches=2, epochs=2)
+    for name, value in critic_settings.items():
+        setattr(config.critic, name, value)
+    config.optim.schedule, config.steps = Schedule.LINEAR, 20
+    policy, mesh = models.create(TEXT, seed=1), make_mesh(devices)
+    learner = Learner(config, policy, PPO().token_loss, mesh=mesh)
+    learner.version = VERSION
+    critic = critic_for(config, policy, mesh)
+    reference = jax.tree.map(lambda weight: 0.9 * weight, learner.params) if referred else None
+    composer = Composer(config, devices, text=learner.text)
+    return PolicyTrainer(config, learner, composer, reference, critic=critic), learner, critic
+
+
+@functools.cache
+def trained(layout="one row", **further):
+    trainer, learner, critic = trainer_of(layout, **further)
+    groups, prepared, _ = near_policy()
+    return trainer.train(0, groups, prepared), learner, critic
+
+
+def flat(learner):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(learner.params)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "rows",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "flex_ulysses", "odc")),
+    ],
+)
+def test_no_layout_changes_a_step(layout):
+    (want, alone, critic), (got, spread, spread_critic) = trained(), trained(layout)
+    same = [key for key in want.metrics if not key.startswith(("packing/", "sharding/"))]
+    assert {"critic/loss", "critic/explained_variance", "critic/grad_norm", "critic/clip_fraction"} <= set(same)
+    assert {k: got.metrics[k] for k in same} == pytest.approx({k: want.metrics[k] for k in same}, rel=1e-4, abs=1e-5)
+    np.testing.assert_allclose(flat(spread), flat(alone), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(flat(spread_critic), flat(critic), rtol=0, atol=2e-6)
+    given = {key_of(s): s.advantage for g in want.groups for s in g.samples}
+    assert {key_of(s): s.advantage for g in got.groups for s in g.samples} == pytest.approx(given, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_advantages_are_those_of_the_values_before_the_step(in_reward):
+    """Each response by itself, by the sums of their definition, then whitened over the step; KL token by token."""
+    settings = {"kl_coefficient": 0.3, "kl_estimator": KlEstimator.K1, "kl_in_reward": in_reward}
+    trainer, _, critic = trainer_of(
+        algorithm=AlgorithmConfig.of("ppo", minibatches=2, **settings), referred=True, gamma=0.9, gae_lambda=0.8
+    )
+    groups, prepared, own = near_policy()
+    config, place = trainer._config, trainer._place()
+    parts = [
+        portion(PPO().advantages(some, config.algorithm), prepared, config) for some in (groups[::2], groups[1::2])
+    ]
+    compositions = trainer._composed(parts, place)
+
+    def stored(name):
+        return {
+            key: value
+            for composition in compositions
+            for key, value in unpack(composition, [getattr(batch, name) for batch in composition.batches]).items()
+        }
+
+    values, reference = {}, stored("reference_logprobs_BT")
+    for composition in compositions:
+        values |= unpack(composition, [critic.logprobs(batch.inputs)[0] for batch in composition.batches])
+    want = {}
+    for sample in samples_of(groups):
+        key = key_of(sample)
+        v, rewards = [*values[key].astype(np.float64), 0.0], np.zeros(len(values[key]))
+        rewards[-1] = sample.reward.value
+        if in_reward:
+            rewards -= 0.3 * (own[key] - reference[key])
+        deltas = [rewards[t] + 0.9 * v[t + 1] - v[t] for t in range(len(rewards))]
+        want[key] = np.array(
+            [sum((0.72 ** (u - t)) * deltas[u] for u in range(t, len(v) - 1)) for t in range(len(rewards))]
+        )
+    everything = np.concatenate(list(want.values()))
+    mean, std = everything.mean(), everything.std(ddof=1)
+    advantages, returns, before = stored("advantages_BT"), stored("returns_BT"), stored("values_BT")
+    assert advantages.keys() == want.keys()
+    for key, value in want.items():
+        np.testing.assert_allclose(advantages[key], (value - mean) / std, atol=1e-4)
+        np.testing.assert_allclose(returns[key], value + values[key], atol=1e-4)
+        np.testing.assert_array_equal(before[key], values[key])
+    step = trainer.train(0, groups, prepared)
+    reported = {key_of(s): s.advantage for g in step.groups for s in g.samples}
+    assert reported == pytest.approx(
+        {key: float(((want[key] - mean) / std).mean()) if key in want else 0.0 for key in reported}, abs=1e-4
+    )
+    assert step.metrics["critic/return_mean"] == pytest.approx(np.concatenate([*returns.values()]).mean(), abs=1e-5)
+    rewards = np.mean([s.reward.value for g in groups for s in g.samples])
+    assert step.metrics["reward/mean"] == pytest.approx(rewards), "rewards are reported as they were given"
+
+
+@pytest.mark.slow
+def test_the_policy_rests_while_the_critic_warms_up():
+    trainer, learner, critic = trainer_of(warmup_steps=VERSION + 2)
+    groups, prepared, _ = near_policy()
+    first, value = flat(learner), flat(critic)
+    for step in range(2):
+        metrics = trainer.train(step, groups, prepared).metrics
+        assert "loss" not in metrics and metrics["critic/loss"] > 0 and metrics["reward/mean"]
+        np.testing.assert_array_equal(flat(learner), first)
+        assert (flat(critic) != value).any()
+        value = flat(critic)
+    assert (learner.version, critic.version) == (VERSION + 2, 2)
+    metrics = trainer.train(2, groups, prepared).metrics
+    assert (flat(learner) != first).any() and learner.version == VERSION + 3
+    assert metrics["lr"] == pytest.approx(1e-3 * (1 - 3 / (7 * 4))), "the policy's schedule begins after them"
+    assert metrics["critic/lr"] == pytest.approx(1e-3 * (1 - 11 / (20 * 4)))
+
+
+class Centred(RLAlgorithm):
+    """One of somebody's own: the outcome is the reward relative to its group."""
+
+    critic = True
+
+    def advantages(self, groups, cfg):
+        return grpo.advantages(groups, cfg)
+
+    def token_loss(self, logprobs_BT, entropies_BT, batch, cfg):
+        return grpo.token_loss(logprobs_BT, entropies_BT, batch, cfg)
+
+
+@pytest.mark.slow
+def test_own_algorithms_may_have_a_critic():
+    trainer, _, _ = trainer_of(algorithm=AlgorithmConfig(impl=Centred()), gae_lambda=1.0, whiten=False)
+    groups, prepared, _ = near_policy()
+    [composition] = trainer._composed(
+        [portion(Centred().advantages(groups, AlgorithmConfig()), prepared, trainer._config)], trainer._place()
+    )
+    returns = unpack(composition, [np.asarray(batch.returns_BT) for batch in composition.batches])
+    wanted = {key_of(s): s.advantage for s in samples_of(grpo.advantages(groups, AlgorithmConfig()))}
+    assert {key: values.tolist() for key, values in returns.items()} == {
+        key: pytest.approx([wanted[key]] * len(values), abs=1e-5) for key, values in returns.items()
+    }
+
+
+@settings(deadline=None, max_examples=3)
+@pytest.mark.long
+@given(st.randoms())
+def test_the_order_of_groups_does_not_count(random):
+    groups, prepared, _ = near_policy()
+    _, learner, critic = trained()
+    trainer, again, again_critic = trainer_of()
+    trainer.train(0, random.sample(groups, len(groups)), prepared)
+    np.testing.assert_allclose(flat(again), flat(learner), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(flat(again_critic), flat(critic), rtol=0, atol=1e-6)
+
+
+# --- settings --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("algorithm.name=ppo rollout.group_size=1 critic.lr=0", "critic.lr is 0.*it must be greater than 0"),
+        ("critic.lr=0.1", "critic.lr needs algorithm.name ppo, not grpo"),
+        ("algorithm.name=ppo critic.gamma=1.5", "critic.gamma is 1.5; it must be in"),
+        ("algorithm.name=ppo critic.warmup_steps=9 steps=9", "critic.warmup_steps is 9, and the run has 9 steps"),
+    ],
+)
+def test_settings_that_cannot_work(flags, expected):
+    with pytest.raises(ConfigError, match=expected):
+        cli.load([f"--config.{flag}" for flag in flags.split()])
+
+
+@pytest.mark.parametrize("name", ["stream_trainer", "speculative_sync"])
+@pytest.mark.parametrize("algorithm", [AlgorithmConfig.of("ppo"), AlgorithmConfig(impl=Centred())])
+def test_gradients_before_a_step_is_complete_are_refused(name, algorithm):
+    config = Config(algorithm=algorithm)
+    getattr(config, name).enabled = True
+    with pytest.raises(ConfigError, match=f"{name}.enabled computes gradients before a step is complete"):
+        check_algorithm(config, algorithm.impl or PPO())
+
+
+def test_several_processes_are_refused_and_so_is_a_rest_without_a_critic():
+    config = Config(algorithm=AlgorithmConfig.of("ppo"))
+    check_algorithm(config, PPO())
+    with pytest.raises(ConfigError, match=r"algorithm.name = ppo has a critic: not over several processes"):
+        check_algorithm(config, PPO(), processes=2)
+    config = Config()
+    config.critic.warmup_steps = 3
+    with pytest.raises(ConfigError, match=r"critic.warmup_steps is 3, but algorithm.name = grpo has no critic"):
+        check_algorithm(config, grpo.GRPO())

@@ -1,0 +1,338 @@
+"""What users see of pixels: metrics, words, the table and the port, lanes and the picture of who held what when."""
+
+import dataclasses
+import io
+import itertools
+import json
+import threading
+import time
+
+import numpy as np
+import prometheus_client
+import pytest
+from flight_cases import SETTINGS, PlainStore, pictures
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+from rich.text import Text
+from run_cases import colours, flags
+from test_flight_store import until_up
+
+from fluxjax.base.preprocessor_status import PreprocessorStatus
+from fluxjax.base.timeline import Span
+from fluxjax.config.cli import load
+from fluxjax.config.data import DataConfig
+from fluxjax.coordinator.places import Look, MediumStage, Places, Transition
+from fluxjax.data.flight_server import FlightServer
+from fluxjax.data.local_store import LocalStore, StoreStats
+from fluxjax.data.materializer import Materialized
+from fluxjax.report.data_shown import DataMetrics, data_words
+from fluxjax.report.display import Display
+from fluxjax.report.media_history import MediumBar, bars_of, look_lanes
+from fluxjax.report.media_picture import MOST_NAMED, media_picture
+from fluxjax.report.metrics import read
+from fluxjax.report.pictures import of_steps
+from fluxjax.report.prometheus import PreprocessorCollector
+from fluxjax.run.trainer import FluxTrainer
+from fluxjax.runtime.flight_store import FlightStore
+from fluxjax.runtime.preprocessor_watch import PlaceCounts, PreprocessorWatch
+
+LOOKED_AT, HELD, LOST, JOINED = MediumStage.LOOKED_AT, MediumStage.HELD, MediumStage.LOST, MediumStage.JOINED
+
+
+def place(number: int = 0, **own) -> PreprocessorStatus:
+    status = PreprocessorStatus(f"preprocessor-{number}", True, 12, 3_400_000, 2, 0, 9, 5_000_000, 1_000_000, 30, 10)
+    return dataclasses.replace(status, **own)
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+
+def test_a_step_has_what_is_new_since_the_last_one():
+    metrics = DataMetrics()
+    now = time.perf_counter()
+    stats = StoreStats(hits=3, misses=1, decoded_media=5, decoded_frames=40, queue_depth=2, memory_bytes=3_000_000)
+    metrics.since_last(Materialized(1_000_000, 1.0, 0.5), stats, now + 1.0, [])
+    more = dataclasses.replace(stats, hits=12, decoded_media=9, decoded_frames=100, spilled_bytes=7_000_000)
+    told = metrics.since_last(Materialized(5_000_000, 3.0, 0.75), more, now + 5.0, [])
+    assert told == {
+        "data/waited": 0.25,
+        "data/fetched_mb": 4.0,
+        "data/fetch_mb_per_second": 2.0,
+        "data/decoded_media": 4.0,
+        "data/decoded_frames_per_second": pytest.approx(15.0),
+        "data/queue": 2.0,
+        "data/memory_mb": 3.0,
+        "data/spilled_mb": 7.0,
+        "data/cache_hits": 1.0,
+    }
+    told = metrics.since_last(Materialized(5_000_000, 3.0, 0.75), more, now + 5.0, [])
+    assert told["data/decoded_frames_per_second"] == pytest.approx(15.0), "nobody was asked meanwhile"
+    assert told["data/decoded_media"] == told["data/fetch_mb_per_second"] == 0.0
+    assert "data/cache_hits" not in told, "nothing was asked for"
+
+
+def test_a_step_has_what_each_preprocessor_gave():
+    metrics = DataMetrics()
+    places = [place(0), place(1, up=False, lost=2)]
+    told = metrics.since_last(Materialized(), StoreStats(), 0.0, places)
+    assert (told["data/preprocessors_up"], told["data/preprocessors_lost"]) == (1.0, 2.0)
+    told = metrics.since_last(Materialized(), StoreStats(), 0.0, [place(0, bytes=5_400_000), places[1]])
+    assert (told["data/mb_from/preprocessor-0"], told["data/mb_from/preprocessor-1"]) == (2.0, 0.0)
+
+
+def test_counts_go_on_when_a_place_begins_anew():
+    counts = PlaceCounts()
+    counts.hear(StoreStats(hits=5, decoded_media=3, memory_bytes=100))
+    counts.hear(StoreStats(hits=7, decoded_media=3, memory_bytes=80))
+    assert counts.stats == StoreStats(hits=7, decoded_media=3, memory_bytes=80)
+    counts.silent()
+    assert counts.stats == StoreStats(hits=7, decoded_media=3), "it keeps nothing for us now"
+    counts.hear(StoreStats(hits=1, decoded_media=3, memory_bytes=20))
+    assert counts.stats == StoreStats(hits=8, decoded_media=6, memory_bytes=20)
+
+
+class SilentStore(PlainStore):
+    """Says nothing of itself until it may."""
+
+    may = threading.Event()
+
+    def stats(self):
+        self.may.wait(60)
+        return super().stats()
+
+
+def test_one_that_does_not_answer_delays_nobody(tmp_path):
+    config = DataConfig()
+    servers = [
+        FlightServer(lambda s: SilentStore(s), "127.0.0.1", 0),
+        FlightServer(lambda s: LocalStore(s, config, workers=0), "127.0.0.1", 0),
+    ]
+    store = FlightStore([server.address for server in servers], SETTINGS)
+    watch = PreprocessorWatch(store, seconds=0.05)
+    try:
+        until_up(store)
+        refs = pictures(tmp_path, 6)
+        store.look(refs)
+        assert [status.up for status in watch.statuses()] == [True, True], "before anybody was asked"
+        watch.start()
+        deadline = time.monotonic() + 60
+        while not watch.stats()[0].decoded_media and time.monotonic() < deadline:
+            began = time.perf_counter()
+            watch.statuses()
+            assert time.perf_counter() - began < 1.0
+            time.sleep(0.01)
+        stats, known = watch.stats()
+        assert stats.decoded_media == stats.decoded_frames == 3 and known <= time.perf_counter()
+        by_name = {status.name: status for status in watch.statuses()}
+        assert [by_name[server.address].looks for server in servers] == [3, 3]
+        assert [by_name[server.address].decoded for server in servers] == [0, 3]
+        assert by_name[servers[1].address].memory_bytes == stats.memory_bytes > 0
+    finally:
+        SilentStore.may.set()
+        watch.close()
+        store.close()
+        for server in servers:
+            server.close(0.1)
+
+
+# --- words, table, port -------------------------------------------------------------------------
+
+
+def test_words_say_something_or_nothing():
+    assert data_words({}) == data_words({"data/waited": 0.0, "data/fetched_mb": 0.0}) == ""
+    metrics = {"data/waited": 0.012, "data/decoded_frames_per_second": 340.2, "data/fetched_mb": 12.4}
+    assert data_words(metrics) == "waits 0.01 s, decodes 340 frames/s, fetches 12 MB"
+    assert data_words(metrics | {"data/decoded_frames_per_second": 0.0}) == "waits 0.01 s, fetches 12 MB"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_display_shows_preprocessors_as_they_are_now(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
+    lost = place(1, up=False, lost=1, reason="it has moved\nelsewhere")
+    with Display(2, console=console) as display:
+        display.show_preprocessors(lambda: [place(0), lost])
+        display.phase("RL", 2)
+        display.step(2, {"reward/mean": 0.25, "data/waited": 0.5, "data/fetched_mb": 3.0}, {})
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "waits 0.50 s, fetches 3.0 MB" in text
+    if terminal:
+        lines = [Text.from_ansi(line).plain.split() for line in text[text.rindex("restarts") :].splitlines()]
+        assert lines[1] == ["preprocessor-0", "2", "9", "3.4", "MB", "6.0", "MB", "0", "up"]
+        assert lines[2][-5:] == ["1", "lost:", "it", "has", "moved"]
+    else:
+        assert " | preprocessors 1/2 up | " in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_runs_without_preprocessors_show_none(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
+    with Display(2, console=console) as display:
+        display.phase("RL", 2)
+        display.step(2, {"reward/mean": 0.25}, {})
+    assert isinstance(console.file, io.StringIO)
+    assert "preprocessor" not in console.file.getvalue() and "data" not in console.file.getvalue()
+
+
+def test_prometheus_reads_preprocessors_when_it_asks():
+    registry = prometheus_client.CollectorRegistry()
+    places: list[PreprocessorStatus] = []
+    registry.register(PreprocessorCollector(lambda: places))
+    assert prometheus_client.generate_latest(registry) == b"", "nothing where there are none"
+    places.append(place(0, lost=3))
+    text = prometheus_client.generate_latest(registry).decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    assert {key.removeprefix("fluxjax_preprocessor_"): float(value) for key, value in values.items()} == {
+        f'{name}{{preprocessor="preprocessor-0"}}': value
+        for name, value in {
+            "up": 1,
+            "queued": 2,
+            "memory_bytes": 5e6,
+            "spilled_bytes": 1e6,
+            "looks_total": 12,
+            "decoded_total": 9,
+            "bytes_total": 3.4e6,
+            "hits_total": 30,
+            "misses_total": 10,
+            "lost_total": 3,
+        }.items()
+    }
+
+
+# --- who held what when -------------------------------------------------------------------------
+
+HISTORY = [
+    Transition("", "a", JOINED, 0.0),
+    Transition("", "b", JOINED, 0.0),
+    Transition("x", "a", LOOKED_AT, 1.0),
+    Transition("y", "b", LOOKED_AT, 1.5),
+    Transition("x", "a", HELD, 2.0),
+    Transition("z", "a", LOOKED_AT, 2.0),
+    Transition("", "a", LOST, 4.0),
+    Transition("z", "b", LOOKED_AT, 4.0),
+    Transition("z", "b", HELD, 6.0),
+    Transition("y", "b", MediumStage.UNUSABLE, 7.0),
+]
+
+
+def test_bars_end_with_an_answer_and_with_the_place():
+    assert bars_of(HISTORY, 10.0) == [
+        MediumBar(0, "a", False, 1.0, 2.0),
+        MediumBar(0, "a", True, 2.0, 4.0),
+        MediumBar(1, "b", False, 1.5, 7.0),
+        MediumBar(2, "a", False, 2.0, 4.0),
+        MediumBar(2, "b", False, 4.0, 6.0),
+        MediumBar(2, "b", True, 6.0, 10.0),
+    ]
+
+
+def test_lanes_are_on_the_clock_of_the_picture():
+    spans = [Span("rollout", "engine 0", 102.5, 104.0, 3), Span("train", "trainer", 104.5, 106.0, 4)]
+    lanes = look_lanes(HISTORY, spans, 10.0, 100.0)
+    assert {(s.name, s.lane, s.start, s.end, s.step) for s in lanes} == {
+        ("decode", "a", 102.5, 104.0, 3),
+        ("decode", "b", 102.5, 106.0, 3),
+    }
+    assert look_lanes(HISTORY, [], 10.0, 100.0) == look_lanes([], spans, 10.0, 100.0) == []
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from("wwwaaajlfr"), st.integers(0, 5), st.integers(0, 2)), max_size=60)
+
+
+@given(EVENTS)
+def test_bars_are_those_of_the_books(events):
+    """At each moment, a row has one look at most, which is that of the books, and who has looked at it holds it."""
+    books, now = Places(1e9), 0.0
+    for kind, key, number in events:
+        now += 1.0
+        medium, name = f"m{key}", f"p{number}"
+        match kind:
+            case "w":
+                books.wanted(medium, now)
+            case "a" if medium in books.looks(name):
+                books.answered(medium, name, now)
+            case "f" if medium in books.looks(name):
+                books.failed(medium, name, now, "no reason")
+            case "r":
+                books.released(medium, now)
+            case "j":
+                books.place_joined(name, now)
+            case "l":
+                books.place_lost(name, now)
+    history = books.history()
+    bars = bars_of(history, now + 1.0)
+    keys = list(dict.fromkeys(transition.key for transition in history if transition.key))
+    assert all(bar.start <= bar.end for bar in bars)
+    for row, key in enumerate(keys):
+        for held in (False, True):
+            times = [(bar.start, bar.end) for bar in bars if (bar.row, bar.held) == (row, held)]
+            assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(times))
+        open_bars = {bar.held: bar.place for bar in bars if bar.row == row and bar.end > now}
+        looking = [name for name in books.living if key in books.looks(name)]
+        assert [open_bars[False]] == looking if False in open_bars else not looking
+        assert open_bars.get(True, "") == books.holder(key)
+
+
+def test_the_picture_is_one_of_thousands_of_media(tmp_path):
+    books, now, count = Places(1e9), 0.0, 3000
+    for number in range(MOST_NAMED + 3):
+        books.place_joined(f"place {number}", now)
+    for number in range(count):
+        now += 0.1
+        for instruction in books.wanted(f"m{number}", now):
+            assert isinstance(instruction, Look)
+            books.answered(instruction.key, instruction.place, now + 0.5)
+    books.place_lost("place 3", now)
+    for name, history in (("many", books.history()), ("one", HISTORY), ("none", HISTORY[:2])):
+        media_picture(history, history[-1].time + 1.0, tmp_path / f"{name}.png")
+    with Image.open(tmp_path / "many.png") as image:
+        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
+    assert (pixels == (0x1F, 0x77, 0xB4)).all(axis=1).sum() > 1000, "the first place's colour"
+    for name in ("one", "none"):
+        with Image.open(tmp_path / f"{name}.png") as image:
+            assert image.format == "PNG"
+
+
+# --- all of it ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_shows_where_its_pixels_come_from(tmp_path):
+    settings = flags(**colours(tmp_path), steps=3, warm_start__steps=2, data__preprocessors=1)
+    run_dir = tmp_path / "run"
+    with FluxTrainer(load(["--config=configs/vlm.py", f"--config.run_dir={run_dir}", *settings])) as trainer:
+        trainer.fit()
+        [status] = trainer.pixels.preprocessors()
+        assert status.up and status.looks and status.bytes and not status.lost
+        lanes = trainer.pixels.lanes(of_steps(trainer.timeline.spans()))
+        assert {(span.name, span.lane) for span in lanes} == {("decode", "preprocessor-0")}
+    steps = [record for record in read(run_dir / "metrics.jsonl") if record["phase"] == "rl"]
+    assert [0 < step.get("data/first_batch", 0) < 600 for step in steps] == [True, False, False]
+    for step in steps:
+        assert 0 <= step["data/waited"] < 600 and step["data/fetched_mb"] > 0
+        assert step["data/fetch_mb_per_second"] > 0 and step["data/decoded_frames_per_second"] >= 0
+        assert (step["data/preprocessors_up"], step["data/preprocessors_lost"]) == (1.0, 0.0)
+        assert step["data/mb_from/preprocessor-0"] > 0 and step["data/queue"] == 0
+        assert 0 < step.get("data/cache_hits", 1.0) <= 1.0 and step["data/spilled_mb"] == 0
+    assert steps[-1]["data/memory_mb"] > 0
+    stages = trainer.timeline.spans()
+    assert "materializer" in {span.lane for span in stages if span.name == "materialize"}
+    assert json.loads((run_dir / "summary.json").read_text())["complete"]
+    for name in ("media", "timeline"):
+        with Image.open(run_dir / f"{name}.png") as image:
+            assert image.format == "PNG"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loader", ["shadow", "central"])
+def test_a_run_without_preprocessors_has_no_picture_of_them(tmp_path, loader):
+    settings = flags(**colours(tmp_path), steps=1, warm_start__steps=1, data__loader=loader)
+    run_dir = tmp_path / "run"
+    with FluxTrainer(load(["--config=configs/vlm.py", f"--config.run_dir={run_dir}", *settings])) as trainer:
+        trainer.fit()
+    [step] = [record for record in read(run_dir / "metrics.jsonl") if record["phase"] == "rl"]
+    told = {name for name in step if name.startswith("data/")}
+    assert ("data/first_batch" in told and step["data/fetched_mb"] > 0) if loader == "shadow" else not told
+    assert not (run_dir / "media.png").exists() and (run_dir / "timeline.png").exists()

@@ -1,0 +1,163 @@
+"""Real runs whose responses are judged by a server: one of `rollout.serve`, and one that dies in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from run_cases import ROOT, flags, letters
+
+import models
+from fluxjax.config import Config, ConfigError, RewardTerm, SourceConfig
+from fluxjax.config.cli import load
+from fluxjax.coordinator.ledger import RunGivenUp
+from fluxjax.report.metrics import read
+from fluxjax.run.callbacks import Callback
+from fluxjax.run.trainer import FluxTrainer
+from models.config import Qwen2Config, TextConfig
+from models.processing import tiny
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+CHARACTERS = "0123456789abcdefimnoprst F:<>/-_\n"
+RUBRIC = "{response}\n:"
+
+
+def configuration(folder: pathlib.Path, arguments: dict[str, object], seconds: float = 60.0, **more: object) -> Config:
+    data = letters(folder, count=60)
+    settings = {"steps": STEPS, "warm_start__steps": 1, "checkpoint__every": 0, "evaluation__every": 0}
+    settings |= {"evaluation__samples": 2} | more
+    config = load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
+    path, held_out = (str(data[f"data__sources__reverse__{name}"]) for name in ("path", "eval_path"))
+    terms = {"positions": RewardTerm(weight="0.5"), "judge": RewardTerm(arguments=arguments)}
+    config.data.sources = {"words": SourceConfig(path, held_out, rewards=terms, eval_reward="positions")}
+    config.rewards.kinds["judge"] = dataclasses.replace(config.rewards.kinds["judge"], seconds=seconds)
+    return config
+
+
+class Diary(Callback):
+    def __init__(self, kill: subprocess.Popen | None = None) -> None:
+        self.kill, self.groups = kill, []
+
+    def on_step(self, trainer, step, groups, metrics) -> None:
+        self.groups += groups
+        if self.kill is not None:
+            self.kill.kill()
+            self.kill.wait()
+
+
+@contextlib.contextmanager
+def listening(*words: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """The address of a server, and its process."""
+    command, env = [sys.executable, *words], os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().split()
+            assert line[:2] == ["listening", "on"], line
+            yield line[2], process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A tiny judge: what it answers is arbitrary, and has digits."""
+    folder = tmp_path_factory.mktemp("judge")
+    processor = tiny.build([CHARACTERS])
+    text = TextConfig(
+        vocab_size=processor.tokenizer.get_vocab_size(),
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    models.save(models.create(Qwen2Config(text), 0), folder)
+    processor.save(folder)
+    (folder / "rubric.txt").write_text(RUBRIC)
+    return folder
+
+
+@pytest.mark.long
+def test_a_run_judged_by_a_rollout_server(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Twice, with the same verdicts: they depend on what is asked only."""
+    flags = ("--model", str(checkpoint), "--slots", "8", "--max-sequence-tokens", "256")
+    judge = {"api": "generate", "tokenizer": str(checkpoint), "rubric": str(checkpoint / "rubric.txt")}
+    judge |= {
+        "pattern": "([0-9])",
+        "scale": "0 to 9",
+        "temperature": 1.0,
+        "max_tokens": 150,
+        "retries": 20,
+        "request_seconds": 250.0,
+    }
+    values = []
+    with listening("-m", "rollout.serve", *flags) as (address, _):
+        for name in ("one", "other"):
+            (tmp_path / name).mkdir()
+            diary = Diary()
+            config = configuration(tmp_path / name, {"server": address, **judge}, 300.0)
+            with FluxTrainer(config) as trainer:
+                result = trainer.fit(callbacks=[diary])
+            assert result.summary.complete and not result.summary.rewards_failed
+            samples = [sample for group in diary.groups for sample in group.samples]
+            assert len(samples) == STEPS * 4 * 4
+            for sample in samples:
+                parts = sample.reward.parts
+                assert sample.reward.value == pytest.approx(0.5 * parts["positions"] + parts["judge"])
+            texts = {(s.response.token_ids, s.reward.parts["judge"]) for s in samples}
+            values.append(sorted(texts))
+            records = [r for r in read(tmp_path / name / "run" / "metrics.jsonl") if r["phase"] == "rl"]
+            answers, unparsed = (sum(r[f"rewards/judge/{count}"] for r in records) for count in ("answers", "unparsed"))
+            assert answers - unparsed == len(samples) and all("rewards/busy/judge" in r for r in records)
+    assert values[0] == values[1] and len({value for _, value in values[0]}) > 2
+
+
+@pytest.mark.parametrize("max_failed", [1.0, 0.5])
+def test_a_judge_that_dies_in_the_middle(max_failed: float, tmp_path: pathlib.Path) -> None:
+    """All that it can't judge any more is a scored 0; too much of that ends the run with a checkpoint and one line."""
+    with listening(str(ROOT / "tests" / "rewards" / "judge_server.py"), "0") as (address, process):
+        config = configuration(tmp_path, {"server": address}, 0.5, steps=STEPS if max_failed == 1 else 50)
+        config.rewards.max_failed = max_failed
+        diary = Diary(process)
+        with FluxTrainer(config) as trainer:
+            if max_failed == 1:
+                assert trainer.fit(callbacks=[diary]).summary.complete
+            else:
+                with pytest.raises(RunGivenUp) as caught:
+                    trainer.fit(callbacks=[diary])
+                assert "\n" not in str(caught.value)
+                assert str(caught.value).startswith("reward 'judge' of data.sources.words failed on ")
+                assert f"most often: {address}/v1/chat/completions: ClientConnectorError" in str(caught.value)
+    first = [sample.reward for group in diary.groups[:4] for sample in group.samples]
+    last = [sample.reward for group in diary.groups[-4:] for sample in group.samples]
+    assert not any(reward.reason for reward in first)
+    assert all(reward.reason.startswith(f"judge: {address}") and reward.parts["judge"] == 0 for reward in last)
+    assert any((tmp_path / "run" / "checkpoints").iterdir())
+    if max_failed < 1:
+        return
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    (reason,) = summary["rewards_failed"]["words"]
+    assert reason.startswith(f"judge: {address}/v1/chat/completions: ClientConnectorError: Cannot connect to host")
+    assert summary["rewards_failed"]["words"][reason] >= len(last)
+
+
+def test_a_rubric_with_an_unknown_field_ends_a_run_before_it_begins(tmp_path: pathlib.Path) -> None:
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("Is {response} like {reference}? {verdict}")
+    config = configuration(tmp_path, {"server": "http://127.0.0.1:1", "rubric": str(rubric)})
+    with pytest.raises(ConfigError) as caught, FluxTrainer(config):
+        pass
+    for part in ("data.sources.words.rewards.judge", str(rubric), "there is no field {reference}"):
+        assert part in str(caught.value)

@@ -1,0 +1,294 @@
+"""LoRA in training: what adapters make of weights, under every strategy, for the optimizer, checkpoints and engines."""
+
+import asyncio
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from learner_cases import assert_equal, outcome
+from packing_cases import compose, make_config, make_groups, model_input
+from test_learner import TEXT, assert_close, gradients, microbatches_for, tiny
+
+import models
+from fluxjax.algorithms import grpo
+from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
+from fluxjax.batch.composition import unpack
+from fluxjax.config import Config, ConfigError, DType, Remat, Strategy
+from fluxjax.config.lora import TARGETS
+from fluxjax.learner.frozen import fingerprint
+from fluxjax.learner.learner import Learner
+from fluxjax.run.build import first_reference
+from fluxjax.run.checkpoint import Checkpoints
+from fluxjax.run.state import arrays_of, reference_of
+from models.lora import PROJECTIONS
+from rollout.engine import GenerateRequest, SamplingParams
+from rollout.jax_engine import JaxEngine
+from sharding.mesh import make_mesh
+from sharding.weights import like
+
+RANK, ALPHA = 3, 6.0  # no number of devices divides this rank
+DEVICES = 4
+
+
+def adapted(config: Config, targets=TARGETS) -> Config:
+    config.steps = 10
+    config.lora.rank, config.lora.alpha, config.lora.targets = RANK, ALPHA, targets
+    config.optim.eps, config.optim.lr, config.optim.weight_decay = 1e-2, 1e-2, 0.1
+    return config
+
+
+def learner_of(kind, config, devices=1) -> Learner:
+    """A learner whose adapters have been trained: their product is not zero."""
+    learner = Learner(config, tiny(kind), grpo.token_loss, mesh=make_mesh(devices))
+    rng = np.random.default_rng(3)
+
+    def moved(adapter):
+        return np.asarray(adapter) + 0.1 * rng.normal(size=adapter.shape).astype(np.float32)
+
+    own = jax.tree.map(moved, learner.own(learner.params))
+    learner.params = learner.with_own(learner.gradients.strategy.shard_trained(own))
+    return learner
+
+
+def frozen_of(learner):
+    return jax.tree.map(np.array, learner.gradients.strategy.frozen(learner.params))
+
+
+def merged(base, own):
+    """`w + alpha / rank * a @ b` written out once more, of flat dictionaries."""
+    weights = dict(base)
+    for *parents, name in base:
+        if (a := own.get((*parents, f"{name}_lora_a"))) is not None:
+            b, weight = own[(*parents, f"{name}_lora_b")], base[(*parents, name)]
+            product = jnp.einsum("lir,lro->lio", a.reshape(len(a), -1, RANK), b.reshape(len(b), RANK, -1))
+            weights[(*parents, name)] = weight + ALPHA / RANK * product.reshape(weight.shape)
+    return weights
+
+
+@functools.cache
+def alone(seed):
+    learner = learner_of("text", adapted(make_config(tokens_per_row=128, rows=32)))
+    composition = compose(*text_groups(seed), learner.config)
+    return outcome(learner, composition)
+
+
+def text_groups(seed):
+    rng = np.random.default_rng(seed)
+    lengths = [rng.integers(1, 10, 2).tolist() for _ in range(5)]
+    return make_groups([[int(n)] for n in rng.integers(1, 20, 5)], lengths, seed)
+
+
+def test_the_settings_name_the_projections_of_a_layer():
+    assert tuple(PROJECTIONS) == TARGETS
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "why"),
+    [
+        ("targets", ("q_proj", "lm_head"), "'lm_head'; it may have q_proj"),
+        ("targets", (), "one at least"),
+        ("targets", ("q_proj", "q_proj"), "once"),
+        ("rank", -1, "not be negative"),
+        ("alpha", 0.0, "greater than 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(setting, value, why):
+    config = adapted(make_config())
+    setattr(config.lora, setting, value)
+    config.data.sources = {}
+    with pytest.raises(ConfigError, match=f"lora.{setting}.*{why}"):
+        config.validate()
+
+
+def test_new_adapters_change_nothing():
+    inputs = microbatches_for("text", make_config(rows=8))[0].batch.inputs
+    learner = Learner(adapted(make_config(rows=8)), tiny("text"), grpo.token_loss, mesh=make_mesh(1))
+    plain = Learner(make_config(rows=8), tiny("text"), grpo.token_loss, mesh=make_mesh(1))
+    for got, want in zip(learner.logprobs(inputs), plain.logprobs(inputs), strict=True):
+        np.testing.assert_array_equal(got, want)
+    jax.tree.map(np.testing.assert_array_equal, learner.weights(), plain.params)
+    a = np.asarray(flatten_dict(learner.params)["layers", "attention", "o_lora_a"])
+    bound = 1 / np.sqrt(np.prod(a.shape[1:3]))  # PEFT: Kaiming's uniform distribution with a slope of sqrt(5)
+    assert 0.9 * bound < np.abs(a).max() <= bound and abs(a.mean()) < 0.1 * bound
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_the_weights_that_adapters_make():
+    """By the chain rule, from gradients of a model without adapters that has the merged weights."""
+    config = adapted(make_config(rows=8))
+    learner, batches = learner_of("text", config), microbatches_for("text", config)
+    loss, grads = gradients(learner, batches)
+    plain = Learner(make_config(rows=8), tiny("text"), grpo.token_loss, mesh=make_mesh(1))
+    own, base = flatten_dict(learner.own(learner.params)), flatten_dict(plain.params)
+    weights, pull = jax.vjp(functools.partial(merged, base), own)
+    plain.params = unflatten_dict(weights)
+    assert_close(learner.weights(), plain.params, 1e-6)
+    want_loss, of_weights = gradients(plain, batches)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    [want] = pull(jax.tree.map(jnp.asarray, flatten_dict(of_weights)))
+    assert_close(flatten_dict(grads), want)
+    assert len(want) == 2 * len(TARGETS) and all(np.abs(x).max() > 1e-4 for x in want.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [pytest.param(each, id=each.value) for each in Strategy])
+def test_every_strategy_equals_one_device(strategy):
+    config = adapted(make_config(tokens_per_row=64, rows=4))
+    config.sharding.strategy = strategy
+    if strategy is Strategy.ULYSSES:
+        config.sharding.max_degree = 2
+    composition = compose(*text_groups(7), config, DEVICES, text=TEXT.text)
+    assert_equal(outcome(learner_of("text", config, DEVICES), composition), alone(7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [3, 8])
+@pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.long)])
+def test_any_number_of_devices_equals_one(devices, remat):
+    """Weights that a mesh can't cut, or only in part, and a vision tower, which has no adapters."""
+    config = adapted(make_config(rows=2))
+    config.sharding.remat = Remat(remat)
+    want = learner_of("vision", adapted(make_config(rows=8)))
+    got = learner_of("vision", config, devices)
+    many, all_at_once = (microbatches_for("vision", c, n) for c, n in ((config, devices), (want.config, 1)))
+    assert_close(gradients(got, many), gradients(want, all_at_once))
+    for learner, batches in ((got, many), (want, all_at_once)):
+        learner.step(batches)
+    assert_close(got.weights(), want.weights())
+    assert got.weights()["layers"]["mlp"]["down"].sharding == got.params["layers"]["mlp"]["down"].sharding
+
+
+def test_only_adapters_are_trained():
+    """Frozen weights stay bit for bit, and the very arrays; gradients and moments are those of adapters."""
+    config = adapted(make_config(rows=8), targets=("q_proj", "down_proj"))
+    learner = learner_of("text", config, 2)
+    before, arrays = frozen_of(learner), flatten_dict(learner.params)
+    own = jax.tree.map(np.array, learner.own(learner.params))
+    names = {(*path[:-1], f"{path[-1]}_lora_{part}") for path in (PROJECTIONS["q_proj"], PROJECTIONS["down_proj"])
+             for part in "ab"}  # fmt: skip
+    assert set(flatten_dict(own)) == names == set(flatten_dict(learner.opt_state[1].mu))
+    for _ in range(2):
+        assert learner.step(microbatches_for("text", config, 2))["grad_norm"] > 0
+    jax.tree.map(np.testing.assert_array_equal, frozen_of(learner), before)
+    after = flatten_dict(learner.params)
+    assert all(after[path] is arrays[path] for path in flatten_dict(before))
+    assert all(np.abs(np.asarray(after[path]) - value).max() > 1e-4 for path, value in flatten_dict(own).items())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_adapters_only_and_goes_on_bit_for_bit(tmp_path):
+    config = adapted(make_config(rows=8))
+    config.algorithm.kl_coefficient = 0.1
+
+    def steps(learner, seeds):
+        for seed in seeds:
+            learner.step(microbatches_for("text", config, 2, seed))
+        return jax.tree.map(np.asarray, (learner.params, learner.opt_state))
+
+    first = learner_of("text", config, 2)
+    reference = first_reference(config, first)  # adapters as they are now
+    assert flatten_dict(reference)["layers", "mlp", "up"] is flatten_dict(first.params)["layers", "mlp", "up"]
+    steps(first, [0])
+    arrays = arrays_of(first, reference)
+    stored = sum(x.nbytes for x in jax.tree.leaves(arrays))
+    adapters = sum(x.nbytes for x in jax.tree.leaves(first.own(first.params)))
+    assert stored < 4 * adapters + 1000, "adapters, those of the reference, two moments"
+    with_checkpoints = Checkpoints(tmp_path, 1)
+    with_checkpoints.save(1, arrays, {})
+    with_checkpoints.wait()
+    want = steps(first, [1, 2])
+
+    again = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(2))
+    frozen = frozen_of(again)
+    abstract = like(arrays_of(again, again.params))
+    _, arrays, _ = with_checkpoints.restore(abstract, make_room=again.forget)
+    again.load_state(arrays.pop("learner"))
+    restored = reference_of(again, arrays)
+    jax.tree.map(np.testing.assert_array_equal, restored, reference)
+    jax.tree.map(np.testing.assert_array_equal, steps(again, [1, 2]), want)
+    jax.tree.map(np.testing.assert_array_equal, frozen_of(again), frozen)
+
+    graphdef, params = models.split(tiny("text"))
+    other = params | {"norm": {"scale": params["norm"]["scale"].at[3].add(1e-6)}}
+    another = Learner(config, models.merge(graphdef, other), grpo.token_loss, mesh=make_mesh(2))
+    _, arrays, _ = with_checkpoints.restore(like(arrays_of(another, another.params)))
+    with_checkpoints.close()
+    with pytest.raises(ConfigError, match="other weights"):
+        another.load_state(arrays["learner"])
+
+
+def test_frozen_weights_are_recognised_by_every_bit_and_place():
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(3, 4, 5)).astype(np.float32)
+    one, two = (np.asarray(fingerprint({"w": jnp.asarray(weight)}, make_mesh(n))) for n in (1, 8))
+    np.testing.assert_array_equal(one, two)
+    bits = weight.view(np.uint32).copy()
+    bits[2, 1, 3] ^= 1
+    swapped = weight.copy()
+    swapped[0, 1], swapped[1, 0] = weight[1, 0], weight[0, 1]
+    for other in (bits.view(np.float32), swapped):
+        assert np.asarray(fingerprint({"w": jnp.asarray(other)}, make_mesh(1))) != one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
+def test_an_engine_with_merged_weights_samples_from_the_trainers_policy(dtype):
+    """Float32: to rounding. Bfloat16: as near as without adapters, for both compute with the same rounded weights."""
+    gaps = {}
+    for rank in (0, RANK):
+        config = adapted(make_config(rows=8))
+        config.lora.rank, config.model.compute_dtype = rank, dtype
+        plain = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(2))
+        learner = learner_of("text", config, 2) if rank else plain
+        inputs = model_input([6], np.random.default_rng(1))
+        record = Prompt("one", "test", "?", "!", draw=5)
+
+        async def answers(learner=learner, inputs=inputs, dtype=dtype):
+            engine = JaxEngine(models.abstract(TEXT), slots=4, max_sequence_tokens=48, compute_dtype=dtype.value)
+            await engine.update_weights(1, learner.weights())
+            request = GenerateRequest("one", inputs, SamplingParams(max_new_tokens=12, temperature=1.0), 4, 0)
+            ids, logprobs = {k: [] for k in range(4)}, {k: [] for k in range(4)}
+            async for chunk in engine.generate(request):
+                ids[chunk.sample] += chunk.token_ids
+                logprobs[chunk.sample] += chunk.logprobs
+            await engine.close()
+            return ids, logprobs
+
+        ids, logprobs = asyncio.run(asyncio.wait_for(answers(), 120))
+        responses = [Response(f"5/{k}", 5, k, tuple(ids[k]), tuple(logprobs[k]), (1,) * len(ids[k]), "stop")
+                     for k in ids]  # fmt: skip
+        group = Group(record, tuple(Sample(response, Reward(0.0, False), 1.0) for response in responses))
+        composition = compose([group], {5: PreparedPrompt(record, inputs)}, config, 2)
+        scores = learner.gradients.scores(learner.params, composition.microbatches)
+        found = unpack(composition, [np.asarray(one[0]) for one in scores if one is not None])
+        gaps[rank] = max(np.abs(found[5, k] - np.array(logprobs[k])).max() for k in ids)
+        if rank and dtype is DType.FLOAT32:
+            others = plain.gradients.scores(plain.params, composition.microbatches)
+            unadapted = unpack(composition, [np.asarray(one[0]) for one in others if one is not None])
+            assert np.abs(unadapted[5, 0] - found[5, 0]).max() > 0.05, "the adapters do nothing"
+    if dtype is DType.FLOAT32:
+        assert gaps[RANK] < 1e-4
+    else:
+        assert gaps[RANK] < 3 * gaps[0] + 1e-2
+
+
+@pytest.mark.slow
+def test_gradients_of_lent_devices_come_back():
+    config = adapted(make_config(rows=8))
+    learner = learner_of("text", config, 2)
+    want, _ = learner.accumulate(microbatches_for("text", config, 2))
+    lent = learner.gradients.on(jax.devices()[2:3])
+    outcome = lent.accumulate(lent.on_mesh(learner.params), microbatches_for("text", config))
+    got, _ = learner.gradients.bring(outcome)
+    assert_close(got, want)
+    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, learner.own(learner.params))
+
+
+def test_several_processes_are_refused_by_name():
+    from fluxjax.hosts.gang import check_across_processes
+
+    with pytest.raises(ConfigError, match=r"lora\.rank"):
+        check_across_processes(adapted(make_config()))

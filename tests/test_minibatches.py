@@ -1,0 +1,213 @@
+"""Several optimizer steps a training step: what each is made of, and that no layout changes where they lead."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packing_cases import compose
+from test_algorithms import group, random_case
+from test_importance_steps import LAYOUTS, TEXT, VERSION, config_for, near_policy
+
+import models
+from fluxjax.algorithms import grpo, importance
+from fluxjax.algorithms.loss import clipped_surrogate, dual_clipped
+from fluxjax.batch.composer import Composer
+from fluxjax.batch.scored import with_proximal
+from fluxjax.config import AlgorithmConfig, ConfigError, Importance, ImportanceConfig, Schedule, cli
+from fluxjax.config.cli import remarks
+from fluxjax.hosts.gang import check_across_processes
+from fluxjax.learner.learner import Learner
+from fluxjax.learner.minibatches import minibatches, of_all_updates
+from fluxjax.learner.policy_trainer import PolicyTrainer
+from sharding.mesh import make_mesh
+
+PPO = ImportanceConfig()
+DECOUPLED = ImportanceConfig(Importance.TRUNCATE, high=1.3, decay=0.9, decoupled=True)
+
+
+# --- dual clip ----------------------------------------------------------------------------------
+
+
+def test_dual_clip_by_hand():
+    # Ratio 5 and advantage -1: PPO's minimum is -5, the dual clip's bound -3. Advantage +1: clipped at 1.2 as ever.
+    ratio, advantages = jnp.array([[5.0, 5.0, 2.0, 0.1]]), jnp.array([[-1.0, 1.0, -1.0, -1.0]])
+    plain, _ = clipped_surrogate(ratio, advantages, 0.2, 0.2)
+    bounded, beyond = dual_clipped(plain, ratio, advantages, 3.0)
+    np.testing.assert_allclose(plain, [[-5.0, 1.2, -2.0, -0.8]], rtol=1e-6)
+    np.testing.assert_allclose(bounded, [[-3.0, 1.2, -2.0, -0.8]], rtol=1e-6)
+    np.testing.assert_array_equal(beyond, [[1.0, 0.0, 0.0, 0.0]])
+    gradient = jax.grad(
+        lambda r: dual_clipped(clipped_surrogate(r, advantages, 0.2, 0.2)[0], r, advantages, 3.0)[0].sum()
+    )
+    np.testing.assert_array_equal(gradient(ratio), [[0.0, 0.0, -1.0, 0.0]])
+
+
+def test_dual_clip_is_the_maximum_of_its_equation_and_changes_no_bit_within_its_bound():
+    logprobs, entropies, batch = random_case(0)
+    logprobs = jnp.asarray(logprobs)
+    batch = jax.tree.map(jnp.asarray, dataclasses.replace(batch, advantages_BT=batch.advantages_BT * 2))
+    loss = {c: grpo.token_loss(logprobs, entropies, batch, AlgorithmConfig(dual_clip=c))[0] for c in (0.0, 1.5, 3.0)}
+    np.testing.assert_array_equal(loss[3.0], loss[0.0])  # ratios are up to 2.5
+    bound = np.where(batch.advantages_BT < 0, 1.5 * batch.advantages_BT, -np.inf)
+    expected = np.where(batch.loss_weights_BT != 0, -np.maximum(-loss[0.0], bound), 0)
+    np.testing.assert_allclose(loss[1.5], expected, rtol=1e-6)
+    assert (loss[1.5] != loss[0.0]).any()
+
+
+# --- what an optimizer step is made of -------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(1, 5), st.randoms())
+def test_every_group_with_a_token_is_in_one_minibatch(sizes, count, random):
+    groups = [group([0.0] * size, draw) for draw, size in enumerate(sizes)]
+    shuffled = random.sample(groups, len(groups))
+    parts = minibatches(shuffled, count)
+    assert parts == minibatches(groups, count), "whatever order they arrive in"
+    draws = sorted(one.prompt.draw for part in parts for one in part if one.samples)
+    assert draws == [draw for draw, size in enumerate(sizes) if size]
+    assert all(any(one.samples for one in part) for part in parts) and len(parts) <= count
+    assert max(map(len, parts), default=0) - min(map(len, parts), default=0) <= 1
+
+
+def test_metrics_of_several_updates():
+    first = {"loss": 1.0, "lr": 0.1, "trained_tokens": 10.0, "skipped_nonfinite": 0.0, "gap_max": 3.0, "rare": 7.0}
+    second = {"loss": 3.0, "lr": 0.2, "trained_tokens": 30.0, "skipped_nonfinite": 1.0, "gap_max": 2.0}
+    assert of_all_updates([first]) == first
+    merged = of_all_updates([first, second])
+    assert merged == {
+        "updates": 2.0,
+        "loss": 2.5,
+        "lr": 0.2,
+        "trained_tokens": 40.0,
+        "skipped_nonfinite": 1.0,
+        "gap_max": 3.0,
+        "rare": 7.0,
+    }
+
+
+def test_the_proximal_policy_is_the_stored_one():
+    logprobs, _, batch = random_case(1)
+    logprobs = jnp.asarray(logprobs)
+    batch = jax.tree.map(jnp.asarray, batch)
+    moved = dataclasses.replace(batch, proximal_logprobs_BT=logprobs - 0.25)
+    trained = batch.loss_weights_BT != 0
+    log_ratio, _ = importance.correction(logprobs, batch, DECOUPLED)
+    assert not np.asarray(log_ratio).any()
+    log_ratio, weight = importance.correction(logprobs, moved, DECOUPLED)
+    np.testing.assert_allclose(log_ratio, np.where(trained, 0.25, 0.0), atol=1e-6)
+    ratio = np.exp(logprobs - 0.25 - batch.behaviour_logprobs_BT)
+    np.testing.assert_allclose(weight, np.where(trained, np.minimum(ratio, 1.3), 0.0), rtol=1e-5)
+    log_ratio, weight = importance.correction(logprobs, moved, PPO)
+    np.testing.assert_allclose(log_ratio, np.where(trained, logprobs - batch.behaviour_logprobs_BT, 0), atol=1e-6)
+    np.testing.assert_allclose(weight, trained, rtol=1e-6)
+
+
+# --- whole steps ----------------------------------------------------------------------------------
+
+
+def settings_for(cfg, layout="one row", minibatches=2, epochs=2):
+    devices, layout = LAYOUTS[layout]
+    config = config_for(cfg, **layout)
+    config.algorithm.minibatches, config.algorithm.epochs = minibatches, epochs
+    config.optim.schedule, config.steps = Schedule.LINEAR, 10
+    return config, devices
+
+
+def new_learner(config, devices):
+    learner = Learner(config, models.create(TEXT, seed=1), grpo.token_loss, mesh=make_mesh(devices))
+    learner.version = VERSION
+    return learner
+
+
+@functools.cache
+def trained(decoupled: bool, layout: str = "one row", minibatches: int = 2, epochs: int = 2):
+    config, devices = settings_for(DECOUPLED if decoupled else PPO, layout, minibatches, epochs)
+    groups, prepared, _ = near_policy()
+    learner = new_learner(config, devices)
+    composer = Composer(config, devices, text=learner.text)
+    metrics = PolicyTrainer(config, learner, composer, None).train(0, groups, prepared).metrics
+    return metrics, learner
+
+
+def same_params(one, other, tolerance):
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_step_equals_its_optimizer_steps_by_hand(decoupled):
+    """Two epochs of two minibatches, each laid out for itself, around the log-probs of the first weights."""
+    metrics, got = trained(decoupled)
+    config, devices = settings_for(DECOUPLED if decoupled else PPO)
+    groups, prepared, _ = near_policy()
+    groups = grpo.advantages(groups, config.algorithm)
+    want = new_learner(config, devices)
+    draws = sorted(one.prompt.draw for one in groups)
+    parts = [[one for one in groups if one.prompt.draw in draws[first::2]] for first in (0, 1)]
+    compositions = [compose(part, prepared, config, version=VERSION) for part in parts]
+    scored = [with_proximal(c, [want.logprobs(batch.inputs)[0] for batch in c.batches]) for c in compositions]
+    steps = [want.step(composition.everywhere) for _ in range(2) for composition in scored]
+    same_params(got, want, 0.0 if not decoupled else 1e-7)
+    assert (got.version, want.version) == (VERSION + 1, VERSION + 4)
+    assert metrics["updates"] == 4.0 and metrics["lr"] == steps[-1]["lr"]
+    assert metrics["lr"] == pytest.approx(config.optim.lr * (1 - 3 / 40))  # the schedule counts optimizer steps
+    assert metrics["trained_tokens"] == sum(step["trained_tokens"] for step in steps)
+    assert metrics["packing/microbatches"] == 2.0
+    if decoupled:
+        assert steps[0]["ratio"] == pytest.approx(1.0, abs=1e-6) and abs(steps[2]["ratio"] - 1.0) > 1e-4
+    assert steps[2]["staleness/kl"] == pytest.approx(steps[0]["staleness/kl"], rel=1e-5), "of the proximal policy"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("decoupled", "layout"),
+    [
+        pytest.param(True, "fsdp", id="fsdp"),
+        pytest.param(False, "odc", id="odc", marks=pytest.mark.long),
+        pytest.param(True, "flex_ulysses", id="flex_ulysses", marks=pytest.mark.long),
+    ],
+)
+def test_devices_do_not_change_several_optimizer_steps(decoupled, layout):
+    (want, alone), (got, spread) = trained(decoupled), trained(decoupled, layout)
+    same = [key for key in want if not key.startswith(("packing/", "sharding/"))]
+    assert {key: got[key] for key in same} == pytest.approx({key: want[key] for key in same}, rel=1e-4, abs=1e-5)
+    same_params(spread, alone, 2e-6)
+
+
+@pytest.mark.slow
+def test_more_epochs_go_further_and_more_minibatches_elsewhere():
+    ends = [trained(True, minibatches=m, epochs=e)[1].params for m, e in ((1, 1), (1, 2), (2, 1), (2, 2))]
+    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)]) for params in ends]
+    distances = [np.linalg.norm(a - b) for i, a in enumerate(flat) for b in flat[:i]]
+    assert min(distances) > 1e-3
+
+
+# --- settings ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["stream_trainer", "speculative_sync"])
+@pytest.mark.parametrize("field", ["minibatches", "epochs"])
+def test_gradients_before_a_step_is_complete_are_refused(name, field):
+    flags = [f"--config.algorithm.{field}=2", f"--config.{name}.enabled=true", "--config.policy.engines=2"]
+    with pytest.raises(ConfigError, match=f"{name}.enabled .* algorithm.minibatches and algorithm.epochs to 1"):
+        cli.load(flags)
+
+
+def test_several_processes_are_refused():
+    config, _ = settings_for(PPO)
+    with pytest.raises(ConfigError, match=r"^algorithm.minibatches, algorithm.epochs: not over several processes"):
+        check_across_processes(config)
+
+
+def test_decoupled_is_warned_of_with_one_optimizer_step_only():
+    flags = ["--config.policy.name=april", "--config.algorithm.importance.decoupled=true"]
+    assert any("decoupled clips around" in line for line in remarks(cli.load(flags)))
+    for field in ("minibatches", "epochs"):
+        config = cli.load([*flags, f"--config.algorithm.{field}=2", "--config.algorithm.clip_high=0.3"])
+        assert not any("decoupled clips" in line or "clip_high" in line for line in remarks(config))

@@ -1,0 +1,175 @@
+"""Whole training steps of what needs more than a batch: ratios of responses, KL in the reward, changing references."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from test_importance_steps import LAYOUTS, TEXT, VERSION, config_for, key_of, near_policy, samples_of
+
+import models
+from fluxjax.algorithms import find_algorithm, grpo
+from fluxjax.batch.composer import Composer
+from fluxjax.config import AlgorithmConfig, ConfigError, ImportanceConfig, KlEstimator
+from fluxjax.learner.learner import Learner
+from fluxjax.learner.policy_trainer import PolicyTrainer, portion
+from fluxjax.run.build import check_reference, first_reference
+from sharding.mesh import make_mesh
+
+pytestmark = pytest.mark.slow
+
+
+def trainer_of(algorithm: AlgorithmConfig, layout="one row", referred=False, **further):
+    """A trainer and its learner; the reference's weights are 0.9 times the policy's."""
+    devices, laid = LAYOUTS[layout]
+    config = config_for(algorithm.importance, **laid)
+    config.algorithm = algorithm
+    learner = Learner(
+        config, models.create(TEXT, seed=1), find_algorithm(algorithm).token_loss, mesh=make_mesh(devices)
+    )
+    learner.version = VERSION
+    reference = jax.tree.map(lambda weight: 0.9 * weight, learner.params) if referred else None
+    composer = Composer(config, devices, text=learner.text)
+    return PolicyTrainer(config, learner, composer, reference, **further), learner
+
+
+def flat(learner):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(learner.params)])
+
+
+# --- ratios of responses ---------------------------------------------------------------------------
+
+WIDE = AlgorithmConfig.of("gspo", clip_low=0.1, clip_high=0.15)
+
+
+@functools.cache
+def gspo(layout: str, epochs: int = 1, decoupled: bool = False):
+    cfg = dataclasses.replace(WIDE, epochs=epochs, importance=ImportanceConfig(decoupled=decoupled))
+    trainer, learner = trainer_of(cfg, layout)
+    groups, prepared, _ = near_policy()
+    return trainer.train(0, groups, prepared), learner
+
+
+def test_gspo_has_the_ratios_of_whole_responses():
+    step, _ = gspo("one row")
+    groups, _, own = near_policy()
+    advantages = {key_of(s): s.advantage for g in grpo.advantages(groups, WIDE) for s in g.samples}
+    ratios, losses, lengths, clips = [], [], [], []
+    for sample in samples_of(groups):
+        key = key_of(sample)
+        ratio = np.exp(np.mean(np.float64(own[key]) - np.array(sample.response.logprobs)))
+        bounded = np.clip(ratio, 1 - WIDE.clip_low, 1 + WIDE.clip_high)
+        losses.append(-min(ratio * advantages[key], bounded * advantages[key]))
+        clips.append(losses[-1] != -ratio * advantages[key])
+        ratios.append(ratio)
+        lengths.append(len(own[key]))
+    assert step.metrics["loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    assert step.metrics["ratio"] == pytest.approx(np.average(ratios, weights=lengths), abs=1e-5)
+    assert step.metrics["clip_fraction"] == pytest.approx(np.average(clips, weights=lengths), abs=1e-6)
+    assert 0 < step.metrics["clip_fraction"] < 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp", pytest.param("flex_ulysses", marks=pytest.mark.long), pytest.param("odc", marks=pytest.mark.long)],
+)
+def test_gspo_on_several_devices(layout):
+    (want, alone), (got, spread) = gspo("one row", 2), gspo(layout, 2)
+    same = [key for key in want.metrics if not key.startswith(("packing/", "sharding/"))]
+    assert {k: got.metrics[k] for k in same} == pytest.approx({k: want.metrics[k] for k in same}, rel=1e-4, abs=1e-5)
+    np.testing.assert_allclose(flat(spread), flat(alone), rtol=0, atol=2e-6)
+
+
+def test_gspo_scores_the_policy_again_before_each_optimizer_step():
+    once, _ = gspo("one row")
+    assert gspo("one row", 2)[0].metrics["ratio"] != pytest.approx(once.metrics["ratio"], abs=1e-4)
+    around, _ = gspo("one row", 1, True)
+    assert around.metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert gspo("one row", 2, True)[0].metrics["ratio"] != pytest.approx(1.0, abs=1e-4)
+
+
+# --- the reference -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_kl_in_the_reward(minibatches):
+    cfg = AlgorithmConfig.of("rloo", kl_coefficient=0.3, kl_estimator=KlEstimator.K1, kl_in_reward=True)
+    cfg.minibatches = minibatches
+    trainer, learner = trainer_of(cfg, referred=True)
+    groups, prepared, own = near_policy()
+    [composition] = trainer._composed([portion(groups, prepared, trainer._config)], trainer._place())
+    reference = composition.of_responses([b.reference_logprobs_BT for b in composition.batches], np.float64)
+    parts = dict(zip(composition.keys, np.split(reference, np.cumsum(composition.lengths))[:-1], strict=True))
+    paid = {
+        key_of(s): s.reward.value - 0.3 * (np.sum(own[key_of(s)] - parts[key_of(s)]) if s.response.token_ids else 0.0)
+        for g in groups
+        for s in g.samples
+    }
+    want = {}
+    for one in groups:
+        keys = [key_of(sample) for sample in one.samples]
+        for key in keys:
+            want[key] = paid[key] - np.mean([paid[other] for other in keys if other != key])
+    step = trainer.train(0, groups, prepared)
+    got = {key_of(s): s.advantage for g in step.groups for s in g.samples}
+    assert got == pytest.approx(want, abs=1e-4)
+    mean = np.mean([s.reward.value for g in groups for s in g.samples])
+    assert step.metrics["reward/mean"] == pytest.approx(mean), "rewards are reported as they were given"
+    assert step.metrics["reference_kl"] != 0 and learner.version == VERSION + 1
+    in_loss = [b.advantages_BT for b in composition.batches]
+    assert composition.of_responses(in_loss) == pytest.approx(
+        np.concatenate([np.full(n, want[key]) for key, n in zip(composition.keys, composition.lengths, strict=True)]),
+        abs=1e-4,
+    )
+
+
+def test_the_reference_is_renewed():
+    told = []
+    cfg = AlgorithmConfig.of("grpo", kl_coefficient=0.1, reference_every=2)
+    trainer, learner = trainer_of(cfg, referred=True, on_reference=told.append)
+    groups, prepared, _ = near_policy()
+    first = trainer.train(0, groups, prepared).metrics["reference_kl"]  # version 12
+    assert len(told) == 1 and told[0] is learner.params and first > 1e-4
+    second, third = (trainer.train(step, groups, prepared).metrics["reference_kl"] for step in (1, 2))
+    assert second == pytest.approx(0.0, abs=1e-6), "the policy itself"
+    assert third > 1e-6, "one step later"
+    assert len(told) == 2 and told[1] is learner.params
+
+
+def test_distillation_goes_towards_its_teacher_and_stays_there():
+    cfg = AlgorithmConfig.of("distillation", importance=ImportanceConfig(decoupled=True))
+    trainer, learner = trainer_of(cfg, referred=True)
+    teacher = trainer._reference
+    groups, prepared, _ = near_policy()
+    [composition] = trainer._composed([portion(groups, prepared, trainer._config)], trainer._place())
+
+    def distance():
+        scores = [[learner.logprobs(b.inputs, p)[0] for b in composition.batches] for p in (learner.params, teacher)]
+        own, wanted = (composition.of_responses(logprobs, np.float64) for logprobs in scores)
+        return np.mean((own - wanted) ** 2)
+
+    before = distance()
+    for step in range(5):
+        trainer.train(step, groups, prepared)
+    assert distance() < 0.8 * before
+    trainer._reference = learner.params
+    metrics = trainer.train(5, groups, prepared).metrics
+    assert metrics["teacher_kl"] == pytest.approx(0.0, abs=1e-6) and metrics["grad_norm"] < 1e-5
+
+
+def test_a_reference_from_another_checkpoint(tmp_path):
+    cfg = AlgorithmConfig.of("distillation", reference=str(tmp_path / "teacher"))
+    _, learner = trainer_of(cfg)
+    with pytest.raises(ConfigError, match=r"algorithm\.reference: .*teacher"):
+        check_reference(learner.config)
+    teacher = models.create(TEXT, seed=7)
+    models.save(teacher, tmp_path / "teacher")
+    check_reference(learner.config)
+    got, want = first_reference(learner.config, learner), models.split(teacher)[1]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    wider = dataclasses.replace(TEXT, text=dataclasses.replace(TEXT.text, intermediate_size=32))
+    models.save(models.create(wider, seed=7), tmp_path / "other")
+    learner.config.algorithm.reference = str(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"other has other sizes than the model"):
+        first_reference(learner.config, learner)

@@ -1,0 +1,121 @@
+"""PPO from configuration to summary: it learns, its critic learns, and a run that was interrupted has lost nothing."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+from run_cases import (
+    Commands,
+    assert_same_bits,
+    assert_same_run,
+    checkpoint_arrays,
+    checkpoint_steps,
+    flags,
+    letters,
+    logged,
+    model_arrays,
+    signal_when,
+    summary,
+)
+
+from fluxjax import evaluate
+from fluxjax.config.cli import load
+from fluxjax.report.metrics import read
+from fluxjax.run.checkpoint import ResumeError
+from fluxjax.run.trainer import FluxTrainer
+
+pytestmark = pytest.mark.slow
+
+PPO = {"algorithm__name": "ppo", "algorithm__minibatches": 2, "critic__lr": 0.005, "critic__warmup_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return letters(tmp_path_factory.mktemp("letters"))
+
+
+def tiny(run_dir, data, **own):
+    settings = {"steps": 3, "checkpoint__every": 2, "evaluation__every": 0, "warm_start__steps": 4} | PPO | data | own
+    return load(["--config=configs/text.py", f"--config.run_dir={run_dir}", *flags(**settings)])
+
+
+def records(run_dir):
+    return [record for record in read(run_dir / "metrics.jsonl") if record["phase"] == "rl"]
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """Three steps at once: the critic alone, then both."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    with FluxTrainer(tiny(run_dir, data)) as trainer:
+        trainer.fit()
+    return run_dir
+
+
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(data, whole, tmp_path):
+    run_dir = tmp_path / "run"
+    with FluxTrainer(tiny(run_dir, data)) as trainer:
+        trainer.fit(num_steps=2)
+    with FluxTrainer(tiny(run_dir, data)) as trainer:
+        trainer.fit()
+    assert summary(run_dir)["resumed_from"] == [2]
+    assert_same_bits(model_arrays(run_dir), model_arrays(whole))
+    arrays = checkpoint_arrays(whole, 3)
+    assert_same_bits(checkpoint_arrays(run_dir, 3), arrays)
+    assert any(name.startswith("['critic']['opt_state']") and np.any(array) for name, array in arrays.items())
+    assert int(arrays["['critic']['version']"]) == int(arrays["['learner']['version']"]) == 3
+    first, *rest = records(whole)
+    assert "loss" not in first and first["critic/loss"] > 0
+    assert all(record["loss"] and record["critic/grad_norm"] > 0 and record["updates"] == 2.0 for record in rest)
+
+
+def test_whoever_only_looks_at_a_run_needs_to_know_nothing_of_its_critic(whole, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))  # the command would set one of its own
+    assert evaluate.main(["--run", str(whole), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+
+
+def test_a_checkpoint_without_a_critic_is_refused(data, whole, tmp_path):
+    run_dir = tmp_path / "run"
+    with FluxTrainer(tiny(run_dir, data, algorithm__name="grpo", critic__lr=1e-3, critic__warmup_steps=0)) as trainer:
+        trainer.fit(num_steps=1)
+    with FluxTrainer(tiny(run_dir, data)) as trainer, pytest.raises(ResumeError, match="critic"):
+        trainer.fit()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("from_memory", [False, True])
+def test_killed(from_memory, data, tmp_path, tmp_path_factory):
+    """In its own process, from a checkpoint and from a snapshot in memory."""
+    commands, config = Commands(), "configs/text.py:debug"
+    memory = tmp_path_factory.mktemp("memory")
+    own = {"checkpoint__every": 0, "checkpoint__snapshot_every": 2, "checkpoint__snapshot_folder": memory}
+    arguments = flags(steps=12, algorithm__kl_coefficient=0.01, **PPO, **data, **(own if from_memory else {}))
+    commands.run(tmp_path / "alone", config, arguments)
+    run_dir = tmp_path / "killed"
+    there = logged(run_dir, "rl", 5) if from_memory else lambda: 3 in checkpoint_steps(run_dir)  # written in a thread
+    assert signal_when(commands.start(run_dir, config, arguments), there) == -signal.SIGKILL
+    newest = max(checkpoint_steps(run_dir))
+    assert newest == 0 if from_memory else 3 <= newest < 12
+    commands.run(run_dir, config, arguments)
+    [resumed] = summary(run_dir)["resumed_from"]
+    assert 4 <= resumed < 12 if from_memory else resumed == newest
+    assert_same_run(run_dir, tmp_path / "alone")
+
+
+@pytest.mark.long
+def test_it_learns_and_the_critic_foresees_more_and_more(tmp_path):
+    """The embedded text task from a short warm start: rewards rise, and so does the variance that values explain."""
+    settings = {"algorithm.name": "ppo", "algorithm.minibatches": 2, "steps": 60, "warm_start.steps": 60}
+    settings |= {"sharding.devices": 1, "evaluation.every": 0, "checkpoint.every": 0, "optim.schedule": "constant"}
+    given = [f"--config.{name}={value}" for name, value in settings.items()]
+    with FluxTrainer(load(["--config=configs/text.py", f"--config.run_dir={tmp_path / 'run'}", *given])) as trainer:
+        trainer.fit()
+    steps = records(tmp_path / "run")
+
+    def mean(name, of):
+        return np.mean([record[name] for record in of])
+
+    assert mean("reward/mean", steps[-10:]) > mean("reward/mean", steps[:10]) + 0.1
+    assert mean("critic/explained_variance", steps[-10:]) > mean("critic/explained_variance", steps[:10]) + 0.03

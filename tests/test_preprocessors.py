@@ -1,0 +1,121 @@
+"""The preprocessors of a run on its host: real processes that start, die, hang, and end with the run."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from flight_cases import ROOT, SETTINGS, PlainStore, pictures
+
+from fluxjax.base.errors import DataError
+from fluxjax.config.data import DataConfig
+from fluxjax.data.preprocessor_flags import flags_of
+from fluxjax.preprocess import parse
+from fluxjax.runtime.flight_store import FlightStore
+from fluxjax.runtime.preprocessors import Preprocessors
+from models.shadow import Rows
+
+SMALL = DataConfig(workers=1, cache_gib=0.25, spill_gib=0.0)
+
+
+def gone(pid: int) -> bool:
+    """Says whether a process has ended; one that nobody has waited for yet has."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def eventually(holds, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.05)
+
+
+def check(store, refs) -> None:
+    direct = PlainStore(SETTINGS)
+    tickets: list[Any] = store.look(refs)
+    assert tickets == direct.look(refs)
+    rows = [Rows(str(ticket), 0, ticket.num_patches) for ticket in tickets]
+    for ours, theirs in zip(store.fetch(rows), direct.fetch(rows), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_preprocessor_that_dies_or_hangs_is_started_again(tmp_path):
+    refs, folder = pictures(tmp_path, 8), tmp_path / "preprocessors"
+    with contextlib.closing(Preprocessors(2, folder, SMALL, prefix="host/")) as preprocessors:
+        first, pids = preprocessors.addresses, preprocessors.pids
+        assert list(first) == ["host/preprocessor-0", "host/preprocessor-1"]
+        assert sorted(path.name for path in folder.iterdir()) == ["preprocessor-0.log", "preprocessor-1.log"]
+        store = FlightStore(
+            first, SETTINGS, preprocessors.token, lease_seconds=2.0, patience=60.0, silent=preprocessors.restart
+        )
+        preprocessors.tell(store)
+        with contextlib.closing(store):
+            check(store, refs)
+            os.kill(pids["host/preprocessor-0"], signal.SIGKILL)
+            check(store, refs)
+            eventually(lambda: preprocessors.pids.get("host/preprocessor-0", 0) not in (0, pids["host/preprocessor-0"]))
+            eventually(lambda: preprocessors.addresses == first)  # other processes know them there
+            eventually(lambda: all(place["up"] for place in store.stats().values()))
+            os.kill(pids["host/preprocessor-1"], signal.SIGSTOP)
+            check(store, pictures(tmp_path / "more", 8))
+            eventually(lambda: gone(pids["host/preprocessor-1"]))
+            eventually(lambda: all(place["up"] for place in store.stats().values()))
+            check(store, refs)
+            assert all(place["looks"] for place in store.stats().values())
+        pids = preprocessors.pids
+    assert len(pids) == 2 and all(map(gone, pids.values()))
+
+
+def test_one_that_does_not_start_is_an_error_with_the_end_of_its_log(tmp_path):
+    with pytest.raises(DataError, match="preprocessor-0 ended with status 2; its log, ") as told:
+        Preprocessors(1, tmp_path, SMALL, host="203.0.113.1")
+    assert "error: --listen 203.0.113.1:0 can't be listened on" in str(told.value)
+    with pytest.raises(DataError, match="preprocessor-0 does not listen after 0 s"):
+        Preprocessors(1, tmp_path, SMALL, start_seconds=0.0)
+
+
+@pytest.mark.slow
+def test_one_that_dies_again_and_again_ends_the_run(tmp_path):
+    refs = pictures(tmp_path, 1)
+    with contextlib.closing(Preprocessors(1, tmp_path, SMALL, restarts=1)) as preprocessors:
+        store = FlightStore(preprocessors.addresses, SETTINGS, preprocessors.token, patience=60.0)
+        preprocessors.tell(store)
+        with contextlib.closing(store):
+            check(store, refs)
+            first = preprocessors.pids["preprocessor-0"]
+            os.kill(first, signal.SIGKILL)
+            eventually(lambda: preprocessors.pids.get("preprocessor-0", first) != first)
+            os.kill(preprocessors.pids["preprocessor-0"], signal.SIGKILL)
+            with pytest.raises(DataError, match="preprocessor-0 ended with status -9, 2 times in a row; its log"):
+                while True:
+                    store.look(refs)
+                    time.sleep(0.05)
+
+
+def test_they_end_with_the_run(tmp_path):
+    code = (
+        "import os, pathlib, signal\n"
+        "from fluxjax.config.data import DataConfig\n"
+        "from fluxjax.runtime.preprocessors import Preprocessors\n"
+        f"started = Preprocessors(1, pathlib.Path({str(tmp_path)!r}), DataConfig(workers=1, spill_gib=0.0))\n"
+        "print(started.pids['preprocessor-0'], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    eventually(lambda: gone(int(run.stdout)))
+
+
+def test_settings_of_a_run_are_those_of_its_preprocessors():
+    config = DataConfig(workers=3, decode_seconds=1.5, decode_memory_gib=2.0, cache_gib=0.5, spill_gib=0.0, spill="a b")
+    assert parse(flags_of(config)).config == config

@@ -1,0 +1,57 @@
+"""A response as bytes: nothing is lost, and what is none is named."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxjax.base.response_bytes import bytes_of, newest_of, numbers_of
+from fluxjax.base.types import Response
+
+tokens_strategy = st.one_of(
+    st.lists(st.integers(0, 2**16 - 1), max_size=40), st.lists(st.integers(-1, 2**31 - 1), max_size=40)
+)
+
+
+@given(tokens_strategy, st.integers(0, 2**20), st.sampled_from([None, 0.0, 0.7, 1.0]), st.data())
+def test_numbers_come_back_as_they_were(tokens, sample, temperature, data):
+    count = len(tokens)
+    logprobs = data.draw(st.lists(st.floats(width=32, allow_nan=False), min_size=count, max_size=count))
+    versions = data.draw(st.lists(st.integers(-1, 3), min_size=count, max_size=count))
+    response = Response("a", 3, sample, tuple(tokens), tuple(logprobs), tuple(versions), "stop", temperature)
+    assert response.facts == (sample, count, max(versions, default=-1))
+    for values, want, dtype in zip(response.arrays, (tokens, logprobs, versions), ("i4", "f4", "i4"), strict=True):
+        assert values.dtype == dtype
+        np.testing.assert_array_equal(values, np.array(want, dtype))
+    written = bytes_of(sample, temperature, response.token_ids, response.logprobs, response.versions)
+    assert written == response.data and newest_of(written) == max(versions, default=-1)
+    numbers = numbers_of(b"before" + written + b"behind", 6)
+    assert numbers.size == len(written)
+    again = Response.of(3, numbers)
+    assert (again.draw, again.sample, again.temperature) == (3, sample, temperature)
+    assert (again.token_ids, again.versions) == (response.token_ids, response.versions)
+    assert again.logprobs == response.logprobs and again.data == written
+
+
+def test_a_token_takes_six_bytes_or_eight():
+    sizes = [len(bytes_of(0, None, [last] * 100, [-1.0] * 100, [7] * 100)) for last in (2**16 - 1, 2**16)]
+    assert sizes[0] < 100 * 6 + 40 and sizes[1] == sizes[0] + 200
+
+
+@pytest.mark.parametrize(("tokens", "logprobs"), [([2**31], [0.0]), ([1], [1e300])])
+def test_numbers_that_are_none_are_named(tokens, logprobs):
+    with pytest.raises(ValueError, match="numbers of a response"):
+        bytes_of(0, None, tokens, logprobs, [1])
+
+
+def test_bytes_that_are_no_response_are_named():
+    data = bytes_of(0, 1.0, [1, 2, 3], [-1.0] * 3, [1, 1, 2])
+    for end in range(len(data)):
+        with pytest.raises(ValueError):
+            numbers_of(data[:end])
+    for at in (4, 8, 12):  # tokens, runs, bytes of a token
+        for wrong in (-1, 1 << 30):
+            with pytest.raises(ValueError):
+                numbers_of(data[:at] + wrong.to_bytes(4, "little", signed=True) + data[at + 4 :])
+    with pytest.raises(ValueError, match="runs"):
+        numbers_of(data[:28] + b"\xff" * 4 + data[32:])  # a run of -1 tokens

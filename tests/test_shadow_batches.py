@@ -1,0 +1,180 @@
+"""Batches under `data.loader=shadow` are those of `central`, bit for bit: real files, stores, orders, no model."""
+
+import contextlib
+import functools
+import types
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_cases import MODEL, make_config
+from PIL import Image
+from run_cases import clip, write_jsonl
+
+from fluxjax.base.types import Group, Response, Reward, Sample
+from fluxjax.batch.composer import Composer
+from fluxjax.config import Strategy
+from fluxjax.data.loader import PromptLoader
+from fluxjax.data.local_store import LocalStore
+from fluxjax.data.materializer import Materializer
+from fluxjax.data.media_index import MediaIndex
+from fluxjax.data.near_pixels import NearPixels
+from fluxjax.data.prepare import Preparer
+from fluxjax.data.shadows import ProxyMedia, rows_of
+from fluxjax.data.sources import all_texts, open_source
+from fluxjax.hosts.orders import Learn, decode, encode, share_of, told
+from models.config import PatchLayout
+from models.processing import tiny
+
+DEVICES = 4
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Sources of pictures, clips, prompts with several media of both kinds, and texts."""
+    folder = tmp_path_factory.mktemp("media")
+    random = np.random.default_rng(0)
+    for number in range(8):
+        pixels = random.integers(0, 256, (*random.integers(12, 48, 2), 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    for number in range(4):
+        clip(folder / f"{number}.mp4", (40 * number, 200 - 40 * number, 90), frames=4 + 3 * number)
+    records = {
+        "pictures": [{"prompt": "<image>What?", "images": [f"{k}.png"]} for k in range(8)],
+        "clips": [{"prompt": "<video>Where to?", "videos": [f"{k}.mp4"]} for k in range(4)],
+        "both": [
+            {"prompt": "<image>as<video>or<image>?", "images": [f"{k}.png", f"{7 - k}.png"], "videos": [f"{k % 4}.mp4"]}
+            for k in range(5)
+        ],
+        "texts": [{"prompt": "How" + " so" * k + "?"} for k in range(4)],
+    }
+    return {
+        name: write_jsonl(folder / f"{name}.jsonl", [{"id": str(k), "answer": "a", **r} for k, r in enumerate(own)])
+        for name, own in records.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def process(paths, tmp_path_factory):
+    """Makes what a process has: a preparer of its own over all sources; with a store of its own, or central."""
+    with contextlib.ExitStack() as opened:
+
+        def make(strategy: str, seed: int, shadow: bool) -> types.SimpleNamespace:
+            config = settings_of(strategy)
+            sources = {name: open_source(path, name) for name, path in paths.items()}
+            layout = PatchLayout.of(MODEL.vision)
+            processor = tiny.build(all_texts(sources.values()), layout=layout, max_pixels=40 * 40)
+            proxy = store = None
+            if shadow:
+                store = LocalStore(processor.settings, config.data, workers=0, slice_bytes=4 * 1024)
+                opened.callback(store.close)
+                index = opened.enter_context(contextlib.closing(MediaIndex(tmp_path_factory.mktemp("index"))))
+                proxy = ProxyMedia(store, index)
+            loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), seed)
+            return types.SimpleNamespace(store=store, prompts=Preparer(processor, loader, config, proxy=proxy))
+
+        yield functools.cache(make)
+
+
+def settings_of(strategy: str, together: bool = True):
+    config = make_config(tokens_per_row=128, rows=1 if strategy == "odc" else 2, patches=512, share=together)
+    config.sharding.strategy = Strategy(strategy)
+    config.sharding.devices = DEVICES
+    config.data.cache_gib = 1e-5  # ten kilobytes: much is spilled, and much decoded again
+    config.data.spill_gib = 1e-4
+    config.rollout.max_sequence_tokens, config.rollout.max_new_tokens = 160, 16
+    return config
+
+
+def answered(prepared, seed: int) -> list[Group]:
+    """A group for each prompt, of responses of random lengths."""
+    random, groups = np.random.default_rng(seed), []
+    for draw, one in sorted(prepared.items()):
+        samples = []
+        for sample in range(int(random.integers(1, 4))):
+            length = int(random.integers(1, 12))
+            response = Response(
+                rid=f"{draw}/{sample}",
+                draw=draw,
+                sample=sample,
+                token_ids=tuple(random.integers(0, 60, length).tolist()),
+                logprobs=tuple((-random.uniform(0.1, 5.0, length)).astype(np.float32).tolist()),
+                versions=(0,) * length,
+                finish="stop",
+            )
+            samples.append(Sample(response, Reward(1.0, False), float(np.float32(random.normal()))))
+        groups.append(Group(one.prompt, tuple(samples)))
+    return groups
+
+
+def by_draw(prepared):
+    return {one.prompt.draw: one for one in prepared}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "flex_ulysses", "odc"])
+@given(
+    seed=st.integers(0, 3),
+    first=st.integers(0, 200),
+    count=st.integers(1, 7),
+    processes=st.sampled_from([1, 2, 4]),
+    together=st.booleans(),
+    near=st.sampled_from([0, 1 << 13, 1 << 30]),
+)
+@settings(deadline=None, max_examples=12)
+def test_batches_of_every_process_are_those_of_central(
+    strategy, process, seed, first, count, processes, together, near
+):
+    draws = range(first, first + count)
+    central, zero = process(strategy, seed, False), process(strategy, seed, True)
+    plain, shadowed = by_draw(central.prompts.again(draws)), by_draw(zero.prompts.again(draws))
+    assert sorted(plain) == sorted(shadowed) == list(draws)
+    assert [one.prompt for one in plain.values()] == [one.prompt for one in shadowed.values()]
+    groups = answered(plain, seed + first)
+    make = functools.partial(Composer, settings_of(strategy, together), DEVICES, MODEL.vision, MODEL.text)
+    each = DEVICES // processes
+    shards = [range(k * each, (k + 1) * each) for k in range(processes)]
+    wanted = make().shares(groups, plain, shards)
+    shares = make().shares(groups, shadowed, shards)
+    fetched = 0
+    for number, (want, share) in enumerate(zip(wanted, shares, strict=True)):
+        # Each process has a store of its own, and may have decoded nothing of this before.
+        here = zero if number == 0 else process(strategy, seed + 100 * number, True)
+        here.prompts.loader = zero.prompts.loader
+
+        def inputs(media, here=here):
+            tickets = {draw: [ticket for ticket, _ in heard] for draw, heard in media.items() if heard is not None}
+            texts = here.prompts.again(draw for draw, heard in media.items() if heard is None)
+            assert all(one.inputs.vision is None for one in texts), "pixels are never decoded for an order"
+            return here.prompts.laid_out(tickets) | {draw: one.inputs for draw, one in by_draw(texts).items()}
+
+        order = decode(encode(Learn(1, *told(share))))
+        assert isinstance(order, Learn)
+        got, expected = make().lay_out(share_of(order.rows, order.responses, inputs)), make().lay_out(want)
+        assert [m.owner for m in got.microbatches] == [m.owner for m in expected.microbatches]
+        with (
+            contextlib.closing(NearPixels(here.store, near)) as pixels,
+            contextlib.closing(Materializer(pixels.fetch if near else here.store.fetch)) as materializer,
+        ):
+            for one in shadowed.values():
+                pixels.expect(rows_of(one.inputs))
+            materializer.expect(got.batches)
+            for ours, theirs in zip(got.batches, expected.batches, strict=True):
+                assert_same(materializer.read(ours), theirs)
+            fetched += materializer.totals.bytes
+    pixels = sum(one.inputs.vision.patches_PX.nbytes for one in plain.values() if one.inputs.vision is not None)
+    pieces = sum(len(group.samples) for group in groups)
+    assert (fetched > 0) == (pixels > 0)
+    assert fetched <= pieces * pixels, "no process fetches what others compute"
+
+
+def assert_same(ours, theirs) -> None:
+    """Bit for bit, or abstract alike."""
+    own, others = (jax.tree_util.tree_leaves_with_path(tree) for tree in (ours, theirs))
+    assert [path for path, _ in own] == [path for path, _ in others]
+    for (path, got), (_, want) in zip(own, others, strict=True):
+        assert type(got) is type(want), path
+        assert (got.shape, got.dtype) == (want.shape, want.dtype), path
+        if isinstance(got, np.ndarray):
+            assert got.tobytes() == want.tobytes(), jax.tree_util.keystr(path)

@@ -1,0 +1,187 @@
+"""Snapshots: exact, of the newest two steps, for the same devices only, and never a reason for a run to fail."""
+
+import functools
+import logging
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from run_cases import Commands, assert_same_run, checkpoint_steps, flags, letters, signal_when, summary
+
+from fluxjax.run import snapshot_folder
+from fluxjax.run.snapshots import Snapshots
+from sharding.weights import like
+
+ONE = Snapshots()
+
+
+ROWS = P("d")
+
+
+@functools.cache
+def placed(devices: int, spec: P = ROWS):
+    mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    matrix = jax.device_put(jnp.arange(64.0).reshape(16, 4), NamedSharding(mesh, spec))
+    half = jax.device_put(jnp.linspace(0.0, 1.0, 7).astype(jnp.bfloat16), NamedSharding(mesh, P()))
+    params = {"half": half, "matrix": matrix, "nothing": jax.device_put(jnp.zeros((0, 3)), NamedSharding(mesh, P()))}
+    return {
+        "params": params,
+        "opt": jax.jit(optax.adam(1e-3).init)(params),
+        "version": jax.device_put(np.int32(3), half.sharding),
+    }
+
+
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P()])
+def test_a_snapshot_is_exact_and_survives_donation(spec, tmp_path):
+    arrays = placed(4, spec)
+    expected, abstract = jax.tree.map(np.asarray, arrays), like(arrays)
+    ONE.write(tmp_path / "s", 3, jax.tree.map(jnp.copy, arrays), {"coordinator": [1, 2]})
+    assert ONE.steps(tmp_path / "s", abstract) == [3] and ONE.state(tmp_path / "s", 3) == {"coordinator": [1, 2]}
+    restored = ONE.restore(tmp_path / "s", abstract, 3)
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)
+    jax.tree.map(np.testing.assert_array_equal, restored, expected)
+    jax.tree.map(lambda array, want: array.sharding == want.sharding or pytest.fail(), restored, arrays)
+    jax.block_until_ready(overwrite(restored["params"]))
+    jax.tree.map(np.testing.assert_array_equal, ONE.restore(tmp_path / "s", abstract, 3), expected)
+
+
+def test_the_newest_two_are_kept(tmp_path):
+    for step in (1, 2, 5):
+        ONE.write(tmp_path / "s", step, placed(2))
+    (tmp_path / "s" / "6.0-of-1.partial").touch()  # the process was killed
+    assert ONE.steps(tmp_path / "s", like(placed(2))) == [2, 5]
+    ONE.write(tmp_path / "s", 6, placed(2))
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["5.0-of-1", "6.0-of-1"]
+
+
+def damaged_at(file: pathlib.Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: damaged_at(file, 0),
+        lambda file: damaged_at(file, 9),
+        lambda file: damaged_at(file, -100),
+        lambda file: damaged_at(file, -1),
+        lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        lambda file: file.write_bytes(file.read_bytes() + b"1"),
+        lambda file: file.write_bytes(b""),
+        lambda file: file.rename(file.with_name("2.0-of-2")),
+        lambda file: file.unlink(),
+    ],
+)
+def test_what_is_damaged_or_of_another_number_of_processes_is_none(damage, tmp_path):
+    for step in (1, 2):
+        ONE.write(tmp_path / "s", step, placed(2))
+    damage(tmp_path / "s" / "2.0-of-1")
+    assert ONE.steps(tmp_path / "s", like(placed(2))) == [1]
+
+
+def test_one_of_other_devices_or_arrays_is_none(tmp_path):
+    ONE.write(tmp_path / "s", 1, placed(2))
+    assert ONE.steps(tmp_path / "s", like(placed(2))) == [1]
+    for other in (placed(4), placed(2, P()), placed(2)["params"]):
+        assert ONE.steps(tmp_path / "s", like(other)) == []
+
+
+def test_a_full_memory_is_a_warning(small_disk, caplog):
+    folder, large = small_disk / "s", {"w": jnp.zeros(2**20)}
+    ONE.write(folder, 1, placed(2))
+    with caplog.at_level(logging.WARNING):
+        for step in (2, 3):
+            ONE.write(folder, step, large)
+    assert len(caplog.messages) == 1 and "no snapshot of step 2" in caplog.text and "MiB are needed" in caplog.text
+    assert [path.name for path in folder.iterdir()] == ["1.0-of-1"]
+    ONE.write(folder, 4, placed(2))
+    assert ONE.steps(folder, like(placed(2))) == [1, 4]
+
+
+def test_a_folder_that_is_not_there_is_a_warning(tmp_path, caplog):
+    Snapshots().write(tmp_path / "none" / "s", 1, placed(2))
+    assert "no snapshot of step 1" in caplog.text
+
+
+def test_another_history_has_another_folder(tmp_path):
+    """That of a run that was killed and whose folder was then removed, too. Other runs keep theirs."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir()
+    ONE.write(kept := snapshot_folder.begun(other, tmp_path), 1, placed(2))
+    ONE.write(before := snapshot_folder.begun(run, tmp_path), 1, placed(2))
+    assert snapshot_folder.newest(run, 1) == 1
+    after = snapshot_folder.begun(run, tmp_path)
+    assert snapshot_folder.named(run) == after != before and snapshot_folder.newest(run, 1) == -1
+    ONE.write(after, 2, placed(2))
+    assert not before.exists() and kept.exists() and snapshot_folder.newest(run, 1) == 2
+    snapshot_folder.remove(run, tmp_path)
+    assert not after.exists() and kept.exists() and snapshot_folder.newest(other, 1) == 1
+    assert snapshot_folder.named(run) is None
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def commands() -> Commands:
+    return Commands()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> list[str]:
+    return flags(steps=6, checkpoint__every=4, **letters(tmp_path_factory.mktemp("letters")))
+
+
+@pytest.fixture(scope="module")
+def reference(commands, text, tmp_path_factory) -> pathlib.Path:
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    commands.run(run_dir, "configs/text.py:debug", text)
+    assert not (run_dir / "snapshots").exists(), "they are off"
+    return run_dir
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on_from_its_snapshot(commands, text, reference, tmp_path):
+    """Without a supervisor. It ends as the run without snapshots that nobody killed."""
+    run_dir, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    often = [*text, "--config.checkpoint.snapshot_every=1", f"--config.checkpoint.snapshot_folder={memory}"]
+    signal_when(
+        commands.start(run_dir, "configs/text.py:debug", often), lambda: snapshot_folder.newest(run_dir, 1) >= 3
+    )
+    newest = snapshot_folder.newest(run_dir, 1)
+    assert checkpoint_steps(run_dir) == [0] if newest < 4 else [0, 4]
+    commands.run(run_dir, "configs/text.py:debug", often)
+    assert summary(run_dir)["resumed_from"] == [newest]
+    assert_same_run(run_dir, reference)
+    assert not list(memory.iterdir()) and not (run_dir / "snapshots").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", ["devices", "off", "full"])
+def test_a_run_that_can_not_goes_on_from_its_checkpoint(change, commands, text, reference, small_disk, tmp_path):
+    run_dir, memory = tmp_path / "run", small_disk
+    often = [*text, "--config.checkpoint.snapshot_every=1", f"--config.checkpoint.snapshot_folder={memory}"]
+    if change == "full":
+        with (memory / "full").open("wb") as file:
+            file.write(bytes(int(1.8e6)))
+        assert "no snapshot of step 1" in commands.run(run_dir, "configs/text.py:debug", often)
+        assert_same_run(run_dir, reference)
+        assert [path.name for path in memory.iterdir()] == ["full"]
+        return
+    signal_when(
+        commands.start(run_dir, "configs/text.py:debug", often), lambda: snapshot_folder.newest(run_dir, 1) == 2
+    )
+    again = text if change == "off" else [*often, "--config.sharding.devices=2"]
+    commands.run(run_dir, "configs/text.py:debug", again, devices=1 if change == "off" else 2)
+    assert summary(run_dir)["resumed_from"] == [0]
+    if change == "off":
+        assert_same_run(run_dir, reference)
