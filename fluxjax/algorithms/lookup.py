@@ -8,6 +8,7 @@ import inspect
 import pathlib
 from collections.abc import Mapping
 
+from ..base.import_path import imported
 from ..config import AlgorithmConfig, ConfigError
 from .cispo import CISPO
 from .dapo import DAPO
@@ -51,20 +52,8 @@ def find_algorithm(cfg: AlgorithmConfig) -> RLAlgorithm:
     if cfg.name in ALGORITHMS:
         return ALGORITHMS[cfg.name]
     cfg.validate()
-    module_name, _, attribute = cfg.name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever importing the user's module raises
-        raise ConfigError(
-            f"algorithm.name is {cfg.name!r}, but importing {module_name!r} raised {type(error).__name__}: {error}"
-        ) from error
-    if not hasattr(module, attribute):
-        known = [name for name, value in vars(module).items() if hasattr(value, "token_loss")]
-        raise ConfigError(
-            f"algorithm.name is {cfg.name!r}, but {module_name} has no {attribute!r}; its algorithms: "
-            f"{', '.join(known) or 'none'}"
-        )
-    return adapted(getattr(module, attribute), f"algorithm.name={cfg.name}")
+    found = imported(cfg.name, "algorithm.name", lambda value: hasattr(value, "token_loss"))
+    return adapted(found, f"algorithm.name={cfg.name}")
 
 
 def own_code(cfg: AlgorithmConfig) -> str:

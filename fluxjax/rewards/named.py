@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..base.import_path import imported
 from ..base.scored import Completion
 from . import rules
 from .boxes import BoxOverlap
@@ -73,7 +73,9 @@ class FoundReward:
 def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None = None) -> FoundReward:
     """Returns what `name` stands for: a key of `REWARDS` or `module:attribute`. Raises `ConfigError` naming `field`
     where there is no such thing, it is no reward, or it has no such `arguments`."""
-    value = _imported(name, field) if ":" in name else REWARDS.get(name)
+    value = REWARDS.get(name)
+    if ":" in name:
+        value = imported(name, field, _own_reward(name.partition(":")[0]))
     if value is None:
         raise ConfigError(f"{field} is {name!r}; it must be one of {', '.join(REWARDS)}, or module:attribute")
     if not is_reward(value):
@@ -102,23 +104,9 @@ def _callable_class(value: Any) -> bool:
     return inspect.isclass(value) and any("__call__" in vars(base) for base in value.__mro__)
 
 
-def _imported(name: str, field: str) -> Any:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever importing the user's module raises
-        raise ConfigError(
-            f"{field} is {name!r}, but importing {module_name!r} raised {type(error).__name__}: {error}"
-        ) from error
-    value = getattr(module, attribute, None)
-    if value is None:
-        known = [n for n, v in vars(module).items() if _own(v, module.__name__)]
-        raise ConfigError(f"{field} is {name!r}, but {module_name} has no {attribute!r}; it has {', '.join(known)}")
-    return value
-
-
-def _own(value: Any, module: str) -> bool:
-    return (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module
+def _own_reward(module: str) -> Callable[[Any], bool]:
+    """Says of a value whether it may be meant as a reward of this module."""
+    return lambda value: (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module
 
 
 @dataclasses.dataclass(frozen=True)
