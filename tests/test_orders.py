@@ -178,8 +178,8 @@ def test_a_prompt_that_is_not_here_is_named():
     with pytest.raises(OrderError, match="draw 100 can't be prepared here"):
         share_of(*told(share), lambda draws: {draw: prepared[draw].inputs for draw in draws if draw != 100})
     cut, responses = told(share)
-    cut["groups"][0] = {name: value for name, value in cut["groups"][0].items() if name != "version"}
-    with pytest.raises(OrderError, match="rows that can't be read: 'version'"):
+    cut["groups"][0] = cut["groups"][0][:3]
+    with pytest.raises(OrderError, match=r"rows that can't be read: .*'version'"):
         share_of(cut, responses, lambda draws: {draw: prepared[draw].inputs for draw in draws})
 
 

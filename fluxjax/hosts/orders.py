@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias, get_args
+from typing import Any, ClassVar, NamedTuple, TypeAlias, get_args
 
 import msgpack
 import numpy as np
@@ -27,7 +27,7 @@ from ..base.types import Response, Reward, Sample
 from ..batch.composition import PackedRows, Piece, TrainGroup, tokens_of
 from ..batch.share import PlannedRows, Share, sized_input, sized_samples
 
-PROTOCOL = 4
+PROTOCOL = 5
 MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each; None: who is told decodes
 PlaceOf: TypeAlias = Callable[[str], str]  # the preprocessor that holds what a ticket names
 UNKNOWN_PLACE = ""
@@ -193,14 +193,25 @@ def told_all(shares: Sequence[Share], place_of: PlaceOf = lambda ticket: UNKNOWN
     return [_told(share, known[id(share.groups)]) for share in shares]
 
 
+class ToldGroup(NamedTuple):
+    """A group as it is told, without its prompt's inputs: a row of values, for there may be thousands."""
+
+    name: str
+    draw: int
+    media: list[list[Any]] | None  # what `told_media` returns
+    version: int
+    temperature: float | None
+    count: int  # of its responses in the step
+
+
 class ToldGroups:
     """Groups as they are told, and their responses one after the other: `first[item]` is the first of a group's."""
 
     def __init__(self, groups: Sequence[TrainGroup], needed: frozenset[int] | None, place_of: PlaceOf) -> None:
         """Groups that are not `needed` (None: all are) have no responses here."""
-        self._groups, self._place_of = groups, place_of
-        self._known: dict[int, dict[str, Any]] = {}
         whole = groups if needed is None else [g for k, g in enumerate(groups) if k in needed]
+        items = range(len(groups)) if needed is None else sorted(needed)
+        self._told = dict(zip(items, (_told_group(group, place_of) for group in whole), strict=True))
         samples = list(itertools.chain.from_iterable(group.samples for group in whole))
         here = (len(g.samples) if needed is None or k in needed else 0 for k, g in enumerate(groups))
         counts = np.fromiter(here, np.int64, len(groups))
@@ -212,17 +223,13 @@ class ToldGroups:
         self.facts["advantage"] = [sample.advantage for sample in samples]
         self.facts["number"] = np.arange(len(samples)) - np.repeat(ends - counts, counts)
 
-    def __getitem__(self, item: int) -> dict[str, Any]:
-        if item not in self._known:
-            group = self._groups[item]
-            self._known[item] = {
-                "name": group.name,
-                "draw": group.samples[0].response.draw,
-                "media": told_media(group.inputs, self._place_of),
-                "version": group.version,
-                "temperature": group.temperature,
-            }
-        return self._known[item]
+    def __getitem__(self, item: int) -> ToldGroup:
+        return self._told[item]
+
+
+def _told_group(group: TrainGroup, place_of: PlaceOf) -> ToldGroup:
+    draw, media = group.samples[0].response.draw, told_media(group.inputs, place_of)
+    return ToldGroup(group.name, draw, media, group.version, group.temperature, len(group.samples))
 
 
 def _told(share: Share, groups: ToldGroups) -> Told:
@@ -231,9 +238,7 @@ def _told(share: Share, groups: ToldGroups) -> Told:
     if share.needed is not None:
         rows["micros"] = [_told_plan(micro, share.shards) for micro in share.micros if isinstance(micro, PlannedRows)]
         every = enumerate(share.groups)
-        rows["groups"] = [
-            groups[k] | {"count": len(g.samples)} if k in share.needed else _told_sizes(g) for k, g in every
-        ]
+        rows["groups"] = [groups[k] if k in share.needed else _told_sizes(g) for k, g in every]
         return rows | {"facts": groups.facts.tobytes()}, groups.responses
     micros = [micro for micro in share.micros if isinstance(micro, PackedRows)]
     pieces = [piece for micro in micros for shard in micro.shards for row in shard for piece in row]
@@ -263,31 +268,32 @@ def share_of(
     """The share that `told` was given; `inputs` returns those of prompts, by draw, for what was told of their media.
     Raises OrderError for a prompt that it does not return, and for rows that are none."""
     try:
-        needed = [group for group in rows["groups"] if "draw" in group]
-        media = {group["draw"]: _media(group) for group in needed}
+        groups = [group if isinstance(group, Mapping) else ToldGroup(*group) for group in rows["groups"]]
+        media = {group.draw: _media(group) for group in groups if isinstance(group, ToldGroup)}
         found = inputs({draw: media[draw] for draw in sorted(media)})
         if missing := sorted(media.keys() - set(found)):
             raise OrderError(f"draw {missing[0]} can't be prepared here, but could be in process 0")
         data = responses if isinstance(responses, bytes) else b"".join(responses)
-        return _rows(rows, data, found) if "items" in rows else _plans(rows, data, found)
+        if "items" in rows:
+            return _rows(rows, [ToldGroup(*group) for group in rows["groups"]], data, found)
+        return _plans(rows, groups, data, found)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, OrderError):
             raise
         raise OrderError(f"rows that can't be read: {error}") from error
 
 
-def _rows(rows: Mapping[str, Any], data: bytes, inputs: Mapping[int, ModelInput]) -> Share:
+def _rows(rows: Mapping[str, Any], told: Sequence[ToldGroup], data: bytes, inputs: Mapping[int, ModelInput]) -> Share:
     """A share of rows. Responses that are not here leave no gap: those that are have new numbers in their group."""
     items, counts = rows["items"], rows["counts"]
     owners = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
     facts = np.frombuffer(rows["facts"], _FACTS)
-    members: list[list[int]] = [[] for _ in rows["groups"]]  # of each group, which of the responses that came
+    members: list[list[int]] = [[] for _ in told]  # of each group, which of the responses that came
     for k in np.lexsort((facts["number"], owners)).tolist():
         members[owners[k]].append(k)
-    responses = _responses(data, [rows["groups"][item]["draw"] for item in owners])
+    responses = _responses(data, [told[item].draw for item in owners])
     groups = tuple(
-        _group(group, inputs[group["draw"]], responses, facts, own)
-        for group, own in zip(rows["groups"], members, strict=True)
+        _group(group, inputs[group.draw], responses, facts, own) for group, own in zip(told, members, strict=True)
     )
     place = {k: number for own in members for number, k in enumerate(own)}
     ends = np.cumsum(counts).tolist()
@@ -297,27 +303,33 @@ def _rows(rows: Mapping[str, Any], data: bytes, inputs: Mapping[int, ModelInput]
     ]
     following = iter(pieces)
     micros = []
-    for told in rows["micros"]:
-        shards = tuple(tuple(tuple(itertools.islice(following, count)) for count in shard) for shard in told["pieces"])
-        count, tokens, patches, frame = told["sizes"]
+    for micro in rows["micros"]:
+        shards = tuple(tuple(tuple(itertools.islice(following, count)) for count in shard) for shard in micro["pieces"])
+        count, tokens, patches, frame = micro["sizes"]
         micros.append(PackedRows(count, tokens, patches, shards, frame))
     return Share(tuple(micros), groups, range(*rows["shards"]), None)
 
 
-def _plans(rows: Mapping[str, Any], data: bytes, inputs: Mapping[int, ModelInput]) -> Share:
+def _plans(
+    rows: Mapping[str, Any],
+    told: Sequence[ToldGroup | Mapping[str, Any]],
+    data: bytes,
+    inputs: Mapping[int, ModelInput],
+) -> Share:
     """A share of what shard plans lay out, of whole groups."""
-    told = rows["groups"]
-    needed = [k for k, group in enumerate(told) if "draw" in group]
+    whole = {k: group for k, group in enumerate(told) if isinstance(group, ToldGroup)}
     facts = np.frombuffer(rows["facts"], _FACTS)
-    responses = _responses(data, [told[k]["draw"] for k in needed for _ in range(told[k]["count"])])
-    own = np.split(np.arange(len(responses)), np.cumsum([told[k]["count"] for k in needed])[:-1])
-    members = dict(zip(needed, own, strict=True)) if needed else {}
+    responses = _responses(data, [group.draw for group in whole.values() for _ in range(group.count)])
+    own = np.split(np.arange(len(responses)), np.cumsum([group.count for group in whole.values()])[:-1])
+    members = dict(zip(whole, own, strict=True)) if whole else {}
     groups = tuple(
-        _group(group, inputs[group["draw"]], responses, facts, members[k].tolist()) if k in members else _sizes(group)
+        _group(group, inputs[group.draw], responses, facts, members[k].tolist())
+        if isinstance(group, ToldGroup)
+        else _sizes(group)
         for k, group in enumerate(told)
     )
     micros = tuple(_plan(micro, groups) for micro in rows["micros"])
-    return Share(micros, groups, range(*rows["shards"]), frozenset(needed))
+    return Share(micros, groups, range(*rows["shards"]), frozenset(whole))
 
 
 def _responses(data: bytes, draws: Sequence[int]) -> list[Response]:
@@ -392,17 +404,16 @@ def told_media(inputs: ModelInput, place_of: PlaceOf) -> list[list[Any]] | None:
     return [[rows.ticket, place_of(rows.ticket)] for rows in patches.elsewhere]
 
 
-def _media(group: Mapping[str, Any]) -> MediaTold:
-    media = group["media"]
-    return None if media is None else [(str(ticket), str(place)) for ticket, place in media]
+def _media(group: ToldGroup) -> MediaTold:
+    return None if group.media is None else [(str(ticket), str(place)) for ticket, place in group.media]
 
 
 def _group(
-    told: Mapping[str, Any], inputs: ModelInput, responses: Sequence[Response], facts: np.ndarray, own: Sequence[int]
+    told: ToldGroup, inputs: ModelInput, responses: Sequence[Response], facts: np.ndarray, own: Sequence[int]
 ) -> TrainGroup:
     """The group of the responses `own`, in order."""
     samples = tuple(Sample(responses[k], Reward(0.0, False), float(facts["advantage"][k])) for k in own)
-    return TrainGroup(told["name"], inputs, samples, facts["weight"][own], told["version"], told["temperature"])
+    return TrainGroup(told.name, inputs, samples, facts["weight"][own], told.version, told.temperature)
 
 
 def _integers(values: Iterable[int] | np.ndarray) -> list[Any]:
