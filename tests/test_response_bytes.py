@@ -27,7 +27,7 @@ def test_numbers_come_back_as_they_were(tokens, sample, temperature, data):
     assert written == response.data and newest_of(written) == max(versions, default=-1)
     numbers = numbers_of(b"before" + written + b"behind", 6)
     assert numbers.size == len(written)
-    again = Response.of(3, numbers)
+    again = Response.of(3, written)
     assert (again.draw, again.sample, again.temperature) == (3, sample, temperature)
     assert (again.token_ids, again.versions) == (response.token_ids, response.versions)
     assert again.logprobs == response.logprobs and again.data == written
