@@ -80,7 +80,7 @@ class Response:
         return response._packed(data, len(numbers.tokens))
 
     def packed(self) -> "Response":
-        """Itself, of which `data` is kept and no tuple: tuples take four to twelve times as much, and are made anew each
+        """Itself, of which `data` is kept and no tuple: they take four to twelve times as much, and are made anew each
         time that one is asked for. Log-probs become float32."""
         return self._packed(self.data, self.num_tokens)
 

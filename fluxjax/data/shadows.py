@@ -96,8 +96,8 @@ def rows_of(inputs: PromptInput) -> tuple[Rows, ...]:
 
 
 def layout(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Ticket]) -> Callable[[], ModelInput]:
-    """Makes the model input of a tokenised prompt with these media, which are touched by nobody. This and the call raise
-    PromptError and ValueError where they do not fit together."""
+    """Makes the model input of a tokenised prompt with these media, which are touched by nobody. This call and that
+    raise PromptError and ValueError where they do not fit together."""
     if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
         raise ValueError(f"{wrong.ref.name} was preprocessed by other settings than those of this process")
     outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])
