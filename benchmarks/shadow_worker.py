@@ -21,6 +21,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import Group, Media, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
@@ -291,6 +292,7 @@ def _follow(world: World, rank: int, compute: float, pipe: Any) -> None:
 
 def one_batch(world: World) -> None:
     """Process 0 draws a step and plans it for eight; nobody reads pixels that are elsewhere."""
+    keep_freed_memory()  # as in `fluxjax.train`
     process = TrainerProcess(world, 0)
     for _ in range(2):  # while the second is drawn, the third is prepared
         _tell_step(process, world)
