@@ -21,6 +21,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import Group, Media, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
@@ -39,7 +40,7 @@ from fluxjax.hosts.coming import ComingPrompts, coming
 from fluxjax.hosts.orders import Coming, Learn, MediaTold, decode, encode, share_of, told
 from fluxjax.runtime.flight_store import FlightStore
 from models.config import PatchLayout, TextConfig, VisionConfig
-from models.inputs import ModelInput
+from models.inputs import PromptInput
 from models.processing import tiny
 from models.processing.media import MediaSettings
 
@@ -115,7 +116,7 @@ class TrainerProcess:
         writes out what the last call returned, pixels and all."""
         return self.loop.run_until_complete(self.prompts.draw(count))
 
-    def inputs(self, media: Mapping[int, MediaTold]) -> Mapping[int, ModelInput]:
+    def inputs(self, media: Mapping[int, MediaTold]) -> Mapping[int, PromptInput]:
         """As `run.follower` finds them."""
         tickets = {draw: seen for draw, seen in media.items() if seen is not None}
         self.hear(tickets.values())
@@ -188,14 +189,13 @@ def responses(prepared: Sequence[PreparedPrompt]) -> list[Group]:
         for number in range(GROUP):
             count = max(1, min(LONGEST, int(draw.lognormvariate(math.log(100), 0.8))))
             tokens = Response("", each.prompt.draw, number, (5,) * count, (-1.0,) * count, (0,) * count, "stop", 1.0)
-            samples.append(Sample(tokens, Reward(0.0, False), advantage=1.0 - 2 * (number % 2)))
+            samples.append(Sample(tokens.packed(), Reward(0.0, False), advantage=1.0 - 2 * (number % 2)))
         groups.append(Group(each.prompt, tuple(samples)))
     return groups
 
 
 def patches_of(prepared: PreparedPrompt) -> Any:
-    assert prepared.inputs.vision is not None
-    return prepared.inputs.vision.patches_PX
+    return prepared.inputs.patches_PX
 
 
 def controller(world: World, compute: float, steps: int) -> list[dict[str, float]]:
@@ -292,14 +292,20 @@ def _follow(world: World, rank: int, compute: float, pipe: Any) -> None:
 
 def one_batch(world: World) -> None:
     """Process 0 draws a step and plans it for eight; nobody reads pixels that are elsewhere."""
+    keep_freed_memory()  # as in `fluxjax.train`
     process = TrainerProcess(world, 0)
     for _ in range(2):  # while the second is drawn, the third is prepared
-        prepared, _ = process.draw(world.prompts)
-        by_draw = {each.prompt.draw: each for each in prepared}
-        own = [range(rank, rank + 1) for rank in range(world.processes)]
-        for share in process.composer.shares(responses(prepared), by_draw, own)[1:]:
-            encode(Learn(1, *told(share, process.holder)))
+        _tell_step(process, world)
     process.close()
+
+
+def _tell_step(process: TrainerProcess, world: World) -> None:
+    """A step's prompts and groups are gone when the next is drawn, as in a run."""
+    prepared, _ = process.draw(world.prompts)
+    by_draw = {each.prompt.draw: each for each in prepared}
+    own = [range(rank, rank + 1) for rank in range(world.processes)]
+    for share in process.composer.shares(responses(prepared), by_draw, own)[1:]:
+        encode(Learn(1, *told(share, process.holder)))
 
 
 def slices_fetched(world: World) -> dict[str, Any]:
@@ -318,8 +324,8 @@ def slices_fetched(world: World) -> dict[str, Any]:
             materializer.read(batch)
         materializer.close()
         fetched.append(materializer.totals.bytes)
-        needed = {share.groups[k].name: share.groups[k].inputs.vision for k in share.needed}
-        samples.append(sum(vision.patches_PX.nbytes for vision in needed.values() if vision is not None))
+        needed = {share.groups[k].name: share.groups[k].inputs.patches_PX for k in share.needed}
+        samples.append(sum(patches_PX.nbytes for patches_PX in needed.values() if patches_PX is not None))
     process.close()
     share_bytes = whole / world.processes
     return {

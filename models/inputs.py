@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -18,6 +20,8 @@ from jaxtyping import Float32, Int32
 
 from sharding.spread.buffers import Spread
 from sharding.spread.route import Route
+
+from .shadow import ShadowTensor
 
 if TYPE_CHECKING:
     AnyArray: TypeAlias = Any  # numpy on the host, JAX's behind `jit`: who reads a field knows which
@@ -77,6 +81,19 @@ class ModelInput:
     def __len__(self) -> int:
         return len(self.token_ids_T)
 
+    def laid_out(self) -> ModelInput:
+        return self
+
+    @property
+    def patches_PX(self) -> AnyArray | ShadowTensor | None:
+        """None: it has no media."""
+        return None if self.vision is None else self.vision.patches_PX
+
+    @property
+    def frame_bound(self) -> int:
+        """See `VisionInput`; 1 without media."""
+        return 1 if self.vision is None else self.vision.frame_bound or frame_bound(self.vision.frame_segments_P)
+
     @functools.cached_property
     def frame_edges(self) -> list[int]:
         """The first patch of each frame pair, and the number of patches; empty without media."""
@@ -90,6 +107,48 @@ class ModelInput:
         """(the tokens that show a feature, the row of this feature)."""
         tokens = np.flatnonzero(self.feature_index_T >= 0)
         return tokens, self.feature_index_T[tokens]
+
+
+class OutlinedInput:
+    """A prepared prompt of which only sizes are kept, and how to lay it out: the arrays of a `ModelInput` are many
+    times as large. A plan reads `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, as of a `ModelInput`."""
+
+    __slots__ = ("_again", "_edges", "_known", "_tokens", "_where", "_which", "frame_bound", "patches_PX")
+
+    def __init__(self, inputs: ModelInput, again: Callable[[], ModelInput]) -> None:
+        """`again` makes `inputs` anew."""
+        self._again = again
+        self._known: weakref.ref[ModelInput] | None = None
+        self._tokens, self.patches_PX, self.frame_bound = len(inputs), inputs.patches_PX, inputs.frame_bound
+        self._edges, self._where, self._which = map(_narrow, (inputs.frame_edges, *inputs.shown))
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def laid_out(self) -> ModelInput:
+        """The prompt as a model reads it, which is kept for as long as somebody uses it."""
+        known = None if self._known is None else self._known()
+        if known is None:
+            known = self._again()
+            self._known = weakref.ref(known)
+        return known
+
+    @property
+    def frame_edges(self) -> list[int]:
+        return self._edges.tolist()
+
+    @property
+    def shown(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._where.astype(np.int64), self._which.astype(np.int32)
+
+
+PromptInput: TypeAlias = ModelInput | OutlinedInput
+
+
+def _narrow(values: list[int] | np.ndarray) -> np.ndarray:
+    """Numbers from 0 in the smallest integers that hold them."""
+    array = np.asarray(values, np.int64)
+    return array.astype(np.min_scalar_type(array.max(initial=0)))
 
 
 @typing.no_type_check  # see `VisionInput`

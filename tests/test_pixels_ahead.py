@@ -179,9 +179,9 @@ def test_other_processes_lay_out_what_comes_before_they_learn_from_it(run):
     found = coming.laid_out(words)
     assert calls == [[0]], "the last three were remembered"
     for each in prepared:
-        got, want = found[each.prompt.draw], each.inputs
+        got, want = found[each.prompt.draw], each.inputs.laid_out()
         assert got.token_ids_T.tolist() == want.token_ids_T.tolist() and tickets_of(got) == tickets_of(want)
-    assert coming.laid_out({1: words[1]})[1].token_ids_T.tolist() == prepared[1].inputs.token_ids_T.tolist()
+    assert coming.laid_out({1: words[1]})[1].token_ids_T.tolist() == prepared[1].inputs.laid_out().token_ids_T.tolist()
     assert calls[1:] == [[1]], "nothing is kept once it was used"
     coming.hear(order)
     coming.laid_out({3: words[2]})

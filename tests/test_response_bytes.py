@@ -1,5 +1,8 @@
 """A response as bytes: nothing is lost, and what is none is named."""
 
+import dataclasses
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,7 +30,7 @@ def test_numbers_come_back_as_they_were(tokens, sample, temperature, data):
     assert written == response.data and newest_of(written) == max(versions, default=-1)
     numbers = numbers_of(b"before" + written + b"behind", 6)
     assert numbers.size == len(written)
-    again = Response.of(3, numbers)
+    again = Response.of(3, written)
     assert (again.draw, again.sample, again.temperature) == (3, sample, temperature)
     assert (again.token_ids, again.versions) == (response.token_ids, response.versions)
     assert again.logprobs == response.logprobs and again.data == written
@@ -55,3 +58,14 @@ def test_bytes_that_are_no_response_are_named():
                 numbers_of(data[:at] + wrong.to_bytes(4, "little", signed=True) + data[at + 4 :])
     with pytest.raises(ValueError, match="runs"):
         numbers_of(data[:28] + b"\xff" * 4 + data[32:])  # a run of -1 tokens
+
+
+def test_a_packed_response_keeps_its_bytes_only():
+    response = Response("a", 3, 1, (5, 6, 70000), (-0.5, -1.0, 0.0), (1, 1, 2), "stop", 0.7)
+    packed = dataclasses.replace(response).packed()
+    assert not {"token_ids", "logprobs", "versions"} & vars(packed).keys()
+    assert packed == response and packed.num_tokens == 3 and packed.facts == response.facts
+    assert dataclasses.replace(packed, versions=(2, 2, 2)).logprobs == response.logprobs
+    assert pickle.loads(pickle.dumps(packed)) == response
+    with pytest.raises(AttributeError, match="no 'tokens'"):
+        _ = packed.tokens

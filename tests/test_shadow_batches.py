@@ -146,7 +146,7 @@ def test_batches_of_every_process_are_those_of_central(
         def inputs(media, here=here):
             tickets = {draw: [ticket for ticket, _ in heard] for draw, heard in media.items() if heard is not None}
             texts = here.prompts.again(draw for draw, heard in media.items() if heard is None)
-            assert all(one.inputs.vision is None for one in texts), "pixels are never decoded for an order"
+            assert all(one.inputs.patches_PX is None for one in texts), "pixels are never decoded for an order"
             return here.prompts.laid_out(tickets) | {draw: one.inputs for draw, one in by_draw(texts).items()}
 
         order = decode(encode(Learn(1, *told(share))))
@@ -163,7 +163,7 @@ def test_batches_of_every_process_are_those_of_central(
             for ours, theirs in zip(got.batches, expected.batches, strict=True):
                 assert_same(materializer.read(ours), theirs)
             fetched += materializer.totals.bytes
-    pixels = sum(one.inputs.vision.patches_PX.nbytes for one in plain.values() if one.inputs.vision is not None)
+    pixels = sum(one.inputs.patches_PX.nbytes for one in plain.values() if one.inputs.patches_PX is not None)
     pieces = sum(len(group.samples) for group in groups)
     assert (fetched > 0) == (pixels > 0)
     assert fetched <= pieces * pixels, "no process fetches what others compute"

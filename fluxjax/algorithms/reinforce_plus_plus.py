@@ -35,7 +35,7 @@ class ReinforcePlusPlusBaseline(GRPO):
 def _normalised_over_tokens(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[Group]:
     """`(value - mean) / sqrt(variance + 1e-8)` with mean and variance (divisor tokens - 1) over the step's tokens."""
     flat = np.concatenate([*values, np.zeros(0)])
-    tokens = np.array([len(sample.response.token_ids) for group in groups for sample in group.samples], np.int64)
+    tokens = np.array([sample.response.num_tokens for group in groups for sample in group.samples], np.int64)
     count = tokens.sum()
     if count < 2:
         return [with_advantages(group, np.zeros(len(group.samples))) for group in groups]

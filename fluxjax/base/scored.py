@@ -6,12 +6,15 @@ Elsewhere they are imported from `base/types.py`, with all other data of a step.
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from .media import Media
-from .response_bytes import ResponseNumbers, bytes_of, newest_of, numbers_of
+from .response_bytes import bytes_of, newest_of, numbers_of
+
+_COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # in `ResponseNumbers`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,25 +66,46 @@ class Response:
         """Its numbers as bytes (`response_bytes`), as other processes are told them."""
         return bytes_of(self.sample, self.temperature, self.token_ids, self.logprobs, self.versions)
 
-    @functools.cached_property
+    @property
     def arrays(self) -> tuple[Int32[np.ndarray, " T"], Float32[np.ndarray, " T"], Int32[np.ndarray, " T"]]:
         """Tokens, log-probs and versions."""
         numbers = numbers_of(self.data)
         return numbers.tokens, numbers.logprobs, numbers.versions
 
     @classmethod
-    def of(cls, draw: int, numbers: ResponseNumbers) -> "Response":
-        """The response to this draw that has these numbers, and no name."""
-        columns = numbers.tokens, numbers.logprobs, numbers.versions
-        tokens, logprobs, versions = (tuple(column.tolist()) for column in columns)
-        response = cls("", draw, numbers.sample, tokens, logprobs, versions, "stop", numbers.temperature)
-        vars(response)["arrays"] = columns
-        return response
+    def of(cls, draw: int, data: bytes) -> "Response":
+        """The response to this draw that `data` was written from, packed, and without a name."""
+        numbers = numbers_of(data)
+        response = cls("", draw, numbers.sample, (), (), (), "stop", numbers.temperature)
+        return response._packed(data, len(numbers.tokens))
+
+    def packed(self) -> "Response":
+        """Itself, of which `data` is kept and no tuple: they take four to twelve times as much, and are made anew each
+        time that one is asked for. Log-probs become float32."""
+        return self._packed(self.data, self.num_tokens)
+
+    def _packed(self, data: bytes, num_tokens: int) -> "Response":
+        for name in _COLUMNS:
+            vars(self).pop(name, None)
+        vars(self).update(data=data, num_tokens=num_tokens)
+        _ = self.facts
+        return self
+
+    if not TYPE_CHECKING:  # the fields are declared
+
+        def __getattr__(self, name: str) -> tuple:
+            if name not in _COLUMNS or "data" not in vars(self):
+                raise AttributeError(f"a response has no {name!r}", name=name, obj=self)
+            return tuple(getattr(numbers_of(self.data), _COLUMNS[name]).tolist())
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     @functools.cached_property  # numbers beside each other: those of a step are all over the memory
     def facts(self) -> tuple[int, int, int]:
         """(`sample`, its tokens, the newest version that one of them is of, -1 without any)."""
-        return self.sample, len(self.token_ids), newest_of(self.data)
+        return self.sample, self.num_tokens, newest_of(self.data)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import jax
 from jaxtyping import Float32, Int32
 
-from models.inputs import AnyArray, ModelInput, PackedTokens
+from models.inputs import AnyArray, PackedTokens, PromptInput
 
 from .media import Media as Media
 from .media import MediaKind as MediaKind
@@ -26,7 +26,7 @@ class PreparedPrompt:
     """A prompt whose media are decoded and whose text is tokenised, as engines and trainer read it."""
 
     prompt: Prompt
-    inputs: ModelInput
+    inputs: PromptInput
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,7 +111,7 @@ class Collective:
         most_2 = loads_D2.max(axis=0)
         if loads_D2[:, 0].mean() > EVEN * most_2[0]:
             return plan, []
-        frame = common_bound(group.inputs.vision for group in groups)
+        frame = common_bound(group.inputs for group in groups)
         media_R: list[set[int]] = [set() for _ in range(plan.num_devices // replica)]  # whose are in each replica
         for piece, first in zip(part.pieces, plan.firsts, strict=True):
             media_R[first // replica].add(piece.item)

@@ -160,7 +160,7 @@ class Composer:
             own, these = tuple(samples), slice(first, first + len(samples))
             first, weighed, tokens = these.stop, weights[these], counted[these]
             if silent:
-                own = tuple(sample for sample in samples if sample.response.token_ids)
+                own = tuple(sample for sample in samples if sample.response.num_tokens)
                 weighed, tokens = weighed[lengths[these] > 0], [n for n in tokens if n]
             if own:
                 to_train.append(self._to_train(group, prepared, own, weighed, version).counted(tokens))
@@ -183,7 +183,7 @@ class Composer:
         inputs = prepared[prompt.draw].inputs
         if len(inputs) == 0:
             raise ValueError(f"prompt {prompt.id} has no token that could predict the first one of a response")
-        if inputs.vision is not None and self._vision is None:
+        if inputs.patches_PX is not None and self._vision is None:
             raise ValueError(f"prompt {prompt.id} has media, but the model has no vision tower")
         temperature = config.rollout.temperature or 1.0 if config.schedules.temperature else None
         return TrainGroup(prompt.id, inputs, samples, weights, version, temperature)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 import jax
 import numpy as np
 
-from models.inputs import ModelInput
+from models.inputs import PromptInput
 from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import SizedLayout
 
@@ -59,7 +59,7 @@ class TrainGroup:
     """A group to lay out: its prompt, its non-empty samples in order, the loss weight of a token of each."""
 
     name: str  # of the prompt, for error messages
-    inputs: ModelInput
+    inputs: PromptInput
     samples: tuple[Sample, ...]
     weights: np.ndarray
     version: int = 0  # of the weights that are trained
@@ -67,7 +67,7 @@ class TrainGroup:
 
     @functools.cached_property
     def item(self) -> Item:
-        return self._sized(tuple(len(sample.response.token_ids) for sample in self.samples))
+        return self._sized(tuple(sample.response.num_tokens for sample in self.samples))
 
     def counted(self, lengths: Sequence[int]) -> TrainGroup:
         """Itself; its samples have so many tokens, which have been counted."""
@@ -75,8 +75,8 @@ class TrainGroup:
         return self
 
     def _sized(self, lengths: tuple[int, ...]) -> Item:
-        patches = self.inputs.vision.num_patches if self.inputs.vision is not None else 0
-        return Item(self.name, len(self.inputs), lengths, patches)
+        patches_PX = self.inputs.patches_PX
+        return Item(self.name, len(self.inputs), lengths, 0 if patches_PX is None else len(patches_PX))
 
     def only(self, responses: Sequence[int]) -> TrainGroup:
         """The group with these of its samples, in order."""

@@ -43,27 +43,28 @@ class Spans:
         column = 0
         for segment, piece in enumerate(row, 1):
             group = groups[piece.item]
+            prompt = group.inputs.laid_out()
             self.prompts.append((cell + column, segment, features.get(piece.item, 0)))
-            self.inputs.append(group.inputs)
-            column += len(group.inputs)
+            self.inputs.append(prompt)
+            column += len(prompt)
             last = column - 1
             for branch, k in enumerate(piece.responses, 1):
                 sample = group.samples[k]
                 branch = branch if share else 0
-                self.responses.append((cell + column, segment, branch, last, group.inputs.next_position))
+                self.responses.append((cell + column, segment, branch, last, prompt.next_position))
                 self.samples.append(sample)
                 self.weights.append(group.weights[k])
                 self.versions.append(group.version)
                 if self.tempered:
                     self.temperatures.append(sample.response.temperature or group.temperature or 1.0)
-                column += len(sample.response.token_ids)
+                column += sample.response.num_tokens
 
     def keys(self) -> tuple[tuple[int, int], ...]:
         """(draw, sample) of each response."""
         return tuple((sample.response.draw, sample.response.sample) for sample in self.samples)
 
     def response_lengths(self) -> np.ndarray:
-        return np.array([len(sample.response.token_ids) for sample in self.samples], np.int64)
+        return np.array([sample.response.num_tokens for sample in self.samples], np.int64)
 
     def response_cells(self) -> np.ndarray:
         """The cells of all response tokens, response after response."""
@@ -151,7 +152,7 @@ def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, own: range | 
 
 def _lay_out_part(sized: SizedPart, spans: Spans, own: range) -> TrainBatch:
     line = {name: array.reshape(*array.shape[:-2], -1) for name, array in _arrays(spans, spans.total).items()}
-    media, device = sized.part.media, sized.part.layout.device
+    media, device = sized.part.media, sized.layout.device
     line["predecessor"], spread = sized.layout.spread(line["predecessor"])
     vision = None
     if media is not None:
@@ -264,7 +265,7 @@ def _media(
     parts: list[VisionInput] = []
     used = 0
     for item in sorted({piece.item for row in rows for piece in row}):
-        part = groups[item].inputs.vision
+        part = groups[item].inputs.laid_out().vision
         if part is not None:
             first[item] = used // vision.merge_unit
             parts.append(part)

@@ -132,7 +132,8 @@ class Part:
                 where, which = self.groups[piece.item].inputs.shown
                 tokens.append(start + where)
                 features.append(self.media.first_feature[piece.item] + which)
-        return self.layout.device[np.concatenate(tokens)], np.concatenate(features)
+        device, _ = self.layout.places()
+        return device[np.concatenate(tokens)], np.concatenate(features)
 
 
 class SpreadMedia:
@@ -151,32 +152,32 @@ class SpreadMedia:
         homes: dict[tuple[int, int], int] = {}  # the first piece of an item in a replica
         for i, piece in enumerate(pieces):
             homes.setdefault((plan.firsts[i] // self._replica, piece.item), i)
-        self._bound = common_bound(group.inputs.vision for group in groups)
+        self._bound = common_bound(group.inputs for group in groups)
         self.first_feature: dict[int, int] = {}
         total = 0
         for item in sorted({item for _, item in homes}):
-            part = groups[item].inputs.vision
-            if part is not None:
+            if patches := groups[item].item.patches:
                 self.first_feature[item] = total
-                total += part.num_patches // vision.merge_unit
-        self._units: list[tuple[VisionInput, int, int]] = []  # part, first patch, end
+                total += patches // vision.merge_unit
+        self._groups = groups
+        items: list[int] = []  # of each unit, a frame pair
+        edges: list[tuple[int, int]] = []  # its first patch, its end
         # Which of all computed features, unit after unit, a replica uses.
         self._computed = np.zeros((plan.num_devices // self._replica, total), np.int64)
         home: list[int] = []  # the piece of each unit
-        self._items: list[int] = []  # the item of each unit
         used = 0
         for replica, item in sorted(homes):
-            part = groups[item].inputs.vision
-            if part is None:
+            if item not in self.first_feature:
                 continue
-            count, first = part.num_patches // vision.merge_unit, self.first_feature[item]
+            count, first = groups[item].item.patches // vision.merge_unit, self.first_feature[item]
             self._computed[replica, first : first + count] = used + np.arange(count)
             used += count
-            edges = groups[item].inputs.frame_edges
-            self._units += [(part, start, stop) for start, stop in pairwise(edges)]
-            home += [homes[replica, item]] * (len(edges) - 1)
-            self._items += [item] * (len(edges) - 1)
-        self._sizes = np.array([stop - start for _, start, stop in self._units], np.int64)
+            pairs = list(pairwise(groups[item].inputs.frame_edges))
+            edges += pairs
+            items += [item] * len(pairs)
+            home += [homes[replica, item]] * len(pairs)
+        self._items, self._edges = np.array(items, np.int32), np.array(edges, np.int32).reshape(-1, 2)
+        self._sizes = np.diff(self._edges)[:, 0].astype(np.int64)
         self.plan = spread_vision(
             self._sizes.tolist(),
             [plan.firsts[i] for i in home],
@@ -197,7 +198,8 @@ class SpreadMedia:
 
     def items_on(self, devices: range) -> set[int]:
         """The items of which one of these devices computes a frame."""
-        return {item for item, device in zip(self._items, self.plan.devices, strict=True) if device in devices}
+        owners = np.array(self.plan.devices, np.int64)
+        return set(self._items[(owners >= devices.start) & (owners < devices.stop)].tolist())
 
     def needs(self, device: np.ndarray, feature: np.ndarray) -> Sizes:
         """Least sizes, where a token on each of these devices shows each of these features."""
@@ -235,36 +237,39 @@ class SpreadMedia:
         return route(source, row[wanted], device, self._num_devices, rows, sizes)
 
     def _side_by_side(self, patches: int, bound: int, way: Route, own: range) -> VisionInput:
-        members: list[list[tuple[VisionInput, int, int]]] = [[] for _ in own]
-        for unit, device in zip(self._units, self.plan.devices, strict=True):
+        members: list[list[tuple[int, int, int]]] = [[] for _ in own]
+        for item, (start, stop), device in zip(
+            self._items.tolist(), self._edges.tolist(), self.plan.devices, strict=True
+        ):
             if device in own:
-                members[device - own.start].append(unit)
+                members[device - own.start].append((item, start, stop))
         buffers: list[VisionInput] = []
         for units in members:
-            runs = [_slice(*run) for run in _runs(units)]
+            runs = [self._slice(*run) for run in _runs(units)]
             used = sum(run.num_patches for run in runs)
             buffers.append(concatenate([*runs, blank(patches - used, self._vision.patch_values)]))
         return side_by_side(buffers, bound, way)
 
+    def _slice(self, item: int, start: int, stop: int) -> VisionInput:
+        part = self._groups[item].inputs.laid_out().vision
+        assert part is not None
+        return dataclasses.replace(part, **{name: getattr(part, name)[start:stop] for name in ARRAYS})
 
-def _runs(units: Iterable[tuple[VisionInput, int, int]]) -> list[tuple[VisionInput, int, int]]:
-    """Units that follow each other in one input, joined."""
-    runs: list[tuple[VisionInput, int, int]] = []
-    for part, start, stop in units:
-        if runs and runs[-1][0] is part and runs[-1][2] == start:
-            runs[-1] = (part, runs[-1][1], stop)
+
+def _runs(units: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Units that follow each other in one item, joined."""
+    runs: list[tuple[int, int, int]] = []
+    for item, start, stop in units:
+        if runs and runs[-1][0] == item and runs[-1][2] == start:
+            runs[-1] = (item, runs[-1][1], stop)
         else:
-            runs.append((part, start, stop))
+            runs.append((item, start, stop))
     return runs
 
 
 def rows_of(tree: Tree, devices: range) -> Tree:
     """The rows of these devices, of arrays that have one for each."""
     return jax.tree.map(lambda rows: rows[devices.start : devices.stop], tree)
-
-
-def _slice(part: VisionInput, start: int, stop: int) -> VisionInput:
-    return dataclasses.replace(part, **{name: getattr(part, name)[start:stop] for name in ARRAYS})
 
 
 @dataclasses.dataclass(frozen=True)

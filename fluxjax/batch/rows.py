@@ -101,7 +101,7 @@ class RowPacking:
         if plan is None or cells_of(plan) > _least_cells(items, self._budget, self._share):
             packed = _packed(items, pieces, self._budget, self._share)
             plan = packed if plan is None or cells_of(packed) < cells_of(plan) else plan
-        frame = common_bound(group.inputs.vision for group in groups) if self._vision is not None else 0
+        frame = common_bound(group.inputs for group in groups) if self._vision is not None else 0
         return [self._sized(micro, items, frame, exact) for micro in plan]
 
     def _fitted(self, items: Sequence[Item], pieces: SizedPieces) -> list[PackedRows] | None:

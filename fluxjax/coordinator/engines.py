@@ -129,4 +129,4 @@ class Pace:
 
 def trained_tokens(groups: Iterable[Group]) -> int:
     """Counts the tokens that the trainer computes: a group's prompt once, and its responses."""
-    return sum(g.prompt.tokens + sum(len(sample.response.token_ids) for sample in g.samples) for g in groups)
+    return sum(g.prompt.tokens + sum(sample.response.num_tokens for sample in g.samples) for g in groups)

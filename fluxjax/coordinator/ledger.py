@@ -78,7 +78,7 @@ class Entry:
     @property
     def longest(self) -> int:
         """The tokens of its longest response that has ended; 0: none has."""
-        return max((len(response.token_ids) for response in self.responses.values()), default=0)
+        return max((response.num_tokens for response in self.responses.values()), default=0)
 
     def park(self, *, keep: bool = False) -> Park:
         return Park(self.prompt, self.attempt, keep)

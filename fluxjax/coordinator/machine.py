@@ -217,11 +217,11 @@ class Coordinator:
         response = event.response
         entry = self.ledger.entries.get(response.draw)
         self.ledger.finish(response, max(self.version, self.fleet.newest))
-        self.pace.end(response.rid, len(response.token_ids), self.now)
+        self.pace.end(response.rid, response.num_tokens, self.now)
         request, _, sample = response.rid.partition("/")
         if self.fleet.end_sample(request, int(sample)) and entry is not None:
             finished = response.finish != messages.ABORTED
-            self.lengths.observe(entry.prompt, len(response.token_ids), finished, response.sample)
+            self.lengths.observe(entry.prompt, response.num_tokens, finished, response.sample)
 
     @_hear.of(messages.RewardReady)
     def _reward_ready(self, event: messages.RewardReady) -> None:

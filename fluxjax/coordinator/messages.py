@@ -164,7 +164,7 @@ class Request:
         """Returns the samples that are generated, each with the number of tokens that it begins with."""
         begun = {i: before for i, before in enumerate(self.begun) if before is not None}
         whole = {i for i, before in begun.items() if before.finish != ABORTED}
-        return {i: len(begun[i].token_ids) if i in begun else 0 for i in range(self.n) if i not in whole}
+        return {i: begun[i].num_tokens if i in begun else 0 for i in range(self.n) if i not in whole}
 
 
 class Generate(Instruction):
@@ -361,7 +361,7 @@ def _told(message: Message) -> tuple[Sequence[str | int], str, object]:
     and a %-format with its values. No tokens and no prompts: they would live as long as the log does."""
     match message:
         case ResponseFinished(response):
-            return (response.rid,), "%d tokens, %s", (len(response.token_ids), response.finish)
+            return (response.rid,), "%d tokens, %s", (response.num_tokens, response.finish)
         case RewardReady(rid, reward):
             return (rid,), "%g", reward.value
         case Score(response):

@@ -30,5 +30,5 @@ def responses_from_json(values: list[State]) -> dict[int, Response]:
         versions = tuple(version for version, count in value["versions"] for _ in range(count))
         tokens = {"token_ids": tuple(value["token_ids"]), "logprobs": tuple(value["logprobs"]), "versions": versions}
         fields: State = value | tokens
-        responses[value["sample"]] = Response(**fields)
+        responses[value["sample"]] = Response(**fields).packed()
     return responses

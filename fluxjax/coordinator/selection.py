@@ -26,7 +26,7 @@ def versions_behind(group: Group, version: int) -> int:
 
 def total_tokens(group: Group) -> int:
     """Counts the generated tokens of all responses."""
-    return sum(len(sample.response.token_ids) for sample in group.samples)
+    return sum(sample.response.num_tokens for sample in group.samples)
 
 
 def difficulty(group: Group) -> float:

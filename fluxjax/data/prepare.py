@@ -31,7 +31,7 @@ from ..config import Config
 from .loader import Drawn, Mixture, PromptLoader, SkippedPrompt, at
 from .media_refs import source_of
 from .read_ahead import ReadAhead
-from .shadows import ProxyMedia, in_files, lay_out
+from .shadows import ProxyMedia, in_files, layout
 from .tickets import Ticket
 
 log = logging.getLogger("fluxjax.data")
@@ -119,7 +119,7 @@ def prepare_prompt(
         raise
     except Exception as error:  # a decoder's surprise about one file must not end the run
         return SkippedPrompt(prompt, f"failed with {type(error).__name__}", str(error))
-    frames = [] if inputs.vision is None else np.bincount(inputs.vision.frame_segments_P)
+    frames = np.diff(inputs.frame_edges)
     refused = limits.refuse(prompt, len(inputs), int(np.sum(frames)), int(np.max(frames, initial=0)))
     return refused or PreparedPrompt(dataclasses.replace(prompt, tokens=len(inputs)), inputs)
 
@@ -253,7 +253,7 @@ class Preparer:
         try:
             if isinstance(prompt, SkippedPrompt):
                 raise PromptError(prompt.detail)
-            return lay_out(self.processor, tokenised(self.processor, prompt, self._chat_template), tickets)
+            return layout(self.processor, tokenised(self.processor, prompt, self._chat_template), tickets)()
         except (PromptError, ValueError) as error:
             raise DataError(f"draw {draw} is another prompt here than in process 0: {error}") from error
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from models.inputs import ModelInput
+from models.inputs import ModelInput, OutlinedInput, PromptInput
 from models.processing import MediaError, Processor
 from models.processing.outline import Medium, Outline
 from models.shadow import Rows, ShadowTensor
@@ -30,12 +31,12 @@ class ProxyMedia:
     near: NearPixels | None = None
     among: int = 1
 
-    def expect(self, draw: int, inputs: ModelInput) -> None:
+    def expect(self, draw: int, inputs: PromptInput) -> None:
         """This prompt will be drawn next, behind those that were expected before. Does not block."""
         if self.near is not None and draw % self.among == 0:
             self.near.expect(rows_of(inputs))
 
-    def pass_by(self, inputs: ModelInput) -> None:
+    def pass_by(self, inputs: PromptInput) -> None:
         """Nobody will ask for this prompt's pixels first; they may be kept for who asks again."""
         if self.near is not None:
             self.near.pass_by(rows_of(inputs))
@@ -46,7 +47,7 @@ class ProxyMedia:
         found = [self._glance(processor, self.index.ref(medium), count) for medium in prompt.media]
         return processor.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
-    def inputs(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt) -> ModelInput:
+    def inputs(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt) -> OutlinedInput:
         """The model input of a prompt, whose media the store has looked at. Raises the MediaError of the first medium
         that can't be used."""
         refs = [self.index.ref(medium) for medium in prompt.media]
@@ -58,7 +59,8 @@ class ProxyMedia:
         for said in found:
             if isinstance(said, MediaError):
                 raise said
-        return lay_out(processor, token_ids, [said for said in found if isinstance(said, Ticket)])
+        lay_out = layout(processor, token_ids, [said for said in found if isinstance(said, Ticket)])
+        return OutlinedInput(lay_out(), lay_out)
 
     def _look(self, processor: Processor, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
         known = [self.index.verdict(ref, processor.settings.digest) for ref in refs]
@@ -87,21 +89,21 @@ def in_files(media: Sequence[Media]) -> bool:
     return all(medium.data is None for medium in media)
 
 
-def rows_of(inputs: ModelInput) -> tuple[Rows, ...]:
+def rows_of(inputs: PromptInput) -> tuple[Rows, ...]:
     """The rows of tickets that a prompt has in the place of pixels."""
-    patches = None if inputs.vision is None else inputs.vision.patches_PX
+    patches = inputs.patches_PX
     return patches.elsewhere if isinstance(patches, ShadowTensor) else ()
 
 
-def lay_out(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Ticket]) -> ModelInput:
-    """The model input of a tokenised prompt with these media, which are touched by nobody. Raises PromptError and
-    ValueError where they do not fit together."""
+def layout(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Ticket]) -> Callable[[], ModelInput]:
+    """Makes the model input of a tokenised prompt with these media, which are touched by nobody. This call and that
+    raise PromptError and ValueError where they do not fit together."""
     if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
         raise ValueError(f"{wrong.ref.name} was preprocessed by other settings than those of this process")
     outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])
     values = processor.settings.patch_bytes
     shadows = [ticket.shadow(values) for ticket in tickets]
-    return processor.lay_out(outline, _joined(shadows) if shadows else None)
+    return functools.partial(processor.lay_out, outline, _joined(shadows) if shadows else None)
 
 
 def _joined(shadows: Sequence[ShadowTensor]) -> ShadowTensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
-from models.inputs import ModelInput
+from models.inputs import ModelInput, PromptInput
 
 from ..base.types import PreparedPrompt, Prompt
 from ..data.prepare import Preparer
@@ -67,6 +67,6 @@ class ComingPrompts:
         self._inputs.clear()
 
 
-def tickets_of(inputs: ModelInput) -> list[str]:
+def tickets_of(inputs: PromptInput) -> list[str]:
     """The tickets of a prompt's media, in order."""
     return [rows.ticket for rows in rows_of(inputs)]

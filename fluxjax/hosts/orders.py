@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, get_args
 import msgpack
 import numpy as np
 
-from models.inputs import ModelInput
+from models.inputs import PromptInput
 from models.shadow import ShadowTensor
 from sharding.planner.plan import Round, ShardPlan
 
@@ -263,7 +263,7 @@ def _told(share: Share, groups: ToldGroups) -> Told:
 def share_of(
     rows: Mapping[str, Any],
     responses: Sequence[bytes] | bytes,
-    inputs: Callable[[Mapping[int, MediaTold]], Mapping[int, ModelInput]],
+    inputs: Callable[[Mapping[int, MediaTold]], Mapping[int, PromptInput]],
 ) -> Share:
     """The share that `told` was given; `inputs` returns those of prompts, by draw, for what was told of their media.
     Raises OrderError for a prompt that it does not return, and for rows that are none."""
@@ -283,7 +283,7 @@ def share_of(
         raise OrderError(f"rows that can't be read: {error}") from error
 
 
-def _rows(rows: Mapping[str, Any], told: Sequence[ToldGroup], data: bytes, inputs: Mapping[int, ModelInput]) -> Share:
+def _rows(rows: Mapping[str, Any], told: Sequence[ToldGroup], data: bytes, inputs: Mapping[int, PromptInput]) -> Share:
     """A share of rows. Responses that are not here leave no gap: those that are have new numbers in their group."""
     items, counts = rows["items"], rows["counts"]
     owners = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
@@ -314,7 +314,7 @@ def _plans(
     rows: Mapping[str, Any],
     told: Sequence[ToldGroup | Mapping[str, Any]],
     data: bytes,
-    inputs: Mapping[int, ModelInput],
+    inputs: Mapping[int, PromptInput],
 ) -> Share:
     """A share of what shard plans lay out, of whole groups."""
     whole = {k: group for k, group in enumerate(told) if isinstance(group, ToldGroup)}
@@ -336,9 +336,9 @@ def _responses(data: bytes, draws: Sequence[int]) -> list[Response]:
     """The responses to these draws, one behind the other."""
     found, at = [], 0
     for draw in draws:
-        numbers = numbers_of(data, at)
-        found.append(Response.of(draw, numbers))
-        at += numbers.size
+        size = numbers_of(data, at).size
+        found.append(Response.of(draw, data[at : at + size]))
+        at += size
     if at != len(data):
         raise OrderError(f"{len(data) - at} bytes more than {len(draws)} responses came")
     return found
@@ -396,9 +396,9 @@ def _sizes(told: Mapping[str, Any]) -> TrainGroup:
     return TrainGroup("", inputs, samples, np.zeros(len(samples)), temperature=told["temperature"])
 
 
-def told_media(inputs: ModelInput, place_of: PlaceOf) -> list[list[Any]] | None:
+def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None:
     """[ticket, place] of each medium in order; None where this process has the pixels."""
-    patches = None if inputs.vision is None else inputs.vision.patches_PX
+    patches = inputs.patches_PX
     if not isinstance(patches, ShadowTensor):
         return None
     return [[rows.ticket, place_of(rows.ticket)] for rows in patches.elsewhere]
@@ -409,7 +409,7 @@ def _media(group: ToldGroup) -> MediaTold:
 
 
 def _group(
-    told: ToldGroup, inputs: ModelInput, responses: Sequence[Response], facts: np.ndarray, own: Sequence[int]
+    told: ToldGroup, inputs: PromptInput, responses: Sequence[Response], facts: np.ndarray, own: Sequence[int]
 ) -> TrainGroup:
     """The group of the responses `own`, in order."""
     samples = tuple(Sample(responses[k], Reward(0.0, False), float(facts["advantage"][k])) for k in own)

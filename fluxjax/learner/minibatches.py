@@ -15,7 +15,7 @@ def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
     step. Those without a token are left out: they have nothing to learn from."""
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     dealt = [ordered[first::count] for first in range(count)]
-    return [part for part in dealt if any(s.response.token_ids for group in part for s in group.samples)]
+    return [part for part in dealt if any(s.response.num_tokens for group in part for s in group.samples)]
 
 
 def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

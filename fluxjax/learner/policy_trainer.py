@@ -344,14 +344,14 @@ def advantaged(group: Group, advantages: Mapping[Key, float]) -> Group:
 
 def portion(groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], config: Config) -> Portion:
     """A portion without gradients yet."""
-    lengths = np.array([len(sample.response.token_ids) for group in groups for sample in group.samples], np.int64)
+    lengths = np.array([sample.response.num_tokens for group in groups for sample in group.samples], np.int64)
     size = normaliser(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
     return Portion(groups, prepared, size)
 
 
 def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
     """Returns whether there is a token to train on; with `skip_idle`, one with an advantage."""
-    samples = (sample for group in groups for sample in group.samples if sample.response.token_ids)
+    samples = (sample for group in groups for sample in group.samples if sample.response.num_tokens)
     return any(not skip_idle or sample.advantage != 0.0 for sample in samples)
 
 
@@ -384,7 +384,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Mean rewards and sampled accuracies, over all and a source; response lengths in tokens; groups that teach
     nothing."""
     samples = [(group.prompt.source, sample) for group in groups for sample in group.samples]
-    lengths = [len(sample.response.token_ids) for _, sample in samples]
+    lengths = [sample.response.num_tokens for _, sample in samples]
     metrics = {
         "reward/mean": float(np.mean([sample.reward.value for _, sample in samples])),
         "response/mean_tokens": float(np.mean(lengths)),

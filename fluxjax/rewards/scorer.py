@@ -74,7 +74,7 @@ class Scorer:
         rewards = self._training[prompt.source]
         progress = self._of_prompt(prompt.draw) if rewards.changes else 0.0
         text = self.decode(response.token_ids)
-        completion = Completion(prompt, text, len(response.token_ids), response.finish)
+        completion = Completion(prompt, text, response.num_tokens, response.finish)
         return await self._measured(rewards, completion, progress)
 
     async def score_text(self, prompt: Prompt, text: str) -> Reward:

@@ -122,7 +122,7 @@ class Reporter(Observer):
     def on_step(self, report: StepReport) -> None:
         settings, summary, step = self._settings, self._summary, report.step
         responses = [sample.response for group in report.groups for sample in group.samples]
-        tokens = sum(len(response.token_ids) for response in responses)
+        tokens = sum(response.num_tokens for response in responses)
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
         # Measured from step to step, because the stages of a step overlap with each other and with the next step's.

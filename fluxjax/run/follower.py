@@ -8,7 +8,7 @@ import logging
 import pathlib
 from collections.abc import Mapping
 
-from models.inputs import ModelInput
+from models.inputs import PromptInput
 from sharding.walk import Params
 
 from ..algorithms import find_algorithm
@@ -140,7 +140,7 @@ class Follower:
             self._reference = learner.params
         self._gang.stepped(learner.idle)
 
-    def _inputs(self, media: Mapping[int, MediaTold]) -> Mapping[int, ModelInput]:
+    def _inputs(self, media: Mapping[int, MediaTold]) -> Mapping[int, PromptInput]:
         tickets = {draw: told for draw, told in media.items() if told is not None}
         self._media.hear(itertools.chain.from_iterable(tickets.values()))
         words = {draw: [ticket for ticket, _ in told] for draw, told in tickets.items()}

@@ -42,7 +42,7 @@ class HeldOut:
         return {source: float(np.mean(values)) for source, values in right.items()}
 
     async def _answer(self, engine: Engine, index: int, prepared: PreparedPrompt, blind: bool) -> str:
-        inputs = prepared.inputs
+        inputs = prepared.inputs.laid_out()
         if blind and inputs.vision is not None:
             patches = inputs.vision.patches_PX  # which may be elsewhere
             blank = dataclasses.replace(inputs.vision, patches_PX=np.zeros(patches.shape, patches.dtype))

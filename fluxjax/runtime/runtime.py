@@ -179,7 +179,7 @@ class Runtime:
             sampling = dataclasses.replace(sampling, temperature=order.temperature)
         return GenerateRequest(
             rid=order.rid,
-            prompt=prepared.inputs,
+            prompt=prepared.inputs.laid_out(),
             sampling=sampling,
             n=order.n,
             seed=(self.seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # all draws of a run differ; fits an int32
@@ -390,7 +390,7 @@ def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response
     parts = chunks if begun is None else [begun, *chunks]
     last = chunks[-1]
     assert last.finish is not None
-    response = Response(
+    return Response(
         rid=f"{order.rid}/{last.sample}",
         draw=order.prompt.draw,
         sample=last.sample,
@@ -399,6 +399,4 @@ def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response
         versions=tuple(version for part in parts for version in part.versions),
         finish=last.finish.value,
         temperature=order.temperature,
-    )
-    _ = response.data, response.facts  # written now, while others are generated
-    return response
+    ).packed()

@@ -147,7 +147,7 @@ class Cluster:
     @_carry_out.of(messages.Score)
     def _score(self, order: messages.Score) -> None:
         response, rollout = order.response, self.rollout
-        tokens = self.work.prompt_tokens(response.draw) + len(response.token_ids)
+        tokens = self.work.prompt_tokens(response.draw) + response.num_tokens
         generation = rollout.newest[response.draw]
         self.scoring.score(generation.request, response, generation.samples, tokens, self.coordinator.step + 1)
 
@@ -174,7 +174,7 @@ class Cluster:
     ) -> None:
         """Gradients on so many GPUs of sleeping engines; 0: on those that training has, or takes from all engines."""
         work, now = self.work, self.clock.now
-        responses = sum(len(sample.response.token_ids) for group in groups for sample in group.samples)
+        responses = sum(sample.response.num_tokens for group in groups for sample in group.samples)
         prompts = sum(work.prompt_tokens(group.prompt.draw) * len(group.samples) for group in groups)
         self._trained_tokens += responses
         self._lags += _lags(groups, self.coordinator.version)

@@ -75,7 +75,7 @@ def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBa
     temperature = 1.0 if config.schedules.temperature else None  # a token's own is written down where it changes
     to_train = TrainGroup("largest", longest_prompt(config, model), group.samples, np.ones(1), 0, temperature)
     row = (Piece(0, (0,)),)
-    shards, frame = ((row,), *[()] * (num_devices - 1)), common_bound([to_train.inputs.vision])
+    shards, frame = ((row,), *[()] * (num_devices - 1)), common_bound([to_train.inputs])
     plan = PackedRows(budget.rows[-1], budget.tokens_per_row, budget.patches[-1], shards, frame)
     composition = lay_out_rows([plan], [to_train], config.packing.share_prompts, vision, temperature is not None)
     return composition.microbatches[0].batch

@@ -9,7 +9,7 @@ import numpy as np
 from sharding.spread.route import Route
 
 from ..config import PatchLayout
-from ..inputs import VisionInput, frame_bound
+from ..inputs import PromptInput, VisionInput, frame_bound
 from ..shadow import ShadowTensor
 from .patches import Arrangement, arrange
 
@@ -95,7 +95,6 @@ def side_by_side(shards: Sequence[VisionInput], bound: int, way: Route | None = 
     return dataclasses.replace(shards[0], **arrays, frame_bound=bound, route=way)
 
 
-def common_bound(visions: Iterable[VisionInput | None]) -> int:
+def common_bound(inputs: Iterable[PromptInput]) -> int:
     """The largest `frame_bound` of all of them: it is static, and each other value would be compiled anew."""
-    there = [vision for vision in visions if vision is not None]
-    return max((vision.frame_bound or frame_bound(vision.frame_segments_P) for vision in there), default=1)
+    return max((prompt.frame_bound for prompt in inputs), default=1)

@@ -56,15 +56,11 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The place of every token of a shard plan: `device` and `column`, one entry a token, sequence after sequence.
-
-    `starts` and `counts` are those of `Spread`, `[devices, rounds of the plan]`. The sizes of the buffers are open; see
-    `needs`.
+    """The place of every token of a shard plan. `starts` and `counts` are those of `Spread`, `[devices, rounds of the
+    plan]`. The sizes of the buffers are open; see `needs`.
     """
 
     plan: ShardPlan
-    device: np.ndarray
-    column: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
 
@@ -73,15 +69,33 @@ class Layout:
         sizes = {"columns": int(self.counts.sum(axis=1).max(initial=1))}
         return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self.names())}
 
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """(the device, the column) of every token, sequence after sequence. They are not kept: process 0 of many has
+        the layout of a whole step, and writes down little of it."""
+        first_token = np.cumsum([0, *self.plan.lengths])
+        device, column = np.zeros((2, first_token[-1]), np.int64)
+        for j, round in enumerate(self.plan.rounds):
+            for group, members in enumerate(round.groups):
+                if not members:
+                    continue
+                stream = np.concatenate([np.arange(first_token[i], first_token[i + 1]) for i in members])
+                devices = np.arange(group * round.degree, (group + 1) * round.degree)
+                chunks = self.counts[devices, j]
+                device[stream] = np.repeat(devices, chunks)
+                begins = self.starts[devices, j] - (np.cumsum(chunks) - chunks)
+                column[stream] = np.repeat(begins, chunks) + np.arange(len(stream))
+        return device, column
+
     def imports(self, predecessors: np.ndarray) -> Imports:
         """The hidden states that have to cross devices, if token `predecessors[i]` predicts token `i`."""
-        foreign = np.flatnonzero(self.device[predecessors] != self.device)
-        place = self.device * (int(self.column.max(initial=0)) + 1) + self.column  # sorts by device, then column
+        device, column = self.places()
+        foreign = np.flatnonzero(device[predecessors] != device)
+        place = device * (int(column.max(initial=0)) + 1) + column  # sorts by device, then column
         _, first, which = np.unique(place[predecessors[foreign]], return_index=True, return_inverse=True)
         token = predecessors[foreign][first]
-        source = self.device[token]
+        source = device[token]
         slot = np.arange(len(token)) - np.searchsorted(source, source)
-        return Imports(foreign, which, source, self.column[token], slot)
+        return Imports(foreign, which, source, column[token], slot)
 
     def sized(self, sizes: Sizes) -> SizedLayout:
         """The layout in buffers of these sizes, each at least what `needs` says; further rounds stay empty."""
@@ -116,7 +130,8 @@ class SizedLayout:
         self.plan, self._layout = layout.plan, layout
         self.columns = sizes["columns"]
         self._exports = sizes.get("exports", 0)
-        self.cells = layout.device * self.columns + layout.column
+        device, column = layout.places()
+        self.cells = device * self.columns + column
         planned = {name: j for j, name in enumerate(layout.names())}
         names = sorted((name for name in sizes if name.startswith("round/")), key=_round_order)
         self.rounds = tuple((-_round_order(name)[0], min(sizes[name], self.columns)) for name in names)
@@ -125,6 +140,11 @@ class SizedLayout:
             if name in planned:
                 self.starts[:, j] = layout.starts[:, planned[name]]
                 self.counts[:, j] = layout.counts[:, planned[name]]
+
+    @property
+    def device(self) -> np.ndarray:
+        """The device of every token."""
+        return self.cells // self.columns
 
     def spread(self, predecessors: np.ndarray) -> tuple[np.ndarray, Spread]:
         """(`predecessors` as `PackedTokens` has them, what the devices need to know).
@@ -136,7 +156,7 @@ class SizedLayout:
         exports = np.zeros((self.plan.num_devices, self._exports), np.int32)
         exports[imports.source, imports.slot] = imports.column
         group = self.rounds[0][0]
-        column = self._layout.column[predecessors]
+        column = self.cells[predecessors] % self.columns
         entry = imports.source % group * self._exports + imports.slot
         column[imports.foreign] = self.columns + entry[imports.which]
         spread = Spread(self.starts, self.counts, exports, self.rounds, binary_axes(self.plan.num_devices))
@@ -177,26 +197,18 @@ def size_cost(sizes: Mapping[str, int]) -> float:
 
 
 def lay(plan: ShardPlan, cap: int = 0) -> Layout:
-    """Gives every token of `plan` its place. Raises PlanError if a device has more than `cap` tokens (0: no bound)."""
+    """Gives the tokens of `plan` their places. Raises PlanError where a device has more than `cap` (0: no bound)."""
     num_devices, degrees = plan.num_devices, [round.degree for round in plan.rounds]
-    first_token = np.cumsum([0, *plan.lengths])
     starts, counts = np.zeros((2, num_devices, len(degrees)), np.int64)
-    device, column = np.zeros((2, first_token[-1]), np.int64)
     used = np.zeros(num_devices, np.int64)
     for j, round in enumerate(plan.rounds):
         starts[:, j] = used
         for group, members in enumerate(round.groups):
-            if not members:
-                continue
-            stream = np.concatenate([np.arange(first_token[i], first_token[i + 1]) for i in members])
-            share, longer = divmod(len(stream), round.degree)
-            chunks = np.full(round.degree, share)
-            chunks[:longer] += 1
-            part = np.repeat(np.arange(round.degree), chunks)
-            device[stream] = group * round.degree + part
-            column[stream] = starts[device[stream], j] + np.arange(len(stream)) - (np.cumsum(chunks) - chunks)[part]
-            counts[group * round.degree : (group + 1) * round.degree, j] = chunks
+            share, longer = divmod(sum(plan.lengths[i] for i in members), round.degree)
+            first = group * round.degree
+            counts[first : first + round.degree, j] = share
+            counts[first : first + longer, j] += 1
         used += counts[:, j]
     if cap and used.max(initial=0) > cap:
         raise PlanError(f"device {int(used.argmax())} has {used.max()} tokens, more than the {cap} of its buffer")
-    return Layout(plan, device, column, starts, counts)
+    return Layout(plan, starts, counts)

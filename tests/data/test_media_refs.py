@@ -293,7 +293,7 @@ def test_prompts_are_prepared_from_urls_as_from_files_in_threads_and_processes(s
         with contextlib.closing(Preparer(processor, loader, config)) as preparer:
             found, skipped = asyncio.run(preparer.draw(6))
             assert not skipped
-            return [item.inputs.vision.patches_PX for item in found]
+            return [item.inputs.patches_PX for item in found]
 
     expected = prepared(folder, 0)
     for workers in (0, 1):

@@ -117,7 +117,7 @@ def test_images_videos_and_text_come_prepared_in_draw_order(folders):
     results = draw_all(preparer, [6, 1, 9])
     assert [len(prepared) for prepared, _ in results] == [6, 1, 9] and draws(results) == list(range(16))
     for prepared in (p for result, _ in results for p in result):
-        prompt, vision = prepared.prompt, prepared.inputs.vision
+        prompt, vision = prepared.prompt, prepared.inputs.laid_out().vision
         if prompt.source == "reverse":
             assert vision is None
         else:
@@ -137,7 +137,7 @@ def test_text_alone_needs_no_vision(folders):
     ((prepared, skipped),) = draw_all(preparer, [4])
     assert len(prepared) == 4 and not skipped
     assert isinstance(preparer.processor, Processor)
-    assert all(preparer.processor.decode(p.inputs.token_ids_T.tolist()) == p.prompt.text for p in prepared)
+    assert all(preparer.processor.decode(p.inputs.laid_out().token_ids_T.tolist()) == p.prompt.text for p in prepared)
     preparer.close()
 
 
@@ -206,7 +206,7 @@ def test_files_that_cannot_be_used_are_skipped_counted_and_logged(folders, tmp_p
     clip = next((folders["pans"] / "videos").iterdir())
     preparer = build({"bad": bad_manifest(tmp_path, clip)})
     ((prepared, skipped),) = draw_all(preparer, [9])
-    shapes = {p.prompt.id: p.inputs.vision and p.inputs.vision.num_patches for p in prepared}
+    shapes = {p.prompt.id: p.inputs.laid_out().vision and p.inputs.laid_out().vision.num_patches for p in prepared}
     # A single pixel is enlarged to the least size, 16 x 16; the rotated picture is 16 wide and 32 high, so 2 x 4.
     assert shapes == {"pixel.png": 4, "rotated.jpg": 8, "palette.png": 8, "whole.mp4": 32, "plain": None}
     reasons = {prompt.id: reason for prompt, reason in skipped}
@@ -227,14 +227,14 @@ def test_rotated_pictures_are_upright(folders, tmp_path):
     source = preparer.loader.sources["bad"]
     (prompt,) = [p for p in map(source.__getitem__, range(len(source))) if p.id == "rotated.jpg"]
     ((prepared,), skipped) = preparer.prepare_all([prompt])
-    assert not skipped and np.asarray(prepared.inputs.vision.positions_P2).max(0).tolist() == [3, 1]
+    assert not skipped and np.asarray(prepared.inputs.laid_out().vision.positions_P2).max(0).tolist() == [3, 1]
     preparer.close()
 
 
 def test_prompts_beyond_the_limits_are_skipped(folders):
     preparer = build({"digits": folders["digits"] / "train.jsonl"}, tokens=8, patches=8)
     ((prepared, skipped),) = draw_all(preparer, [20])
-    assert prepared and all(len(p.inputs) <= 8 and p.inputs.vision.num_patches <= 8 for p in prepared)
+    assert prepared and all(len(p.inputs) <= 8 and p.inputs.laid_out().vision.num_patches <= 8 for p in prepared)
     reasons = {reason for _, reason in skipped}
     assert reasons == {"prompt too long", "too many patches"}
     assert len(prepared) + len(skipped) == 20
@@ -263,7 +263,7 @@ def test_a_parquet_source_with_embedded_pictures(folders, tmp_path):
     preparer = build({"x": tmp_path / "x.parquet"})
     ((prepared, skipped),) = draw_all(preparer, [6])
     assert not skipped
-    assert all(p.inputs.vision.num_patches == 4 * int(p.prompt.answer) for p in prepared)
+    assert all(p.inputs.laid_out().vision.num_patches == 4 * int(p.prompt.answer) for p in prepared)
     preparer.close()
 
 

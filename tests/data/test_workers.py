@@ -77,10 +77,10 @@ def test_processes_prepare_the_same_prompts_and_a_state_does_not_know_their_numb
     assert [item.prompt for item in found] == [item.prompt for item in expected] and skipped == bad
     assert state == threads.state_dict()
     for item, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(item.inputs.token_ids_T, other.inputs.token_ids_T)
-        assert (item.inputs.vision is None) == (other.inputs.vision is None)
-        if item.inputs.vision is not None:
-            np.testing.assert_array_equal(item.inputs.vision.patches_PX, other.inputs.vision.patches_PX)
+        np.testing.assert_array_equal(item.inputs.laid_out().token_ids_T, other.inputs.laid_out().token_ids_T)
+        assert (item.inputs.patches_PX is None) == (other.inputs.patches_PX is None)
+        if item.inputs.patches_PX is not None:
+            np.testing.assert_array_equal(item.inputs.patches_PX, other.inputs.patches_PX)
     threads.close()
 
 

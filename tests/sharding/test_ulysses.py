@@ -52,7 +52,8 @@ def batch(sequences, budgets=BUDGETS):
     numbers = np.random.default_rng(len(lengths)).permutation(len(lengths)) + 1
     segments = np.repeat(numbers, lengths).astype(np.int32)
     branches = [np.sort(np.arange(tokens) % parts) for tokens, *_, parts in sequences]
-    return spread, layout.device * COLUMNS + layout.column, segments, np.concatenate(branches).astype(np.int32)
+    device, column = layout.places()
+    return spread, device * COLUMNS + column, segments, np.concatenate(branches).astype(np.int32)
 
 
 @st.composite

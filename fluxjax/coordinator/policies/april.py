@@ -82,5 +82,5 @@ def _oldest_first(entry: Entry) -> tuple[int, int]:
 
 def _left(coordinator: Coordinator, entry: Entry) -> float:
     """Predicts how many tokens the longest response of a prompt needs yet."""
-    begun = [len(response.token_ids) for response in entry.begun.values()] or [0]
+    begun = [response.num_tokens for response in entry.begun.values()] or [0]
     return max(coordinator.lengths.predict(entry.prompt, running=tokens).mean - tokens for tokens in begun)
