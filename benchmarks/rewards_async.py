@@ -36,12 +36,12 @@ from fluxjax.base.types import Group
 from fluxjax.config import Config, RewardKindConfig
 from fluxjax.report.display import Display
 from fluxjax.rewards.rules import positions
-from fluxjax.run.callbacks import Callback
+from fluxjax.run.callbacks import Callback, Run
 from fluxjax.run.trainer import FluxTrainer
 
 SHARES = 0.0, 0.1, 0.5, 1.0, 3.0  # the first says how long a rollout takes
 SLOTS, SIGMA = 8, 0.5
-SIZES = Sizes(longest=96, prompts=16, responses=2, warm_start=60, steps=6, turns=2)  # turns of each share
+SIZES = Sizes(longest=96, prompts=16, responses=2, warm_start=30, steps=5, turns=2)  # turns of each share
 
 
 class Step(NamedTuple):
@@ -89,7 +89,7 @@ class Watch(Callback):
         self._last: tuple[float, float] | None = None
         self.steps: list[Step] = []
 
-    def on_step(self, trainer: FluxTrainer, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+    def on_step(self, trainer: Run, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
         now = time.perf_counter(), self._clock.seconds
         if self._last is not None:
             rewards = tuple(sample.reward.value for group in groups for sample in group.samples)
