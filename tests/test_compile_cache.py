@@ -1,4 +1,4 @@
-"""Programs on disk: what one device compiled, the others load."""
+"""Programs on disk: what one device or process compiled, the others load."""
 
 import pathlib
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from process_cases import Processes
 
 from fluxjax.base.process import share_between_devices
 
@@ -49,3 +50,15 @@ def test_programs_of_several_devices_are_told_apart(every_program):
         assert jax.jit(found_by_nobody_else)(jax.device_put(np.ones(4, np.float32), place)) == 4
     kept = pathlib.Path(OPTIONS.jax_compilation_cache_dir).glob("jit_found_by_nobody_else-*-cache")
     assert len(list(kept)) == 2
+
+
+def test_what_one_process_compiled_the_others_load(tmp_path, monkeypatch):
+    """A program of both processes' devices, and one of a single device; both compute what they should."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    with Processes("cache_process.py", tmp_path, [{}, {}]) as run:
+        assert run.ends() == [0, 0], "".join(map(run.errors, range(2)))
+        first, second = map(run.said, range(2))
+    for said in (first, second):
+        assert said["together"] == pytest.approx(3 + 3 * np.cos(1)) and said["alone"] == pytest.approx(6 * np.sin(1))
+    assert first["cache_hits"] == 0 and first["cache_misses"] >= 2
+    assert second["cache_hits"] >= 2 and second["cache_misses"] == 0

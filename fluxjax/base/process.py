@@ -92,6 +92,8 @@ def resident_bytes() -> int:
 
 
 HASHED = ("hash_obj", "compile_options_obj", "strip_device_assignment")
+HASHED_ACCELERATORS = ("hash_obj", "accelerators")
+INSTRUCTIONS = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")  # x86's names, and ARM's
 
 
 def cache_folder() -> pathlib.Path:
@@ -110,17 +112,22 @@ def use_compile_cache() -> None:
 
 @functools.cache
 def share_between_devices() -> bool:
-    """Lets a CPU device load what another one compiled, as JAX does between GPUs; returns False where it cannot.
+    """Lets CPU devices and processes load what another one compiled, as JAX does between GPUs; returns False where they
+    cannot.
 
     Otherwise programs that run on one device (ODC's) are compiled once for each device, because JAX's key of a program
-    holds the device's number, except on GPUs. No option of JAX 0.10.2 changes that, so its function is replaced
-    here. A JAX whose function has other parameters is left as it is.
+    holds the device's number, except on GPUs; and all but the first process of a run compile everything at each start,
+    because the key holds the process's number, and only the first process writes. No option of JAX 0.10.2 changes that,
+    so its functions are replaced here. A JAX whose functions have other parameters is left as it is.
     """
     try:
         from jax._src import cache_key
 
         key: Callable[..., None] = cache_key._hash_serialized_compile_options
         if tuple(inspect.signature(key).parameters) != HASHED:
+            return False
+        accelerator: Callable[..., None] = cache_key._hash_accelerator_config
+        if tuple(inspect.signature(accelerator).parameters) != HASHED_ACCELERATORS:
             return False
     except (ImportError, AttributeError):
         return False
@@ -131,5 +138,23 @@ def share_between_devices() -> bool:
         strip = strip_device_assignment or (alone and jax.default_backend() == "cpu")
         key(hash_obj, compile_options_obj, strip_device_assignment=strip)
 
+    def hashed_accelerators(hash_obj: Any, accelerators: Any) -> None:
+        machine = _instructions() if jax.default_backend() == "cpu" else ""
+        if machine:
+            hash_obj.update(f"{jax.local_device_count()} of {machine}".encode())
+        else:
+            accelerator(hash_obj, accelerators)
+
     cache_key._hash_serialized_compile_options = hashed
+    cache_key._hash_accelerator_config = hashed_accelerators
     return True
+
+
+@functools.cache
+def _instructions() -> str:
+    """The model of this machine's CPU and the instruction sets that it has; nothing where there is no /proc."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    return "\n".join(line for line in lines if line.startswith(INSTRUCTIONS))
