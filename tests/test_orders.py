@@ -89,15 +89,15 @@ def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, tog
 def test_no_media_are_told_and_no_batch():
     """However large media and rows are: what is told depends on the responses."""
     groups, prepared = random_groups(8)
-    assert any(one.inputs.vision is not None for one in prepared.values())
+    assert any(one.inputs.laid_out().vision is not None for one in prepared.values())
     sizes = []
     for rows in (2, 8):
         (share,) = Composer(make_config(64, rows), 1, MODEL.vision).shares(groups, prepared, [range(1)])
         data = encode(Learn(1, *told(share)))
         sizes.append(len(data))
         for one in prepared.values():
-            if one.inputs.vision is not None:
-                assert one.inputs.vision.patches_PX[0, :2].tobytes() not in data
+            if one.inputs.laid_out().vision is not None:
+                assert one.inputs.laid_out().vision.patches_PX[0, :2].tobytes() not in data
     assert max(sizes) < min(sizes) + 100
     tokens = sum(len(sample.response.token_ids) for group in groups for sample in group.samples)
     responses = sum(len(group.samples) for group in groups)
@@ -195,7 +195,7 @@ def test_tickets_are_told_in_the_place_of_media_and_come_back_as_the_same_shadow
     """A process that is told tickets lays out the very slices of its own devices, whatever it can't see."""
     groups, prepared = random_groups(3)
     shadowed = {draw: shadow_of(draw, one) for draw, one in prepared.items()}
-    data = {row.ticket: one.inputs.vision.patches_PX for _, one, rows in shadowed.values() for row in rows}
+    data = {row.ticket: one.inputs.laid_out().vision.patches_PX for _, one, rows in shadowed.values() for row in rows}
     composer = Composer(make_config(64, 2), 4, MODEL.vision)
     own = [range(k, k + 1) for k in range(4)]
     plain = composer.shares(groups, prepared, own)
@@ -231,7 +231,7 @@ def test_tickets_are_told_in_the_place_of_media_and_come_back_as_the_same_shadow
 
 def shadow_of(draw, one):
     """(the prompt with shadows of its patches, itself, the rows that they are)."""
-    vision = one.inputs.vision
+    vision = one.inputs.laid_out().vision
     if vision is None:
         return one, one, []
     shadow = ShadowTensor.of(f"draw {draw}", vision.patches_PX.shape, np.float32)

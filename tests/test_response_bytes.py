@@ -68,4 +68,4 @@ def test_a_packed_response_keeps_its_bytes_only():
     assert dataclasses.replace(packed, versions=(2, 2, 2)).logprobs == response.logprobs
     assert pickle.loads(pickle.dumps(packed)) == response
     with pytest.raises(AttributeError, match="no 'tokens'"):
-        _ = packed.tokens
+        _ = packed.tokens  # pyright: ignore[reportAttributeAccessIssue]
