@@ -43,7 +43,7 @@ RUNS: dict[str, tuple[str, ...]] = {  # policy and what else differs
     "tail_batching_spread": (
         "--config.policy.name=tail_batching",
         TRUNCATED,
-        "--config.tail_batching.max_staleness=4",
+        "--config.tail_batching.max_staleness=5",
     ),
     "adaptive_async": ("--config.policy.name=adaptive_async", TRUNCATED),
     "adaptive_async_decoupled": (
@@ -54,7 +54,7 @@ RUNS: dict[str, tuple[str, ...]] = {  # policy and what else differs
     "adaptive_async_older": (
         "--config.policy.name=adaptive_async",
         TRUNCATED,
-        "--config.adaptive_async.max_staleness=4",
+        "--config.adaptive_async.max_staleness=5",
     ),
 }
 DEFAULT = ["synchronous", "tail_batching", "adaptive_async"]

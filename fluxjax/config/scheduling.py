@@ -54,7 +54,7 @@ class PolicyConfig:
 class TailBatchingConfig:
     prompts: float = within(1.25, "[1, 8]")  # launched in short rounds, for each that a step needs (Flexes' eta for P)
     responses: float = within(1.25, "[1, 8]")  # launched in short rounds, for each that a group needs (eta for R)
-    # Versions. A long round's groups join the next short rounds' steps, while they are no older; 0: they are one step.
+    # Versions; a long round's groups are spread over the steps in which they are at most so old. 0: they are one step.
     max_staleness: int = not_negative(0)
 
 
