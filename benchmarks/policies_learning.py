@@ -3,11 +3,14 @@
     python benchmarks/policies_learning.py --out runs/learning          # 15 runs, about 70 minutes on one core
     python benchmarks/policies_learning.py --out runs/learning --picture docs/pictures/policies.png
     python benchmarks/policies_learning.py --config configs/text.py --seeds 0 1
+    python benchmarks/policies_learning.py --config configs/vlm.py:digits --lengths \
+        --policies synchronous tail_batching tail_batching_spread -- --config.steps=400
 
 Every run is `python -m fluxjax.train` with a seed and a policy; nothing else differs but an importance correction where
 data may be old. Runs that are complete in `--out` are not made again. Prints one JSON line: the final accuracy of each
 run, means and standard deviations, and in pairs of equal seeds the differences to `synchronous` in points: their mean
-and its 95 % interval (Student's t).
+and its 95 % interval (Student's t). What stands behind `--` goes to every run. `--lengths` adds the final accuracy by
+length of the right answer (characters), means over seeds, over the held-out prompts of each length.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
 import scipy.stats
+from accuracy_by_length import Counts, by_length, pooled
 from common import ROOT
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -36,6 +40,11 @@ RUNS: dict[str, tuple[str, ...]] = {  # policy and what else differs
     "synchronous": ("--config.policy.name=synchronous",),
     "tail_batching": ("--config.policy.name=tail_batching",),
     "tail_batching_responses": ("--config.policy.name=tail_batching", "--config.tail_batching.responses=1.25"),
+    "tail_batching_spread": (
+        "--config.policy.name=tail_batching",
+        TRUNCATED,
+        "--config.tail_batching.max_staleness=5",
+    ),
     "adaptive_async": ("--config.policy.name=adaptive_async", TRUNCATED),
     "adaptive_async_decoupled": (
         "--config.policy.name=adaptive_async",
@@ -45,7 +54,7 @@ RUNS: dict[str, tuple[str, ...]] = {  # policy and what else differs
     "adaptive_async_older": (
         "--config.policy.name=adaptive_async",
         TRUNCATED,
-        "--config.adaptive_async.max_staleness=4",
+        "--config.adaptive_async.max_staleness=5",
     ),
 }
 DEFAULT = ["synchronous", "tail_batching", "adaptive_async"]
@@ -59,16 +68,26 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--every", type=int, default=25, help="steps between two evaluations on all held-out prompts")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/learning"))
     parser.add_argument("--picture", type=pathlib.Path, help="where to draw the curves")
+    parser.add_argument("--lengths", action="store_true", help="accuracy by length of the answer, too")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="settings of every run")
     options = parser.parse_args(argv)
     runs: dict[str, dict[int, dict[str, Any]]] = {policy: {} for policy in options.policies}
+    lengths: dict[str, list[Counts]] = {policy: [] for policy in options.policies}
     for seed in options.seeds:  # seed by seed, so that what is there so far compares
         for policy in options.policies:
             folder = options.out / f"{policy}-{seed}"
-            if not train(folder, options.config, seed, options.every, RUNS[policy]):
+            if not train(folder, options.config, seed, options.every, (*RUNS[policy], *options.flags)):
                 print(f"error: {policy} with seed {seed} did not end well; see {folder}.log", file=sys.stderr)
                 return 1
             runs[policy][seed] = json.loads((folder / "summary.json").read_text())
-    print(json.dumps({"benchmark": "policies_learning", "config": options.config, "measured": _compared(runs)}))
+            if options.lengths:
+                lengths[policy].append(by_length(folder))
+            print(json.dumps(_compared(runs)), file=sys.stderr)
+    result = {"benchmark": "policies_learning", "config": options.config, "flags": options.flags}
+    result["measured"] = _compared(runs)
+    if options.lengths:
+        result["by_length"] = {policy: pooled(counts) for policy, counts in lengths.items()}
+    print(json.dumps(result))
     if options.picture:
         draw(options.out, options.policies, options.seeds, options.picture)
     return 0
@@ -96,6 +115,7 @@ def _compared(runs: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
             for source in sorted(next(iter(own.values()))["accuracy"])
         }
         for policy, own in runs.items()
+        if own
     }
     for policy, by_source in finals.items():
         result[policy] = {
@@ -108,7 +128,7 @@ def _compared(runs: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
         }
         if policy != "synchronous" and (plain := finals.get("synchronous")):
             for source, values in by_source.items():
-                result[policy][source]["paired_points"] = paired_points(values, plain[source])
+                result[policy][source]["paired_points"] = paired_points(values, plain[source][: len(values)])
         totals = [summary["seconds"]["total"] for summary in runs[policy].values()]
         result[policy]["seconds"] = [round(total, 1) for total in totals]
     return result

@@ -324,7 +324,8 @@ def slices_fetched(world: World) -> dict[str, Any]:
             materializer.read(batch)
         materializer.close()
         fetched.append(materializer.totals.bytes)
-        needed = {share.groups[k].name: share.groups[k].inputs.patches_PX for k in share.needed}
+        groups = share.groups if share.needed is None else [share.groups[k] for k in share.needed]
+        needed = {group.name: group.inputs.patches_PX for group in groups}
         samples.append(sum(patches_PX.nbytes for patches_PX in needed.values() if patches_PX is not None))
     process.close()
     share_bytes = whole / world.processes

@@ -2,6 +2,7 @@
 
     python -m fluxjax.train --config=configs/vlm.py
     python -m fluxjax.train --config=configs/vlm.py:debug      (the whole loop in less than a minute)
+    python -m fluxjax.train --config=configs/vlm.py:digits     (the strips alone)
 
 Expect, on two CPU cores in three to five minutes: strips from about 35 % held out after the warm start to between 90
 and 97 % by RL, clips from about 38 % to between 97 and 99 % (three seeds in docs/log.md).
@@ -47,6 +48,9 @@ def get_config(variant: str = "") -> Config:
         config.warm_start.steps = 15
         config.evaluation.samples = 40
         config.report.dump_samples_every = 5
+    elif variant == "digits":
+        config.name = "vlm-digits"
+        del config.data.sources["pans"]
     elif variant:
-        raise ConfigError(f"configs/vlm.py has the variants '' and 'debug', not {variant!r}")
+        raise ConfigError(f"configs/vlm.py has the variants '', 'debug' and 'digits', not {variant!r}")
     return config

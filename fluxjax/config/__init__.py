@@ -454,6 +454,9 @@ class Config:
                 "stream_trainer.enabled needs sharding.hybrid off: the devices of some engines are no whole hosts"
             )
         for name in ("stream_trainer", "speculative_sync"):
+            held = self.policy.name is Policy.TAIL_BATCHING and self.tail_batching.max_staleness
+            if getattr(self, name).enabled and held:
+                raise ConfigError(f"{name}.enabled needs tail_batching.max_staleness to be 0: it counts no held groups")
             if getattr(self, name).enabled and self.algorithm.updates > 1:
                 raise ConfigError(
                     f"{name}.enabled computes gradients before a step is complete, all of the same weights; set "
@@ -469,6 +472,8 @@ class Config:
     def _validate_replay(self) -> None:
         """A policy's bound on what is trained on holds for what is replayed, too."""
         limits = {Policy.APRIL: self.april.max_staleness, Policy.ADAPTIVE_ASYNC: self.adaptive_async.max_staleness}
+        if self.tail_batching.max_staleness:
+            limits[Policy.TAIL_BATCHING] = self.tail_batching.max_staleness
         limit, name = limits.get(self.policy.name), self.policy.name.value
         if self.replay.share and limit is not None and self.replay.max_age > limit:
             raise ConfigError(

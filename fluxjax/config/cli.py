@@ -86,7 +86,12 @@ def _clipped(config: Config) -> bool:
 
 def _stale(config: Config) -> bool:
     """Says whether older versions than the newest are trained on."""
-    return config.policy.name in _STALE or _replayed(config)
+    return _policy_stale(config) or _replayed(config)
+
+
+def _policy_stale(config: Config) -> bool:
+    held = config.policy.name is Policy.TAIL_BATCHING and config.tail_batching.max_staleness > 0
+    return config.policy.name in _STALE or held
 
 
 def _replayed(config: Config) -> bool:
@@ -246,7 +251,7 @@ def remarks(config: Config) -> list[str]:
             "or algorithm.epochs"
         )
     if _stale(config) and not _corrected(config) and _policy_gradient(config):
-        who = config.policy.name.value if config.policy.name in _STALE else "replay.share above 0"
+        who = config.policy.name.value if _policy_stale(config) else "replay.share above 0"
         lines.append(
             f"warning: {who} trains on older versions without an importance correction; set "
             "algorithm.importance.kind=truncate or mask"

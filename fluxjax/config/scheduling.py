@@ -54,6 +54,8 @@ class PolicyConfig:
 class TailBatchingConfig:
     prompts: float = within(1.25, "[1, 8]")  # launched in short rounds, for each that a step needs (Flexes' eta for P)
     responses: float = within(1.25, "[1, 8]")  # launched in short rounds, for each that a group needs (eta for R)
+    # Versions; a long round's groups are spread over the steps in which they are at most so old. 0: they are one step.
+    max_staleness: int = not_negative(0)
 
 
 @dataclasses.dataclass(slots=True)

@@ -65,7 +65,7 @@ def make_policy(config: Config) -> SchedulingPolicy:
         case Name.SYNCHRONOUS:
             return Synchronous(**rounds)
         case Name.TAIL_BATCHING:
-            return TailBatching(tail.prompts, tail.responses, **rounds)
+            return TailBatching(tail.prompts, tail.responses, tail.max_staleness, **rounds)
         case Name.APRIL:
             return April(april.oversample, april.max_staleness, **rounds)
         case Name.ADAPTIVE_ASYNC:

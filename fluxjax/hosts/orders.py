@@ -201,7 +201,7 @@ class ToldGroup(NamedTuple):
     media: list[list[Any]] | None  # what `told_media` returns
     version: int
     temperature: float | None
-    count: int  # of its responses in the step
+    responses: int  # of it in the step
 
 
 class ToldGroups:
@@ -319,8 +319,8 @@ def _plans(
     """A share of what shard plans lay out, of whole groups."""
     whole = {k: group for k, group in enumerate(told) if isinstance(group, ToldGroup)}
     facts = np.frombuffer(rows["facts"], _FACTS)
-    responses = _responses(data, [group.draw for group in whole.values() for _ in range(group.count)])
-    own = np.split(np.arange(len(responses)), np.cumsum([group.count for group in whole.values()])[:-1])
+    responses = _responses(data, [group.draw for group in whole.values() for _ in range(group.responses)])
+    own = np.split(np.arange(len(responses)), np.cumsum([group.responses for group in whole.values()])[:-1])
     members = dict(zip(whole, own, strict=True)) if whole else {}
     groups = tuple(
         _group(group, inputs[group.draw], responses, facts, members[k].tolist())

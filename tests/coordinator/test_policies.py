@@ -51,6 +51,8 @@ POLICIES: dict[str, tuple[Callable[..., SchedulingPolicy], int]] = {  # name: (m
     "synchronous": (Synchronous, 0),
     "tail_batching": (TailBatching, 0),
     "tail_batching_much": (lambda **options: TailBatching(2.0, 2.0, **options), 0),
+    "tail_batching_spread": (lambda **options: TailBatching(1.25, 1.0, 2, **options), 2),
+    "tail_batching_much_spread": (lambda **options: TailBatching(2.0, 2.0, 1, **options), 1),
     "april": (lambda **options: April(1.7, 2, **options), 2),
     "april_plain": (lambda **options: April(1.0, 1, **options), 1),
     "synchronous_stream": (lambda **options: Synchronous(stream=StreamTrainer(STREAM), **options), 0),
@@ -220,6 +222,35 @@ class TestTailBatching:
         """When the data ends, the deferred prompts are trained on, too."""
         world = PolicyWorld(TailBatching(1.5, 1.5), seed, steps=100, prompts=prompts).go()
         assert sorted(world.trained) == list(range(prompts))
+
+    @settings(deadline=None, max_examples=30)
+    @given(seed=st.integers(0, 10**6), prompts=st.integers(1, 200))
+    def test_every_held_prompt_in_the_end(self, seed: int, prompts: int) -> None:
+        world = PolicyWorld(TailBatching(1.5, 1.5, 2), seed, steps=200, prompts=prompts).go()
+        assert sorted(world.trained) == list(range(prompts))
+
+    def test_long_prompts_are_spread(self) -> None:
+        """A long round trains on the first share of what was deferred beside new prompts; each of the next steps on
+        another, and no step on more than its share."""
+        world = PolicyWorld(TailBatching(1.25, 1.0, 5), 3, steps=30, prompts_per_step=12, group_size=2).go()
+        deferred = {order.prompt.draw for order in world.all(Park)}
+        shares = [sum(group.prompt.draw in deferred for group in groups) for groups in world.steps.values()]
+        assert shares[:4] == [0] * 4, "three prompts are deferred a short round"
+        assert shares[4:9] == [2] * 5
+        assert set(shares[9:]) <= {2, 3}, "the next long round comes a step before the last share of the one before"
+
+    def test_too_old_to_be_held(self) -> None:
+        """Groups that a run held with a larger bound are generated again."""
+        world = PolicyWorld(TailBatching(1.25, 1.0, 5), 3, steps=6, prompts_per_step=12, checkpoint_every=1).go()
+        state, next_draw = world.states[-1]
+        held = set(state["policy"]["held"])
+        resumed = PolicyWorld(
+            TailBatching(1.25, 1.0), 4, steps=12, prompts_per_step=12, state=state, next_draw=next_draw
+        )
+        resumed.go()
+        assert held and held <= {order.prompt.draw for order in resumed.all(Park)}
+        check_lags = [step - 1 - min(resumed.versions(groups)) for step, groups in resumed.steps.items()]
+        assert set(check_lags) == {0}
 
     def test_zero_variance_is_not_deferred(self) -> None:
         """Dynamic sampling skips groups that teach nothing, with the reason, and refills the round."""

@@ -116,9 +116,13 @@ class Rounds(Base, abc.ABC):
     def _given_up(self, coordinator: Coordinator) -> bool:
         """Returns whether a stop ends the round as it is: with dynamic sampling, its step may end late or never. What
         is scored stays in the books; the resumed run goes on with it."""
-        ledger = coordinator.ledger
-        missing = coordinator.settings.prompts_per_step - ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
-        return bool(coordinator.stop_reason and ledger.dropped.count and missing > 0)
+        dropped = coordinator.ledger.dropped.count
+        return bool(coordinator.stop_reason and dropped and self._missing(coordinator) > 0)
+
+    def _missing(self, coordinator: Coordinator) -> int:
+        """Returns how many groups the step lacks yet."""
+        trained = coordinator.ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
+        return coordinator.settings.prompts_per_step - trained
 
     def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
         """Returns the scored groups that the round will train on, whatever else becomes of it."""
