@@ -7,7 +7,7 @@ import jax
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from learner_cases import random_groups
 from packing_cases import MODEL, make_config
@@ -55,6 +55,7 @@ def test_an_order_comes_as_it_was_given(order):
     temperature=st.booleans(),
     together=st.booleans(),
 )
+@example(seed=24560, processes=1, temperature=False, together=False)  # a group in two microbatches
 @settings(deadline=None, max_examples=15)
 def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, together):
     """Each process lays out just the rows that one process would have laid out on its devices."""

@@ -57,7 +57,7 @@ class OwnPace:
         return lay_out_parts(self.outline(groups), self._room.share_prompts)
 
     def share(self, outline: Sequence[SizedPart], groups: Sequence[TrainGroup], shards: range) -> Share:
-        return share_parts(outline, shards)
+        return share_parts(outline, groups, shards)
 
     def lay_out(self, share: Share) -> Composition:
         return lay_out_share(share, self._room, self._tempered)

@@ -64,29 +64,28 @@ def share_rows(outline: Sequence[SizedRows], groups: tuple[TrainGroup, ...], sha
     return Share(tuple(dataclasses.replace(micro, shards=rows) for micro, rows in own), groups, shards, None, filled)
 
 
-def share_parts(outline: Sequence[SizedPart], shards: range) -> Share:
+def share_parts(outline: Sequence[SizedPart], groups: Sequence[TrainGroup], shards: range) -> Share:
     """The share of the process that has these devices. It takes part in what all compute together, and needs those
-    groups of which a token or a frame lies on one of its devices. Of microbatches that are elsewhere, shapes count."""
-    number: dict[int, int] = {}
-    groups: list[TrainGroup] = []
+    groups of which a token or a frame lies on one of its devices. Of microbatches that are elsewhere, shapes count.
+
+    Its groups keep the order of `groups`, by which media are numbered: all processes send features by one route."""
+    planned = [PlannedRows(sized.part.plan, (), sized.sizes, sized.part.owner, sized.part.work) for sized in outline]
+    here = [None if rows.elsewhere(shards) else sized.part for rows, sized in zip(planned, outline, strict=True)]
+    known = {id(part.groups[piece.item]) for part in here if part is not None for piece in part.pieces}
+    own = tuple(group for group in groups if id(group) in known)
+    number = {id(group): k for k, group in enumerate(own)}
     needed: set[int] = set()
     micros: list[PlannedRows] = []
-    for sized in outline:
-        part = sized.part
-        planned = PlannedRows(part.plan, (), sized.sizes, part.owner, part.work)
-        if planned.elsewhere(shards):
-            micros.append(planned)
+    for rows, part in zip(planned, here, strict=True):
+        if part is None:
+            micros.append(rows)
             continue
-        for group in (part.groups[piece.item] for piece in part.pieces):
-            if id(group) not in number:
-                number[id(group)] = len(groups)
-                groups.append(group)
         local = {item: number[id(part.groups[item])] for item in {piece.item for piece in part.pieces}}
         needed |= {local[item] for item in part.items_on(shards)}
         pieces = tuple(Piece(local[piece.item], piece.responses) for piece in part.pieces)
-        micros.append(dataclasses.replace(planned, pieces=pieces))
+        micros.append(dataclasses.replace(rows, pieces=pieces))
     filled = tuple(sized.filled for sized in outline)
-    return Share(tuple(micros), tuple(groups), shards, frozenset(needed), filled)
+    return Share(tuple(micros), own, shards, frozenset(needed), filled)
 
 
 def lay_out_share(share: Share, room: Room, tempered: bool) -> Composition:

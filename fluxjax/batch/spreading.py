@@ -68,7 +68,7 @@ class Spreading:
         return composition
 
     def share(self, outline: Sequence[SizedPart], groups: Sequence[TrainGroup], shards: range) -> Share:
-        return share_parts(outline, shards)
+        return share_parts(outline, groups, shards)
 
     def lay_out(self, share: Share) -> Composition:
         return lay_out_share(share, self.room, self._tempered)
