@@ -250,7 +250,7 @@ class Steps:
             {
                 "text": one.prompt.text,
                 "images": [item.path for item in one.prompt.media],
-                "token_ids": one.inputs.token_ids_T.tolist(),
+                "token_ids": one.inputs.laid_out().token_ids_T.tolist(),
             }
             for one in self.prepared
         ]
