@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile much and run little: optimisations would take longer than they save. Subprocesses inherit this.
@@ -44,6 +45,9 @@ import pytest  # noqa: E402
 
 from fluxjax.base.process import share_between_devices  # noqa: E402
 
+if TYPE_CHECKING:
+    from run_cases import Commands
+
 
 def scheduled() -> int:
     """The scheduling policy of this thread, where the system has several."""
@@ -74,6 +78,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """A test that leaves this process a real-time one, as an encoder may, starves all others, its children included."""
     assert scheduled() == SCHEDULED, "this process is scheduled otherwise now: see media_files.new_video"
+
+
+@pytest.fixture(scope="module")
+def commands() -> "Commands":
+    """Starts training runs as a user does."""
+    from run_cases import Commands  # with Orbax and PyAV, which few tests need
+
+    return Commands()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """The settings of a small text task for `configs/text.py`."""
+    from run_cases import letters
+
+    return letters(tmp_path_factory.mktemp("letters"))
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,10 @@ import pytest
 from PIL import Image
 from run_cases import (
     COLOURS,
-    Commands,
     checkpoint_steps,
     clip,
     ended,
     flags,
-    letters,
     logged,
     picture,
     summary,
@@ -33,16 +31,6 @@ from fluxjax.run.trainer import FluxTrainer
 from sharding.odc.worker import Worker
 
 TEXT, VLM = "configs/text.py", "configs/vlm.py"
-
-
-@pytest.fixture(scope="module")
-def commands():
-    return Commands()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return letters(tmp_path_factory.mktemp("letters"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 from plain_decode import generate
-from run_cases import assert_same_bits, checkpoint_steps, flags, letters, model_arrays, summary
+from run_cases import assert_same_bits, checkpoint_steps, flags, model_arrays, summary
 
 import models
 from fluxjax.base.errors import DataError
@@ -41,11 +41,6 @@ def compiled_once(tmp_path_factory):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return letters(tmp_path_factory.mktemp("letters"))
 
 
 @pytest.fixture

@@ -36,11 +36,6 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def commands() -> Commands:
-    return Commands()
-
-
-@pytest.fixture(scope="module")
 def scraped(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[str]]:
     """A run over two processes, undisturbed, and what the Prometheus port of each said last."""
     run_dir = tmp_path_factory.mktemp("two") / "run"

@@ -6,12 +6,10 @@ import shutil
 import numpy as np
 import pytest
 from run_cases import (
-    Commands,
     assert_same_run,
     checkpoint_arrays,
     checkpoint_steps,
     flags,
-    letters,
     model_arrays,
     signal_when,
     summary,
@@ -24,16 +22,6 @@ from fluxjax.report.metrics import read
 pytestmark = pytest.mark.long
 TEXT, STEPS = "configs/text.py:debug", 12
 LORA = {"lora__rank": 4, "lora__alpha": 8, "algorithm__kl_coefficient": 0.001, "optim__weight_decay": 0.01}
-
-
-@pytest.fixture(scope="module")
-def commands():
-    return Commands()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return letters(tmp_path_factory.mktemp("letters"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from run_cases import (
     checkpoint_arrays,
     checkpoint_steps,
     flags,
-    letters,
     logged,
     model_arrays,
     signal_when,
@@ -28,11 +27,6 @@ from fluxjax.run.trainer import FluxTrainer
 pytestmark = pytest.mark.slow
 
 PPO = {"algorithm__name": "ppo", "algorithm__minibatches": 2, "critic__lr": 0.005, "critic__warmup_steps": 1}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return letters(tmp_path_factory.mktemp("letters"))
 
 
 def tiny(run_dir, data, **own):

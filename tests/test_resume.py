@@ -10,7 +10,6 @@ import signal
 import numpy as np
 import pytest
 from run_cases import (
-    Commands,
     assert_same_run,
     checkpoint_arrays,
     checkpoint_steps,
@@ -29,11 +28,6 @@ from fluxjax.report.metrics import read
 pytestmark = pytest.mark.long
 TEXT, VLM = "configs/text.py:debug", "configs/vlm.py:debug"
 STEPS = 9  # an epoch is 3 steps, and so is the time between checkpoints
-
-
-@pytest.fixture(scope="module")
-def commands():
-    return Commands()
 
 
 @pytest.fixture(scope="module")

@@ -40,11 +40,6 @@ OWN = {
 
 
 @pytest.fixture(scope="module")
-def commands():
-    return Commands()
-
-
-@pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     return media(tmp_path_factory.mktemp("media"))
 

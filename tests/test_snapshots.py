@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from run_cases import Commands, assert_same_run, checkpoint_steps, flags, letters, signal_when, summary
+from run_cases import assert_same_run, checkpoint_steps, flags, letters, signal_when, summary
 
 from fluxjax.run import snapshot_folder
 from fluxjax.run.snapshots import Snapshots
@@ -128,11 +128,6 @@ def test_another_history_has_another_folder(tmp_path):
 
 
 # --- runs ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def commands() -> Commands:
-    return Commands()
 
 
 @pytest.fixture(scope="module")

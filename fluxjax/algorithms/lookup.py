@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from ..base.import_path import imported
 from ..config import AlgorithmConfig, ConfigError
+from . import sft
 from .cispo import CISPO
 from .dapo import DAPO
 from .distillation import Distillation
@@ -21,7 +22,6 @@ from .ppo import PPO
 from .reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from .rl_algorithm import RLAlgorithm, adapted
 from .rloo import RLOO
-from .sft import SFT
 
 ALGORITHMS: Mapping[str, RLAlgorithm] = {
     "grpo": GRPO(),
@@ -35,7 +35,7 @@ ALGORITHMS: Mapping[str, RLAlgorithm] = {
     "ppo": PPO(),
     "distillation": Distillation(),
     "dpo": DPO(),
-    "sft": SFT(),
+    "sft": adapted(sft, "sft"),
 }
 
 

@@ -11,7 +11,6 @@ from ..base.types import Group, TrainBatch
 from ..config import AlgorithmConfig
 from .advantages import all_ones
 from .loss import masked
-from .rl_algorithm import RLAlgorithm
 
 
 def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
@@ -26,19 +25,3 @@ def token_loss(
     trained_BT = batch.loss_weights_BT != 0.0
     loss_BT = masked(-logprobs_BT, trained_BT)
     return loss_BT, {"nll": loss_BT}
-
-
-class SFT(RLAlgorithm):
-    """The two functions above."""
-
-    def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        return advantages(groups, cfg)
-
-    def token_loss(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        entropies_BT: Float[Array, "B T"],
-        batch: TrainBatch,
-        cfg: AlgorithmConfig,
-    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-        return token_loss(logprobs_BT, entropies_BT, batch, cfg)
