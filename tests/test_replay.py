@@ -25,12 +25,15 @@ from models.inputs import ModelInput
 NOTHING = ModelInput(np.zeros(1, np.int32), np.zeros((3, 1), np.int32), np.full(1, -1, np.int32), 1)
 
 
+THIRD_TENTH = tuple(np.array([-1.0 / 3.0, -0.1], np.float32).tolist())  # as a checkpoint has them
+
+
 def made(draw, version, advantages=(1.0, -1.0)):
     """A group of this draw whose newest token is of this version; its prompt."""
     one = group([0.25 * draw, 1.0 / 3.0], draw)
     samples = []
     for sample, advantage in zip(one.samples, advantages, strict=True):
-        parts = {"token_ids": (1, 2), "logprobs": (-1.0 / 3.0, -0.1), "versions": (version, version)}
+        parts = {"token_ids": (1, 2), "logprobs": THIRD_TENTH, "versions": (version, version)}
         response = dataclasses.replace(sample.response, **parts, temperature=0.7)
         reward = dataclasses.replace(sample.reward, parts={"exact": 1.0}, reason="because")
         samples.append(dataclasses.replace(sample, response=response, reward=reward, advantage=advantage))

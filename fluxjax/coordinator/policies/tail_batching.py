@@ -76,14 +76,14 @@ class TailBatching(Rounds):
                 return self._launch(coordinator, deferred[:missing])
             if not coordinator.exhausted:
                 return [DrawPrompts(missing)]
-        if running or complete > scored or not self._all_held(coordinator):
+        if running or complete > scored or self._held_unscored(coordinator):
             return []
         return self._close(coordinator, needed)
 
     def _close(self, coordinator: Coordinator, needed: int) -> Sequence[Instruction]:
         """Nothing that still runs is waited for; of more groups than are needed, the lowest draws win."""
         ledger = coordinator.ledger
-        if not self._all_held(coordinator):
+        if self._held_unscored(coordinator):
             return []
         needed -= ledger.count(PromptStage.TRAINING)
         if late := ledger.at(PromptStage.RUNNING):
@@ -125,13 +125,14 @@ class TailBatching(Rounds):
         held = sum(draw in entries and entries[draw].stage in stages for draw in self.held)
         return coordinator.ledger.count(*stages) - held
 
-    def _all_held(self, coordinator: Coordinator) -> bool:
-        """Returns whether the groups of all held prompts are scored."""
+    def _held_unscored(self, coordinator: Coordinator) -> int:
+        """Returns how many of the held prompts have no scored group: the round does not end before they do."""
         entries = coordinator.ledger.entries
-        return all(entries[draw].stage is PromptStage.SCORED for draw in self.held if draw in entries)
+        return sum(draw in entries and entries[draw].stage is not PromptStage.SCORED for draw in self.held)
 
     def _missing(self, coordinator: Coordinator) -> int:
-        return self._needed(coordinator) - self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
+        own = self._needed(coordinator) - self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
+        return max(own, 0) + self._held_unscored(coordinator)
 
     def _wanted(self, coordinator: Coordinator) -> int:
         """Returns how many prompts are to be under way in this round, beside those that are held."""
