@@ -22,7 +22,7 @@ from hosts_scripted import ScriptedLinks
 from ulysses_worker import text_model
 
 from fluxjax.algorithms import grpo
-from fluxjax.base.process import keep_freed_memory
+from fluxjax.base.process import collector_paused, keep_freed_memory
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
@@ -103,19 +103,20 @@ class Process:
             for sample in (sample for group in groups for sample in group.samples):
                 sample.response.packed()
         before, cpu = gang.bytes_told, time.thread_time()
-        with watch("plan"):
-            shares = self._composer.shares(groups, prepared, shards)
-        cpu = time.thread_time() - cpu
-        with watch("own_rows"):
-            composition = self._composer.lay_out(shares[0])
-        if links is not None and isinstance(links._links, ScriptedLinks):
-            links._links.answer(fingerprint(self._config, composition))
-        sent, started = links.seconds if links is not None else 0.0, time.thread_time()
-        with watch("told"):
-            rows = told_all(shares)
-        with watch("encode"):
-            gang.tell_rows(rows)
-        cpu += time.thread_time() - started
+        with collector_paused():  # as `SharedComposer` does
+            with watch("plan"):
+                shares = self._composer.shares(groups, prepared, shards)
+            cpu = time.thread_time() - cpu
+            with watch("own_rows"):
+                composition = self._composer.lay_out(shares[0])
+            if links is not None and isinstance(links._links, ScriptedLinks):
+                links._links.answer(fingerprint(self._config, composition))
+            sent, started = links.seconds if links is not None else 0.0, time.thread_time()
+            with watch("told"):
+                rows = told_all(shares)
+            with watch("encode"):
+                gang.tell_rows(rows)
+            cpu += time.thread_time() - started
         with watch("agree"):
             gang.agree(self._config, composition)
         seconds = watch.take()

@@ -238,6 +238,7 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
     own = [range(rank, rank + 1) for rank in range(world.processes)]
     rows = process.composer.shares(responses(prepared), by_draw, own)
     composition = process.composer.lay_out(rows[0])
+    process.materializer.expect(composition.batches)
     orders = [encode(Learn(1, *told(share, process.holder))) for share in rows[1:]]
     plan = time.perf_counter() - began
     for pipe, order in zip(pipes, orders, strict=True):
@@ -284,6 +285,7 @@ def _follow(world: World, rank: int, compute: float, pipe: Any) -> None:
             share = share_of(order.rows, order.responses, process.inputs)
             media = time.perf_counter() - began
             composition = process.composer.lay_out(share)
+            process.materializer.expect(composition.batches)
             pipe.send(media)
             pipe.recv()
             pipe.send(process.train(composition, compute / 2))

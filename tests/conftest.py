@@ -54,7 +54,9 @@ def scheduled() -> int:
     return os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else 0
 
 
-hypothesis.settings.register_profile("fluxjax", deadline=None)  # no test depends on how fast the machine is
+# No test depends on how fast the machine is. In CI a test has the same examples each time, so that a change is judged
+# by what it changed; everywhere else it has others.
+hypothesis.settings.register_profile("fluxjax", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("fluxjax")
 share_between_devices()
 SCHEDULED = scheduled()

@@ -32,6 +32,9 @@ SMALL = [
     "--config.evaluation.samples=4",
     "--config.checkpoint.every=1",
     "--config.rollout.prompts_per_step=6",
+    "--config.algorithm.name=gspo",  # with ratios of whole responses, before each of several optimizer steps
+    "--config.algorithm.minibatches=2",
+    "--config.algorithm.epochs=2",
 ]
 
 

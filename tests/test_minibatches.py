@@ -20,7 +20,6 @@ from fluxjax.batch.composer import Composer
 from fluxjax.batch.scored import with_proximal
 from fluxjax.config import AlgorithmConfig, ConfigError, Importance, ImportanceConfig, Schedule, cli
 from fluxjax.config.cli import remarks
-from fluxjax.hosts.gang import check_across_processes
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.minibatches import minibatches, of_all_updates
 from fluxjax.learner.policy_trainer import PolicyTrainer
@@ -197,12 +196,6 @@ def test_gradients_before_a_step_is_complete_are_refused(name, field):
     flags = [f"--config.algorithm.{field}=2", f"--config.{name}.enabled=true", "--config.policy.engines=2"]
     with pytest.raises(ConfigError, match=f"{name}.enabled .* algorithm.minibatches and algorithm.epochs to 1"):
         cli.load(flags)
-
-
-def test_several_processes_are_refused():
-    config, _ = settings_for(PPO)
-    with pytest.raises(ConfigError, match=r"^algorithm.minibatches, algorithm.epochs: not over several processes"):
-        check_across_processes(config)
 
 
 def test_decoupled_is_warned_of_with_one_optimizer_step_only():

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,6 @@ from models.config import TextConfig, VisionConfig
 from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
-from ..base.process import collector_paused
 from ..base.types import Group, PreparedPrompt, Response, Reward, Sample
 from ..config import Config, Strategy
 from .composition import Composition, Outline, TrainGroup
@@ -85,6 +84,7 @@ class Composer:
         *,
         skip_idle: bool = False,
         version: int | None = None,
+        last: bool = True,
     ) -> Composition:
         """The microbatches, with the loss weights, advantages and log-probs that belong to the responses.
 
@@ -95,7 +95,7 @@ class Composer:
         weights still count them. If there are no others, the first group stays.
 
         `version` is that of the weights to be trained, from which the tokens' lags count (None: the newest of the
-        tokens').
+        tokens'). `last`: of the training step; who tells others their rows tells them that, too.
 
         Raises ConfigError, naming prompt and field, for a sequence or media that fit no buffer, and ValueError for
         groups that contradict each other, `prepared` or `version`, or of which none has a token.
@@ -103,7 +103,6 @@ class Composer:
         self.shapes.next_step()
         return self._dealer.compose(self._chosen(groups, prepared, skip_idle, version))
 
-    @collector_paused()
     def shares(
         self,
         groups: Sequence[Group],
@@ -143,7 +142,7 @@ class Composer:
             if group.prompt.draw == following.prompt.draw:
                 ids = f"{group.prompt.id} and {following.prompt.id}"
                 raise ValueError(f"prompts {ids} have the same draw {group.prompt.draw}")
-        members, numbers_R3 = _in_order([group.samples for group in ordered])
+        members, numbers_R3, data, advantages = _in_order([group.samples for group in ordered])
         lengths = numbers_R3[:, 1]
         weights = response_weights(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
         newest = int(numbers_R3[:, 2].max(initial=-1))
@@ -158,14 +157,16 @@ class Composer:
         silent = not lengths.all()
         for group, samples in zip(ordered, members, strict=True):
             own, these = tuple(samples), slice(first, first + len(samples))
-            first, weighed, tokens = these.stop, weights[these], counted[these]
+            first, weighed = these.stop, weights[these]
+            known = counted[these], data[these], advantages[these]
             if silent:
-                own = tuple(sample for sample in samples if sample.response.num_tokens)
-                weighed, tokens = weighed[lengths[these] > 0], [n for n in tokens if n]
+                speaks = lengths[these] > 0
+                own, weighed = tuple(compress(own, speaks)), weighed[speaks]
+                known = [n for n in known[0] if n], list(compress(known[1], speaks)), list(compress(known[2], speaks))
             if own:
-                to_train.append(self._to_train(group, prepared, own, weighed, version).counted(tokens))
+                to_train.append(self._to_train(group, prepared, own, weighed, version).known(*known))
         if skip_idle:
-            taught = [group for group in to_train if any(sample.advantage != 0.0 for sample in group.samples)]
+            taught = [group for group in to_train if any(group.advantages)]
             to_train = taught or to_train[:1]
         return to_train
 
@@ -196,16 +197,32 @@ def shape_book(config: Config) -> ShapeBook:
     return ShapeBook(most, alone=alone, ahead=config.sharding.compile_ahead)
 
 
-def _in_order(members: Sequence[Sequence[Sample]]) -> tuple[Sequence[Sequence[Sample]], np.ndarray]:
-    """The samples of each group by their number, and `Response.facts` of one after the other, `[R, 3]`."""
+def _in_order(
+    members: Sequence[Sequence[Sample]],
+) -> tuple[Sequence[Sequence[Sample]], np.ndarray, list[bytes], list[float]]:
+    """The samples of each group by their number; and of one after the other `Response.facts`, `[R, 3]`, `data` and
+    advantage."""
     counts = np.fromiter(map(len, members), np.int64, len(members))
-    facts = [sample.response.facts for samples in members for sample in samples]
+    facts, data, advantages = _columns(members)
     numbers_R3 = np.fromiter(chain.from_iterable(facts), np.int64, 3 * int(counts.sum())).reshape(-1, 3)
     group = np.repeat(np.arange(len(members)), counts)
     if np.any((np.diff(numbers_R3[:, 0]) < 0) & (np.diff(group) == 0)):
         members = [sorted(samples, key=lambda sample: sample.response.sample) for samples in members]
         numbers_R3 = numbers_R3[np.lexsort((numbers_R3[:, 0], group))]
-    return members, numbers_R3
+        _, data, advantages = _columns(members)
+    return members, numbers_R3, data, advantages
+
+
+def _columns(members: Sequence[Sequence[Sample]]) -> tuple[list[tuple[int, int, int]], list[bytes], list[float]]:
+    facts: list[tuple[int, int, int]] = []
+    data: list[bytes] = []
+    advantages: list[float] = []
+    for sample in chain.from_iterable(members):
+        response = sample.response
+        facts.append(response.facts)
+        data.append(response.data)
+        advantages.append(sample.advantage)
+    return facts, data, advantages
 
 
 def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[int]]) -> list[Group]:

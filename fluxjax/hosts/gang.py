@@ -23,7 +23,7 @@ from sharding.walk import Params
 from ..algorithms import own_code
 from ..base.host_status import HostStatus
 from ..base.process import collector_paused
-from ..base.types import Group, PreparedPrompt
+from ..base.types import Group, PreparedPrompt, TrainBatch
 from ..batch.composer import Composer
 from ..batch.composition import Composition
 from ..config import Config, ConfigError, DistributedConfig, RolloutEngine
@@ -54,6 +54,7 @@ class Gang:
         self.bytes_told = 0  # by this process, to all others together
         self.watch = StepWatch()  # of this process
         self._number = 0  # of the last step
+        self.complete = True  # all of its minibatches are told
         self._stepped = 0  # the last step that this process has made
         self._stepped_at = 0.0  # when, on `time.perf_counter`
         self._statuses: dict[int, HostStatus] = {}  # the newest, by process
@@ -78,14 +79,15 @@ class Gang:
         for process in range(1, self.processes):
             self._send(process, data)
 
-    @collector_paused()
-    def tell_rows(self, rows: Sequence[Told]) -> None:
-        """Has each other process learn from its own rows, `rows[process]`."""
-        self._number += 1
+    def tell_rows(self, rows: Sequence[Told], *, last: bool = True) -> None:
+        """Has each other process learn from its own rows, `rows[process]`, of a minibatch; behind the `last` of a
+        training step come the optimizer steps."""
+        self._number += self.complete
+        self.complete = last
         if self._progress is not None:
             self._progress.begin(self._place)
         for process in range(1, self.processes):
-            self._send(process, encoded(Learn(self._number, *rows[process])))
+            self._send(process, encoded(Learn(self._number, *rows[process], last)))
 
     def _place(self) -> str:
         return f"step {self._number}, {self.watch.at}"
@@ -111,8 +113,9 @@ class Gang:
             order = decode(data)
             place = functools.partial(str, order.name)
             if isinstance(order, Learn):
+                if order.number != self._number:
+                    self.watch.begin()
                 self._number, place = order.number, self._place
-                self.watch.begin()
             assert self._progress is not None
             with self._progress.of(place):
                 yield order
@@ -253,11 +256,17 @@ class SharedComposer(Composer):
     """Plans a step in process 0, tells each process its rows, and lays out its own."""
 
     def __init__(
-        self, gang: Gang, config: Config, *sizes: Any, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE
+        self,
+        gang: Gang,
+        config: Config,
+        *sizes: Any,
+        place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE,
+        expect: Callable[[Sequence[TrainBatch]], None] = lambda batches: None,
     ) -> None:
-        """`sizes` are the further arguments of `Composer`; `place_of` says which preprocessor holds what."""
+        """`sizes` are the further arguments of `Composer`; `place_of` says which preprocessor holds what; `expect` is
+        told what this process will read, while the others still hear of theirs."""
         super().__init__(config, *sizes)
-        self._gang, self._place_of, self._settings = gang, place_of, config
+        self._gang, self._place_of, self._expect, self._settings = gang, place_of, expect, config
 
     def compose(
         self,
@@ -266,17 +275,22 @@ class SharedComposer(Composer):
         *,
         skip_idle: bool = False,
         version: int | None = None,
+        last: bool = True,
     ) -> Composition:
-        """This process's rows only. The others have been told theirs, so that the step must follow."""
+        """This process's rows only. The others have been told theirs, so that the step must follow, or, if this is not
+        its `last` minibatch, another one."""
         watch = self._gang.watch
-        watch.begin()
-        with watch.stage("plan"):
-            shards = local_shards(self._gang.processes)
-            shares = self.shares(groups, prepared, shards, skip_idle=skip_idle, version=version)
-        with watch.stage("layout"):
-            composition = self.lay_out(shares[0])
-        with watch.stage("plan"):
-            self._gang.tell_rows(told_all(shares, self._place_of))
+        if self._gang.complete:
+            watch.begin()
+        with collector_paused():  # it is made up for while the others lay their rows out
+            with watch.stage("plan"):
+                shards = local_shards(self._gang.processes)
+                shares = self.shares(groups, prepared, shards, skip_idle=skip_idle, version=version)
+            with watch.stage("layout"):
+                composition = self.lay_out(shares[0])
+            self._expect(composition.batches)
+            with watch.stage("plan"):
+                self._gang.tell_rows(told_all(shares, self._place_of), last=last)
         with watch.waiting():
             self._gang.agree(self._settings, composition)
         return composition
@@ -295,8 +309,6 @@ def check_across_processes(config: Config) -> None:
         "speculative_sync.enabled": config.speculative_sync.enabled,
         "servers.colocated": config.servers.colocated,
         "algorithm.importance.normalize": config.algorithm.importance.normalize,
-        "algorithm.minibatches": config.algorithm.minibatches > 1,
-        "algorithm.epochs": config.algorithm.epochs > 1,
         "algorithm.kl_in_reward": config.algorithm.kl_in_reward,
         "sharding.compile_ahead": bool(config.sharding.compile_ahead),
         "lora.rank": config.lora.rank > 0,

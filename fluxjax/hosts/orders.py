@@ -21,13 +21,12 @@ from models.inputs import PromptInput
 from models.shadow import ShadowTensor
 from sharding.planner.plan import Round, ShardPlan
 
-from ..base.process import collector_paused
 from ..base.response_bytes import numbers_of
 from ..base.types import Response, Reward, Sample
 from ..batch.composition import PackedRows, Piece, TrainGroup, tokens_of
 from ..batch.share import PlannedRows, Share, sized_input, sized_samples
 
-PROTOCOL = 5
+PROTOCOL = 6
 MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each; None: who is told decodes
 PlaceOf: TypeAlias = Callable[[str], str]  # the preprocessor that holds what a ticket names
 UNKNOWN_PLACE = ""
@@ -66,13 +65,15 @@ class Coming:
 
 @dataclasses.dataclass(frozen=True)
 class Learn:
-    """Lay out `rows` and make an optimizer step, the `number`-th of the run; `rows` and `responses` are what `told`
-    returned. When they have come, `responses` is one run of bytes."""
+    """Lay out `rows`: a minibatch of the `number`-th training step of the run, whose optimizer steps are made when the
+    `last` one has come. `rows` and `responses` are what `told` returned. When they have come, `responses` is one run of
+    bytes."""
 
     name: ClassVar[str] = "learn"
     number: int
     rows: Mapping[str, Any]
     responses: Sequence[bytes] | bytes
+    last: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +184,6 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
     return rows
 
 
-@collector_paused()
 def told_all(shares: Sequence[Share], place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> list[Told]:
     """The same, of each of them. What is the same for all is looked up once."""
     known: dict[int, ToldGroups] = {}  # by the identity of the groups
@@ -212,16 +212,15 @@ class ToldGroups:
         whole = groups if needed is None else [g for k, g in enumerate(groups) if k in needed]
         items = range(len(groups)) if needed is None else sorted(needed)
         self._told = dict(zip(items, (_told_group(group, place_of) for group in whole), strict=True))
-        samples = list(itertools.chain.from_iterable(group.samples for group in whole))
         here = (len(g.samples) if needed is None or k in needed else 0 for k, g in enumerate(groups))
         counts = np.fromiter(here, np.int64, len(groups))
         ends = np.cumsum(counts)
         self.first: list[int] = (ends - counts).tolist()
-        self.responses: list[bytes] = [sample.response.data for sample in samples]
-        self.facts = np.empty(len(samples), _FACTS)
+        self.responses = list(itertools.chain.from_iterable(group.data for group in whole))
+        self.facts = np.empty(len(self.responses), _FACTS)
         self.facts["weight"] = np.concatenate([group.weights for group in whole]) if whole else 0.0
-        self.facts["advantage"] = [sample.advantage for sample in samples]
-        self.facts["number"] = np.arange(len(samples)) - np.repeat(ends - counts, counts)
+        self.facts["advantage"] = list(itertools.chain.from_iterable(group.advantages for group in whole))
+        self.facts["number"] = np.arange(len(self.responses)) - np.repeat(ends - counts, counts)
 
     def __getitem__(self, item: int) -> ToldGroup:
         return self._told[item]

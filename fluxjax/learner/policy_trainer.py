@@ -29,7 +29,6 @@ from ..algorithms.rl_algorithm import Key
 from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
 from ..batch.composer import Composer
 from ..batch.composition import Composition, plan_metrics, together
-from ..batch.scored import with_policy_ratios
 from ..config import Config, ConfigError
 from .coupling import coupled, only_taught
 from .critic import Critic, critic_metrics
@@ -37,7 +36,7 @@ from .gradients import Gradients, Outcome
 from .learner import Learner
 from .minibatches import minibatches, of_all_updates
 from .replay import ReplayBuffer, replay_metrics
-from .scoring import logprobs_of, needs_scores, shaped, with_scores
+from .scoring import in_turn, logprobs_of, needs_scores, shaped, with_scores
 
 
 @runtime_checkable
@@ -187,20 +186,16 @@ class PolicyTrainer:
         if settings.kl_in_reward or self._critic is not None:
             new = {group.prompt.draw: group for part in portions for group in part.groups}
             step.groups = [new.get(group.prompt.draw, group) for group in step.groups]
-        updates = compositions * settings.epochs
         resting = self._critic is not None and learner.version < self._config.critic.warmup_steps
         metrics: list[dict[str, float]] = []
         of_critic: list[dict[str, float]] = []
-        for number, (part, composition) in enumerate(zip(portions * settings.epochs, updates, strict=True), 1):
-            last = number == len(updates)
+        updates = in_turn(compositions, learner, self._config, self._algorithm)
+        for part, (composition, last) in zip(portions * settings.epochs, updates, strict=True):
             found: Mapping[str, float] = {}
             if self._critic is not None:
                 of_critic.append(self._critic.step(composition.everywhere, last=last))
             if resting:
                 continue
-            if metrics and self._algorithm.response_ratios:  # the policy has changed since it was scored
-                now = logprobs_of(composition, place.gradients, learner.params)
-                composition = with_policy_ratios(composition, now, settings.importance.decoupled)
             if self._algorithm.coupled:
                 now = logprobs_of(composition, place.gradients, learner.params)
                 composition, found = coupled(composition, now, part.groups, self._algorithm, settings)
@@ -220,8 +215,9 @@ class PolicyTrainer:
         """The microbatches of each portion for the devices of `place`, with all that the loss reads. Where that changes
         advantages, those of the portions' groups are new."""
         chosen = only_taught if self._algorithm.coupled else list
+        options = {"skip_idle": self._skip_idle, "version": place.version}
         compositions = [
-            place.composer.compose(chosen(part.groups), part.prepared, skip_idle=self._skip_idle, version=place.version)
+            place.composer.compose(chosen(part.groups), part.prepared, **options, last=part is portions[-1])
             for part in portions
         ]
         scores = place.reference is not None or needs_scores(self._config, self._algorithm)
@@ -303,9 +299,9 @@ def check_algorithm(config: Config, algorithm: RLAlgorithm, processes: int = 1) 
             f"algorithm.name = {config.algorithm.label} compares with a reference: algorithm.kl_coefficient must be "
             "above 0"
         )
-    if (algorithm.response_ratios or algorithm.coupled) and processes > 1:
+    if algorithm.coupled and processes > 1:
         raise ConfigError(
-            f"algorithm.name = {config.algorithm.label} scores whole responses before each optimizer step: not over "
+            f"algorithm.name = {config.algorithm.label} scores whole groups before each optimizer step: not over "
             "several processes (distributed.processes) yet"
         )
     if algorithm.critic and processes > 1:

@@ -1,7 +1,7 @@
 """Log-probs that a loss reads beside those of its own pass, each from a forward pass over whole minibatches."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..batch.composition import Composition
 from ..batch.scored import with_advantages, with_importance, with_policy_ratios, with_proximal, with_reference
 from ..config import Config, KlEstimator
 from .gradients import Gradients
+from .learner import Learner
 
 Rewarded: TypeAlias = Callable[[Mapping[Key, float]], Mapping[Key, float]]
 # (minibatches, the KL in nats of each token that is taken off its reward, if any) -> minibatches with advantages
@@ -75,6 +76,20 @@ def with_scores(
             each = with_policy_ratios(each, logprobs, settings.importance.decoupled)
         done.append(each)
     return done
+
+
+def in_turn(
+    compositions: Sequence[Composition], learner: Learner, config: Config, algorithm: RLAlgorithm
+) -> Iterator[tuple[Composition, bool]]:
+    """The scored minibatches of a training step in the order of its optimizer steps; with the last one, True. Each is
+    read by the policy as it is in its turn, where its loss has ratios of whole responses."""
+    settings = config.algorithm
+    updates = list(compositions) * settings.epochs
+    for number, composition in enumerate(updates, 1):
+        if number > 1 and algorithm.response_ratios:
+            now = logprobs_of(composition, learner.gradients, learner.params)
+            composition = with_policy_ratios(composition, now, settings.importance.decoupled)
+        yield composition, number == len(updates)
 
 
 def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:

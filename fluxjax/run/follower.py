@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from models.inputs import PromptInput
 from sharding.walk import Params
 
 from ..algorithms import find_algorithm
+from ..batch.composition import Composition
 from ..config import Config, ConfigError, RolloutEngine, run_folder
 from ..data.prepare import Preparer
 from ..data.sources import open_sources, open_warm_start
@@ -32,7 +33,7 @@ from ..hosts.orders import (
     Start,
     share_of,
 )
-from ..learner.scoring import with_scores
+from ..learner.scoring import in_turn, with_scores
 from ..learner.warm_start import begin_warm_start, warm_start_source
 from ..report.prometheus import HostCollector, PrometheusPort
 from ..runtime.engine_servers import EngineServers
@@ -74,6 +75,7 @@ class Follower:
         self._prompts = training_prompts(config, self._sources, self._processor, self._media.proxy)
         self._coming = ComingPrompts(self._prompts, most=_REMEMBERED * config.rollout.prompts_per_step)
         self._warm_start: Preparer | None = None
+        self._step: list[Composition] = []  # the minibatches so far of the training step under way
         self._engines: EngineServers | None = None
         if config.rollout.engine is RolloutEngine.JAX:
             self._engines = serve_engines(config, learning.model, self._processor, gang, token, self._media.fetch)
@@ -130,15 +132,26 @@ class Follower:
             share = share_of(order.rows, order.responses, self._inputs)
         with watch.stage("layout"):
             composition = self._composer.lay_out(share)
+        self._media.expect(composition.batches)
         self._gang.agree(self._config, composition)
-        learner = self._learner
+        self._step.append(composition)
+        if not order.last:
+            return
+        minibatches, self._step, learner = self._step, [], self._learner
         if self._warm_start is None:
-            weights = learner.params, self._reference
-            [composition] = with_scores([composition], learner.gradients, *weights, self._config, self._algorithm)
-        learner.step(composition.everywhere)
-        if self._warm_start is None and self._config.algorithm.renews_reference(learner.version):
-            self._reference = learner.params
+            self._train(minibatches)
+        else:
+            learner.step(composition.everywhere)
         self._gang.stepped(learner.idle)
+
+    def _train(self, minibatches: Sequence[Composition]) -> None:
+        """What `PolicyTrainer.train` computes of a training step."""
+        learner, config, algorithm = self._learner, self._config, self._algorithm
+        scored = with_scores(minibatches, learner.gradients, learner.params, self._reference, config, algorithm)
+        for composition, last in in_turn(scored, learner, config, algorithm):
+            learner.step(composition.everywhere, last=last)
+        if config.algorithm.renews_reference(learner.version):
+            self._reference = learner.params
 
     def _inputs(self, media: Mapping[int, MediaTold]) -> Mapping[int, PromptInput]:
         tickets = {draw: told for draw, told in media.items() if told is not None}

@@ -101,6 +101,11 @@ class Pixels:
         self._watch = self._open.enter_context(contextlib.closing(PreprocessorWatch(store)))
         return store
 
+    def expect(self, batches: Iterable[object]) -> None:
+        """Pixels of these are fetched from now on, in this order."""
+        if self.materializer is not None:
+            self.materializer.expect(batches)
+
     def read(self, tree: Tree) -> Tree:
         """A pytree, such as a batch or a prompt's `vision`, with its pixels."""
         return tree if self.materializer is None else self.materializer.read(tree)

@@ -500,8 +500,9 @@ class FluxTrainer:
         self.reference = params
 
     def _make_composer(self, *sizes: Any) -> Composer:
-        alone = self.gang.alone
-        return Composer(*sizes) if alone else SharedComposer(self.gang, *sizes, place_of=self.pixels.place_of)
+        if self.gang.alone:
+            return Composer(*sizes)
+        return SharedComposer(self.gang, *sizes, place_of=self.pixels.place_of, expect=self.pixels.expect)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """For the runtime: starts a checkpoint; see `runtime.ports.Checkpointer`."""
