@@ -35,6 +35,7 @@ SMALL = [
     "--config.algorithm.name=gspo",  # with ratios of whole responses, before each of several optimizer steps
     "--config.algorithm.minibatches=2",
     "--config.algorithm.epochs=2",
+    "--config.lora.rank=4",
 ]
 
 
@@ -87,9 +88,11 @@ def test_two_processes_train_as_one(commands, two, tmp_path):
     shutil.copytree(one, joined)
     shutil.rmtree(joined / "checkpoints" / max(os.listdir(joined / "checkpoints"), key=int))
     assert "resuming after step 2" in commands.run(joined, CONFIG, SMALL, processes=2)
-    for name, tensor in load_file(one / "model" / "model.safetensors").items():
-        resumed = load_file(joined / "model" / "model.safetensors")[name]
-        np.testing.assert_allclose(resumed, tensor, rtol=1e-3, atol=1e-5, err_msg=name)
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        resumed = load_file(joined / file)
+        for name, tensor in load_file(one / file).items():
+            assert np.abs(tensor).max() > 0, "what it began with is zero for one of two adapters"
+            np.testing.assert_allclose(resumed[name], tensor, rtol=1e-3, atol=1e-5, err_msg=name)
     kept = ("loss", "grad_norm", "reward/mean", "packing/microbatches", "packing/token_fill", "packing/patch_fill")
     found, want = (
         {(line["phase"], line["step"]): line for line in read(run_dir / "metrics.jsonl")} for run_dir in (two, one)

@@ -1,9 +1,11 @@
-"""Finds what an import path of the configuration, `module:attribute`, stands for."""
+"""Imports: what an import path of the configuration, `module:attribute`, stands for; what a library need not find."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .errors import ConfigError
@@ -26,3 +28,17 @@ def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
             f"{field} is {path!r}, but {module_name} has no {attribute!r}; it has {', '.join(known) or 'none'}"
         )
     return value
+
+
+@contextlib.contextmanager
+def as_if_missing(package: str) -> Iterator[None]:
+    """Libraries that are imported meanwhile, and can do without the package, do without it. It stays what it is where
+    it has been imported."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]  # what Python documents: importing it raises ImportError
+    try:
+        yield
+    finally:
+        del sys.modules[package]

@@ -200,15 +200,15 @@ class Gang:
             if (known.step if known is not None else 0) < self._stepped:
                 self._note(process, self._links.receive(process))
 
-    def whole(self, params: Params, mesh: Mesh) -> Params:
-        """The weights as process 0 can hand them on: its own arrays, whole. The others are told to take part. Alone:
-        the weights as they are."""
+    def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
+        """The weights that `make` returns, of the model or its adapters, as process 0 can hand them on: its own arrays,
+        whole. The others are told to take part, and make them, too. Alone: the weights as they are."""
         if self.alone:
-            return params
+            return make()
         assert self._progress is not None
         with self._progress.of(lambda: "the gathering of weights"):
-            self.tell(Gather())
-            weights = brought(params, mesh, keep=True)
+            self.tell(Gather(adapters))
+            weights = brought(make(), mesh, keep=True)
             self._hear_statuses()
         return weights
 
@@ -311,7 +311,6 @@ def check_across_processes(config: Config) -> None:
         "algorithm.importance.normalize": config.algorithm.importance.normalize,
         "algorithm.kl_in_reward": config.algorithm.kl_in_reward,
         "sharding.compile_ahead": bool(config.sharding.compile_ahead),
-        "lora.rank": config.lora.rank > 0,
     }
     if config.rollout.engine is RolloutEngine.JAX:
         refused["parallelism.enabled"] = config.parallelism.enabled

@@ -78,9 +78,10 @@ class Learn:
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """Take part in bringing the weights together in process 0."""
+    """Take part in bringing the weights together in process 0: the model's, or its adapters."""
 
     name: ClassVar[str] = "gather"
+    adapters: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,18 +12,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2
-from tensorboardX.summary import scalar
-
 from rollout.fleet_job import ServerStatus
 
 from ..base.host_status import HostStatus
+from ..base.import_path import as_if_missing
 from ..base.preprocessor_status import PreprocessorStatus
 from ..base.types import Group
 from ..config.run_folder import replace_text
 from .hosts_shown import host_records
 from .prometheus import HostCollector, PreprocessorCollector, PrometheusPort, ServerCollector
+
+with as_if_missing("torch"):  # that alone takes a second and 200 MB of each process, for tensors that we don't have
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.summary import scalar
 
 _FLUSH_SECONDS = 10.0
 _EVENTS: Any = event_pb2  # generated, without types

@@ -9,6 +9,7 @@ from models.processing import Processor
 
 from ..base.timeline import Timeline
 from ..config import Config
+from ..hosts.gang import Gang
 from ..learner.frozen import lora_of
 from ..learner.learner import Learner
 from ..report import pictures
@@ -24,11 +25,12 @@ def export(model: Decoder, processor: Processor, folder: pathlib.Path) -> None:
     processor.save(folder)
 
 
-def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pathlib.Path) -> None:
+def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pathlib.Path, gang: Gang) -> None:
     """Writes the adapters, where there are any, as PEFT has them."""
     lora = lora_of(config)
     if lora is not None:
-        save_adapters(model.config, learner.own(learner.params), folder, lora, config.model.path)
+        adapters = gang.whole(learner.adapters, learner.mesh, adapters=True)
+        save_adapters(model.config, adapters, folder, lora, config.model.path)
 
 
 def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:

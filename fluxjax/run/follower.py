@@ -101,7 +101,8 @@ class Follower:
             case Learn():
                 self._learn(order)
             case Gather():
-                brought(self._learner.params, self._learner.mesh, keep=False)
+                learner = self._learner
+                brought(learner.adapters() if order.adapters else learner.weights(), learner.mesh, keep=False)
             case Save():
                 self._checkpoints.write(order.step, arrays_of(self._learner, self._reference), {})
             case Snapshot():

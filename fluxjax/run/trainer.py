@@ -199,7 +199,7 @@ class FluxTrainer:
     def weights(self) -> dict[str, Any]:
         """The model's parameters as they are now: on the learner's mesh, or, of several processes, brought together."""
         self.gang.stepped(self.learner.idle)
-        return self.gang.whole(self.learner.weights(), self.learner.mesh)
+        return self.gang.whole(self.learner.weights, self.learner.mesh)
 
     def fit(
         self,
@@ -378,7 +378,7 @@ class FluxTrainer:
             summary.checkpoints_failed += len(self.checkpoints.failed) - failed_before
             with self.summary.stage("report"):
                 export(self.model, self.processor, self.run_dir / "model")
-                export_adapters(self.config, self._model, self.learner, self.run_dir / "adapter")
+                export_adapters(self.config, self._model, self.learner, self.run_dir / "adapter", self.gang)
                 write_pictures(self.run_dir, self.metrics.file, summary, self.timeline, self.pool, self.pixels)
             self._count_total()
             result = TrainingResult(summary, self.run_dir)
