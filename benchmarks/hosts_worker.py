@@ -107,16 +107,16 @@ class Process:
             with watch("plan"):
                 shares = self._composer.shares(groups, prepared, shards)
             cpu = time.thread_time() - cpu
-            with watch("own_rows"):
-                composition = self._composer.lay_out(shares[0])
             if links is not None and isinstance(links._links, ScriptedLinks):
-                links._links.answer(fingerprint(self._config, composition))
+                links._links.answer(fingerprint(self._config, self._composer.lay_out(shares[0])))
             sent, started = links.seconds if links is not None else 0.0, time.thread_time()
             with watch("told"):
                 rows = told_all(shares)
             with watch("encode"):
                 gang.tell_rows(rows)
             cpu += time.thread_time() - started
+            with watch("own_rows"):
+                composition = self._composer.lay_out(shares[0])
         with watch("agree"):
             gang.agree(self._config, composition)
         seconds = watch.take()

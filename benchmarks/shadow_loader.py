@@ -35,7 +35,7 @@ import shadow_media
 from common import ROOT, cores, peak_rss_mib, spread
 
 LOST = 0.55  # the share of a step that `central` is to lose
-AHEAD_STEPS, NEAR_GIB = 2, 0.25  # `data.steps_ahead` and `data.near_gib`, in `critical`
+AHEAD_STEPS, NEAR_GIB = 2, 1.0  # `data.steps_ahead` and `data.near_gib`, in `critical`
 TURNS = (0.5, 0.75)  # of the time that is computed: where decoding is more than fits into it
 PARTS = ("critical", "memory", "bytes", "decode", "modes")
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--media", type=pathlib.Path, help="folder for the media (made once; default: temporary)")
-    parser.add_argument("--prompts", type=int, help="of a step (default: 256 in `critical`, 32 in `modes`)")
+    parser.add_argument("--prompts", type=int, help="of a step (default: 128 in `critical`, 32 in `modes`)")
     parser.add_argument("--steps", type=int, default=3, help="of an epoch, in `critical` and `modes`")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 256, 1024])
@@ -130,7 +130,7 @@ def _answer(pipe: Any, function: Callable[..., Any], arguments: Sequence[Any]) -
 
 
 def critical(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
-    prompts = options.prompts or 256
+    prompts = options.prompts or 128
     manifest = shadow_media.build(folder, prompts * options.steps * 3 // 4, prompts * options.steps // 4, (64, 160))
     world = World(str(manifest), "central", prompts=prompts, row=1 << 12, pinned=True)
 

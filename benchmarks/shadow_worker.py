@@ -237,13 +237,15 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
     by_draw = {each.prompt.draw: each for each in prepared}
     own = [range(rank, rank + 1) for rank in range(world.processes)]
     rows = process.composer.shares(responses(prepared), by_draw, own)
+    for pipe, share in zip(pipes, rows[1:], strict=True):
+        pipe.send_bytes(encode(Learn(1, *told(share, process.holder))))
     composition = process.composer.lay_out(rows[0])
     process.materializer.expect(composition.batches)
-    orders = [encode(Learn(1, *told(share, process.holder))) for share in rows[1:]]
     plan = time.perf_counter() - began
-    for pipe, order in zip(pipes, orders, strict=True):
-        pipe.send_bytes(order)
-    inputs = max([0.0, *(pipe.recv() for pipe in pipes)])
+    began = time.perf_counter()
+    for pipe in pipes:
+        pipe.recv()
+    inputs = time.perf_counter() - began
     for pipe in pipes:
         pipe.send(True)  # programs of all begin together
     train = inputs + max([process.train(composition, compute / 2), *(pipe.recv() for pipe in pipes)])
@@ -281,12 +283,10 @@ def _follow(world: World, rank: int, compute: float, pipe: Any) -> None:
             pipe.send(late)
             order = decode(pipe.recv_bytes())
             assert isinstance(order, Learn)
-            began = time.perf_counter()
             share = share_of(order.rows, order.responses, process.inputs)
-            media = time.perf_counter() - began
             composition = process.composer.lay_out(share)
             process.materializer.expect(composition.batches)
-            pipe.send(media)
+            pipe.send(True)
             pipe.recv()
             pipe.send(process.train(composition, compute / 2))
     process.close()

@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,6 @@ class ResponseNumbers:
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
-    size: int  # bytes that were read
 
 
 def bytes_of(
@@ -59,15 +59,36 @@ def _packed(form: str, values: Sequence[int] | Sequence[float]) -> bytes:
         raise ValueError(f"numbers of a response: {error}") from error
 
 
-def numbers_of(data: bytes | memoryview, start: int = 0) -> ResponseNumbers:
-    """The numbers that `bytes_of` wrote, `start` bytes into `data`. Raises ValueError for anything else."""
+class ResponseHead(NamedTuple):
+    """What can be said of a response before its numbers are read; it has `size` bytes."""
+
+    sample: int
+    temperature: float | None
+    tokens: int
+    runs: int  # of versions
+    width: int  # bytes of a token
+    size: int
+
+
+def head_of(data: bytes | memoryview, start: int = 0) -> ResponseHead:
+    """The head of what `bytes_of` wrote, `start` bytes into `data`. Raises ValueError for anything else, and where that
+    is cut off."""
     try:
         sample, count, runs, width, temperature = _HEAD.unpack_from(data, start)
     except struct.error as error:
         raise ValueError(f"a response is cut off: {error}") from error
     if count < 0 or runs < 0 or width not in _TOKENS:
         raise ValueError(f"no response has {count} tokens of {width} bytes and {runs} runs of versions")
-    at = start + _HEAD.size
+    size = _HEAD.size + 2 * _RUN.itemsize * runs + (4 + width) * count
+    if len(data) < start + size:
+        raise ValueError(f"a response is cut off: {len(data) - start} of {size} bytes")
+    return ResponseHead(sample, None if math.isnan(temperature) else temperature, count, runs, width, size)
+
+
+def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
+    """The numbers that `bytes_of` wrote. Raises ValueError for anything else."""
+    sample, temperature, count, runs, width, _ = head_of(data)
+    at = _HEAD.size
     pairs = np.frombuffer(data, _RUN, 2 * runs, at).reshape(runs, 2)
     at += pairs.nbytes
     logprobs = np.frombuffer(data, "<f4", count, at)
@@ -77,11 +98,10 @@ def numbers_of(data: bytes | memoryview, start: int = 0) -> ResponseNumbers:
         raise ValueError(f"runs of {pairs[:, 1].tolist()} versions for {count} tokens")
     return ResponseNumbers(
         sample,
-        None if math.isnan(temperature) else temperature,
+        temperature,
         ids.astype(np.int32),
         logprobs.astype(np.float32, copy=False),
         np.repeat(pairs[:, 0].astype(np.int32), pairs[:, 1]),
-        at + ids.nbytes - start,
     )
 
 

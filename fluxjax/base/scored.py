@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from .media import Media
-from .response_bytes import bytes_of, newest_of, numbers_of
+from .response_bytes import bytes_of, head_of, newest_of, numbers_of
 
 _COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # in `ResponseNumbers`
 
@@ -75,9 +75,9 @@ class Response:
     @classmethod
     def of(cls, draw: int, data: bytes) -> "Response":
         """The response to this draw that `data` was written from, packed, and without a name."""
-        numbers = numbers_of(data)
-        response = cls("", draw, numbers.sample, (), (), (), "stop", numbers.temperature)
-        return response._packed(data, len(numbers.tokens))
+        head = head_of(data)
+        response = cls("", draw, head.sample, (), (), (), "stop", head.temperature)
+        return response._packed(data, head.tokens)
 
     def packed(self) -> "Response":
         """Itself, of which `data` is kept and no tuple: they take four to twelve times as much, and are made anew each

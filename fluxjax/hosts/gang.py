@@ -264,7 +264,7 @@ class SharedComposer(Composer):
         expect: Callable[[Sequence[TrainBatch]], None] = lambda batches: None,
     ) -> None:
         """`sizes` are the further arguments of `Composer`; `place_of` says which preprocessor holds what; `expect` is
-        told what this process will read, while the others still hear of theirs."""
+        told what this process will read, before the others agree."""
         super().__init__(config, *sizes)
         self._gang, self._place_of, self._expect, self._settings = gang, place_of, expect, config
 
@@ -278,7 +278,7 @@ class SharedComposer(Composer):
         last: bool = True,
     ) -> Composition:
         """This process's rows only. The others have been told theirs, so that the step must follow, or, if this is not
-        its `last` minibatch, another one."""
+        its `last` minibatch, another one; after an error nothing can."""
         watch = self._gang.watch
         if self._gang.complete:
             watch.begin()
@@ -286,11 +286,10 @@ class SharedComposer(Composer):
             with watch.stage("plan"):
                 shards = local_shards(self._gang.processes)
                 shares = self.shares(groups, prepared, shards, skip_idle=skip_idle, version=version)
-            with watch.stage("layout"):
+                self._gang.tell_rows(told_all(shares, self._place_of), last=last)
+            with watch.stage("layout"):  # as the others do now
                 composition = self.lay_out(shares[0])
             self._expect(composition.batches)
-            with watch.stage("plan"):
-                self._gang.tell_rows(told_all(shares, self._place_of), last=last)
         with watch.waiting():
             self._gang.agree(self._settings, composition)
         return composition

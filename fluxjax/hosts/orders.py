@@ -21,7 +21,7 @@ from models.inputs import PromptInput
 from models.shadow import ShadowTensor
 from sharding.planner.plan import Round, ShardPlan
 
-from ..base.response_bytes import numbers_of
+from ..base.response_bytes import head_of
 from ..base.types import Response, Reward, Sample
 from ..batch.composition import PackedRows, Piece, TrainGroup, tokens_of
 from ..batch.share import PlannedRows, Share, sized_input, sized_samples
@@ -336,7 +336,7 @@ def _responses(data: bytes, draws: Sequence[int]) -> list[Response]:
     """The responses to these draws, one behind the other."""
     found, at = [], 0
     for draw in draws:
-        size = numbers_of(data, at).size
+        size = head_of(data, at).size
         found.append(Response.of(draw, data[at : at + size]))
         at += size
     if at != len(data):
