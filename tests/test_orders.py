@@ -188,7 +188,8 @@ def test_fields_of_orders_are_plain():
     """Nothing that would need pickle."""
     for order in ORDERS:
         assert all(
-            field.type in ("str", "int", "bool", "Mapping[str, Any]", "Sequence[Any]") for field in dataclasses.fields(order)
+            field.type in ("str", "int", "bool", "Mapping[str, Any]", "Sequence[Any]")
+            for field in dataclasses.fields(order)
         )
 
 
