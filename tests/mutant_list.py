@@ -110,6 +110,12 @@ MUTANTS = [
         'coordinator.scheduled("tail_responses", self.responses)',
         "self.responses",
     ),
+    Mutant("held groups join all at once", TAIL, "set(first[: min(share, needed)])", "set(first[:needed])"),
+    Mutant("held groups join newest first", TAIL, "(born[draw], draw))", "(born[draw], -draw))"),
+    Mutant("held groups are not waited for", TAIL, "if self._held_unscored(coordinator):", "if False:"),
+    Mutant(
+        "held groups a version too late", TAIL, "self.max_staleness - version + 1", "self.max_staleness - version + 2"
+    ),
     # --- adaptive async ----------------------------------------------------------------------------
     Mutant("adaptive limit one more", ASYNC, "- coordinator.ledger.live", "+ 1 - coordinator.ledger.live"),
     Mutant("no running ahead", ASYNC, "1 + self.ratio * self.settings.max_staleness, settings", "1, settings"),

@@ -89,6 +89,8 @@ def _more(dice: random.Random, config: SimulateConfig) -> None:
         composer.curriculum, composer.diversity, composer.lengths = (dice.random() < 0.3 for _ in range(3))
         if dice.random() < 0.3:
             schedules.target_staleness = "linear(0.05, 0.3)"
+    if name is Policy.TAIL_BATCHING and not (config.stream_trainer.enabled or config.speculative_sync.enabled):
+        config.tail_batching.max_staleness = dice.choice((0, 1, 2, 5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +159,11 @@ class History:
 
 def max_staleness(config: SimulateConfig) -> int:
     """Returns how many versions old a token may be that is trained on."""
-    limits = {Policy.APRIL: config.april.max_staleness, Policy.ADAPTIVE_ASYNC: config.adaptive_async.max_staleness}
+    limits = {
+        Policy.APRIL: config.april.max_staleness,
+        Policy.ADAPTIVE_ASYNC: config.adaptive_async.max_staleness,
+        Policy.TAIL_BATCHING: config.tail_batching.max_staleness,
+    }
     return limits.get(config.policy.name, 0)
 
 

@@ -57,6 +57,7 @@ def test_histories_differ() -> None:
     assert {one.rollout.prompts_per_step for one in made} >= {1, 16}
     for switch in ("stream_trainer", "speculative_sync"):
         assert sum(getattr(one, switch).enabled for one in made) > 20
+    assert sum(one.tail_batching.max_staleness > 0 for one in made) > 10
     for name in ("temperature", "target_staleness", "tail_prompts", "tail_responses"):
         assert sum(bool(getattr(one.schedules, name)) for one in made) > 20
 

@@ -49,8 +49,12 @@ class RoundPromises(Promises):
     @property
     def given_up(self) -> bool:
         """A stop ends the round as it is where groups were dropped: others for them may be long in coming."""
-        short = self.books.count(*_SCORED) < self.needed
-        return bool(self.books.stop and self.dropped and short)
+        return bool(self.books.stop and self.dropped and self.short)
+
+    @property
+    def short(self) -> bool:
+        """Whether the round lacks groups."""
+        return self.books.count(*_SCORED) < self.needed
 
     def heard(self, event: Event) -> None:
         if isinstance(event, Trained):
@@ -195,24 +199,48 @@ class SynchronousPromises(RoundPromises):
 
 class TailBatchingPromises(RoundPromises):
     """Short rounds run in excess, long rounds train on what they left behind (Flexes, section 3). `kinds` are the kinds
-    of the rounds so far."""
+    of the rounds so far.
+
+    With `max_staleness`, what a long round finds deferred is generated beside the step's own prompts and `held`: a part
+    of it joins this step, and a part each of the next ones, until it is that many versions old."""
 
     def __init__(self, config: Config, settings: Settings) -> None:
         super().__init__(config, settings)
         self.kinds: list[str] = []
         self.first: list[int] = []  # draws whose groups were complete (dynamic sampling: scored) first in this round
+        self.most = config.tail_batching.max_staleness
+        self.held: dict[int, int] = {}  # by draw, the version that its group is of
+        self.joining: set[int] = set()  # those of `held` that are trained on in this step
 
     @property
     def long(self) -> bool:
         return self.kinds[-1] == "long"
 
     @property
+    def own(self) -> int:
+        """Groups of the step beside those that join it."""
+        return self.needed - len(self.joining & self.books.prompts.keys())
+
+    def others(self, *stages: PromptStage) -> Sequence[Seen]:
+        """What is at these stages and not held."""
+        return [seen for seen in self.books.at(*stages) if seen.draw not in self.held]
+
+    @property
+    def held_unscored(self) -> Sequence[Seen]:
+        held = [seen for draw, seen in self.books.prompts.items() if draw in self.held]
+        return [seen for seen in held if seen.stage is not PromptStage.SCORED]
+
+    @property
+    def short(self) -> bool:
+        return len(self.others(*_SCORED)) < self.own or bool(self.held_unscored)
+
+    @property
     def wanted(self) -> int:
-        return self.needed if self.long else math.ceil(self.eta("prompts") * self.needed)
+        return self.own if self.long else math.ceil(self.eta("prompts") * self.own)
 
     @property
     def live(self) -> int:
-        return self.books.count(*UNDER_WAY, *_SCORED)
+        return len(self.others(*UNDER_WAY, *_SCORED))
 
     @property
     def launched(self) -> int:
@@ -232,14 +260,33 @@ class TailBatchingPromises(RoundPromises):
         deferred = self.books.count(PromptStage.DEFERRED)
         self.kinds.append("long" if deferred >= self.needed or self.books.exhausted else "short")
         self.first = []
+        if self.long and self.most and not self.books.exhausted:
+            first = self.books.at(PromptStage.DEFERRED)[: self.needed]
+            self.held |= {seen.draw: self.books.version for seen in first}
+        self.joining = self._share()
+
+    def _share(self) -> set[int]:
+        """Held draws are trained on oldest first, in equal parts; before they are too old, and all that there is room
+        for once the data ends."""
+        here = [draw for draw in self.held if draw in self.books.prompts]
+        oldest_first = sorted(here, key=lambda draw: (self.held[draw], draw))
+        steps = [self.held[draw] + self.most - self.books.version + 1 for draw in oldest_first]  # left, with this one
+        self.expect(all(left > 0 for left in steps), f"of held draws {oldest_first}, some are too old")
+        parts = [math.ceil(count / max(left, 1)) for count, left in enumerate(steps, 1)]
+        part = self.needed if self.books.exhausted else max(parts, default=0)
+        return set(oldest_first[: min(part, self.needed)])
 
     def _won(self) -> int:
         """Groups that count as complete."""
-        return self.books.count(*_SCORED, *(() if self.dynamic else (PromptStage.COMPLETE,)))
+        return len(self.others(*_SCORED, *(() if self.dynamic else (PromptStage.COMPLETE,))))
 
     def launches(self, requests: Sequence[Request]) -> None:
-        """New prompts as they come; deferred ones, oldest first, in a long round or when there are no new ones."""
+        """Those that will be held, at once; new prompts as they come; deferred ones, oldest first, in a long round or
+        when there are no new ones."""
         books, draws = self.books, [request.prompt.draw for request in requests]
+        if held := [seen.draw for seen in books.at(PromptStage.DEFERRED) if seen.draw in self.held]:
+            self.expect(draws == held, f"draws {draws} are launched, {held} are to be held")
+            return
         if any(request.begun for request in requests) or draws == [seen.draw for seen in books.at(PromptStage.WAITING)]:
             return
         missing = self.wanted - self.live
@@ -251,10 +298,13 @@ class TailBatchingPromises(RoundPromises):
         super().heard(event)
         stages = (PromptStage.SCORED, *(() if self.dynamic else (PromptStage.COMPLETE,)))
         for seen in self.books.at(*stages):
-            if seen.draw not in self.first and (not self.dynamic or seen.varied()):
+            known = seen.draw in self.first or seen.draw in self.held
+            if not known and (not self.dynamic or seen.varied()):
                 self.first.append(seen.draw)
 
     def said(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Train) and not self.open:  # a round of held groups alone
+            self.opens()
         super().said(instruction)
         match instruction:
             case DrawPrompts():
@@ -264,38 +314,47 @@ class TailBatchingPromises(RoundPromises):
                 self._puts_off(self.books.prompts[instruction.prompt.draw])
             case Train():
                 self._wins(instruction)
+                self.held = {draw: born for draw, born in self.held.items() if draw not in self.joining}
+                self.joining = set()
 
     def _puts_off(self, seen: Seen) -> None:
-        self.expect(self._won() >= self.needed, f"draw {seen.draw} is put off before the round is won")
+        self.expect(self._won() >= self.own, f"draw {seen.draw} is put off before the round is won")
+        self.expect(seen.draw not in self.held, f"draw {seen.draw} is put off although it is held")
         if seen.stage is PromptStage.RUNNING:
             self.expect(not self.long, f"draw {seen.draw} is cut off in a long round")
         if seen.stage is PromptStage.SCORED:
-            lower = [other for other in self.books.at(PromptStage.SCORED) if other.draw < seen.draw]
-            winners = len(lower) + self.books.count(PromptStage.TRAINING)
-            self.expect(winners >= self.needed, f"draw {seen.draw} is put off for one that was drawn after it")
+            lower = [other for other in self.others(PromptStage.SCORED) if other.draw < seen.draw]
+            winners = len(lower) + len(self.others(PromptStage.TRAINING))
+            self.expect(winners >= self.own, f"draw {seen.draw} is put off for one that was drawn after it")
 
     def _wins(self, order: Train) -> None:
         """The first groups to be complete win; all other prompts are kept for a long round. Where something else had to
         be awaited when the round was won (a draw, engines that were lent), more were complete then: any of those."""
         books = self.books
-        kept = {seen.draw for seen in books.at(PromptStage.DEFERRED)}
+        joining, later = self.joining & books.prompts.keys(), self.held.keys() - self.joining
+        kept = {seen.draw for seen in books.at(PromptStage.DEFERRED)} | (later & books.prompts.keys())
         draws = {group.prompt.draw for group in order.groups} | {seen.draw for seen in books.at(PromptStage.TRAINING)}
         self.expect(kept | draws == set(books.prompts), f"of {sorted(books.prompts)}, {sorted(kept)} are kept")
-        first = self.first if self.dynamic or self.lends else self.first[: self.needed]
-        self.expect(draws <= set(first), f"draws {sorted(draws)} win, complete were first {first}")
+        self.expect(
+            draws & self.held.keys() == joining, f"of those held, {sorted(joining)} are to join {sorted(draws)}"
+        )
+        first = self.first if self.dynamic or self.lends else self.first[: self.own]
+        self.expect(draws - joining <= set(first), f"draws {sorted(draws)} win, complete were first {first}")
 
     def goes_on(self) -> None:
         books = self.books
         if books.awaiting:
             return
-        if self._won() < self.needed:
+        if self._won() < self.own:
             wait = books.exhausted and not books.count(PromptStage.DEFERRED)
             self.expect(wait or self.live >= self.wanted, f"{self.live} prompts are under way, not {self.wanted}")
             return
+        if self.held_unscored:
+            return
         running = books.count(PromptStage.RUNNING)
         self.expect(not running, f"{running} prompts are waited for although the round is won")
-        scored = books.count(*_SCORED)
-        pending = books.count(PromptStage.STOPPING) or scored < self.needed
+        scored = len(self.others(*_SCORED))
+        pending = books.count(PromptStage.STOPPING) or scored < self.own
         self.expect(bool(pending), "nothing is trained although the round is won")
 
 
