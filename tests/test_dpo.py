@@ -202,7 +202,7 @@ def test_a_step_of_equal_rewards_moves_nothing():
 def test_what_can_not_couple_responses_is_refused():
     config = cli.load(["--config.algorithm.name=dpo"])
     check_algorithm(config, DPO)
-    with pytest.raises(ConfigError, match=r"= dpo scores whole responses .*distributed.processes"):
+    with pytest.raises(ConfigError, match=r"= dpo scores whole groups .*distributed.processes"):
         check_algorithm(config, DPO, processes=2)
     for name in ("stream_trainer", "speculative_sync"):
         config = cli.load(["--config.algorithm.name=dpo", f"--config.{name}.enabled=true"])

@@ -91,7 +91,7 @@ def test_two_processes_train_as_one(commands, two, tmp_path):
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         resumed = load_file(joined / file)
         for name, tensor in load_file(one / file).items():
-            assert np.abs(tensor).max() > 0, "what it began with is zero for one of two adapters"
+            assert file.startswith("model") or np.abs(tensor).max() > 0, "one of two adapters began with zeros"
             np.testing.assert_allclose(resumed[name], tensor, rtol=1e-3, atol=1e-5, err_msg=name)
     kept = ("loss", "grad_norm", "reward/mean", "packing/microbatches", "packing/token_fill", "packing/patch_fill")
     found, want = (

@@ -285,10 +285,3 @@ def test_gradients_of_lent_devices_come_back():
     got, _ = learner.gradients.bring(outcome)
     assert_close(got, want)
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, learner.own(learner.params))
-
-
-def test_several_processes_are_refused_by_name():
-    from fluxjax.hosts.gang import check_across_processes
-
-    with pytest.raises(ConfigError, match=r"lora\.rank"):
-        check_across_processes(adapted(make_config()))
