@@ -86,14 +86,15 @@ def test_an_error_is_raised_where_it_is_come_to_and_ever_after():
 
 
 def test_closing_ends_threads_and_whoever_takes():
-    making = Making(held=[1])
+    making, before = Making(held=[1]), set(threading.enumerate())
     reading = ReadAhead(making, 0, ahead=3, threads=1)
     making.wait_for(2)
-    threads = [thread for thread in threading.enumerate() if thread.name == "prepare"]
-    assert reading.close() == [0]
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 1 and reading.close() == [0]
     with pytest.raises(RuntimeError, match="closed"):
         reading.take(2)
     making.gates[1].set()
     for thread in threads:
         thread.join(60)
+        assert not thread.is_alive()
     assert making.begun == [0, 1]
