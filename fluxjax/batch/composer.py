@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, compress, pairwise
+from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -142,7 +142,7 @@ class Composer:
             if group.prompt.draw == following.prompt.draw:
                 ids = f"{group.prompt.id} and {following.prompt.id}"
                 raise ValueError(f"prompts {ids} have the same draw {group.prompt.draw}")
-        members, numbers_R3, data, advantages = _in_order([group.samples for group in ordered])
+        members, numbers_R3 = _in_order([group.samples for group in ordered])
         lengths = numbers_R3[:, 1]
         weights = response_weights(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
         newest = int(numbers_R3[:, 2].max(initial=-1))
@@ -157,16 +157,14 @@ class Composer:
         silent = not lengths.all()
         for group, samples in zip(ordered, members, strict=True):
             own, these = tuple(samples), slice(first, first + len(samples))
-            first, weighed = these.stop, weights[these]
-            known = counted[these], data[these], advantages[these]
+            first, weighed, tokens = these.stop, weights[these], counted[these]
             if silent:
-                speaks = lengths[these] > 0
-                own, weighed = tuple(compress(own, speaks)), weighed[speaks]
-                known = [n for n in known[0] if n], list(compress(known[1], speaks)), list(compress(known[2], speaks))
+                own = tuple(sample for sample in samples if sample.response.num_tokens)
+                weighed, tokens = weighed[lengths[these] > 0], [n for n in tokens if n]
             if own:
-                to_train.append(self._to_train(group, prepared, own, weighed, version).known(*known))
+                to_train.append(self._to_train(group, prepared, own, weighed, version).counted(tokens))
         if skip_idle:
-            taught = [group for group in to_train if any(group.advantages)]
+            taught = [group for group in to_train if any(sample.advantage != 0.0 for sample in group.samples)]
             to_train = taught or to_train[:1]
         return to_train
 
@@ -197,32 +195,16 @@ def shape_book(config: Config) -> ShapeBook:
     return ShapeBook(most, alone=alone, ahead=config.sharding.compile_ahead)
 
 
-def _in_order(
-    members: Sequence[Sequence[Sample]],
-) -> tuple[Sequence[Sequence[Sample]], np.ndarray, list[bytes], list[float]]:
-    """The samples of each group by their number; and of one after the other `Response.facts`, `[R, 3]`, `data` and
-    advantage."""
+def _in_order(members: Sequence[Sequence[Sample]]) -> tuple[Sequence[Sequence[Sample]], np.ndarray]:
+    """The samples of each group by their number, and `Response.facts` of one after the other, `[R, 3]`."""
     counts = np.fromiter(map(len, members), np.int64, len(members))
-    facts, data, advantages = _columns(members)
+    facts = [sample.response.facts for samples in members for sample in samples]
     numbers_R3 = np.fromiter(chain.from_iterable(facts), np.int64, 3 * int(counts.sum())).reshape(-1, 3)
     group = np.repeat(np.arange(len(members)), counts)
     if np.any((np.diff(numbers_R3[:, 0]) < 0) & (np.diff(group) == 0)):
         members = [sorted(samples, key=lambda sample: sample.response.sample) for samples in members]
         numbers_R3 = numbers_R3[np.lexsort((numbers_R3[:, 0], group))]
-        _, data, advantages = _columns(members)
-    return members, numbers_R3, data, advantages
-
-
-def _columns(members: Sequence[Sequence[Sample]]) -> tuple[list[tuple[int, int, int]], list[bytes], list[float]]:
-    facts: list[tuple[int, int, int]] = []
-    data: list[bytes] = []
-    advantages: list[float] = []
-    for sample in chain.from_iterable(members):
-        response = sample.response
-        facts.append(response.facts)
-        data.append(response.data)
-        advantages.append(sample.advantage)
-    return facts, data, advantages
+    return members, numbers_R3
 
 
 def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[int]]) -> list[Group]:

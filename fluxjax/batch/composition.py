@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -69,19 +69,9 @@ class TrainGroup:
     def item(self) -> Item:
         return self._sized(tuple(sample.response.num_tokens for sample in self.samples))
 
-    @functools.cached_property
-    def data(self) -> tuple[bytes, ...]:
-        """`Response.data` of its samples."""
-        return tuple(sample.response.data for sample in self.samples)
-
-    @functools.cached_property
-    def advantages(self) -> tuple[float, ...]:
-        return tuple(sample.advantage for sample in self.samples)
-
-    def known(self, lengths: Iterable[int], data: Iterable[bytes], advantages: Iterable[float]) -> TrainGroup:
-        """Itself; what its samples have, so many tokens among it, has been looked up. They are all over the memory: to
-        come to each of them once, for all groups of a step, takes a third of the time."""
-        vars(self).update(item=self._sized(tuple(lengths)), data=tuple(data), advantages=tuple(advantages))
+    def counted(self, lengths: Sequence[int]) -> TrainGroup:
+        """Itself; its samples have so many tokens, which have been counted."""
+        vars(self)["item"] = self._sized(tuple(lengths))
         return self
 
     def _sized(self, lengths: tuple[int, ...]) -> Item:

@@ -213,15 +213,16 @@ class ToldGroups:
         whole = groups if needed is None else [g for k, g in enumerate(groups) if k in needed]
         items = range(len(groups)) if needed is None else sorted(needed)
         self._told = dict(zip(items, (_told_group(group, place_of) for group in whole), strict=True))
+        samples = list(itertools.chain.from_iterable(group.samples for group in whole))
         here = (len(g.samples) if needed is None or k in needed else 0 for k, g in enumerate(groups))
         counts = np.fromiter(here, np.int64, len(groups))
         ends = np.cumsum(counts)
         self.first: list[int] = (ends - counts).tolist()
-        self.responses = list(itertools.chain.from_iterable(group.data for group in whole))
-        self.facts = np.empty(len(self.responses), _FACTS)
+        self.responses: list[bytes] = [sample.response.data for sample in samples]
+        self.facts = np.empty(len(samples), _FACTS)
         self.facts["weight"] = np.concatenate([group.weights for group in whole]) if whole else 0.0
-        self.facts["advantage"] = list(itertools.chain.from_iterable(group.advantages for group in whole))
-        self.facts["number"] = np.arange(len(self.responses)) - np.repeat(ends - counts, counts)
+        self.facts["advantage"] = [sample.advantage for sample in samples]
+        self.facts["number"] = np.arange(len(samples)) - np.repeat(ends - counts, counts)
 
     def __getitem__(self, item: int) -> ToldGroup:
         return self._told[item]
