@@ -14,6 +14,7 @@ import pathlib
 import re
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, TypeVar
@@ -91,6 +92,17 @@ class IndexFile:
             return None
 
     def _connect(self) -> None:
+        """Waits for another process that makes the file: SQLite does not, where it turns the write-ahead log on."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return self._connect_at_once()
+            except sqlite3.OperationalError as error:
+                if _primary(error) not in _BUSY or time.monotonic() > end:
+                    raise
+                time.sleep(0.02)
+
+    def _connect_at_once(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._number = max(self._number, self._newest())
         connection = _connected(str(self._path(self._number)))
@@ -115,8 +127,7 @@ class IndexFile:
 
     def _mend(self, error: Exception) -> bool:
         """Makes the best of an error; says whether to try again."""
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-        primary = code & 0xFF
+        code, primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT), _primary(error)
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.rollback()
@@ -163,6 +174,11 @@ class IndexFile:
 
     def _writable(self) -> bool:
         return os.access(self.folder, os.W_OK) and os.access(self._path(self._number), os.W_OK)
+
+
+def _primary(error: Exception) -> int:
+    """What kind of error of SQLite it is; one that does not say is of a damaged file."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
 
 
 def _connected(name: str) -> sqlite3.Connection:
