@@ -143,7 +143,8 @@ def test_a_judge_that_dies_in_the_middle(max_failed: float, tmp_path: pathlib.Pa
     first = [sample.reward for group in diary.groups[:4] for sample in group.samples]
     last = [sample.reward for group in diary.groups[-4:] for sample in group.samples]
     assert not any(reward.reason for reward in first)
-    assert all(reward.reason.startswith(f"judge: {address}") and reward.parts["judge"] == 0 for reward in last)
+    unjudged = [reward.reason.startswith(f"judge: {address}") and reward.parts["judge"] == 0 for reward in last]
+    assert all(unjudged), last
     assert any((tmp_path / "run" / "checkpoints").iterdir())
     if max_failed < 1:
         return
