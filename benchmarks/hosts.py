@@ -117,14 +117,11 @@ def _controlled(team: Team, processes: int, options: argparse.Namespace) -> dict
             answers.append(answer)
     team.finish()
     seconds = {name: spread([one["seconds"][name] for one in answers]) for name in answers[0]["seconds"]}
-    whole = statistics.median(
-        sum(one["seconds"][name] for name in ("plan", "told", "encode", "send")) for one in answers
-    )
+    whole = statistics.median(sum(one["seconds"][name] for name in ("plan", "told", "send")) for one in answers)
     size = statistics.median(one["bytes"] for one in answers)
     return {
         "seconds": seconds,
         "share": round(whole / STEP_SECONDS, 5),
-        "share_of_cpu": round(statistics.median(one["cpu"] for one in answers) / STEP_SECONDS, 5),
         "bytes": size,
         "bytes_a_process": round(size / (processes - 1)) if processes > 1 else 0,
         "bytes_a_token": round(size / answers[0]["tokens_told"], 2) if processes > 1 else 0,

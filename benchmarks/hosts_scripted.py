@@ -44,9 +44,11 @@ class ScriptedLinks:
         self._followers.stdin.flush()
         self._followers.stdout.readline()
 
-    def send(self, process: int, *data: bytes) -> None:
+    def send(self, process: int, *data: bytes) -> int:
         self.check()
-        self._wires.send(process, {"kind": "data", "bytes": str(sum(map(len, data)))}, *data)
+        size = sum(map(len, data))
+        self._wires.send(process, {"kind": "data", "bytes": str(size)}, *data)
+        return size
 
     def receive(self, process: int) -> bytes:
         with self._news:

@@ -46,26 +46,10 @@ MOST = {True: 256, False: 2048}  # tokens of a response, with a model and withou
 ROW = 4096  # tokens, without
 
 
-class MeteredLinks:
-    """Links that know how long they took to send."""
-
-    def __init__(self, links: Links | ScriptedLinks) -> None:
-        self._links = links
-        self.process, self.processes = links.process, links.processes
-        self.receive, self.fail, self.check = links.receive, links.fail, links.check
-        self.counted, self.notify, self.name = links.counted, links.notify, links.name
-        self.seconds = 0.0
-
-    def send(self, process: int, *data: bytes) -> None:
-        started = time.perf_counter()
-        self._links.send(process, *data)
-        self.seconds += time.perf_counter() - started
-
-
 class Process:
     """One process of the run, which draws the same steps as the others."""
 
-    def __init__(self, settings: dict[str, Any], links: MeteredLinks | None) -> None:
+    def __init__(self, settings: dict[str, Any], links: Links | ScriptedLinks | None) -> None:
         self._settings, self._links = settings, links
         self._gang = Gang(cast(Links, links)) if links is not None else Gang()
         self._processes = self._gang.processes
@@ -84,9 +68,8 @@ class Process:
                 check_across_processes(self._config)
             model = text_model(MODELS[settings["model"]])
             self.parameters = parameter_count(model)
-            others = links._links if links is not None else None
-            assert not isinstance(others, ScriptedLinks)
-            self._learner = Learner(self._config, model, grpo.token_loss, links=others)
+            assert not isinstance(links, ScriptedLinks)
+            self._learner = Learner(self._config, model, grpo.token_loss, links=links)
             if not self._gang.process:
                 self._composer = SharedComposer(self._gang, self._config, self._devices)
 
@@ -100,32 +83,28 @@ class Process:
         groups, prepared = self._step(number)
         watch, gang, links = Stopwatch(), self._gang, self._links
         with watch("arrive"):
-            for sample in (sample for group in groups for sample in group.samples):
-                sample.response.packed()
-        before, cpu = gang.bytes_told, time.thread_time()
+            for group in groups:
+                for sample in group.samples:
+                    sample.response.packed()
+                group.packed()
+        before = gang.bytes_told
         with collector_paused():  # as `SharedComposer` does
             with watch("plan"):
                 shares = self._composer.shares(groups, prepared, shards)
-            cpu = time.thread_time() - cpu
-            if links is not None and isinstance(links._links, ScriptedLinks):
-                links._links.answer(fingerprint(self._config, self._composer.lay_out(shares[0])))
-            sent, started = links.seconds if links is not None else 0.0, time.thread_time()
+            if isinstance(links, ScriptedLinks):
+                links.answer(fingerprint(self._config, self._composer.lay_out(shares[0])))
             with watch("told"):
                 rows = told_all(shares)
-            with watch("encode"):
+            with watch("send"):  # and write down
                 gang.tell_rows(rows)
-            cpu += time.thread_time() - started
             with watch("own_rows"):
                 composition = self._composer.lay_out(shares[0])
         with watch("agree"):
             gang.agree(self._config, composition)
         seconds = watch.take()
-        seconds["send"] = (links.seconds if links is not None else 0.0) - sent
-        seconds["encode"] -= seconds["send"]
         others = self.tokens - int(composition.lengths.sum())
         return {
             "seconds": {name: round(value, 5) for name, value in seconds.items()},
-            "cpu": round(cpu, 5),
             "bytes": gang.bytes_told - before,
             "tokens": self.tokens,
             "tokens_told": others,
@@ -196,7 +175,7 @@ def main(settings: dict[str, Any]) -> None:
     elif "scripted" in settings:
         links = ScriptedLinks(settings["scripted"])
     try:
-        process = Process(settings, MeteredLinks(links) if links is not None else None)
+        process = Process(settings, links)
     except ConfigError as error:
         channel.say(refused=str(error))
         return

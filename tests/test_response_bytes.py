@@ -22,7 +22,7 @@ def test_numbers_come_back_as_they_were(tokens, sample, temperature, data):
     logprobs = data.draw(st.lists(st.floats(width=32, allow_nan=False), min_size=count, max_size=count))
     versions = data.draw(st.lists(st.integers(-1, 3), min_size=count, max_size=count))
     response = Response("a", 3, sample, tuple(tokens), tuple(logprobs), tuple(versions), "stop", temperature)
-    assert response.facts == (sample, count, max(versions, default=-1))
+    assert not response.is_packed and response.num_tokens == count
     for values, want, dtype in zip(response.arrays, (tokens, logprobs, versions), ("i4", "f4", "i4"), strict=True):
         assert values.dtype == dtype
         np.testing.assert_array_equal(values, np.array(want, dtype))
@@ -64,7 +64,8 @@ def test_a_packed_response_keeps_its_bytes_only():
     response = Response("a", 3, 1, (5, 6, 70000), (-0.5, -1.0, 0.0), (1, 1, 2), "stop", 0.7)
     packed = dataclasses.replace(response).packed()
     assert not {"token_ids", "logprobs", "versions"} & vars(packed).keys()
-    assert packed == response and packed.num_tokens == 3 and packed.facts == response.facts
+    assert packed == response and packed.num_tokens == 3
+    assert packed.is_packed and not response.is_packed
     assert dataclasses.replace(packed, versions=(2, 2, 2)).logprobs == response.logprobs
     assert pickle.loads(pickle.dumps(packed)) == response
     with pytest.raises(AttributeError, match="no 'tokens'"):

@@ -1,6 +1,5 @@
 """Advantages out of the rewards of groups: the few ways that algorithms have to set a response against others."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,11 +21,7 @@ def rewards_of(group: Group) -> np.ndarray:
 
 def with_advantages(group: Group, advantages_G: Sequence[float] | np.ndarray) -> Group:
     """The group with these advantages, one a sample."""
-    samples = tuple(
-        dataclasses.replace(sample, advantage=float(value))
-        for sample, value in zip(group.samples, advantages_G, strict=True)
-    )
-    return dataclasses.replace(group, samples=samples)
+    return group.with_advantages(advantages_G)
 
 
 def all_ones(groups: Sequence[Group]) -> list[Group]:

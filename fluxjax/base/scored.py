@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from .media import Media
-from .response_bytes import bytes_of, head_of, newest_of, numbers_of
+from .response_bytes import bytes_of, head_of, numbers_of
 
 _COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # in `ResponseNumbers`
 
@@ -88,8 +88,11 @@ class Response:
         for name in _COLUMNS:
             vars(self).pop(name, None)
         vars(self).update(data=data, num_tokens=num_tokens)
-        _ = self.facts
         return self
+
+    @property
+    def is_packed(self) -> bool:
+        return "token_ids" not in vars(self)
 
     if not TYPE_CHECKING:  # the fields are declared
 
@@ -101,11 +104,6 @@ class Response:
     @functools.cached_property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    @functools.cached_property  # numbers beside each other: those of a step are all over the memory
-    def facts(self) -> tuple[int, int, int]:
-        """(`sample`, its tokens, the newest version that one of them is of, -1 without any)."""
-        return self.sample, self.num_tokens, newest_of(self.data)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,16 +5,20 @@ Everything is host data (numpy, tuples) but `TrainBatch`, a pytree that crosses 
 """
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import Float32, Int32
 
 from models.inputs import AnyArray, PackedTokens, PromptInput
 
 from .media import Media as Media
 from .media import MediaKind as MediaKind
+from .response_bytes import newest_of
 from .scored import Completion as Completion
 from .scored import Prompt as Prompt
 from .scored import Response as Response
@@ -38,12 +42,53 @@ class Sample:
     advantage: float = 0.0
 
 
+class Columns(NamedTuple):
+    """What a step asks of every response of a group, beside each other: the responses of a step of many processes are
+    all over the memory."""
+
+    draw: int  # `Prompt.draw`
+    numbers_G3: np.ndarray  # int64: `Response.sample`, its tokens, the newest version that one of them is of (-1: none)
+    advantages_G: np.ndarray  # float64
+    data: tuple[bytes, ...]  # `Response.data`
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "Columns":
+        responses = [sample.response for sample in samples]
+        numbers = [(response.sample, response.num_tokens, newest_of(response.data)) for response in responses]
+        return cls(
+            responses[0].draw if responses else -1,
+            np.array(numbers, np.int64).reshape(-1, 3),
+            np.array([sample.advantage for sample in samples], np.float64),
+            tuple(response.data for response in responses),
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """All samples of one prompt, the unit of GRPO; a group is never split between steps."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+
+    @functools.cached_property  # made while others are still generated: see `packed`
+    def columns(self) -> Columns:
+        return Columns.of(self.samples)
+
+    def packed(self) -> "Group":
+        """Itself, with its columns, if all of its responses are packed."""
+        if all(sample.response.is_packed for sample in self.samples):
+            _ = self.columns
+        return self
+
+    def with_advantages(self, advantages_G: Sequence[float] | np.ndarray) -> "Group":
+        """The group with these advantages, one a sample."""
+        values_G = np.asarray(advantages_G, np.float64)
+        pairs = zip(self.samples, values_G.tolist(), strict=True)
+        samples = tuple(dataclasses.replace(sample, advantage=value) for sample, value in pairs)
+        group = dataclasses.replace(self, samples=samples)
+        if "columns" in vars(self):
+            vars(group)["columns"] = self.columns._replace(advantages_G=values_G)
+        return group
 
 
 @dataclasses.dataclass(frozen=True)

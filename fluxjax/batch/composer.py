@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +18,7 @@ from models.config import TextConfig, VisionConfig
 from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
-from ..base.types import Group, PreparedPrompt, Response, Reward, Sample
+from ..base.types import Columns, Group, PreparedPrompt, Response, Reward, Sample
 from ..config import Config, Strategy
 from .composition import Composition, Outline, TrainGroup
 from .own_pace import OwnPace
@@ -137,12 +139,12 @@ class Composer:
         version: int | None = None,
     ) -> list[TrainGroup]:
         config = self._config
-        ordered = sorted(groups, key=lambda group: group.prompt.draw)
+        ordered = sorted(groups, key=attrgetter("prompt.draw"))
         for group, following in pairwise(ordered):
             if group.prompt.draw == following.prompt.draw:
                 ids = f"{group.prompt.id} and {following.prompt.id}"
                 raise ValueError(f"prompts {ids} have the same draw {group.prompt.draw}")
-        members, numbers_R3 = _in_order([group.samples for group in ordered])
+        ordered, numbers_R3 = _by_number(ordered)
         lengths = numbers_R3[:, 1]
         weights = response_weights(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
         newest = int(numbers_R3[:, 2].max(initial=-1))
@@ -153,18 +155,18 @@ class Composer:
             )
 
         to_train: list[TrainGroup] = []
-        counted, first = lengths.tolist(), 0
+        counted, end = lengths.tolist(), 0
         silent = not lengths.all()
-        for group, samples in zip(ordered, members, strict=True):
-            own, these = tuple(samples), slice(first, first + len(samples))
-            first, weighed, tokens = these.stop, weights[these], counted[these]
-            if silent:
-                own = tuple(sample for sample in samples if sample.response.num_tokens)
-                weighed, tokens = weighed[lengths[these] > 0], [n for n in tokens if n]
-            if own:
-                to_train.append(self._to_train(group, prepared, own, weighed, version).counted(tokens))
+        for group in ordered:
+            samples, columns, these = group.samples, group.columns, slice(end, end + len(group.samples))
+            end, weighed, tokens = these.stop, weights[these], counted[these]
+            if silent and not all(tokens):
+                samples = tuple(sample for sample, n in zip(samples, tokens, strict=True) if n)
+                columns, weighed, tokens = Columns.of(samples), weighed[lengths[these] > 0], [n for n in tokens if n]
+            if samples:
+                to_train.append(self._to_train(group, prepared, samples, weighed, version).known(columns, tokens))
         if skip_idle:
-            taught = [group for group in to_train if any(sample.advantage != 0.0 for sample in group.samples)]
+            taught = [group for group in to_train if group.columns.advantages_G.any()]
             to_train = taught or to_train[:1]
         return to_train
 
@@ -195,16 +197,20 @@ def shape_book(config: Config) -> ShapeBook:
     return ShapeBook(most, alone=alone, ahead=config.sharding.compile_ahead)
 
 
-def _in_order(members: Sequence[Sequence[Sample]]) -> tuple[Sequence[Sequence[Sample]], np.ndarray]:
-    """The samples of each group by their number, and `Response.facts` of one after the other, `[R, 3]`."""
-    counts = np.fromiter(map(len, members), np.int64, len(members))
-    facts = [sample.response.facts for samples in members for sample in samples]
-    numbers_R3 = np.fromiter(chain.from_iterable(facts), np.int64, 3 * int(counts.sum())).reshape(-1, 3)
-    group = np.repeat(np.arange(len(members)), counts)
-    if np.any((np.diff(numbers_R3[:, 0]) < 0) & (np.diff(group) == 0)):
-        members = [sorted(samples, key=lambda sample: sample.response.sample) for samples in members]
-        numbers_R3 = numbers_R3[np.lexsort((numbers_R3[:, 0], group))]
-    return members, numbers_R3
+def _by_number(groups: Sequence[Group]) -> tuple[Sequence[Group], np.ndarray]:
+    """The groups with their samples by number, and `Columns.numbers_G3` of one after the other, `[R, 3]`."""
+    numbers = [group.columns.numbers_G3 for group in groups]
+    numbers_R3 = np.concatenate([np.zeros((0, 3), np.int64), *numbers])
+    begins = np.cumsum([0, *map(len, numbers)])[:-1]
+    falls = np.flatnonzero(np.diff(numbers_R3[:, 0]) < 0) + 1
+    if np.isin(falls, begins).all():
+        return groups, numbers_R3
+    return _by_number([_sorted(group) for group in groups])
+
+
+def _sorted(group: Group) -> Group:
+    samples = sorted(group.samples, key=lambda sample: sample.response.sample)
+    return dataclasses.replace(group, samples=tuple(samples))
 
 
 def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[int]]) -> list[Group]:

@@ -19,7 +19,7 @@ from models.inputs import PromptInput
 from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import SizedLayout
 
-from ..base.types import Sample, TrainBatch
+from ..base.types import Columns, Sample, TrainBatch
 from ..config import ConfigError
 
 
@@ -66,12 +66,16 @@ class TrainGroup:
     temperature: float | None = None  # of samples that do not say theirs; None: no token's temperature is written down
 
     @functools.cached_property
+    def columns(self) -> Columns:
+        return Columns.of(self.samples)
+
+    @functools.cached_property
     def item(self) -> Item:
         return self._sized(tuple(sample.response.num_tokens for sample in self.samples))
 
-    def counted(self, lengths: Sequence[int]) -> TrainGroup:
-        """Itself; its samples have so many tokens, which have been counted."""
-        vars(self)["item"] = self._sized(tuple(lengths))
+    def known(self, columns: Columns, lengths: Sequence[int]) -> TrainGroup:
+        """Itself; its samples have these, and so many tokens: they need not be read again."""
+        vars(self).update(columns=columns, item=self._sized(tuple(lengths)))
         return self
 
     def _sized(self, lengths: tuple[int, ...]) -> Item:
@@ -88,8 +92,10 @@ class TrainGroup:
 
 def tokens_of(items: Sequence[Item], piece: Piece) -> int:
     """The tokens of a piece, its copy of the prompt included."""
-    item = items[piece.item]
-    return item.prompt + sum(map(item.responses.__getitem__, piece.responses))
+    item, responses = items[piece.item], piece.responses
+    if len(responses) == len(item.responses):
+        return item.prompt + sum(item.responses)
+    return item.prompt + sum(map(item.responses.__getitem__, responses))
 
 
 def squares_of(items: Sequence[Item], piece: Piece) -> float:

@@ -64,11 +64,18 @@ class Entry:
     responses: dict[int, Response] = dataclasses.field(default_factory=dict)
     rewards: dict[int, Reward] = dataclasses.field(default_factory=dict)
     begun: dict[int, Response] = dataclasses.field(default_factory=dict)
+    scored: Group | None = None  # its group, once that is
     varied: bool = False  # scored, with rewards that differ
 
-    def group(self) -> Group:
+    def complete(self) -> None:
+        """Every response is there with its reward."""
         samples = tuple(Sample(self.responses[i], self.rewards[i]) for i in sorted(self.responses))
-        return Group(self.prompt, samples)
+        self.scored = Group(self.prompt, samples).packed()
+        self.varied = has_variance(self.scored)
+
+    def group(self) -> Group:
+        assert self.scored is not None
+        return self.scored
 
     def so_far(self) -> tuple[Response | None, ...]:
         """Returns what there is of each response, for `Request.begun`; empty if there is nothing of any."""
@@ -309,7 +316,7 @@ class Ledger:
 
     def _scored(self, entry: Entry) -> None:
         self._move(entry, PromptStage.SCORED)
-        entry.varied = has_variance(entry.group())
+        entry.complete()
         if entry.varied:
             self.dropped.in_a_row = 0
 
@@ -327,7 +334,7 @@ class Ledger:
         for response in entry.responses.values():
             self.unscored.pop(response.rid, None)
             self._scoring.discard(response.rid)
-        entry.responses, entry.rewards, entry.begun = {}, {}, {}
+        entry.responses, entry.rewards, entry.begun, entry.scored = {}, {}, {}, None
 
     def _move(self, entry: Entry, stage: PromptStage) -> None:
         del self._stages[entry.stage][entry.prompt.draw]
@@ -368,7 +375,8 @@ class Ledger:
                 continue
             entry = _entry_from_json(saved, prompts[saved["draw"]])
             self.entries[saved["draw"]] = self._stages[entry.stage][saved["draw"]] = entry
-            entry.varied = entry.stage is PromptStage.SCORED and has_variance(entry.group())
+            if entry.stage is PromptStage.SCORED:
+                entry.complete()
             for sample, response in entry.responses.items():
                 if sample not in entry.rewards:
                     self.unscored[response.rid] = response

@@ -99,8 +99,7 @@ class Gang:
 
     def _send(self, process: int, data: Sequence[bytes]) -> None:
         assert self._links is not None
-        self._links.send(process, *data)
-        self.bytes_told += sum(map(len, data))
+        self.bytes_told += self._links.send(process, *data)
 
     def orders(self) -> Iterator[Order]:
         """What process 0 tells this one, to `End`. Raises LinkError where a process fails, OrderError for what is no

@@ -9,9 +9,9 @@ arrived (`base.response_bytes`): however many processes there are, process 0 onl
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice, pairwise
 from typing import Any, ClassVar, NamedTuple, TypeAlias, get_args
 
 import msgpack
@@ -141,18 +141,14 @@ def encode(order: Order) -> bytes:
 
 def encoded(order: Order) -> list[bytes]:
     """What `encode` joins. Responses are not copied: a process of many tells gigabytes of them."""
-    fields = {"protocol": PROTOCOL, "order": order.name}
-    fields |= {field.name: getattr(order, field.name) for field in dataclasses.fields(order)}
+    fields = {"protocol": PROTOCOL, "order": order.name, **vars(order)}
     if not isinstance(order, Learn):
         return [bytes(msgpack.Packer().pack(fields))]
     responses = fields.pop("responses")
-    packer = msgpack.Packer(autoreset=False, buf_size=_HEAD)
-    packer.pack_map_header(len(fields) + 1)
-    for name, value in fields.items():
-        packer.pack(name)
-        packer.pack(value)
-    packer.pack("responses")
-    return [packer.bytes() + _BYTES.pack(0xC6, sum(map(len, responses))), *responses]
+    head = msgpack.Packer(buf_size=_HEAD).pack(
+        fields | {"responses": b""}
+    )  # the last two bytes say that there are none
+    return [head[:-2] + _BYTES.pack(0xC6, sum(map(len, responses))), *responses]
 
 
 def decode(data: bytes) -> Order:
@@ -186,12 +182,10 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
 
 
 def told_all(shares: Sequence[Share], place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> list[Told]:
-    """The same, of each of them. What is the same for all is looked up once."""
-    known: dict[int, ToldGroups] = {}  # by the identity of the groups
-    for share in shares:
-        if id(share.groups) not in known:
-            known[id(share.groups)] = ToldGroups(share.groups, share.needed, place_of)
-    return [_told(share, known[id(share.groups)]) for share in shares]
+    """The same, of the shares of a step."""
+    if shares[0].needed is None:  # rows, which all have the groups of the whole step
+        return _told_rows(shares, ToldGroups(shares[0].groups, None, place_of))
+    return [_told_plans(share, ToldGroups(share.groups, share.needed, place_of)) for share in shares]
 
 
 class ToldGroup(NamedTuple):
@@ -210,55 +204,81 @@ class ToldGroups:
 
     def __init__(self, groups: Sequence[TrainGroup], needed: frozenset[int] | None, place_of: PlaceOf) -> None:
         """Groups that are not `needed` (None: all are) have no responses here."""
-        whole = groups if needed is None else [g for k, g in enumerate(groups) if k in needed]
         items = range(len(groups)) if needed is None else sorted(needed)
+        whole = [groups[k] for k in items]
         self._told = dict(zip(items, (_told_group(group, place_of) for group in whole), strict=True))
-        samples = list(itertools.chain.from_iterable(group.samples for group in whole))
-        here = (len(g.samples) if needed is None or k in needed else 0 for k, g in enumerate(groups))
-        counts = np.fromiter(here, np.int64, len(groups))
-        ends = np.cumsum(counts)
-        self.first: list[int] = (ends - counts).tolist()
-        self.responses: list[bytes] = [sample.response.data for sample in samples]
-        self.facts = np.empty(len(samples), _FACTS)
-        self.facts["weight"] = np.concatenate([group.weights for group in whole]) if whole else 0.0
-        self.facts["advantage"] = [sample.advantage for sample in samples]
-        self.facts["number"] = np.arange(len(samples)) - np.repeat(ends - counts, counts)
+        columns = [group.columns for group in whole]
+        counts = np.zeros(len(groups), np.int64)
+        counts[list(items)] = [len(each.data) for each in columns]
+        self.first = np.cumsum(counts) - counts
+        self.responses: list[bytes] = list(chain.from_iterable(each.data for each in columns))
+        self.facts = np.zeros(len(self.responses), _FACTS)
+        if whole:
+            self.facts["weight"] = np.concatenate([group.weights for group in whole])
+            self.facts["advantage"] = np.concatenate([each.advantages_G for each in columns])
+        self.facts["number"] = np.arange(len(self.responses)) - np.repeat(self.first, counts)
 
     def __getitem__(self, item: int) -> ToldGroup:
         return self._told[item]
 
 
 def _told_group(group: TrainGroup, place_of: PlaceOf) -> ToldGroup:
-    draw, media = group.samples[0].response.draw, told_media(group.inputs, place_of)
-    return ToldGroup(group.name, draw, media, group.version, group.temperature, len(group.samples))
+    columns, media = group.columns, told_media(group.inputs, place_of)
+    return ToldGroup(group.name, columns.draw, media, group.version, group.temperature, len(columns.data))
 
 
-def _told(share: Share, groups: ToldGroups) -> Told:
-    """The responses stand in the order of the groups' pieces in rows, or, where groups are told whole, in theirs."""
-    rows: dict[str, Any] = {"shards": [share.shards.start, share.shards.stop]}
-    if share.needed is not None:
-        rows["micros"] = [_told_plan(micro, share.shards) for micro in share.micros if isinstance(micro, PlannedRows)]
-        every = enumerate(share.groups)
-        rows["groups"] = [groups[k] if k in share.needed else _told_sizes(g) for k, g in every]
-        return rows | {"facts": groups.facts.tobytes()}, groups.responses
-    micros = [micro for micro in share.micros if isinstance(micro, PackedRows)]
-    pieces = [piece for micro in micros for shard in micro.shards for row in shard for piece in row]
-    items, first = [piece.item for piece in pieces], groups.first
-    which = [first[item] + k for item, responses in pieces for k in responses]
+def _told_rows(shares: Sequence[Share], groups: ToldGroups) -> list[Told]:
+    """Shares of rows. The responses stand in the order of the groups' pieces in them."""
+    pieces = [list(chain(*chain(*chain(*(micro.shards for micro in _packed(share)))))) for share in shares]
+    every = list(chain(*pieces))
+    counts = [len(piece.responses) for piece in every]
+    which = np.repeat(groups.first[np.array([piece.item for piece in every], np.int64)], counts)
+    which += np.fromiter(chain.from_iterable(piece.responses for piece in every), np.int64, len(which))
+    facts, responses = groups.facts[which].tobytes(), list(map(groups.responses.__getitem__, which.tolist()))
+    ends = np.cumsum([0, *counts])[np.cumsum([0, *map(len, pieces)])].tolist()
+    return [
+        (
+            _rows_of(share, own, groups) | {"facts": facts[begin * _FACTS.itemsize : end * _FACTS.itemsize]},
+            responses[begin:end],
+        )
+        for share, own, (begin, end) in zip(shares, pieces, pairwise(ends), strict=True)
+    ]
+
+
+def _packed(share: Share) -> list[PackedRows]:
+    return [micro for micro in share.micros if isinstance(micro, PackedRows)]
+
+
+def _rows_of(share: Share, pieces: Sequence[Piece], groups: ToldGroups) -> dict[str, Any]:
+    items = [piece.item for piece in pieces]
     needed = sorted(set(items))
     number = {item: k for k, item in enumerate(needed)}
-    rows["micros"] = [
-        {
-            "sizes": [micro.rows, micro.tokens, micro.patches, micro.frame],
-            "pieces": [[len(row) for row in shard] for shard in micro.shards],
-        }
-        for micro in micros
-    ]
-    rows["items"] = [number[item] for item in items]
-    rows["counts"] = [len(piece.responses) for piece in pieces]
-    rows["groups"] = [groups[item] for item in needed]
-    rows["facts"] = groups.facts.take(which).tobytes()
-    return rows, [groups.responses[k] for k in which]
+    return {
+        "shards": [share.shards.start, share.shards.stop],
+        "micros": [
+            {
+                "sizes": [micro.rows, micro.tokens, micro.patches, micro.frame],
+                "pieces": [list(map(len, shard)) for shard in micro.shards],
+            }
+            for micro in _packed(share)
+        ],
+        "items": [number[item] for item in items],
+        "counts": [len(piece.responses) for piece in pieces],
+        "groups": [groups[item] for item in needed],
+    }
+
+
+def _told_plans(share: Share, groups: ToldGroups) -> Told:
+    """A share of what shard plans lay out. Groups are told whole, and the responses stand in their order."""
+    needed = share.needed
+    assert needed is not None
+    rows = {
+        "shards": [share.shards.start, share.shards.stop],
+        "micros": [_told_plan(micro, share.shards) for micro in share.micros if isinstance(micro, PlannedRows)],
+        "groups": [groups[k] if k in needed else _told_sizes(group) for k, group in enumerate(share.groups)],
+        "facts": groups.facts.tobytes(),
+    }
+    return rows, groups.responses
 
 
 def share_of(
@@ -305,7 +325,7 @@ def _rows(rows: Mapping[str, Any], told: Sequence[ToldGroup], data: bytes, input
     following = iter(pieces)
     micros = []
     for micro in rows["micros"]:
-        shards = tuple(tuple(tuple(itertools.islice(following, count)) for count in shard) for shard in micro["pieces"])
+        shards = tuple(tuple(tuple(islice(following, count)) for count in shard) for shard in micro["pieces"])
         count, tokens, patches, frame = micro["sizes"]
         micros.append(PackedRows(count, tokens, patches, shards, frame))
     return Share(tuple(micros), groups, range(*rows["shards"]), None)

@@ -178,9 +178,9 @@ class Links:
         Raises LinkError for a failure before."""
         self._await(lambda: self._counts[topic] >= at_least, self._hopeless)
 
-    def send(self, process: int, *data: bytes) -> None:
+    def send(self, process: int, *data: bytes) -> int:
         """Sends `data` to `process`, another one, which takes it, joined, by `receive`; what is sent comes in order.
-        Waits only where the peer's buffers are full. Raises ValueError for more than a GiB."""
+        Returns its bytes. Waits only where the peer's buffers are full. Raises ValueError for more than a GiB."""
         self.check()
         size = sum(map(len, data))
         if size > MOST:
@@ -188,6 +188,7 @@ class Links:
         if self._wires is None or process not in self._peers:
             raise ValueError(f"process {process} of {self.processes} is no peer of process {self.process}")
         self._wires.send(process, {"kind": "data", "bytes": str(size)}, *data)
+        return size
 
     def receive(self, process: int) -> bytes:
         """Returns what `process` sends next, when it has come. Raises LinkError for a failure before."""

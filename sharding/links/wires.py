@@ -41,16 +41,19 @@ class Wire:
 
     def write(self, message: Message, *data: bytes) -> None:
         """`message` has the length of all `data`, if there is any, as `bytes`. Nothing is copied to be sent."""
-        waiting: list[bytes | memoryview] = [json.dumps(message).encode() + b"\n", *data]
+        head = json.dumps(message).encode() + b"\n"
+        missing = len(head) + int(message.get("bytes", 0))
+        waiting: list[bytes | memoryview] = [head, *data]
         with self.writing:
-            at = 0
-            while at < len(waiting):
-                sent = self.socket.sendmsg(waiting[at : at + _PARTS])
-                while at < len(waiting) and sent >= len(waiting[at]):
-                    sent -= len(waiting[at])
-                    at += 1
-                if sent:
-                    waiting[at] = memoryview(waiting[at])[sent:]
+            while sent := self.socket.sendmsg(waiting[:_PARTS]):
+                missing -= sent
+                if not missing:
+                    return
+                whole = 0
+                while sent >= len(waiting[whole]):
+                    sent -= len(waiting[whole])
+                    whole += 1
+                waiting[: whole + 1] = [memoryview(waiting[whole])[sent:]]
 
     def read(self) -> tuple[Message, bytes] | None:
         """The next message and its data; None at the end. Raises ValueError for one that is too long."""
