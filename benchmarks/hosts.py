@@ -137,7 +137,7 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
     the same for two processes that have nothing to do with each other: what their cores leave each other."""
     return {
         model: {"machine": _scaled(model, "fsdp", options, strangers=True)}
-        | {strategy: _scaled(model, strategy, options) for strategy in STRATEGIES}
+        | {strategy: _scaled(model, strategy, options) for strategy in options.strategies}
         for model in options.models
     }
 
@@ -246,6 +246,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default 2)")
     parser.add_argument(
         "--models", choices=MODELS, nargs="*", default=["3M", "20M"], help="of scaling (default 3M 20M)"
+    )
+    parser.add_argument(
+        "--strategies", choices=STRATEGIES, nargs="*", default=STRATEGIES, help="of scaling (default all)"
     )
     parser.add_argument(
         "--row", type=int, default=2048, help="tokens of a device's row, of scaling: more are fewer microbatches "

@@ -34,7 +34,8 @@ from fluxjax.report.display import Display
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
 
-POLICIES = ("synchronous", "tail_batching", "april", "adaptive_async")
+POLICIES = ("synchronous", "tail_batching", "tail_batching_spread", "april", "adaptive_async")
+SPREAD = 5  # versions: `tail_batching_spread` deals a long round's groups to the next steps
 LETTERS, MEDIAN, SIGMA = "abc", 6.0, 1.5
 
 
@@ -79,9 +80,10 @@ def configuration(folder: pathlib.Path, policy: str, sizes: Sizes) -> Config:
     config.checkpoint.every, config.evaluation.every = 0, 0
     config.evaluation.samples = 200
     config.report.dump_samples_every = 0
-    config.policy.name = Name(policy)
+    config.policy.name = Name(policy.removesuffix("_spread"))
+    config.tail_batching.max_staleness = SPREAD if policy == "tail_batching_spread" else 0
     config.tail_batching.responses = 1.0  # as in configs/text.py
-    if policy in ("april", "adaptive_async"):
+    if policy in ("tail_batching_spread", "april", "adaptive_async"):
         importance = config.algorithm.importance
         importance.kind = Importance.TRUNCATE
     return config

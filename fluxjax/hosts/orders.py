@@ -129,7 +129,7 @@ class End:
 
 Order: TypeAlias = Start | Begin | Coming | Learn | Gather | Save | Snapshot | Offer | Restore | End
 _BYTES = struct.Struct(">BI")  # how msgpack begins so many bytes ("bin 32")
-_HEAD = 1 << 14  # bytes that an order mostly has without its responses
+_HEAD = 1 << 12  # bytes that an order mostly has without its responses
 # Of a response; its number in its group.
 _FACTS = np.dtype([("weight", "<f8"), ("advantage", "<f8"), ("number", "<i4")])
 _ORDERS: dict[str, type] = {order.name: order for order in get_args(Order)}
