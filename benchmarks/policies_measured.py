@@ -28,14 +28,17 @@ from rich.console import Console
 
 from fluxjax.base.process import use_compile_cache
 from fluxjax.base.types import Group
-from fluxjax.config import Config, Importance, LossAggregation, Schedule, SourceConfig
+from fluxjax.config import Config, Importance, LossAggregation, Schedule, SourceConfig, TailBatchingConfig
 from fluxjax.config import Policy as Name
 from fluxjax.report.display import Display
-from fluxjax.run.callbacks import Callback
+from fluxjax.run.callbacks import Callback, Run
 from fluxjax.run.trainer import FluxTrainer
 
 POLICIES = ("synchronous", "tail_batching", "tail_batching_spread", "april", "adaptive_async")
-SPREAD = 5  # versions: `tail_batching_spread` deals a long round's groups to the next steps
+TAIL = {  # `tail_batching` with groups kept whole, strictly on-policy, and as it is by default
+    "tail_batching": TailBatchingConfig(prompts=1.25, responses=1.0, max_staleness=0),
+    "tail_batching_spread": TailBatchingConfig(prompts=2.0, responses=1.0, max_staleness=1),
+}
 LETTERS, MEDIAN, SIGMA = "abc", 6.0, 1.5
 
 
@@ -81,8 +84,7 @@ def configuration(folder: pathlib.Path, policy: str, sizes: Sizes) -> Config:
     config.evaluation.samples = 200
     config.report.dump_samples_every = 0
     config.policy.name = Name(policy.removesuffix("_spread"))
-    config.tail_batching.max_staleness = SPREAD if policy == "tail_batching_spread" else 0
-    config.tail_batching.responses = 1.0  # as in configs/text.py
+    config.tail_batching = TAIL.get(policy, config.tail_batching)
     if policy in ("tail_batching_spread", "april", "adaptive_async"):
         importance = config.algorithm.importance
         importance.kind = Importance.TRUNCATE
@@ -99,7 +101,7 @@ class Watch(Callback):
         self._began: tuple[float, float, float] | None = None  # at the end of the first step
         self._samples, self._rollout, self._end = 0, 0.0, 0.0
 
-    def on_step(self, trainer: FluxTrainer, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+    def on_step(self, trainer: Run, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
         self._end = time.perf_counter()
         if self._began is None:
             self._began = self._end, self._clock.in_threads("rollout"), self._clock.seconds

@@ -142,10 +142,6 @@ class Learner:
         are adapters it is a new copy of the weights that have some."""
         return self.gradients.merged(self.params)
 
-    def adapters(self) -> Params:
-        """What is trained beside frozen weights."""
-        return self.own(self.params)
-
     def adopt(self, adapters: Mapping[tuple[str, ...], np.ndarray]) -> None:
         """Goes on from these adapters, by path, in the place of new ones."""
         self.params = self.with_own(self.gradients.strategy.shard_trained(unflatten_dict(dict(adapters))))

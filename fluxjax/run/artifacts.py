@@ -29,7 +29,7 @@ def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pa
     """Writes the adapters, where there are any, as PEFT has them."""
     lora = lora_of(config)
     if lora is not None:
-        adapters = gang.whole(learner.adapters, learner.mesh, adapters=True)
+        adapters = gang.whole(lambda: learner.own(learner.params), learner.mesh, adapters=True)
         save_adapters(model.config, adapters, folder, lora, config.model.path)
 
 

@@ -102,7 +102,7 @@ class Follower:
                 self._learn(order)
             case Gather():
                 learner = self._learner
-                brought(learner.adapters() if order.adapters else learner.weights(), learner.mesh, keep=False)
+                brought(learner.own(learner.params) if order.adapters else learner.weights(), learner.mesh, keep=False)
             case Save():
                 self._checkpoints.write(order.step, arrays_of(self._learner, self._reference), {})
             case Snapshot():
