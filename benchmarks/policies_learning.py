@@ -36,15 +36,16 @@ from matplotlib.figure import Figure
 from fluxjax.report.metrics import read
 
 TRUNCATED = "--config.algorithm.importance.kind=truncate"
+ON_POLICY = (  # as in Flexes
+    "--config.policy.name=tail_batching",
+    "--config.tail_batching.prompts=1.25",
+    "--config.tail_batching.max_staleness=0",
+)
 RUNS: dict[str, tuple[str, ...]] = {  # policy and what else differs
     "synchronous": ("--config.policy.name=synchronous",),
-    "tail_batching": ("--config.policy.name=tail_batching",),
-    "tail_batching_responses": ("--config.policy.name=tail_batching", "--config.tail_batching.responses=1.25"),
-    "tail_batching_spread": (
-        "--config.policy.name=tail_batching",
-        TRUNCATED,
-        "--config.tail_batching.max_staleness=5",
-    ),
+    "tail_batching": (*ON_POLICY, "--config.tail_batching.responses=1.0"),
+    "tail_batching_responses": (*ON_POLICY, "--config.tail_batching.responses=1.25"),
+    "tail_batching_spread": ("--config.policy.name=tail_batching", TRUNCATED),
     "adaptive_async": ("--config.policy.name=adaptive_async", TRUNCATED),
     "adaptive_async_decoupled": (
         "--config.policy.name=adaptive_async",

@@ -48,7 +48,7 @@ class Sizes:
     prompts: int = 16  # a step
     responses: int = 2  # a prompt
     warm_start: int = 150  # supervised steps
-    steps: int = 20  # of a turn
+    steps: int = 30  # of a turn: whole periods of tail batching, be they of five steps or of three
     turns: int = 6  # of each policy; the first compiles and is not counted
 
 

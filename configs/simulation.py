@@ -30,6 +30,8 @@ def get_config(variant: str = "") -> SimulateConfig:
     sim = config.simulation
     sim.model = Model(model)
     sim.gpus, sim.degree, config.rollout.max_new_tokens, sim.median = SETTINGS[model]
+    config.tail_batching.prompts = config.tail_batching.responses = 1.25  # Flexes, section 3, strictly on-policy
+    config.tail_batching.max_staleness = 0
     config.rollout.prompts_per_step = 128
     config.rollout.group_size = 8
     config.evaluation.every = 0

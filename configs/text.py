@@ -21,7 +21,6 @@ def get_config(variant: str = "") -> Config:
     config.rollout.max_sequence_tokens = 24
     config.packing.tokens_per_row = 128
     config.packing.rows_per_device = 20
-    config.tail_batching.responses = 1.0  # the first to end are no fair sample: see docs/log.md
     config.algorithm.loss_aggregation = LossAggregation.SEQUENCE_MEAN
     config.algorithm.entropy_coefficient = 0.01
     config.optim.schedule = Schedule.LINEAR

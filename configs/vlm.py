@@ -34,9 +34,7 @@ def get_config(variant: str = "") -> Config:
     config.optim.schedule = Schedule.LINEAR
     config.optim.beta2 = 0.95
     config.optim.warmup_steps = 10
-    # For other policies than the default: an answer's length tells which one it is, so none may lose for being slow;
-    # and a version is far from the one before, with so small a model and so large steps.
-    config.tail_batching.responses = 1.0
+    # For adaptive async: a version is far from the one before, with so small a model and so large steps.
     config.adaptive_async.max_staleness = 2
     config.evaluation.samples = 400
     config.evaluation.every = 100

@@ -20,6 +20,7 @@ OPTIONS = {
         "schedules__temperature": "reverse: linear(1.3, 0.8)",
         "tail_batching__prompts": 1.5,
         "tail_batching__responses": 1.25,
+        "tail_batching__max_staleness": 0,
     },
     "april": {"april__oversample": 2.0, "algorithm__importance__kind": "truncate"},
     "adaptive_async": {

@@ -12,7 +12,7 @@ from .bounds import not_negative, positive, power_of_two, within
 
 class Policy(enum.Enum):
     SYNCHRONOUS = "synchronous"  # one thing after the other, strictly on-policy
-    TAIL_BATCHING = "tail_batching"  # strictly on-policy; prompts with long answers wait for rounds of their own
+    TAIL_BATCHING = "tail_batching"  # prompts with long answers wait for rounds in which nothing is cut off
     APRIL = "april"  # more prompts than needed; what is unfinished goes on in the next round
     ADAPTIVE_ASYNC = "adaptive_async"  # generation runs ahead of training, as far as staleness allows
 
@@ -52,10 +52,12 @@ class PolicyConfig:
 
 @dataclasses.dataclass(slots=True)
 class TailBatchingConfig:
-    prompts: float = within(1.25, "[1, 8]")  # launched in short rounds, for each that a step needs (Flexes' eta for P)
-    responses: float = within(1.25, "[1, 8]")  # launched in short rounds, for each that a group needs (eta for R)
+    """The defaults are those that learned as synchronous training does; Flexes has 1.25, 1.25 and 0 (`docs/log.md`)."""
+
+    prompts: float = within(2.0, "[1, 8]")  # launched in short rounds, for each that a step needs (Flexes' eta for P)
+    responses: float = within(1.0, "[1, 8]")  # launched in short rounds, for each that a group needs (eta for R)
     # Versions; a long round's groups are spread over the steps in which they are at most so old. 0: they are one step.
-    max_staleness: int = not_negative(0)
+    max_staleness: int = not_negative(1)
 
 
 @dataclasses.dataclass(slots=True)

@@ -89,8 +89,9 @@ def _more(dice: random.Random, config: SimulateConfig) -> None:
         composer.curriculum, composer.diversity, composer.lengths = (dice.random() < 0.3 for _ in range(3))
         if dice.random() < 0.3:
             schedules.target_staleness = "linear(0.05, 0.3)"
-    if name is Policy.TAIL_BATCHING and not (config.stream_trainer.enabled or config.speculative_sync.enabled):
-        config.tail_batching.max_staleness = dice.choice((0, 1, 2, 5))
+    early = config.stream_trainer.enabled or config.speculative_sync.enabled
+    alone = name is Policy.TAIL_BATCHING and not early
+    config.tail_batching.max_staleness = dice.choice((0, 1, 2, 5)) if alone else 0
 
 
 @dataclasses.dataclass(frozen=True)

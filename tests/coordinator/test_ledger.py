@@ -70,7 +70,9 @@ def test_exported_names_exist() -> None:
 
 def test_defaults_are_those_of_the_configuration() -> None:
     tail, april = TailBatching(), April()
-    assert (tail.prompts, tail.responses) == (TailBatchingConfig().prompts, TailBatchingConfig().responses)
+    of_config = TailBatchingConfig()
+    assert (tail.prompts, tail.responses) == (of_config.prompts, of_config.responses)
+    assert tail.max_staleness == of_config.max_staleness
     assert (april.oversample, april.max_staleness) == (AprilConfig().oversample, AprilConfig().max_staleness)
     assert tail.round == "", "no round has begun"
 

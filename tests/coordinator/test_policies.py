@@ -50,13 +50,13 @@ SPECULATIVE = SpeculativeSyncConfig(enabled=True, confidence=0.1)
 POLICIES: dict[str, tuple[Callable[..., SchedulingPolicy], int]] = {  # name: (made how, versions that data may be old)
     "synchronous": (Synchronous, 0),
     "tail_batching": (TailBatching, 0),
-    "tail_batching_much": (lambda **options: TailBatching(2.0, 2.0, **options), 0),
+    "tail_batching_much": (lambda **options: TailBatching(2.0, 2.0, 0, **options), 0),
     "tail_batching_spread": (lambda **options: TailBatching(1.25, 1.0, 2, **options), 2),
     "tail_batching_much_spread": (lambda **options: TailBatching(2.0, 2.0, 1, **options), 1),
     "april": (lambda **options: April(1.7, 2, **options), 2),
     "april_plain": (lambda **options: April(1.0, 1, **options), 1),
     "synchronous_stream": (lambda **options: Synchronous(stream=StreamTrainer(STREAM), **options), 0),
-    "tail_batching_stream": (lambda **options: TailBatching(1.5, 1.5, stream=StreamTrainer(STREAM), **options), 0),
+    "tail_batching_stream": (lambda **options: TailBatching(1.5, 1.5, 0, stream=StreamTrainer(STREAM), **options), 0),
     "april_stream": (lambda **options: April(1.7, 2, stream=StreamTrainer(STREAM), **options), 2),
     "synchronous_early": (
         lambda **options: Synchronous(
@@ -64,7 +64,10 @@ POLICIES: dict[str, tuple[Callable[..., SchedulingPolicy], int]] = {  # name: (m
         ),
         0,
     ),
-    "tail_batching_early": (lambda **options: TailBatching(speculative=SpeculativeSync(SPECULATIVE), **options), 0),
+    "tail_batching_early": (
+        lambda **options: TailBatching(1.25, 1.25, 0, speculative=SpeculativeSync(SPECULATIVE), **options),
+        0,
+    ),
     "april_early": (lambda **options: April(1.7, 2, speculative=SpeculativeSync(SPECULATIVE), **options), 2),
     "april_many": (lambda **options: April(4.0, 1, **options), 1),
     "adaptive_async": (lambda **options: AdaptiveAsync(ASYNC, **options), 3),
@@ -186,7 +189,7 @@ class TestTailBatching:
     def test_short_and_long_rounds(self) -> None:
         """Short rounds launch eta times the prompts and responses, long ones exactly the prompts that were deferred,
         once a step's worth of them waits (Flexes, section 3)."""
-        world = PolicyWorld(TailBatching(1.5, 1.5), 3, steps=12, prompts_per_step=4, group_size=4)
+        world = PolicyWorld(TailBatching(1.5, 1.5, 0), 3, steps=12, prompts_per_step=4, group_size=4)
         deferred: list[int] = []
         kinds = []
 
@@ -213,14 +216,14 @@ class TestTailBatching:
 
     def test_nothing_speculative_is_synchronous(self) -> None:
         """With nothing launched in excess, nothing is deferred: the synchronous policy, instruction for instruction."""
-        tail, plain = PolicyWorld(TailBatching(1.0, 1.0), 4).go(), PolicyWorld(Synchronous(), 4).go()
+        tail, plain = PolicyWorld(TailBatching(1.0, 1.0, 0), 4).go(), PolicyWorld(Synchronous(), 4).go()
         assert tail.said == plain.said
 
     @settings(deadline=None, max_examples=30)
     @given(seed=st.integers(0, 10**6), prompts=st.integers(1, 40))
     def test_every_prompt_in_the_end(self, seed: int, prompts: int) -> None:
         """When the data ends, the deferred prompts are trained on, too."""
-        world = PolicyWorld(TailBatching(1.5, 1.5), seed, steps=100, prompts=prompts).go()
+        world = PolicyWorld(TailBatching(1.5, 1.5, 0), seed, steps=100, prompts=prompts).go()
         assert sorted(world.trained) == list(range(prompts))
 
     @settings(deadline=None, max_examples=30)
@@ -245,7 +248,7 @@ class TestTailBatching:
         state, next_draw = world.states[-1]
         held = set(state["policy"]["held"])
         resumed = PolicyWorld(
-            TailBatching(1.25, 1.0), 4, steps=12, prompts_per_step=12, state=state, next_draw=next_draw
+            TailBatching(1.25, 1.0, 0), 4, steps=12, prompts_per_step=12, state=state, next_draw=next_draw
         )
         resumed.go()
         assert held and held <= {order.prompt.draw for order in resumed.all(Park)}
@@ -254,7 +257,7 @@ class TestTailBatching:
 
     def test_zero_variance_is_not_deferred(self) -> None:
         """Dynamic sampling skips groups that teach nothing, with the reason, and refills the round."""
-        world = PolicyWorld(TailBatching(1.5, 1.0, dynamic_sampling=True), 7, steps=5).go()
+        world = PolicyWorld(TailBatching(1.5, 1.0, 0, dynamic_sampling=True), 7, steps=5).go()
         skipped = {s.draw: s.reason for s in world.coordinator.ledger.skipped}
         assert skipped and set(skipped.values()) == {NO_VARIANCE} and all(draw % 4 == 0 for draw in skipped)
         parked = Counter(p.prompt.draw for p in world.all(Park))

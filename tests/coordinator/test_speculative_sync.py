@@ -117,13 +117,13 @@ def test_confidence() -> None:
 
 def test_tail_batching() -> None:
     """In a short round only as many prompts as it still needs have to be in time."""
-    run = TimedWorld(TailBatching(1.5, 1.25, speculative=early())).go()
+    run = TimedWorld(TailBatching(1.5, 1.25, 0, speculative=early())).go()
     assert run.all(Accumulate) and {len(groups) for groups in run.steps.values()} == {4}
     assert len(set(run.trained)) == 80
 
 
 def test_probability_counts_the_likeliest() -> None:
-    run = TimedWorld(TailBatching(3.0, 1.0), prompts_per_step=2)
+    run = TimedWorld(TailBatching(3.0, 1.0, 0), prompts_per_step=2)
     run.start()
     while run.coordinator.ledger.accepted < 2:
         run.step()
@@ -149,7 +149,7 @@ def likeliest(coordinator: Coordinator, seconds: float) -> float:
 
 
 def test_probability_is_that_of_the_likeliest_choice() -> None:
-    run = TimedWorld(TailBatching(2.0, 1.5), prompts_per_step=3)
+    run = TimedWorld(TailBatching(2.0, 1.5, 0), prompts_per_step=3)
     run.start()
     between = 0
     for _ in range(60):

@@ -174,8 +174,8 @@ class TestMigration:
 
     def test_tail_batching_long_prompt_queue(self) -> None:
         """Migrated prompts don't get into the long-prompt queue, and those in the queue are not taken for migrated."""
-        plain = TailBatching(1.5, 1.5)
-        streamed = TailBatching(1.5, 1.5, stream=StreamTrainer(SETTINGS))
+        plain = TailBatching(1.5, 1.5, 0)
+        streamed = TailBatching(1.5, 1.5, 0, stream=StreamTrainer(SETTINGS))
         one, other = world(plain, steps=12).go(), world(streamed, steps=12).go()
         assert other.all(Lend) and plain.rounds == streamed.rounds
         assert len(one.trained) == len(other.trained) == 12 * 8
@@ -215,7 +215,7 @@ class TestTraining:
 
     def test_same_groups_as_without(self) -> None:
         """A round's set of groups does not depend on what is trained on early."""
-        for make in (Synchronous, lambda **options: TailBatching(1.0, 1.0, **options)):
+        for make in (Synchronous, lambda **options: TailBatching(1.0, 1.0, 0, **options)):
             one, other = world(make()).go(), world(make(stream=StreamTrainer(SETTINGS))).go()
             draws = [
                 [sorted(group.prompt.draw for group in groups) for groups in w.steps.values()] for w in (one, other)

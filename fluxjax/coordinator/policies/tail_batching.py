@@ -1,4 +1,4 @@
-"""Tail batching: strictly on-policy rounds in which nobody waits for a few long responses (Flexes, section 3).
+"""Tail batching: rounds in which nobody waits for a few long responses (Flexes, section 3).
 
 A *short round* launches more prompts than a step needs, and more responses than a group needs. The first groups to be
 complete win; the others' prompts are deferred, and as soon as a step's worth of them waits, they get a *long round*,
@@ -28,9 +28,9 @@ from .rounds import Rounds, generate
 class TailBatching(Rounds):
     """Launches `prompts` and `responses` for each one that is needed, in short rounds (the paper's eta)."""
 
-    prompts: float = 1.25
-    responses: float = 1.25
-    max_staleness: int = 0  # 0: a long round's groups are a step of their own
+    prompts: float = 2.0
+    responses: float = 1.0
+    max_staleness: int = 1  # 0: a long round's groups are a step of their own
     round: str = dataclasses.field(default="", init=False)  # "short" or "long" while there is one
     rounds: dict[str, int] = dataclasses.field(default_factory=lambda: {"short": 0, "long": 0}, init=False)  # so far
     held: set[int] = dataclasses.field(default_factory=set, init=False)  # draws that were deferred, for later steps
