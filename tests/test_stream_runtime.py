@@ -63,7 +63,9 @@ def test_same_data_as_without(seed: int) -> None:
     assert lanes & {("train", "engine 0"), ("train", "engine 1")} and ("train", "trainer") in lanes
 
 
-@pytest.mark.parametrize("make", [TailBatching, April])
+@pytest.mark.parametrize(
+    "make", [lambda **options: TailBatching(1.25, 1.25, 0, **options), April], ids=["tail", "april"]
+)
 def test_other_policies(make: Any) -> None:
     run = stream(make, engines=4, prompts_per_step=8, steps=5)
     run.go()

@@ -80,8 +80,8 @@ def configuration(seed: int, policy: Policy) -> Config:
         stream.chunk, stream.every = dice.randint(0, 2), dice.choice((0.01, 0.05, 0.2))
         stream.first, stream.last = dice.choice(((0.2, 0.5), (0.1, 0.9)))
         config.speculative_sync.enabled, config.speculative_sync.confidence = dice.random() < 0.3, 0.2
-        if policy is Policy.TAIL_BATCHING and not (stream.enabled or config.speculative_sync.enabled):
-            tail.max_staleness = dice.choice((0, 1, 2, 5))
+        early = stream.enabled or config.speculative_sync.enabled
+        tail.max_staleness = dice.choice((0, 1, 2, 5)) if policy is Policy.TAIL_BATCHING and not early else 0
     return config
 
 

@@ -129,7 +129,7 @@ class ChangingWorld(PolicyWorld):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("policy", [Synchronous, TailBatching, April])
+@pytest.mark.parametrize("policy", [Synchronous, lambda **options: TailBatching(1.25, 1.25, 0, **options), April])
 def test_engines_change_between_rounds_and_no_prompt_is_lost(policy, streaming):
     degrees = set()
     for seed in range(12):

@@ -49,7 +49,8 @@ STREAM = StreamTrainerConfig(enabled=True, first=0.1, last=0.9, every=0.01, chun
 SPECULATIVE = SpeculativeSyncConfig(enabled=True, confidence=0.1)
 POLICIES: dict[str, tuple[Callable[..., SchedulingPolicy], int]] = {  # name: (made how, versions that data may be old)
     "synchronous": (Synchronous, 0),
-    "tail_batching": (TailBatching, 0),
+    "tail_batching": (lambda **options: TailBatching(1.25, 1.25, 0, **options), 0),
+    "tail_batching_default": (TailBatching, 1),
     "tail_batching_much": (lambda **options: TailBatching(2.0, 2.0, 0, **options), 0),
     "tail_batching_spread": (lambda **options: TailBatching(1.25, 1.0, 2, **options), 2),
     "tail_batching_much_spread": (lambda **options: TailBatching(2.0, 2.0, 1, **options), 1),

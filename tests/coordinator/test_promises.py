@@ -12,7 +12,7 @@ import pytest
 from promise_cases import PromisedWorld, configuration, history
 
 from fluxjax.base.types import Prompt
-from fluxjax.config import AdaptiveAsyncConfig, Config, Policy
+from fluxjax.config import AdaptiveAsyncConfig, Config, Policy, TailBatchingConfig
 from fluxjax.coordinator import AdaptiveAsync, TailBatching
 from fluxjax.coordinator.messages import (
     DrawPrompts,
@@ -38,6 +38,7 @@ every_policy = pytest.mark.parametrize("policy", list(Policy), ids=lambda policy
 
 def config(policy: Policy, *, steps: int = 12, prompts: int = 8, size: int = 4, engines: int = 1) -> Config:
     made = Config()
+    made.tail_batching = TailBatchingConfig(1.25, 1.25, 0)  # as in Flexes
     made.policy.name, made.policy.engines, made.steps = policy, engines, steps
     made.rollout.prompts_per_step, made.rollout.group_size = prompts, size
     return made
@@ -80,6 +81,23 @@ class TestTailBatching:
         assert policy.rounds == {"short": 12, "long": 3}
         launched = [len(order.requests) for order in world.all(Generate)]
         assert launched == [10, 10, 10, 10, 8] * 3
+
+    def test_by_default_what_was_put_off_is_in_two_of_three_steps(self) -> None:
+        """Twice the prompts leave a step's worth behind at once, of which half is trained on in the long round and half
+        in the step behind it, one version old. That step leaves half a step's worth, which is there in the next long
+        round, and its other own prompts are those."""
+        default = config(Policy.TAIL_BATCHING, steps=9)
+        default.tail_batching = TailBatchingConfig()
+        world = PromisedWorld(default, 1).kept()
+        assert isinstance(world.promises, TailBatchingPromises)
+        assert world.promises.kinds == ["short", "long", "short"] * 3
+        put_off = {order.prompt.draw for order in world.all(Park)}
+        trains = world.all(Train)
+        shares = [sum(group.prompt.draw in put_off for group in train.groups) for train in trains]
+        assert shares == [0, 4, 4, 0, 8, 4, 0, 8, 4]
+        newest = [[max(v for s in group.samples for v in s.response.versions) for group in t.groups] for t in trains]
+        ages = [{train.step - 1 - version for version in own} for train, own in zip(trains, newest, strict=True)]
+        assert ages == [{0}, {0}, {0, 1}] * 3
 
     def test_a_short_round_launches_what_it_promises(self) -> None:
         tail = config(Policy.TAIL_BATCHING, steps=1)

@@ -203,7 +203,15 @@ class TestMigration:
 
 
 class TestTraining:
-    @pytest.mark.parametrize("make", [Synchronous, TailBatching, lambda **options: April(1.5, 3, **options)])
+    @pytest.mark.parametrize(
+        "make",
+        [
+            Synchronous,
+            lambda **options: TailBatching(1.25, 1.25, 0, **options),
+            lambda **options: April(1.5, 3, **options),
+        ],
+        ids=["synchronous", "tail_batching", "april"],
+    )
     def test_nothing_is_updated_before_the_end(self, make) -> None:
         """One update a step; gradients before it are of the same step, and of groups that it then leaves out."""
         run = world(make(stream=StreamTrainer(SETTINGS))).go()
