@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import random
 import signal
 import socket
 import textwrap
@@ -125,6 +126,27 @@ class TestJobs:
                 await task
 
         asyncio.run(cancelled())
+        wait_until_none(token)
+
+    @pytest.mark.slow
+    def test_jobs_that_are_cancelled_while_they_start_leave_nothing(self, sandbox):
+        """Bubblewrap takes some 10 ms to start: its processes change groups and are not bound to their parents at once.
+        Without any of the two rules in `Process`, one in 50 lives on."""
+        token, dice = uuid.uuid4().hex, random.Random(5)
+
+        async def cancelled():
+            task = asyncio.ensure_future(sandbox.run(code_job(sandbox, f"'{token}'; import time; time.sleep(600)")))
+            moment = dice.choice((0.0, 0.002, 0.03)) * dice.random()
+            await asyncio.sleep(moment)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        async def several():
+            for _ in range(75):
+                await asyncio.gather(*(cancelled() for _ in range(4)))
+
+        asyncio.run(asyncio.wait_for(several(), 120))
         wait_until_none(token)
 
     def test_a_sandbox_that_fails_is_not_the_codes_failure(self, sandbox):

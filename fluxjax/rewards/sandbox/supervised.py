@@ -9,7 +9,7 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .jobs import Outcome, SandboxLimits
@@ -44,24 +44,35 @@ class Process:
         cls, command: Command, stdin: int = asyncio.subprocess.PIPE, stdout: int = asyncio.subprocess.PIPE
     ) -> Process:
         began = time.perf_counter()
-        process = await asyncio.create_subprocess_exec(
-            *command.words,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=asyncio.subprocess.PIPE,
-            pass_fds=command.descriptors,
-            cwd=command.cwd,
-            env={"PATH": command.path},
-            start_new_session=True,
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *command.words,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=command.descriptors,
+                cwd=command.cwd,
+                env={"PATH": command.path},
+                start_new_session=True,
+            )
         )
-        return cls(process, command.limits, began)
+        try:
+            return cls(await asyncio.shield(starting), command.limits, began)
+        except asyncio.CancelledError:  # asyncio would kill the first process only: what that began to start lives on
+            begun = cls(await starting, command.limits, began)
+            begun.end("cancelled")
+            await begun.outcome()
+            raise
 
     def end(self, reason: str) -> None:
         """Kills it; the first reason is the one that counts. Does nothing once it has ended by itself."""
         if self._process.returncode is None:
             self._reason = self._reason or reason
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            _signal(os.killpg, self._process.pid, signal.SIGSTOP)  # it begins nothing more while they are counted
+            # For a moment bubblewrap's child is in another group already, but not yet bound to die with its parent.
+            for member in reversed(descendants(self._process.pid)[1:]):
+                _signal(os.kill, member, signal.SIGKILL)
+            _signal(os.killpg, self._process.pid, signal.SIGKILL)
 
     async def outcome(self, stdin: bytes = b"") -> Outcome:
         """Waits for its end, which comes within its limits. Kills it when cancelled."""
@@ -140,6 +151,11 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        send(pid, number)
 
 
 def descendants(pid: int) -> list[int]:
