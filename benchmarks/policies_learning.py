@@ -155,19 +155,19 @@ def draw(out: pathlib.Path, policies: Sequence[str], seeds: Sequence[int], pictu
             for name in sorted({key for one in lines for key in one if key.startswith("accuracy/")}):
                 points = sorted({one["step"]: one[name] for one in lines if name in one}.items())
                 curves.setdefault(name.removeprefix("accuracy/"), {}).setdefault(policy, []).append(points)
-    figure = Figure(figsize=(5.5 * len(curves), 4), layout="constrained")
+    figure = Figure(figsize=(5.5 * len(curves) + 2.5, 4), layout="constrained")
     axes = figure.subplots(1, len(curves), squeeze=False)
     for axis, (source, by_policy) in zip(axes[0], curves.items(), strict=True):
         for number, (policy, runs) in enumerate(by_policy.items()):
-            colour = f"C{number}"
+            colour, style = f"C{number}", "-" if number < 10 else "--"  # there are ten colours
             for points in runs:
-                axis.plot(*zip(*points, strict=True), color=colour, alpha=0.25, linewidth=1)
+                axis.plot(*zip(*points, strict=True), color=colour, alpha=0.25, linewidth=0.7)
             steps = sorted(set.intersection(*({step for step, _ in points} for points in runs)))
             mean = [statistics.mean(dict(points)[step] for points in runs) for step in steps]
-            axis.plot(steps, mean, color=colour, linewidth=2.5, label=policy)
+            axis.plot(steps, mean, style, color=colour, linewidth=2, label=policy)
         axis.set(title=source, xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower right")
+    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the curves: there may be a dozen
     picture.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(picture))
 
