@@ -6,9 +6,9 @@
 
 Every run is `python -m fluxjax.train` with a seed and `--config.algorithm.name`; nothing else differs, but that
 `distillation` has a teacher: what `grpo` learned with the same seed. Runs that are complete in `--out` are not made
-again. Prints one JSON line: for each algorithm the accuracies after the warm start and at the end, and the gain in
-points over pairs of equal seeds, with its 95 % interval (Student's t); `not_above_warm_start` names those whose
-interval does not lie above 0.
+again. Prints one JSON line: for each algorithm the accuracies after the warm start and at the end, and in points the
+gain and the difference to `grpo` over pairs of equal seeds, with their 95 % intervals (Student's t);
+`not_above_warm_start` names those whose gain's interval does not lie above 0.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ def main(argv: Sequence[str]) -> int:
                 return 1
             summaries[name].append(json.loads((folder / "summary.json").read_text()))
     measured = {name: _gains(own) for name, own in summaries.items()}
+    for name, by_source in measured.items():
+        for source, figures in by_source.items():
+            if name != TEACHER and TEACHER in measured:
+                figures[f"above_{TEACHER}_points"] = paired_points(figures["end"], measured[TEACHER][source]["end"])
     flat = [
         f"{name} ({source})"
         for name, by_source in measured.items()
