@@ -10,7 +10,8 @@ Every run is `python -m fluxjax.train` with a seed and a policy; nothing else di
 data may be old. Runs that are complete in `--out` are not made again. Prints one JSON line: the final accuracy of each
 run, means and standard deviations, and in pairs of equal seeds the differences to `synchronous` in points: their mean
 and its 95 % interval (Student's t). What stands behind `--` goes to every run. `--lengths` adds the final accuracy by
-length of the right answer (characters), means over seeds, over the held-out prompts of each length.
+length of the right answer (characters), means over seeds, over the held-out prompts of each length; `--strips N` asks
+for N held-out strips of digits there in place of 400, and compares their shares in pairs, too (`of_all_strips`).
 """
 
 from __future__ import annotations
@@ -70,8 +71,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/learning"))
     parser.add_argument("--picture", type=pathlib.Path, help="where to draw the curves")
     parser.add_argument("--lengths", action="store_true", help="accuracy by length of the answer, too")
+    parser.add_argument(
+        "--strips", type=int, default=0, help="held-out strips of digits for --lengths, if not the run's own"
+    )
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="settings of every run")
     options = parser.parse_args(argv)
+    if options.strips and not options.lengths:
+        parser.error("--strips needs --lengths")
     runs: dict[str, dict[int, dict[str, Any]]] = {policy: {} for policy in options.policies}
     lengths: dict[str, list[Counts]] = {policy: [] for policy in options.policies}
     for seed in options.seeds:  # seed by seed, so that what is there so far compares
@@ -82,12 +88,14 @@ def main(argv: Sequence[str]) -> int:
                 return 1
             runs[policy][seed] = json.loads((folder / "summary.json").read_text())
             if options.lengths:
-                lengths[policy].append(by_length(folder))
+                lengths[policy].append(by_length(folder, options.strips))
             print(json.dumps(_compared(runs)), file=sys.stderr)
     result = {"benchmark": "policies_learning", "config": options.config, "flags": options.flags}
     result["measured"] = _compared(runs)
     if options.lengths:
         result["by_length"] = {policy: pooled(counts) for policy, counts in lengths.items()}
+    if options.strips:
+        result |= {"strips": options.strips, "of_all_strips": _of_all_strips(lengths)}
     print(json.dumps(result))
     if options.picture:
         draw(options.out, options.policies, options.seeds, options.picture)
@@ -132,6 +140,17 @@ def _compared(runs: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
                 result[policy][source]["paired_points"] = paired_points(values, plain[source][: len(values)])
         totals = [summary["seconds"]["total"] for summary in runs[policy].values()]
         result[policy]["seconds"] = [round(total, 1) for total in totals]
+    return result
+
+
+def _of_all_strips(lengths: dict[str, list[Counts]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for policy, runs in lengths.items():
+        counts = [run["digits"].values() for run in runs]
+        finals = [round(sum(right for right, _ in own) / sum(asked for _, asked in own), 5) for own in counts]
+        result[policy] = {"final": finals, "mean": round(statistics.mean(finals), 5)}
+        if policy != "synchronous" and "synchronous" in result:
+            result[policy]["paired_points"] = paired_points(finals, result["synchronous"]["final"])
     return result
 
 
