@@ -145,9 +145,8 @@ def encoded(order: Order) -> list[bytes]:
     if not isinstance(order, Learn):
         return [bytes(msgpack.Packer().pack(fields))]
     responses = fields.pop("responses")
-    head = msgpack.Packer(buf_size=_HEAD).pack(
-        fields | {"responses": b""}
-    )  # the last two bytes say that there are none
+    # The last two bytes say that there are none.
+    head = msgpack.Packer(buf_size=_HEAD).pack(fields | {"responses": b""})
     return [head[:-2] + _BYTES.pack(0xC6, sum(map(len, responses))), *responses]
 
 
