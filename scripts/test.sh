@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs fluxjax with its test tools into .venv (made if missing) and runs the tests on all cores, but on four at most.
+# Installs fluxjax with its test tools into .venv (made if missing) and runs the tests, in one process more than there are
+# cores (many wait for other processes), but in four at most.
 #   bash scripts/test.sh                    without PyTorch: the parity tests against transformers are skipped, visibly
 #   bash scripts/test.sh parity             with PyTorch and transformers
 #   bash scripts/test.sh parity,aot         and with XLA's CUDA compiler and Triton, for what is compiled without a GPU
@@ -27,4 +28,5 @@ if [ "$aot" ]; then
         mv .aot/unfinished "$FLUXJAX_AOT"
     fi
 fi
+export PYTEST_XDIST_AUTO_NUM_WORKERS="${PYTEST_XDIST_AUTO_NUM_WORKERS:-$(($(nproc 2>/dev/null || sysctl -n hw.ncpu) + 1))}"
 exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal "${lane[@]}" "$@"
