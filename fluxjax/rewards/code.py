@@ -7,6 +7,7 @@ what a grader might look for, or an object that equals everything is worth 0.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.resources
 import json
@@ -58,6 +59,7 @@ class CodeReward:
         self.partial = partial
         self._python = (self.sandbox.python, "-I", "-B", *(() if packages else ("-S",)), "-c")
         self._inside = _files_inside()
+        self._counts: collections.Counter[str] = collections.Counter()
 
     async def score(self, completion: Completion) -> Reward:
         """Returns the reward. Raises `DataError` for an answer that is no task, or a task that no code could pass here,
@@ -82,6 +84,12 @@ class CodeReward:
             seconds=sum(result.seconds for result in results),  # without the wait for a slot
         )
 
+    def take_counts(self) -> dict[str, float]:
+        """Returns what happened since it was called before, by the names of metrics behind `rewards/`."""
+        counts = {f"code/{name}": float(self._counts[name]) for name in ("runs", "timed_out", "killed")}
+        self._counts.clear()
+        return counts
+
     def state_dict(self) -> dict[str, Any]:
         return self.time_limits.state_dict()
 
@@ -102,6 +110,7 @@ class CodeReward:
                 break
             job = self._job("program", "solution.py", code, self._within(case, left), given.encode(errors="replace"))
             outcome = await self.sandbox.run(job)
+            self._count(outcome)
             failure = _ended(outcome, job.limits)
             if not failure and _lines(outcome.stdout.decode(errors="replace")) != _lines(expected):
                 failure = "another output than expected"
@@ -118,7 +127,14 @@ class CodeReward:
             self._job("driver", "task.json", json.dumps({**tests, "entry_point": task.entry_point}), limits),
             self._job("candidate", "response.json", json.dumps(response), limits),
         )
+        self._count(outcome, partner)
         return [_Result(name, outcome.seconds, _verdict(outcome, partner, limits))]
+
+    def _count(self, *outcomes: Outcome) -> None:
+        """Counts one run, of a program or of code beside its tests."""
+        self._counts["runs"] += 1
+        self._counts["timed_out"] += any(map(_timed_out, outcomes))
+        self._counts["killed"] += any(outcome.reason in _REASONS for outcome in outcomes)
 
     def _job(self, module: str, name: str, content: str, limits: SandboxLimits, stdin: bytes = b"") -> SandboxJob:
         """A job that runs a module of `inside/` with a file."""
@@ -151,9 +167,13 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
+def _timed_out(outcome: Outcome) -> bool:
+    return outcome.reason == "time" or outcome.signal == signal.SIGXCPU
+
+
 def _ended(outcome: Outcome, limits: SandboxLimits) -> str:
     """Says how a job ended that should have ended well; an empty text if it has."""
-    if outcome.reason == "time" or outcome.signal == signal.SIGXCPU:
+    if _timed_out(outcome):
         return f"timed out after {limits.seconds:g} s"
     if outcome.reason in _REASONS:
         return _REASONS[outcome.reason]

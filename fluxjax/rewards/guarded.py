@@ -46,11 +46,16 @@ class GuardedReward:
 
 @runtime_checkable
 class PacesItself(Protocol):
-    """A reward that ends within its time by itself, with a reason of its own, and counts what it does."""
+    """A reward that ends within its time by itself, with a reason of its own."""
 
     def call_within(self, seconds: float) -> None:
         """Is told how long a call may take."""
         ...
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """A reward that counts what it does."""
 
     def take_counts(self) -> Mapping[str, float]:
         """Returns what happened since it was called before, by the names of metrics behind `rewards/`."""
@@ -83,6 +88,7 @@ class RewardGuard:
         kind, bounds = self._kind(reward, callee)
         if isinstance(reward, PacesItself):
             reward.call_within(bounds.seconds)
+        if isinstance(reward, Counts):
             self.counting.append(reward.take_counts)
         caller = LocalCaller(reward, bounds.seconds, self._loop)
         return self._guarded(name, reward, callee.batched, kind, caller, failures)

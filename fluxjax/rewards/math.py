@@ -4,6 +4,7 @@ What needs no algebra is decided at once. The rest goes to worker processes, sin
 (`9^{9^{9^9}}`) or all memory: a process that does is killed, and its answer is wrong, while others go on.
 """
 
+import collections
 import dataclasses
 import importlib.util
 import re
@@ -51,6 +52,7 @@ class MathAnswer:
         missing = [name for name in ("math_verify", "antlr4") if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(f"the reward 'math' needs {missing[0]}: install the extra, pip install 'fluxjax[math]'")
+        self._counts: collections.Counter[str] = collections.Counter()
         self._pool = WorkerPool(
             f"{__package__}.math_worker:equal",
             self.workers,
@@ -72,13 +74,22 @@ class MathAnswer:
         equal = decided(reference, given, self.tolerance, self.lenient)
         if equal is None:
             question = {"reference": reference, "given": sendable(given), "strict": not self.lenient}
+            self._counts["compared"] += 1
             try:
                 equal = await self._pool.acall(question)
             except WorkerTimeout:
+                self._counts["timed_out"] += 1
                 return Reward(0.0, False, f"comparing the answer took more than {self.seconds:g} s")
             except (WorkerMemory, WorkerError) as error:  # the answer's own fault: it is too large, or nests too deep
+                self._counts["gave_up"] += 1
                 return Reward(0.0, False, f"comparing the answer: {error}"[:200])
         return _RIGHT if equal else _WRONG
+
+    def take_counts(self) -> dict[str, float]:
+        """Returns what happened since it was called before, by the names of metrics behind `rewards/`."""
+        counts = {f"math/{name}": float(self._counts[name]) for name in ("compared", "timed_out", "gave_up")}
+        self._counts.clear()
+        return counts
 
     def close(self) -> None:
         self._pool.close()

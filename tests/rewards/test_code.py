@@ -379,6 +379,15 @@ def test_neighbours_scores_do_not_change_while_bombs_go_off(reward):
     right, wrong, *bombs = asyncio.run(all_of_them())
     assert (right.value, wrong.value) == (1.0, 0.0)
     assert [result.value for result in bombs] == [0.0, 0.0] and all("timed out" in result.reason for result in bombs)
+    assert brief.take_counts() == {"code/runs": 2.0, "code/timed_out": 2.0, "code/killed": 0.0}
+
+
+def test_what_is_killed_is_counted(reward):
+    again = CodeReward(reward.sandbox)
+    for task, text in ((SUM, "while True: print('x' * 1000)"), (ADD, "def add(a, b): return a + b")):
+        score(again, task, text)
+    assert again.take_counts() == {"code/runs": 2.0, "code/timed_out": 0.0, "code/killed": 1.0}
+    assert not any(again.take_counts().values())
 
 
 def test_a_share_of_the_inputs_counts_where_it_is_asked_for(reward):

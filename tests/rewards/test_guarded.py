@@ -250,6 +250,23 @@ def test_an_object_that_answers_what_no_float_holds_is_a_scored_zero():
         assert subject.metrics()["rewards/failed/invalid"] == 1.0
 
 
+def test_what_a_reward_counts_is_measured():
+    class Counting:
+        counts = 0.0
+
+        def score(self, completion):
+            self.counts += 1
+            return 1.0
+
+        def take_counts(self):
+            taken, self.counts = {"mine/calls": self.counts}, 0.0
+            return taken
+
+    with scorer("exact", given={"s": Counting()}) as subject:
+        assert [reward.value for reward in scored(subject, "a", "b")] == [1.0, 1.0]
+        assert subject.metrics()["rewards/mine/calls"] == 2.0
+
+
 def test_rules_are_not_measured():
     with scorer("exact") as subject:
         scored(subject, "12", "13")

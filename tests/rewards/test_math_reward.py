@@ -143,6 +143,11 @@ def test_pathological_answers_cost_themselves_only():
         assert not any(result.correct for result in results)
         assert results[0].reason == "comparing the answer took more than 1 s"
         assert reward._pool.load().killed >= 1
+        counts, reasons = reward.take_counts(), [result.reason for result in results]
+        assert counts["math/compared"] == sum("longer than" not in reason for reason in reasons) > 1
+        assert counts["math/timed_out"] == sum("took more than" in reason for reason in reasons) >= 1
+        assert counts["math/gave_up"] == sum(reason.startswith("comparing the answer:") for reason in reasons)
+        assert not any(reward.take_counts().values())
         # A good answer gets more time: it is not to fail where this machine is slow.
         assert reward._pool.call({"reference": "x + 1", "given": "1 + x", "strict": True}, 300.0)
 
