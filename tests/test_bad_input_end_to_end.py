@@ -201,7 +201,7 @@ def test_port_in_use(capsys, data, tmp_path):
     assert "report.prometheus_port" in line and str(port) in line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_folder_of_another_model(capsys, data, finished, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)

@@ -164,11 +164,10 @@ def vision_alone(heads, seed):
 @pytest.mark.parametrize(
     ("strategy", "devices", "degree"),
     [
-        ("fsdp", 1, 0),
         ("flex_ulysses", 8, 0),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in [("fsdp", 8, 0), ("ulysses", 8, 2), ("ulysses", 8, 8), ("odc", 2, 0)]
+            for case in [("fsdp", 1, 0), ("fsdp", 8, 0), ("ulysses", 8, 2), ("ulysses", 8, 8), ("odc", 2, 0)]
         ),
     ],
 )
@@ -216,14 +215,8 @@ def flat(learner):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(learner.params)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "rows",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "flex_ulysses", "odc")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["rows", "fsdp", "flex_ulysses", "odc"])
 def test_no_layout_changes_a_step(layout):
     (want, alone, critic), (got, spread, spread_critic) = trained(), trained(layout)
     same = [key for key in want.metrics if not key.startswith(("packing/", "sharding/"))]

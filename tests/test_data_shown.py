@@ -298,7 +298,7 @@ def test_the_picture_is_one_of_thousands_of_media(tmp_path):
 # --- all of it ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_shows_where_its_pixels_come_from(tmp_path):
     settings = flags(**colours(tmp_path), steps=3, warm_start__steps=2, data__preprocessors=1)
     run_dir = tmp_path / "run"

@@ -41,7 +41,7 @@ POLICIES = {
         "algorithm__importance__kind": "mask",
     },
 }
-LONG = ("april", "tail_batching")
+LONG = ("april", "tail_batching", "adaptive_async")
 
 
 def configuration(folder: pathlib.Path, policy: str, rewards: dict[str, str], **more: object):
@@ -132,7 +132,7 @@ def test_a_run_whose_reward_fails_too_often_stops_with_a_checkpoint(tmp_path: pa
     assert result.summary.complete and result.summary.resumed_from == [config.steps - 1] != [0]
 
 
-@pytest.mark.parametrize("policy", ["synchronous", "adaptive_async"])
+@pytest.mark.parametrize("policy", ["synchronous", pytest.param("adaptive_async", marks=pytest.mark.long)])
 def test_a_mixture_by_object_changes_its_weights_and_is_resumed(policy: str, tmp_path: pathlib.Path) -> None:
     """Responses that wait for a slow reward when the run is stopped are scored when it goes on."""
     config = configuration(tmp_path, policy, misbehaving("slow"), rollout__prompts_per_step=4)

@@ -47,6 +47,7 @@ def whole(data, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(data, whole, tmp_path):
     run_dir = tmp_path / "run"
     with FluxTrainer(tiny(run_dir, data)) as trainer:

@@ -252,7 +252,7 @@ def test_a_new_entry_is_used_some_steps_later_and_a_larger_one_until_then():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [Strategy.FSDP, Strategy.FLEX_ULYSSES])
+@pytest.mark.parametrize("strategy", [pytest.param(Strategy.FSDP, marks=pytest.mark.long), Strategy.FLEX_ULYSSES])
 def test_what_was_compiled_ahead_computes_the_same(strategy, monkeypatch):
     """In the first step that uses it nothing is traced any more, and gradients are those of one device."""
     config = config_of(strategy)

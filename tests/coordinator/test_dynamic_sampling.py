@@ -87,7 +87,7 @@ class TestNothingToLearn:
         with pytest.raises(CoordinatorError, match=r"dropped 25 groups .* \(25 of them in a row\)"):
             world.go()
 
-    @pytest.mark.slow
+    @pytest.mark.long
     @settings(deadline=None, max_examples=10)
     @given(seed=st.integers(0, 10**6), after=st.integers(1, 150))
     def test_a_stop_stops(self, name: str, seed: int, after: int) -> None:
@@ -110,7 +110,7 @@ class TestNothingToLearn:
 
 @every_policy
 class TestSomethingToLearn:
-    @pytest.mark.slow
+    @pytest.mark.long
     @settings(deadline=None, max_examples=4)
     @given(seed=st.integers(0, 10**6))
     def test_bounds_are_of_a_step_and_of_a_row(self, name: str, seed: int) -> None:
@@ -118,7 +118,7 @@ class TestSomethingToLearn:
         world = world_of(name, seed, steps=60, max_num_gen_batches=9, max_skipped_in_a_row=26).go()
         assert len(world.all(Train)) == 60 and len(world.all(Skip)) > 40
 
-    @pytest.mark.slow
+    @pytest.mark.long
     @settings(deadline=None, max_examples=15)
     @given(seed=st.integers(0, 10**6), after=st.integers(1, 120))
     @example(seed=597, after=102)  # the reward that the step lacked comes when its held prompts are parked

@@ -129,7 +129,7 @@ class TestEveryPolicy:
         one, other = (PolicyWorld(make(), 5, engines=2, faults=2).go() for _ in range(2))
         assert one.said == other.said
 
-    @pytest.mark.slow
+    @pytest.mark.long
     @settings(deadline=None, max_examples=15)
     @given(seed=st.integers(0, 10**6), prompts=st.integers(5, 40))
     def test_resume_anywhere(self, name: str, seed: int, prompts: int) -> None:

@@ -329,7 +329,7 @@ def written(tmp_path_factory):
     return closed, logged
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     killed=st.booleans(),

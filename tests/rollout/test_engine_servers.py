@@ -79,6 +79,7 @@ def generated(pool: SharedPool, order: Sequence[int], version: int, delay: float
     return run(ask())
 
 
+@pytest.mark.long
 def test_what_comes_in_any_order_is_computed_in_one(pool: SharedPool) -> None:
     """Bit for bit: a run that is started again must come to the same weights."""
     first = generated(pool, range(9), 1)

@@ -73,6 +73,7 @@ ASKED = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module")  # what servers and fleet do meanwhile
 def test_what_happens_on_the_way_does_not_show(pair: Servers, here: JaxEngine) -> None:
     fired: set[str] = set()
@@ -120,6 +121,7 @@ def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) 
             assert kind in pair.proxies[0].fired, kind
 
 
+@pytest.mark.long
 def test_a_request_that_is_lost_too_often_says_why(pair: Servers, here: JaxEngine) -> None:
     async def work(engines: list[FleetEngine], kind: str) -> None:
         said = STREAM_FAULTS.get(kind) or EVENT_FAULTS[kind][2]

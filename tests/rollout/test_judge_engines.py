@@ -80,6 +80,7 @@ def test_no_special_token_can_be_written_in_a_question(folder: pathlib.Path) -> 
     assert load_processor(str(folder)).eos_ids == processor.eos_ids
 
 
+@pytest.mark.long
 def test_an_engine_and_a_server_give_the_same_grades(folder: pathlib.Path) -> None:
     """The same seeds, the same draws: judging can be repeated."""
 

@@ -47,7 +47,7 @@ def test_22_a_group_needs_little_more_than_its_prompt():
     assert_empty(serving)
 
 
-@pytest.mark.parametrize("kv_tokens", [64, 96, 160])
+@pytest.mark.parametrize("kv_tokens", [64, *(pytest.param(tokens, marks=pytest.mark.long) for tokens in (96, 160))])
 def test_23_a_small_pool_gives_everybody_the_same_tokens(kv_tokens):
     model = build(TEXT)
     small = engine(model, kv_tokens=kv_tokens)

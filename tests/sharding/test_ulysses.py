@@ -142,11 +142,8 @@ def test_four_heads_over_four_devices():
         np.testing.assert_allclose(ours, theirs[0, : len(cells)], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrap",
-    [pytest.param(lambda f: f, id="kept", marks=pytest.mark.long), pytest.param(jax.checkpoint, id="checkpointed")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["kept", "checkpointed"])
 def test_layers_of_a_scan_share_the_views(wrap):
     spread, cells, segments, branches = batch(EXAMPLE)
     tokens = inputs(8, 8)

@@ -198,7 +198,7 @@ def histories(first: int, count: int) -> dict:
 class TestFaultHistories:
     """What must hold, whatever goes wrong: `fluxjax.simulation.histories`."""
 
-    @pytest.mark.slow
+    @pytest.mark.long
     def test_nothing_goes_wrong(self):
         """In a process of its own, where types are not checked at every call."""
         result = histories(0, 400)
@@ -209,6 +209,7 @@ class TestFaultHistories:
         """A response that is aborted at the very moment of its last token."""
         assert History(scenario(7022)).run() == ""
 
+    @pytest.mark.long
     def test_same_seed_same_trace(self):
         one, other = histories(1000, 20), histories(1000, 20)
         assert one["trace"] == other["trace"] != histories(2000, 20)["trace"]
