@@ -46,7 +46,7 @@ from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.run.build import build_model
 from fluxjax.run.callbacks import SettledHeap
-from fluxjax.sizing.programs import cache_tokens
+from fluxjax.sizing.run_programs import cache_tokens
 from models.config import Qwen25VLConfig
 from models.decoder import parameter_count
 from rollout.engine import GenerateRequest, SamplingParams

@@ -41,7 +41,7 @@ def main() -> None:
     import models
     from models.config import Qwen2Config, TextConfig
     from rollout.streamed import StreamedModel, finish
-    from rollout.streamed_plan import Pace, resident_layers
+    from rollout.streamed_plan import DeviceSpeed, resident_layers
 
     if args.model:
         model = models.load(args.model)
@@ -63,7 +63,7 @@ def main() -> None:
             if repeat:  # the first time, programs are compiled
                 seconds[count].append(time.perf_counter() - begin)
     medians = {count: statistics.median(times) for count, times in seconds.items()}
-    pace, size = Pace(), judges[0].layer_bytes
+    pace, size = DeviceSpeed(), judges[0].layer_bytes
     compute = pace.compute_seconds(text, args.prompts, args.tokens, 0, size)
     line = {
         "benchmark": "streamed",

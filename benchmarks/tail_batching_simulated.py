@@ -15,9 +15,9 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
 from fluxjax.config import cli
-from fluxjax.simulation.cluster import StepRecord
 from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster, run, summary
+from fluxjax.simulation.virtual_cluster import StepRecord
 
 MODELS = ("7b", "14b", "32b")
 VERL = ("simulation.rewards=synchronous",)

@@ -53,7 +53,7 @@ from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
 from rollout.weights.published import Published, SharedFolders
-from rollout.weights.routes import Buckets, Group, OrbaxFolders, Route, SharedMemory
+from rollout.weights.routes import Buckets, OrbaxFolders, ProcessGroup, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders, pull
 
 SIZES = {  # hidden, intermediate, layers, heads, KV heads; a vocabulary of some dozens of characters
@@ -210,17 +210,17 @@ class Measured:
         self._shared, self._local = shared, shared.with_name("pulled")
         self._version = 0
 
-    def _route(self, name: str) -> Route:
+    def _route(self, name: str) -> SyncRoute:
         if name == "shm":
             return SharedMemory()
         if name == "bucket":
             return Buckets(BUCKET)
         if name == "group":
-            return Group(self._options.sglang, BUCKET, "127.0.0.1", "gloo")
+            return ProcessGroup(self._options.sglang, BUCKET, "127.0.0.1", "gloo")
         folders = VersionFolders(self._shared, delta=name == "orbax with delta")
         return OrbaxFolders(folders, self._local, {}, here=self._name == "sglang")
 
-    def _fleet(self, route: Route) -> Fleet:
+    def _fleet(self, route: SyncRoute) -> Fleet:
         limits = EngineLimits(4, LONGEST, self._sizes.text.vocab_size)
         folders = SharedFolders(self._sizes, DTYPE)
         return Fleet(self._sizes, limits, folders, addresses=[self._server.address], route=route,
@@ -269,7 +269,7 @@ class Measured:
             for name in names
         }
 
-    def _bytes(self, name: str, route: Route, published: Published) -> int:
+    def _bytes(self, name: str, route: SyncRoute, published: Published) -> int:
         """What travels: files, or base64 in JSON."""
         if isinstance(route, OrbaxFolders):
             return _size(route._folders.folder(published))
@@ -303,7 +303,7 @@ class Measured:
 class Watch:
     """Notes when a route begins to deliver: the server is paused then."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: SyncRoute) -> None:
         self.began: list[float] = []
         deliver = route.deliver
 

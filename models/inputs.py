@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from sharding.spread.buffers import Spread
-from sharding.spread.route import Route
+from sharding.spread.route import ExchangeRoute
 
 from .shadow import ShadowTensor
 
@@ -49,7 +49,7 @@ class VisionInput:
     frame_segments_P: Int32[AnyArray, " P"]  # from 1; which frame pair a patch belongs to; 0 is padding
     window_segments_P: Int32[AnyArray, " P"]  # from 1; which attention window; 0 is padding
     frame_bound: int = dataclasses.field(default=0, metadata={"static": True})
-    route: Route | None = None  # how features reach their tokens' devices; None: they are computed there
+    route: ExchangeRoute | None = None  # how features reach their tokens' devices; None: they are computed there
 
     @property
     def num_patches(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from sharding.lora import attach, beside, is_adapter
+from sharding.low_rank import attach, beside, is_adapter
 from sharding.walk import Params
 from sharding.weights import by_path
 

@@ -22,7 +22,7 @@ from sharding.weights import by_path
 
 from .engine import EngineError
 from .engine_weights import EngineLayout, LayerParams, check_finite, engine_model, outputs_last, split_layers
-from .pixels import Pixels
+from .fetched_pixels import FetchedPixels
 from .programs import KVCache, Rows, programs
 from .prompt_features import FeatureWork
 from .requests import EngineLimits
@@ -79,7 +79,7 @@ class DeviceState:
         dtype: DTypeLike | None,
         fetch: Fetch | None = None,
     ) -> None:
-        self.pixels = Pixels(fetch)
+        self.pixels = FetchedPixels(fetch)
         self._engine_model, self._matrices = engine_model(model)
         self._graphdef, params = models.split(self._engine_model)[0], models.split(shapes_only(model))[1]
         self._abstract, self._text = models.abstract(model.config), model.config.text

@@ -31,7 +31,7 @@ from .local_server import LocalServer
 from .requests import EngineLimits
 from .sglang import CONNECT, Refused, ServerClient, ServerError
 from .weights.published import Published, SharedFolders
-from .weights.routes import Route, SharedMemory
+from .weights.routes import SharedMemory, SyncRoute
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ class Fleet:
         addresses: Sequence[str] = (),
         seats: int = 0,
         name: str = "server",
-        route: Route | None = None,
+        route: SyncRoute | None = None,
         options: FleetOptions | None = None,
         fetch: Fetch | None = None,
         shadows: bool = False,

@@ -13,7 +13,7 @@ from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
 from .local_server import LocalServer
 from .sglang import SampleReply, ServerClient, ServerError
 from .weights.published import Published
-from .weights.routes import Route
+from .weights.routes import SyncRoute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Server:
         if [attempt for attempt in self.attempts if attempt.silence(excused) > most]:
             raise ServerError(f"{self!r} runs {self.load['running']:g} samples, and says nothing for {most:g} s")
 
-    async def update(self, wanted: Published, route: Route) -> None:
+    async def update(self, wanted: Published, route: SyncRoute) -> None:
         """Has it serve these weights, and prove it."""
         client = self.client  # of this life
         await route.stage(client, wanted)

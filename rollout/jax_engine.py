@@ -33,8 +33,8 @@ from . import turns
 from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
+from .fetched_pixels import AHEAD_PATCHES
 from .pages import PAGE_TOKENS, pages_for
-from .pixels import AHEAD_PATCHES
 from .programs import doubling
 from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Job, Scheduler

@@ -22,7 +22,7 @@ from .programs import geometric
 LEAST_FEATURES = 16  # features of the vision tower
 
 
-class Group(NamedTuple):
+class FrameGroup(NamedTuple):
     """Neighbouring frame pairs that are computed together: the patches `start .. stop`, `padded` in all."""
 
     start: int
@@ -38,7 +38,7 @@ class PromptFeatures:
 
     vision: VisionInput
     merge_unit: int
-    groups: tuple[Group, ...]
+    groups: tuple[FrameGroup, ...]
     size: int  # F
     planned: set[int] = dataclasses.field(default_factory=set)  # numbers of groups
     rows: Array | None = None
@@ -48,13 +48,13 @@ class PromptFeatures:
         """None are planned yet. A group has no more than `most` patches, unless a single frame pair has."""
         assert prompt.vision is not None
         edges = [edge for edge in prompt.frame_edges if edge % merge_unit == 0]  # a feature is never divided
-        groups: list[Group] = []
+        groups: list[FrameGroup] = []
         start = row = 0
         for here, following in zip(edges[1:], [*edges[2:], None], strict=True):
             if following is None or following - start > most:
                 size = padded_patches(here - start, merge_unit)
                 padded = min(size, max(most // merge_unit * merge_unit, here - start))
-                groups.append(Group(start, here, padded, row))
+                groups.append(FrameGroup(start, here, padded, row))
                 start, row = here, row + padded // merge_unit
         return PromptFeatures(prompt.vision, merge_unit, tuple(groups), geometric(row, LEAST_FEATURES))
 

@@ -27,7 +27,7 @@ from models.processing import Processor
 
 from .jax_engine import JaxEngine
 from .pages import PAGE_TOKENS
-from .serve_calls import Answer, Call
+from .serve_calls import Call, SampleAnswer
 from .serve_guard import Guarded, error_handlers, health_route
 from .serve_requests import RequestReader, read_body, read_json_object
 from .serve_weights import WeightRoutes
@@ -59,7 +59,7 @@ class RolloutServer:
         self._engine, self._config, self._processor = engine, config, processor
         self._info = info or {}
         self._reader = RequestReader(config, processor, media_bytes, shadows=engine.shadows)
-        self._answers: dict[str, Answer] = {}  # of samples in flight, by rid
+        self._answers: dict[str, SampleAnswer] = {}  # of samples in flight, by rid
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
         self._queried = time.monotonic(), engine.stats().tokens_generated  # when loads were last asked for
@@ -136,7 +136,7 @@ class RolloutServer:
             answer.aborted = True
         await self._end(found)
 
-    async def _end(self, answers: Iterable[Answer]) -> None:
+    async def _end(self, answers: Iterable[SampleAnswer]) -> None:
         # All at once: each waits for the turn in flight.
         await asyncio.gather(*(self._engine.abort(answer.engine_id) for answer in answers if answer.engine_id))
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from .engine import FinishReason, TokenChunk
 from .requests import TokenStream
-from .serve_requests import Body, Sample
+from .serve_requests import Body, BodySample
 from .wire import Incoming, Json, finish_json, spans_json
 
 
@@ -26,10 +26,10 @@ def error_response(message: str, status: int) -> JSONResponse:
 
 
 @dataclasses.dataclass
-class Answer:
+class SampleAnswer:
     """What a sample has so far."""
 
-    sample: Sample
+    sample: BodySample
     engine_id: str = ""  # by which the engine can abort it; empty until it was submitted
     prompt_tokens: int = 0  # with those begun earlier; placeholders expanded
     aborted: bool = False  # perhaps before it was submitted
@@ -85,7 +85,7 @@ class Call(Response):
     ) -> None:
         super().__init__()
         self.body = body
-        self.answers = [Answer(sample) for sample in body.samples]
+        self.answers = [SampleAnswer(sample) for sample in body.samples]
         self._version, self._decode, self._leave = version, decode, leave
         self._streams: list[tuple[Incoming, TokenStream]] = []
         self._news = asyncio.Event()
@@ -158,7 +158,7 @@ class Call(Response):
                 return
             await self._news.wait()
 
-    def _json(self, answer: Answer) -> Json:
+    def _json(self, answer: SampleAnswer) -> Json:
         return answer.as_json(self._version(), self._decode)
 
 

@@ -30,7 +30,7 @@ MOST = (1 << 31) - 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class BodySample:
     """One sample of a body. The last `begun` of its `ids` were generated earlier."""
 
     rid: str
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    samples: tuple[Sample, ...]
+    samples: tuple[BodySample, ...]
     batch: bool  # the reply is a list, and events have an index
     stream: bool
 
@@ -119,7 +119,7 @@ def _sample(
     seed: int,
     vocabulary: int,
     eos_ids: tuple[int, ...],
-) -> Sample:
+) -> BodySample:
     custom = params.get("custom_params")
     custom = {} if custom is None else custom
     if not isinstance(custom, dict):
@@ -139,7 +139,7 @@ def _sample(
         sampling = dataclasses.replace(sampling, stop_ids=())
     elif not sampling.stop_ids:
         sampling = dataclasses.replace(sampling, stop_ids=eos_ids)
-    return Sample(
+    return BodySample(
         rid,
         ids,
         begun,
@@ -158,7 +158,7 @@ def _integer(name: str, value: Any, least: int, most: int) -> int:
     return value
 
 
-class MediaStore:
+class ServedMedia:
     """Media in our format by their key, for the samples that come without patches. Beyond `capacity` bytes, those that
     were not asked for longest go; the newest stays. Threads may share it."""
 
@@ -197,7 +197,7 @@ class RequestReader:
 
     def __init__(self, config: AnyConfig, processor: Processor, capacity: int, *, shadows: bool = False) -> None:
         self._config, self._processor, self._shadows = config, processor, shadows
-        self._store = MediaStore(capacity)
+        self._store = ServedMedia(capacity)
 
     def requests(self, body: Body) -> list[Incoming]:
         """The requests that a body makes, none of them checked by the engine yet. It decodes media: call it in a
@@ -230,7 +230,7 @@ class RequestReader:
             incoming.append(Incoming(request, tuple(places), tuple(sample.rid for sample in samples)))
         return incoming
 
-    def _ours(self, sample: Sample, sent: dict[str, Json]) -> dict[str, Json]:
+    def _ours(self, sample: BodySample, sent: dict[str, Json]) -> dict[str, Json]:
         """The media of a sample in our format, by field; those that come with patches are added to `sent`."""
         found: dict[str, Json] = {}
         for field, entries in sample.media.items():
@@ -250,7 +250,7 @@ class RequestReader:
             raise BadRequest(f"{' and '.join(sample.media)}: all media of a sample must have one format")
         return found
 
-    def _prompt(self, sample: Sample, ours: Mapping[str, Json], sent: Mapping[str, Json]) -> ModelInput:
+    def _prompt(self, sample: BodySample, ours: Mapping[str, Json], sent: Mapping[str, Json]) -> ModelInput:
         if not ours:
             return self._decoded(sample)
         if not isinstance(self._config, Qwen25VLConfig):
@@ -265,7 +265,7 @@ class RequestReader:
                 self._store.put({name: media[name] for name in ("key", "patches", "grid_thw")})
         return prompt
 
-    def _decoded(self, sample: Sample) -> ModelInput:
+    def _decoded(self, sample: BodySample) -> ModelInput:
         """A prompt with ordinary images and videos, whose placeholders are not expanded."""
         tokens = {}
         if self._processor.vision:
@@ -288,7 +288,7 @@ class RequestReader:
             raise BadRequest(f"media of {sample.rid!r}: {error}") from None
 
 
-def _prompt_key(sample: Sample, ours: Mapping[str, Json]) -> Hashable:
+def _prompt_key(sample: BodySample, ours: Mapping[str, Json]) -> Hashable:
     """Equal for samples of one prompt."""
     prompt = len(sample.ids) - sample.begun
     media: Hashable = tuple(sorted(sample.media.items()))

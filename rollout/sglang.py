@@ -200,7 +200,7 @@ class ServerClient:
         `version` is what the server has now. After a ServerError, `replies` hold what came until then: the first
         `len(versions)` tokens of each are certain in every respect.
         """
-        reader = _Reader(self.address, replies, body["sampling_params"], vocabulary, version)
+        reader = _StreamReader(self.address, replies, body["sampling_params"], vocabulary, version)
         async with self._reach("POST", "/generate", body, None) as response:
             body.clear()
             accepted()
@@ -294,7 +294,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
     raise ServerError(f"{response.url}: the stream ended without [DONE]")
 
 
-class _Reader:
+class _StreamReader:
     """Enters the events of one stream into the replies of its samples, and refuses what does not fit."""
 
     def __init__(

@@ -26,7 +26,7 @@ from sharding.weights import by_path, map_weights
 from . import streamed_plan
 from .engine import EngineError
 from .programs import doubling, geometric
-from .streamed_plan import Pace, streamed_places, travel
+from .streamed_plan import DeviceSpeed, streamed_places, travel
 from .streamed_programs import KeyValues, Parts, programs
 
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ class StreamedModel:
         device: Device | None = None,
         compute_dtype: DTypeLike | None = None,
         resident: int | None = None,
-        pace: Pace = Pace(),  # noqa: B008 (frozen)
+        pace: DeviceSpeed = DeviceSpeed(),  # noqa: B008 (frozen)
         free_bytes: int | None = None,
         batch_tokens: int = 8192,
     ) -> None:

@@ -22,7 +22,7 @@ BUFFERS = 2  # layers on the device beside the resident ones: the one that compu
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
+class DeviceSpeed:
     """What a device does in a second. The defaults are an H100 SXM's: compute as the cost model assumes it, memory of
     its data sheet, and 80 % (assumed) of the 63 GB/s that PCIe 5.0 x16 has in one direction."""
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from .lora import Weight, merge
+from .low_rank import Weight, merge
 from .walk import Forward, Loss, Params, Tally, Walk
 from .weights import ShardingRules, WeightSpec, by_path, shardings, specs, with_shardings
 

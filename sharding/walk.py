@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
-from .lora import Weight, beside, is_adapter
+from .low_rank import Weight, beside, is_adapter
 from .weights import WeightSpec
 
 Gather = Callable[[WeightSpec, jax.Array], jax.Array]

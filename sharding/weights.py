@@ -35,7 +35,7 @@ class WeightSpec:
     inputs: int = 0  # leading dimensions that `models.layers.project` sums over; 0: no matrix
     outputs_first: bool = False  # whether the dimensions that are summed over stand last, as an engine keeps them
     frozen: bool = False  # it is not trained
-    lora: float = 0.0  # factor on the product of the adapters beside it (`sharding.lora`); 0: it has none
+    lora: float = 0.0  # factor on the product of the adapters beside it (`sharding.low_rank`); 0: it has none
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):

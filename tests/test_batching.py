@@ -13,8 +13,8 @@ from packing_cases import MODEL, compose, make_config, make_groups
 from fluxjax.batch.composer import sft_groups
 from fluxjax.batch.composition import Item, Piece, unpack
 from fluxjax.batch.fitted import _placed
+from fluxjax.batch.loss_inputs import with_reference
 from fluxjax.batch.rows import Budget, _Deal, _with_room, grid, pack
-from fluxjax.batch.scored import with_reference
 from fluxjax.config import ConfigError, LossAggregation
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice

@@ -13,7 +13,7 @@ from packing_cases import MODEL, compose, make_config, make_groups, owners, work
 
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import plan_metrics, unpack
-from fluxjax.batch.scored import with_reference
+from fluxjax.batch.loss_inputs import with_reference
 from fluxjax.batch.work import estimate, model_sizes
 from fluxjax.config import Balance, ConfigError, Strategy
 from fluxjax.data.prepare import PromptLimits

@@ -13,7 +13,7 @@ import models
 from fluxjax.algorithms import grpo
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import unpack
-from fluxjax.batch.scored import with_importance
+from fluxjax.batch.loss_inputs import with_importance
 from fluxjax.config import Config, Importance, ImportanceConfig, ImportanceLevel, Strategy
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer

@@ -17,7 +17,7 @@ from fluxjax.algorithms import grpo
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composition import unpack
 from fluxjax.config import Config, ConfigError, DType, Remat, Strategy
-from fluxjax.config.lora import TARGETS
+from fluxjax.config.algorithms import LORA_TARGETS
 from fluxjax.learner.frozen import fingerprint
 from fluxjax.learner.learner import Learner
 from fluxjax.run.build import first_reference
@@ -33,7 +33,7 @@ RANK, ALPHA = 3, 6.0  # no number of devices divides this rank
 DEVICES = 4
 
 
-def adapted(config: Config, targets=TARGETS) -> Config:
+def adapted(config: Config, targets=LORA_TARGETS) -> Config:
     config.steps = 10
     config.lora.rank, config.lora.alpha, config.lora.targets = RANK, ALPHA, targets
     config.optim.eps, config.optim.lr, config.optim.weight_decay = 1e-2, 1e-2, 0.1
@@ -82,7 +82,7 @@ def text_groups(seed):
 
 
 def test_the_settings_name_the_projections_of_a_layer():
-    assert tuple(PROJECTIONS) == TARGETS
+    assert tuple(PROJECTIONS) == LORA_TARGETS
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_gradients_are_those_of_the_weights_that_adapters_make():
     assert loss == pytest.approx(want_loss, rel=1e-5)
     [want] = pull(jax.tree.map(jnp.asarray, flatten_dict(of_weights)))
     assert_close(flatten_dict(grads), want)
-    assert len(want) == 2 * len(TARGETS) and all(np.abs(x).max() > 1e-4 for x in want.values())
+    assert len(want) == 2 * len(LORA_TARGETS) and all(np.abs(x).max() > 1e-4 for x in want.values())
 
 
 @pytest.mark.slow

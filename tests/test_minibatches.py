@@ -17,7 +17,7 @@ import models
 from fluxjax.algorithms import grpo, importance
 from fluxjax.algorithms.loss import clipped_surrogate, dual_clipped
 from fluxjax.batch.composer import Composer
-from fluxjax.batch.scored import with_proximal
+from fluxjax.batch.loss_inputs import with_proximal
 from fluxjax.config import AlgorithmConfig, ConfigError, Importance, ImportanceConfig, Schedule, cli
 from fluxjax.config.cli import remarks
 from fluxjax.learner.learner import Learner

@@ -17,7 +17,7 @@ import models
 from fluxjax.algorithms import grpo
 from fluxjax.base.types import TrainBatch
 from fluxjax.batch.composition import unpack
-from fluxjax.batch.scored import with_reference
+from fluxjax.batch.loss_inputs import with_reference
 from fluxjax.config import AlgorithmConfig, LossAggregation
 from models.decoder import logprobs
 from models.inputs import PackedTokens

@@ -19,11 +19,11 @@ from fluxjax.batch.composer import Composer
 from fluxjax.batch.rows import Budget
 from fluxjax.config import AlgorithmConfig, Config, ConfigError, RolloutEngine, Strategy, cli
 from fluxjax.learner.learner import Learner
-from fluxjax.sizing.account import GIB, Account, Rows, remedies
+from fluxjax.sizing.account import GIB, Account, RowGrowth, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
 from fluxjax.sizing.model_sizes import model_sizes
-from fluxjax.sizing.programs import ATTENTION_CALL, RunShapes, bytes_on_device
-from fluxjax.sizing.schedule import Traffic, traffic
+from fluxjax.sizing.run_programs import ATTENTION_CALL, RunShapes, bytes_on_device
+from fluxjax.sizing.schedule import CollectiveTraffic, traffic
 from fluxjax.sizing.topology import Topology, find_plugin, kinds
 from models.config import Qwen25VLConfig
 from rollout.device import DeviceState
@@ -75,13 +75,13 @@ ENTRY %main (x: bf16[1,64]) -> bf16[8,64] {
 def test_a_schedule_is_read():
     found = traffic(SCHEDULE)
     assert found == {
-        "all-gather": Traffic(28.0, 28.0 * 8 * 64 * 2),  # behind a matrix product
-        "reduce-scatter": Traffic(28.0, 28.0 * 2080, 28.0, 28.0 * 2080),  # what runs beside it is too small
-        "all-to-all": Traffic(1.0, 128.0),  # behind a kernel that writes eight times as much
-        "all-reduce": Traffic(2.0, 2.0 * 64, 2.0, 2.0 * 64),  # not asynchronous, in both branches
+        "all-gather": CollectiveTraffic(28.0, 28.0 * 8 * 64 * 2),  # behind a matrix product
+        "reduce-scatter": CollectiveTraffic(28.0, 28.0 * 2080, 28.0, 28.0 * 2080),  # what runs beside it is too small
+        "all-to-all": CollectiveTraffic(1.0, 128.0),  # behind a kernel that writes eight times as much
+        "all-reduce": CollectiveTraffic(2.0, 2.0 * 64, 2.0, 2.0 * 64),  # not asynchronous, in both branches
     }
     longer = traffic(SCHEDULE.replace("bf16[512]", "bf16[256]"))
-    assert longer["all-to-all"] == Traffic(1.0, 128.0, 1.0, 128.0)
+    assert longer["all-to-all"] == CollectiveTraffic(1.0, 128.0, 1.0, 128.0)
 
 
 def test_the_schedule_of_a_compiled_program_is_read():
@@ -147,7 +147,7 @@ def test_remedies_are_named_with_what_they_need():
 
 
 def test_the_largest_row_just_fits():
-    rows = Rows(16384, slope=GIB / 512)
+    rows = RowGrowth(16384, slope=GIB / 512)
     largest = rows.largest(ACCOUNT, 100 * GIB)
     assert rows.account(ACCOUNT, largest).bytes <= 100 * GIB < rows.account(ACCOUNT, largest + 256).bytes
     assert rows.largest(ACCOUNT, 30 * GIB) == 0  # weights and cache alone are more

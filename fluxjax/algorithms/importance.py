@@ -90,7 +90,7 @@ def correction(
     a constant; 0 where a token is not trained on. `logprobs_BT` are the policy's.
 
     `batch.response_log_ratios_BT` must be filled in at the level of sequences, by
-    `fluxjax.batch.scored.with_importance`.
+    `fluxjax.batch.loss_inputs.with_importance`.
     """
     trained_BT = batch.loss_weights_BT != 0.0
     proximal_BT = proximal(logprobs_BT, batch)

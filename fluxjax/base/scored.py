@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from .media import Media
+from .medium import Media
 from .response_bytes import bytes_of, head_of, numbers_of
 
 _COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # in `ResponseNumbers`

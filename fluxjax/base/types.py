@@ -16,8 +16,8 @@ from jaxtyping import Float32, Int32
 
 from models.inputs import AnyArray, PackedTokens, PromptInput
 
-from .media import Media as Media
-from .media import MediaKind as MediaKind
+from .medium import Media as Media
+from .medium import MediaKind as MediaKind
 from .response_bytes import newest_of
 from .scored import Completion as Completion
 from .scored import Prompt as Prompt

@@ -22,7 +22,7 @@ from sharding.mesh import binary_axes, replica_size
 from sharding.planner import spread_vision
 from sharding.planner.plan import PlanError, ShardPlan
 from sharding.spread.buffers import Layout, SizedLayout, lay, size_cost
-from sharding.spread.route import Route, crossings, route
+from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from ..config import Config
@@ -221,7 +221,9 @@ class SpreadMedia:
         result[tokens] = found
         return result, self._side_by_side(patches, sizes["frame"], rows_of(way, own), own)
 
-    def _way(self, device: np.ndarray, feature: np.ndarray, rows: int, sizes: Sizes | None) -> tuple[Route, np.ndarray]:
+    def _way(
+        self, device: np.ndarray, feature: np.ndarray, rows: int, sizes: Sizes | None
+    ) -> tuple[ExchangeRoute, np.ndarray]:
         """(the route, the row where a token on each of these devices finds each of these features)."""
         owners = np.array(self.plan.devices, np.int64)
         order = np.argsort(owners, kind="stable")
@@ -236,7 +238,7 @@ class SpreadMedia:
         source = np.repeat(owners, merged)[wanted]
         return route(source, row[wanted], device, self._num_devices, rows, sizes)
 
-    def _side_by_side(self, patches: int, bound: int, way: Route, own: range) -> VisionInput:
+    def _side_by_side(self, patches: int, bound: int, way: ExchangeRoute, own: range) -> VisionInput:
         members: list[list[tuple[int, int, int]]] = [[] for _ in own]
         for item, (start, stop), device in zip(
             self._items.tolist(), self._edges.tolist(), self.plan.devices, strict=True

@@ -12,16 +12,15 @@ from typing import ClassVar
 
 from ..base.errors import ConfigError
 from .algorithms import OWN_SETTINGS as OWN_SETTINGS
-from .algorithms import AlgorithmConfig
+from .algorithms import AlgorithmConfig, LoraConfig
+from .algorithms import CriticConfig as CriticConfig
 from .algorithms import KlEstimator as KlEstimator
 from .algorithms import LossAggregation as LossAggregation
 from .bounds import bounded, check_fields, not_negative, positive, within
-from .critic import CriticConfig as CriticConfig
 from .data import DataConfig
 from .data import DataMode as DataMode
 from .data import Loader as Loader
 from .data import SourceConfig as SourceConfig
-from .lora import LoraConfig
 from .rewards import RewardKindConfig as RewardKindConfig
 from .rewards import RewardsConfig
 from .rewards import RewardTerm as RewardTerm
@@ -45,9 +44,9 @@ from .scheduling import Order as Order
 from .scheduling import ReplayConfig as ReplayConfig
 from .scheduling import ReplayOrder as ReplayOrder
 from .servers import RolloutEngine, ServersConfig
-from .weights import Backend as Backend
-from .weights import Route as Route
-from .weights import WeightsConfig
+from .weight_sync import Backend as Backend
+from .weight_sync import Route as Route
+from .weight_sync import WeightsConfig
 
 
 class Strategy(enum.Enum):

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import ConfigError
-from .bounds import bounded, not_negative, positive
+from .bounds import bounded, not_negative, positive, within
 from .scheduling import ImportanceConfig
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class LossAggregation(enum.Enum):
@@ -155,3 +157,35 @@ def object_label(implementation: object) -> str:
     module = getattr(named, "__module__", "")
     name = getattr(named, "__qualname__", getattr(named, "__name__", ""))
     return f"{module}:{name}" if module else name
+
+
+@dataclasses.dataclass(slots=True)
+class CriticConfig:
+    """How the critic learns that some algorithms have (PPO), and what is made of its values."""
+
+    # Its other settings are optim's, its minibatches and epochs algorithm's.
+    lr: float = positive(1e-3)  # of the critic's own optimizer; for large models ten times the policy's, as a rule
+    # Steps in which only the critic learns: the policy, and the schedule of its learning rate, begin after them.
+    warmup_steps: int = not_negative(0)
+    value_clip: float = not_negative(0.5)  # a value's loss is bounded this far from the one before the step; 0: never
+    gamma: float = within(1.0, "[0, 1]")  # what a reward is worth one token before
+    gae_lambda: float = within(0.95, "[0, 1]")  # 1: advantages from whole returns; 0: from the next token's value
+    whiten: bool = True  # advantages of a step have the mean 0 and the variance 1 over its tokens
+
+
+@dataclasses.dataclass(slots=True)
+class LoraConfig:
+    """LoRA (arXiv:2106.09685): adapters beside projections of the language model's layers are trained, and all other
+    weights stay as they are."""
+
+    rank: int = not_negative(0)  # numbers between the two matrices of an adapter; 0: off, all weights are trained
+    alpha: float = positive(32.0)  # the product of the two counts alpha / rank times
+    targets: tuple[str, ...] = LORA_TARGETS  # projections that have adapters, by their names in Hugging Face's models
+    adapter: str = ""  # a folder of PEFT whose adapters are trained further; empty: new ones
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for projections that no layer has."""
+        if wrong := [name for name in self.targets if name not in LORA_TARGETS]:
+            raise ConfigError(f"lora.targets has {', '.join(map(repr, wrong))}; it may have {', '.join(LORA_TARGETS)}")
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ConfigError(f"lora.targets is {self.targets}; it must name each projection once, and one at least")

@@ -248,7 +248,7 @@ _CACHED = 1 << 16  # prompts whose features are kept
 
 
 @dataclasses.dataclass(slots=True)
-class _Known:
+class _SeenResponses:
     """The responses seen of a prompt: of its latest draw, and in `past` what its earlier draws left."""
 
     draw: int
@@ -263,16 +263,16 @@ class _Known:
         self.total += weight * y
         self.fixed = fixed
 
-    def at(self, draw: int) -> _Known:
+    def at(self, draw: int) -> _SeenResponses:
         """Returns what is known at this draw of the prompt: itself, or all of it as what earlier draws left."""
         if draw == self.draw:
             return self
         if not self.count:
-            return _Known(draw, past_count=self.past_count, past=self.past)
+            return _SeenResponses(draw, past_count=self.past_count, past=self.past)
         kept = _HISTORY * self.past_count
         count = kept + self.count
         past = (kept * self.past + self.total - self.count * self.fixed) / count
-        return _Known(draw, past_count=count, past=past)
+        return _SeenResponses(draw, past_count=count, past=past)
 
 
 class LengthPredictor:
@@ -289,7 +289,7 @@ class LengthPredictor:
         self._observed: list[tuple[int, int, Prompt, int, bool]] = []  # from draw and sample on; not entered yet
         self._pooled = Level()
         self._sources: dict[str, Level] = {}
-        self._known: dict[tuple[str, str], _Known] = {}
+        self._known: dict[tuple[str, str], _SeenResponses] = {}
         self._cache: dict[tuple[str, str], tuple[np.ndarray, Level, int, float, float]] = {}
 
     def predict(self, prompt: Prompt, running: int = 0) -> Prediction:
@@ -308,7 +308,7 @@ class LengthPredictor:
         level = self._sources.get(prompt.source, self._pooled)
         _, fixed, variance = self._regression(prompt, level)
         known = self._known.get((prompt.source, prompt.id))
-        return _posterior(level, fixed, variance, known.at(prompt.draw) if known else _Known(prompt.draw))
+        return _posterior(level, fixed, variance, known.at(prompt.draw) if known else _SeenResponses(prompt.draw))
 
     def observe(self, prompt: Prompt, length: int, finished: bool = True, sample: int = 0) -> None:
         """Enters a response of `length` tokens, the `sample`-th of its draw. Not `finished`: it was stopped with so
@@ -327,7 +327,7 @@ class LengthPredictor:
         if prompt.source not in self._sources:
             self._sources[prompt.source] = Level(self._pooled)
         level, key = self._sources[prompt.source], (prompt.source, prompt.id)
-        known = self._known[key] = self._known.get(key, _Known(prompt.draw)).at(prompt.draw)
+        known = self._known[key] = self._known.get(key, _SeenResponses(prompt.draw)).at(prompt.draw)
         x, fixed, variance = self._regression(prompt, level)
         mu, sigma = _posterior(level, fixed, variance, known)
         n = known.count
@@ -376,11 +376,11 @@ class LengthPredictor:
         self._sources = {source: Level(self._pooled) for source in state["sources"]}
         for source, level in self._sources.items():
             level.load_state_dict(state["sources"][source])
-        self._known = {(source, id): _Known(*rest) for source, id, *rest in state["prompts"]}
+        self._known = {(source, id): _SeenResponses(*rest) for source, id, *rest in state["prompts"]}
         self._cache = {}
 
 
-def _posterior(level: Level, fixed: float, variance: float, known: _Known) -> tuple[float, float]:
+def _posterior(level: Level, fixed: float, variance: float, known: _SeenResponses) -> tuple[float, float]:
     """Returns mean and standard deviation of ln(length) of the prompt's next response. Its effect has the prior
     N(fixed, between + variance)."""
     prior = level.between + variance

@@ -18,7 +18,7 @@ from ..base.types import Group, Prompt
 from ..config.schedules import RunSchedule
 from . import messages
 from .dropped import Dropped
-from .engines import Fleet, Pace
+from .engine_states import EngineStates, Pace
 from .ledger import CoordinatorError, Ledger, PromptStage, RunGivenUp
 from .lengths import LengthPredictor
 from .messages import Handlers, MessageLog
@@ -64,7 +64,7 @@ class Coordinator:
         self._scored: list[Group] = []  # that they have not learned from
         self.policy = policy
         self.ledger = Ledger()
-        self.fleet = Fleet(settings.engines, settings.degree, settings.kv_tokens)
+        self.fleet = EngineStates(settings.engines, settings.degree, settings.kv_tokens)
         self.parallelism = parallelism
         self.lengths = LengthPredictor(limit=settings.max_new_tokens)
         self.pace = Pace()
@@ -261,7 +261,7 @@ class Coordinator:
     def _parallelism_set(self, event: messages.ParallelismSet) -> None:
         self._answered(messages.SetParallelism, event)
         before = self.fleet
-        self.fleet = Fleet(event.engines, event.degree, event.kv_tokens or before.kv_tokens)
+        self.fleet = EngineStates(event.engines, event.degree, event.kv_tokens or before.kv_tokens)
         self.fleet.publish(before.oldest, range(event.engines))
 
     @_hear.of(messages.WeightsPublished)

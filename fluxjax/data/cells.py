@@ -38,7 +38,7 @@ def open_parquet(path: str) -> pq.ParquetFile:
         return pq.ParquetFile(place, filesystem=system, pre_buffer=system is not None)
 
 
-class _File:
+class _ParquetFile:
     """An open file, read by one thread at a time, and the first row of each group."""
 
     def __init__(self, path: str) -> None:
@@ -53,7 +53,7 @@ class Cells:
     """Reads cells, from any thread."""
 
     def __init__(self) -> None:
-        self._files: collections.OrderedDict[tuple[str, str], _File] = collections.OrderedDict()
+        self._files: collections.OrderedDict[tuple[str, str], _ParquetFile] = collections.OrderedDict()
         self._groups: collections.OrderedDict[tuple[str, str, str, int], pa.ChunkedArray] = collections.OrderedDict()
         self._lock = threading.Lock()  # of the two
 
@@ -82,13 +82,13 @@ class Cells:
             raise CellError("holds no bytes")
         return data
 
-    def _file(self, path: str, stamp: str) -> _File:
+    def _file(self, path: str, stamp: str) -> _ParquetFile:
         with self._lock:
             if (file := self._files.get((path, stamp))) is not None:
                 self._files.move_to_end((path, stamp))
                 return file
         try:
-            file = _File(path)
+            file = _ParquetFile(path)
         finally:
             _check(path, stamp)  # after opening: what is open now can be no older
         with self._lock:
@@ -97,7 +97,7 @@ class Cells:
                 self._files.popitem(last=False)
             return file
 
-    def _group(self, path: str, stamp: str, column: str, group: int, file: _File) -> pa.ChunkedArray:
+    def _group(self, path: str, stamp: str, column: str, group: int, file: _ParquetFile) -> pa.ChunkedArray:
         key = (path, stamp, column, group)
         if (values := self._kept(key)) is not None:
             return values

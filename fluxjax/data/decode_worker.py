@@ -16,7 +16,7 @@ from models.processing.media import MediaSettings
 
 from ..base.process_channel import Channel
 from ..base.worker_bounds import GRACE, bound_memory, end_with_run, lacked_memory, leave_signals_to_the_run
-from .decoders import Job, as_values, decoded
+from .decoders import DecodeJob, as_values, decoded
 
 
 def main(descriptor: int) -> None:
@@ -29,10 +29,10 @@ def main(descriptor: int) -> None:
     channel.send({"ready": os.getpid()})
     with contextlib.suppress(EOFError):
         while True:
-            _answer(channel, settings, Job.of_message(channel.receive()[0]), seconds)
+            _answer(channel, settings, DecodeJob.of_message(channel.receive()[0]), seconds)
 
 
-def _answer(channel: Channel, settings: MediaSettings, job: Job, seconds: float) -> None:
+def _answer(channel: Channel, settings: MediaSettings, job: DecodeJob, seconds: float) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds + GRACE)
         medium, patches = decoded(settings, job)

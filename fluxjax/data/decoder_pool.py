@@ -13,7 +13,7 @@ from models.processing.outline import Medium
 
 from ..base.errors import DataError
 from ..base.process_pool import ProcessEnded, ProcessPool, WorkerProcess
-from .decoders import Job, Keep, Load, medium_of
+from .decoders import DecodeJob, Keep, Load, medium_of
 
 log = logging.getLogger("fluxjax.data")
 CLOSED = "the store of media is closed"
@@ -29,7 +29,7 @@ class DecoderPool:
         self.memory_gib = memory_gib
         self._pool = ProcessPool(self._start, count, CLOSED)
 
-    def decode(self, job: Job, keep: Keep, *, urgent: bool = False) -> Medium:
+    def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
         """See `Decoders`. Raises DataError where no process can be started."""
         with self._pool.turn(urgent):
             try:
@@ -48,7 +48,7 @@ class DecoderPool:
         """Ends the processes. Who waits for one gets a RuntimeError."""
         self._pool.close()
 
-    def _attempt(self, job: Job, keep: Keep) -> Medium:
+    def _attempt(self, job: DecodeJob, keep: Keep) -> Medium:
         """Raises ProcessEnded where the process ends."""
         process, answered = self._pool.take(), False
         begin = time.monotonic()

@@ -19,7 +19,7 @@ from .media_cache import SLICE_BYTES, Slices
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class DecodeJob:
     """A medium to decode: all of it, or of a known `medium` the slices `first .. last - 1`."""
 
     name: str  # in messages
@@ -38,7 +38,7 @@ class Job:
         return {**vars(self), "medium": self.medium and as_values(self.medium)}
 
     @classmethod
-    def of_message(cls, message: Mapping[str, Any]) -> Job:
+    def of_message(cls, message: Mapping[str, Any]) -> DecodeJob:
         values = message["medium"]
         return cls(**{**message, "medium": values and medium_of(values)})
 
@@ -71,7 +71,7 @@ class Load:
 class Decoders(Protocol):
     """Decode one file each at a time. Thread-safe."""
 
-    def decode(self, job: Job, keep: Keep, *, urgent: bool = False) -> Medium:
+    def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
         """Decodes in blocking, urgent jobs before others. Raises MediaError, and whatever `keep` raises."""
         ...
 
@@ -80,7 +80,7 @@ class Decoders(Protocol):
     def close(self) -> None: ...
 
 
-def decoded(settings: MediaSettings, job: Job) -> tuple[Medium, np.ndarray]:
+def decoded(settings: MediaSettings, job: DecodeJob) -> tuple[Medium, np.ndarray]:
     """The medium, and the patches `[P, 3, n]` (uint8) that the job asks for. Raises MediaError, whatever is wrong with
     the file, and MemoryError."""
     try:
@@ -104,7 +104,7 @@ class ThreadDecoders:
         self._lock = threading.Lock()
         self._load = Load()
 
-    def decode(self, job: Job, keep: Keep, *, urgent: bool = False) -> Medium:
+    def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
         self._count(busy=1)
         begin = time.monotonic()
         try:

@@ -22,7 +22,7 @@ from models.shadow import Rows
 
 from ..config.data import DataConfig
 from .decoder_pool import DecoderPool
-from .decoders import Decoders, Job, ThreadDecoders
+from .decoders import DecodeJob, Decoders, ThreadDecoders
 from .locations import is_url
 from .media_cache import SLICE_BYTES, Key, KeyedLocks, MediaCache, Recent, Slices
 from .media_refs import check_ref, read_ref
@@ -176,7 +176,7 @@ class LocalStore:
             self.cache.put((content, self.digest, medium, number), patches)
             self._count(medium, patches)
 
-        job = Job(ref.name, ref.kind, source, slice_bytes=self.slice_bytes)
+        job = DecodeJob(ref.name, ref.kind, source, slice_bytes=self.slice_bytes)
         try:
             medium = self._decoders.decode(job, keep)
         except StaleTicket:
@@ -243,7 +243,7 @@ class LocalStore:
             found[number] = self.cache.put((content, self.digest, medium, number), patches)
             self._count(medium, patches)
 
-        job = Job(ticket.ref.name, ticket.ref.kind, source, ticket.medium, run.start, run.stop, self.slice_bytes)
+        job = DecodeJob(ticket.ref.name, ticket.ref.kind, source, ticket.medium, run.start, run.stop, self.slice_bytes)
         try:
             self._decoders.decode(job, keep, urgent=True)
         except StaleTicket:

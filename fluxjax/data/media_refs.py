@@ -7,7 +7,7 @@ import functools
 from models.processing import MediaError
 from models.processing.media_file import MediaUnavailable, Source
 
-from ..base.media import Media
+from ..base.medium import Media
 from .locations import is_url, local, read, version_of, why
 from .tickets import MediaRef, StaleTicket
 

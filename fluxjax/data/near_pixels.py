@@ -39,7 +39,7 @@ class ByteStore(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class _Kept:
+class _KeptPatches:
     """Patches of a ticket."""
 
     rows: Rows
@@ -59,8 +59,8 @@ class NearPixels:
         self._store, self._limit = store, limit
         self._changed = threading.Condition()
         self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # by ticket; not begun
-        self._kept: collections.OrderedDict[Rows, _Kept] = collections.OrderedDict()  # the last one used, last
-        self._parts: dict[str, list[_Kept]] = {}  # the same by ticket, in order
+        self._kept: collections.OrderedDict[Rows, _KeptPatches] = collections.OrderedDict()  # the last one used, last
+        self._parts: dict[str, list[_KeptPatches]] = {}  # the same by ticket, in order
         self._used = self._promised = 0  # bytes of all that is kept, and of what is promised
         self._closed = False
         threading.Thread(target=self._fetch_ahead, name="near-pixels", daemon=True).start()
@@ -94,7 +94,7 @@ class NearPixels:
         with self._changed:
             for gap, patches in zip(gaps, fetched, strict=True):
                 if len(gap) and gap not in self._kept and self._make_room(patches.nbytes):
-                    self._keep(_Kept(gap, patches.nbytes, False, patches))
+                    self._keep(_KeptPatches(gap, patches.nbytes, False, patches))
         came = iter(fetched)
         pieces = [[next(came) if isinstance(piece, Rows) else piece for piece in cover] for cover in covers]
         settings = self._store.settings
@@ -135,12 +135,12 @@ class NearPixels:
             cover.append(Rows(rows.ticket, position, rows.stop))
         return cover
 
-    def _near(self, rows: Rows) -> list[_Kept]:
+    def _near(self, rows: Rows) -> list[_KeptPatches]:
         """What is kept of these rows, in order."""
         parts = self._parts.get(rows.ticket, ())
         return [kept for kept in parts if kept.rows.start < rows.stop and rows.start < kept.rows.stop]
 
-    def _keep(self, kept: _Kept) -> None:
+    def _keep(self, kept: _KeptPatches) -> None:
         self._kept[kept.rows] = kept
         parts = self._parts.setdefault(kept.rows.ticket, [])
         parts.append(kept)
@@ -148,7 +148,7 @@ class NearPixels:
         self._used += kept.size
         self._promised += kept.size if kept.promised else 0
 
-    def _forget(self, kept: _Kept) -> None:
+    def _forget(self, kept: _KeptPatches) -> None:
         if self._kept.get(kept.rows) is kept:
             self._promise(kept, False)
             del self._kept[kept.rows]
@@ -157,7 +157,7 @@ class NearPixels:
                 del self._parts[kept.rows.ticket]
             self._used -= kept.size
 
-    def _promise(self, kept: _Kept, promised: bool) -> None:
+    def _promise(self, kept: _KeptPatches, promised: bool) -> None:
         if kept.promised != promised:
             kept.promised = promised
             self._promised += kept.size if promised else -kept.size
@@ -180,15 +180,15 @@ class NearPixels:
     def _size(self, rows: Rows) -> int:
         return len(rows) * self._store.settings.patch_bytes
 
-    def _begun(self) -> list[_Kept]:
+    def _begun(self) -> list[_KeptPatches]:
         """What is fetched next: what is expected, as far as there is room."""
-        begun: list[_Kept] = []
+        begun: list[_KeptPatches] = []
         while self._expected and self._fits() and sum(kept.size for kept in begun) < QUESTION_BYTES:
             _, rows = self._expected.popitem(last=False)
             if (known := self._kept.get(rows)) is not None:
                 self._promise(known, True)
             elif (size := self._size(rows)) <= self._limit // 2 and self._make_room(size):
-                begun.append(_Kept(rows, size, True))
+                begun.append(_KeptPatches(rows, size, True))
                 self._keep(begun[-1])
         return begun
 
@@ -204,7 +204,7 @@ class NearPixels:
             if begun:
                 self._bring(begun)
 
-    def _bring(self, begun: Sequence[_Kept]) -> None:
+    def _bring(self, begun: Sequence[_KeptPatches]) -> None:
         arrived: Sequence[np.ndarray] = ()
         try:
             arrived = self._store.fetch_bytes([kept.rows for kept in begun])

@@ -22,7 +22,7 @@ from absl import flags
 
 from models.inputs import ModelInput
 from models.processing import MediaError, Processor, PromptError
-from models.processing.outline import Outline
+from models.processing.outline import PromptOutline
 from sharding.planner.vision_units import surely_hold
 
 from ..base.errors import DataError
@@ -51,7 +51,7 @@ class TextAndMedia(Protocol):
 
     def tokenise_chat(self, text: str, media: Media) -> Sequence[int]: ...
 
-    def outline(self, token_ids: Sequence[int], media: Media, *, count: bool = False) -> Outline: ...
+    def outline(self, token_ids: Sequence[int], media: Media, *, count: bool = False) -> PromptOutline: ...
 
     def prepare_ids(self, token_ids: Sequence[int], media: Media) -> ModelInput: ...
 
@@ -130,7 +130,9 @@ def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> S
     return (processor.tokenise_chat if chat_template else processor.tokenise)(prompt.text, media)
 
 
-def _refused_undecoded(outline: Callable[..., Outline], prompt: Prompt, limits: PromptLimits) -> SkippedPrompt | None:
+def _refused_undecoded(
+    outline: Callable[..., PromptOutline], prompt: Prompt, limits: PromptLimits
+) -> SkippedPrompt | None:
     """Why a prompt is skipped that, by what its files say of themselves, needs too much. A header's word is checked:
     `outline(count=True)` counts."""
     with contextlib.suppress(MediaError):  # decoding says better what is wrong

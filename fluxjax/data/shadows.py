@@ -10,7 +10,7 @@ import numpy as np
 
 from models.inputs import ModelInput, OutlinedInput, PromptInput
 from models.processing import MediaError, Processor
-from models.processing.outline import Medium, Outline
+from models.processing.outline import Medium, PromptOutline
 from models.shadow import Rows, ShadowTensor
 
 from ..base.types import Media, Prompt
@@ -41,7 +41,7 @@ class ProxyMedia:
         if self.near is not None:
             self.near.pass_by(rows_of(inputs))
 
-    def outline(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt, *, count: bool) -> Outline:
+    def outline(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt, *, count: bool) -> PromptOutline:
         """The sizes of a prompt, from what is known of its media, or from their headers; with `count`, videos of which
         nobody has counted the frames are read through. Raises PromptError and MediaError."""
         found = [self._glance(processor, self.index.ref(medium), count) for medium in prompt.media]

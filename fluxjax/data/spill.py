@@ -30,7 +30,7 @@ PREFIX, LOCK = "fluxjax-media-", ".lock"
 
 
 @dataclasses.dataclass(frozen=True)
-class _File:
+class _SpilledFile:
     path: str
     shape: tuple[int, ...]
     size: int
@@ -44,7 +44,7 @@ class SpillFolder:
         self.parent = pathlib.Path(parent or tempfile.gettempdir())
         self.limit = limit
         self.used = 0
-        self._files: collections.OrderedDict[Hashable, _File] = collections.OrderedDict()
+        self._files: collections.OrderedDict[Hashable, _SpilledFile] = collections.OrderedDict()
         self._writing: set[Hashable] = set()
         self._count = 0
         self._lock = threading.Lock()
@@ -79,9 +79,9 @@ class SpillFolder:
             if file is not None:
                 self._settle(key, file, written)
 
-    def _reserve(self, key: Hashable, array: np.ndarray) -> tuple[_File | None, list[_File]]:
+    def _reserve(self, key: Hashable, array: np.ndarray) -> tuple[_SpilledFile | None, list[_SpilledFile]]:
         """Returns the file to write, if any, and those that make room for it."""
-        old: list[_File] = []
+        old: list[_SpilledFile] = []
         with self._lock:
             if key in self._files:
                 self._files.move_to_end(key)
@@ -96,9 +96,9 @@ class SpillFolder:
             self.used += array.nbytes
             self._count += 1
             self._writing.add(key)
-            return _File(str(self.folder / str(self._count)), array.shape, array.nbytes), old
+            return _SpilledFile(str(self.folder / str(self._count)), array.shape, array.nbytes), old
 
-    def _settle(self, key: Hashable, file: _File, written: bool) -> None:
+    def _settle(self, key: Hashable, file: _SpilledFile, written: bool) -> None:
         with self._lock:
             self._writing.discard(key)
             if written:

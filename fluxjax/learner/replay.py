@@ -23,7 +23,7 @@ from ..coordinator.saved import SavedState, State, responses_from_json, response
 
 
 @dataclasses.dataclass
-class _Kept:
+class _KeptGroup:
     group: Group  # with the advantages of its own step
     prepared: PreparedPrompt
     born: int  # the oldest version that a token of it is of
@@ -40,7 +40,7 @@ class ReplayBuffer:
 
     def __init__(self, config: ReplayConfig) -> None:
         self._config = config
-        self._kept: dict[int, _Kept] = {}  # by draw
+        self._kept: dict[int, _KeptGroup] = {}  # by draw
 
     @classmethod
     def of(cls, config: ReplayConfig) -> ReplayBuffer | None:
@@ -68,7 +68,7 @@ class ReplayBuffer:
             versions = [v for sample in group.samples for v in sample.response.versions]
             if versions and any(sample.advantage != 0.0 for sample in group.samples):
                 draw = group.prompt.draw
-                self._kept[draw] = _Kept(group, prepared[draw], min(versions))
+                self._kept[draw] = _KeptGroup(group, prepared[draw], min(versions))
         self._let_go(version)
         oldest_first = sorted(self._kept.items(), key=lambda item: (item[1].born, item[0]))
         self._kept = dict(oldest_first[max(len(oldest_first) - self._config.groups, 0) :])
@@ -81,7 +81,7 @@ class ReplayBuffer:
             if version - kept.born <= self._config.max_age and kept.times < self._config.times
         }
 
-    def _rank(self, kept: _Kept) -> tuple[float, int]:
+    def _rank(self, kept: _KeptGroup) -> tuple[float, int]:
         draw = kept.group.prompt.draw
         match self._config.order:
             case ReplayOrder.NEWEST:
@@ -135,7 +135,7 @@ def _groups(state: SavedState) -> Sequence[Mapping[str, Any]]:
     return state.get("groups", [])  # none where nothing was replayed before
 
 
-def _to_json(kept: _Kept) -> State:
+def _to_json(kept: _KeptGroup) -> State:
     samples = kept.group.samples
     return {
         "draw": kept.group.prompt.draw,
@@ -149,9 +149,9 @@ def _to_json(kept: _Kept) -> State:
     }
 
 
-def _from_json(saved: Mapping[str, Any], prepared: PreparedPrompt) -> _Kept:
+def _from_json(saved: Mapping[str, Any], prepared: PreparedPrompt) -> _KeptGroup:
     responses = responses_from_json(saved["responses"])
     samples = tuple(
         Sample(responses[number], Reward(**reward), advantage) for number, reward, advantage in saved["scores"]
     )
-    return _Kept(Group(prepared.prompt, samples), prepared, saved["born"], saved["times"])
+    return _KeptGroup(Group(prepared.prompt, samples), prepared, saved["born"], saved["times"])

@@ -14,7 +14,7 @@ from ..algorithms.loss import kl_estimate
 from ..algorithms.rl_algorithm import Key
 from ..base.types import TrainBatch
 from ..batch.composition import Composition
-from ..batch.scored import with_advantages, with_importance, with_policy_ratios, with_proximal, with_reference
+from ..batch.loss_inputs import with_advantages, with_importance, with_policy_ratios, with_proximal, with_reference
 from ..config import Config, KlEstimator
 from .gradients import Gradients
 from .learner import Learner

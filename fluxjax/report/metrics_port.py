@@ -28,7 +28,7 @@ class MetricsPort:
             raise ConfigError(f"report.prometheus_host is {host}, which other machines reach: set {TOKEN}")
         handler: Any = prometheus_client.MetricsHandler.factory(registry)  # a class
 
-        class Guarded(handler):
+        class GuardedMetrics(handler):
             def do_GET(self) -> None:
                 given = self.headers.get("Authorization", "").encode()
                 if wanted and not hmac.compare_digest(given, wanted):
@@ -37,7 +37,7 @@ class MetricsPort:
                     super().do_GET()
 
         try:
-            self._server = http.server.ThreadingHTTPServer((host, port), cast(Any, Guarded))
+            self._server = http.server.ThreadingHTTPServer((host, port), cast(Any, GuardedMetrics))
         except (OSError, OverflowError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             raise ConfigError(f"report.prometheus_port: cannot serve on {port}: {reason}") from error

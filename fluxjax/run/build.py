@@ -20,7 +20,7 @@ from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.engine import SamplingParams
 from sharding.links import Links
-from sharding.lora import plain
+from sharding.low_rank import plain
 from sharding.mesh import MeshError, make_mesh
 from sharding.walk import Params
 from sharding.weights import ShardingRules, shardings

@@ -40,8 +40,8 @@ from ..runtime.engine_servers import EngineServers
 from . import snapshot_folder
 from .build import build_learning, describe_model, first_reference, training_prompts
 from .checkpoint import Checkpoints
-from .engines import serve_engines
 from .pixels import Pixels
+from .pools import serve_engines
 from .process_log import process_log
 from .snapshots import Snapshots
 from .state import abstract_arrays, arrays_of, reference_of

@@ -54,10 +54,10 @@ from .build import (
 )
 from .callbacks import Callback, Callbacks, Reporter, closing, opening
 from .checkpoint import Checkpoints, ResumeError
-from .engines import make_pool
 from .evaluation import HeldOutEvaluator, held_out_prompts
 from .gang_snapshots import GangSnapshots
 from .pixels import Pixels
+from .pools import make_pool
 from .state import abstract_arrays, arrays_of, reference_of
 
 _STOPPED = "stopped on request; the same command with this run_dir goes on"

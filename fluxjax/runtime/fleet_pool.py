@@ -28,15 +28,14 @@ from rollout.listening import TOKEN
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.weights.published import SharedFolders
-from rollout.weights.routes import Buckets, CudaIpc, Group, OrbaxFolders, SharedMemory
-from rollout.weights.routes import Route as WeightRoute
+from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, ProcessGroup, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 from sharding.mesh import Device
 from sharding.target import Target
 
 from ..base.timeline import Span
 from ..config import Config, ConfigError, RolloutEngine, Route
-from ..config.weights import on_this_host
+from ..config.weight_sync import on_this_host
 from .engine_pool import check_lent, degrees
 from .server_file import ServerFile
 from .server_watch import ServerWatch, server_lanes
@@ -249,7 +248,7 @@ def _check_reachable(config: Config, address: str) -> None:
         raise ConfigError(f"{address} is on another host, which weights.route={route.value} does not reach")
 
 
-def _route(config: Config, agents: Mapping[str, str], token: str) -> WeightRoute:
+def _route(config: Config, agents: Mapping[str, str], token: str) -> SyncRoute:
     weights, servers = config.weights, config.servers
     route, size, python = weights.chosen(servers), weights.bucket_mib << 20, weights.python or servers.python
     if route in (Route.GROUP, Route.IPC) and shutil.which(python) is None:
@@ -259,7 +258,7 @@ def _route(config: Config, agents: Mapping[str, str], token: str) -> WeightRoute
     if route is Route.BUCKET:
         return Buckets(size)
     if route is Route.GROUP:
-        return Group(python, size, weights.address, weights.backend.value)
+        return ProcessGroup(python, size, weights.address, weights.backend.value)
     if route is Route.IPC:
         return CudaIpc(python, size)
     try:

@@ -17,7 +17,7 @@ _REASON_CHARACTERS = 300
 
 
 @dataclasses.dataclass
-class _Known:
+class _SeenServer:
     """A server as it was at the last look."""
 
     since: float  # when it was lost, or first seen
@@ -31,20 +31,20 @@ class ServerNews:
     """Compares the servers from look to look. `now` is on the clock of the timeline."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _SeenServer] = {}
         self._down: collections.deque[Span] = collections.deque(maxlen=1024)
 
     def hear(self, servers: Sequence[ServerStatus], now: float) -> list[str]:
         """Returns a line for each event since the last look: a server is up, lost, back, or has left."""
         lines: list[str] = []
         for server in servers:
-            lines += self._changes(server, self._known.setdefault(server.name, _Known(now)), now)
+            lines += self._changes(server, self._known.setdefault(server.name, _SeenServer(now)), now)
         for name in sorted(self._known.keys() - {server.name for server in servers}):
             lines.append(f"{name} has left")
             del self._known[name]
         return lines
 
-    def _changes(self, server: ServerStatus, known: _Known, now: float) -> list[str]:
+    def _changes(self, server: ServerStatus, known: _SeenServer, now: float) -> list[str]:
         lines: list[str] = []
         if known.up and (not server.up or server.restarts > known.restarts):
             known.up, known.since, known.told = False, now, ""
@@ -69,7 +69,7 @@ class ServerNews:
         return [*self._down, *(_down(name, known, now) for name, known in self._known.items() if not known.up)]
 
 
-def _down(name: str, known: _Known, now: float) -> Span:
+def _down(name: str, known: _SeenServer, now: float) -> Span:
     return Span("restart" if known.was_up else "start", name, known.since, now, 0)
 
 

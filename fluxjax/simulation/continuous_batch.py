@@ -13,7 +13,7 @@ from typing import NamedTuple
 Segments = tuple[tuple[int, int], ...]
 
 
-class Progress(NamedTuple):
+class SampleProgress(NamedTuple):
     """The tokens of a sample so far; `segments` are their (weight version, tokens)."""
 
     rid: str
@@ -105,9 +105,9 @@ class Batch:
         self._queue.appendleft(sequence)
         self.waiting += 1
 
-    def remove(self, sequence: Sequence) -> Progress:
+    def remove(self, sequence: Sequence) -> SampleProgress:
         """Takes a sample out, whether it runs or waits, and returns what it has."""
-        progress = Progress(sequence.rid, sequence.sample, *self._generated(sequence))
+        progress = SampleProgress(sequence.rid, sequence.sample, *self._generated(sequence))
         if sequence.waits:
             sequence.waits = False
             self.waiting -= 1
@@ -131,7 +131,7 @@ class Batch:
         self.kv += tokens
         self.decoded += tokens
 
-    def ended(self) -> list[Progress]:
+    def ended(self) -> list[SampleProgress]:
         """Removes the samples that have their last token and returns them, in the order in which they were let in."""
         marks, steps, found = self._marks, self.steps, []
         while marks and marks[0][0] <= steps:

@@ -19,10 +19,10 @@ import enum
 from collections.abc import Callable
 
 from .clock import Action, Clock, Handle
-from .continuous_batch import Batch, Progress, Segments, Sequence
+from .continuous_batch import Batch, SampleProgress, Segments, Sequence
 from .hardware import Hardware
 
-OnFinish = Callable[[Progress], object]
+OnFinish = Callable[[SampleProgress], object]
 
 
 class Jump:
@@ -112,7 +112,7 @@ class SimulatedEngine:
         if self.phase is Phase.IDLE or (first and batch.fits(sequence, self.kv_tokens)):
             self._interrupt()
 
-    def abort(self, name: str) -> list[Progress]:
+    def abort(self, name: str) -> list[SampleProgress]:
         """Ends a request (`rid`) or one sample (`rid/i`) and returns what each sample had; [] for what isn't here."""
         rid, _, sample = name.partition("/")
         samples = self._requests.get(rid, {})

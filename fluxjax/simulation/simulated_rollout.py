@@ -15,7 +15,7 @@ from ..base.types import Response
 from ..coordinator.ledger import ABORTED
 from ..coordinator.messages import EngineFailed, Event, Generate, PublishWeights, Request, ResponseFinished
 from .clock import Clock
-from .continuous_batch import Progress
+from .continuous_batch import SampleProgress
 from .faults import FaultPlan
 from .options import SimulationConfig
 from .simulated_engine import SimulatedFleet
@@ -92,7 +92,7 @@ class Rollout:
                     generation.left += 1
             self.launched += generation.left
 
-    def _ended(self, progress: Progress) -> None:
+    def _ended(self, progress: SampleProgress) -> None:
         opened = self._open[progress.rid]
         self.longest = max(self.longest, progress.tokens)
         self._close(opened, 1)
@@ -107,7 +107,7 @@ class Rollout:
             failed = EngineFailed((progress.rid,), f"no answer within {self.settings.reply_limit:g} s")
             self.clock.after(self.settings.reply_limit, partial(self.post, failed))
 
-    def _response(self, opened: Generation, progress: Progress) -> Response:
+    def _response(self, opened: Generation, progress: SampleProgress) -> Response:
         """At the very moment of its last token a response is over, even if it is aborted."""
         rid, sample, tokens, segments = progress
         finish = "length" if tokens >= self.work.max_new_tokens else "stop"

@@ -15,8 +15,8 @@ from rich.table import Table
 from ..config.schedules import make_schedules
 from ..coordinator import Coordinator, PromptStage, Settings
 from ..coordinator.factory import make_parallelism, make_policy
-from .cluster import Cluster, OnStep, StepRecord, Watch
 from .options import SimulateConfig
+from .virtual_cluster import Cluster, OnStep, StepRecord, Watch
 
 
 def make_cluster(config: SimulateConfig, watch: Watch | None = None, on_step: OnStep | None = None) -> Cluster:

@@ -98,7 +98,7 @@ class Account:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowGrowth:
     """The growth of a program's temporaries with the tokens of a row: a straight line through two compiled lengths."""
 
     tokens: int

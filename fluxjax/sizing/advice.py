@@ -13,8 +13,8 @@ from rollout.pages import PAGE_TOKENS
 
 from ..config import Config, Remat, Strategy
 from ..runtime.engine_pool import engine_count
-from .account import Account, Change, Rows
-from .programs import (
+from .account import Account, Change, RowGrowth
+from .run_programs import (
     Progress,
     RunShapes,
     bytes_on_device,
@@ -34,7 +34,7 @@ def with_remat(config: Config, remat: Remat) -> Config:
     return changed
 
 
-def changes(run: RunShapes, rows: Rows, usable: float, few: int, progress: Progress) -> list[Change]:
+def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: Progress) -> list[Change]:
     """The changes of settings that may make the run fit, in the order in which they would be tried. `few` layers are
     compiled where something must be."""
     config = run.config

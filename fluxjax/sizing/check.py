@@ -16,9 +16,9 @@ from models.config import AnyConfig
 from models.decoder import parameter_count
 
 from ..config import Config, Remat, RolloutEngine
-from .account import GIB, Account, Remedy, Rows, in_gib, remedies
+from .account import GIB, Account, Remedy, RowGrowth, in_gib, remedies
 from .advice import REMATS, changes, with_remat
-from .programs import Compiled, Progress, RunShapes, bytes_on_device, compiled_at_depth, with_layers
+from .run_programs import Compiled, Progress, RunShapes, bytes_on_device, compiled_at_depth, with_layers
 
 PROGRAMS = ("accumulate", "update", "logprobs", "prefill", "decode")
 
@@ -189,7 +189,7 @@ def check(
 
 def _rows(
     run: RunShapes, few: int, first: Mapping[str, Compiled], programs: Mapping[str, Compiled], progress: Progress
-) -> Rows:
+) -> RowGrowth:
     """How temporaries grow with a row, from rows of twice the configured length in `few` layers."""
     tokens = run.config.packing.tokens_per_row
     longer = copy.deepcopy(run.config)
@@ -200,7 +200,7 @@ def _rows(
     # What the other layers add grows with the row, too, but for their gradients.
     others = programs["accumulate"].temporaries - first["accumulate"].temporaries
     others -= run.trained - fewer.trained
-    return Rows(tokens, slope + max(others, 0.0) / tokens)
+    return RowGrowth(tokens, slope + max(others, 0.0) / tokens)
 
 
 def _account(run: RunShapes, programs: Mapping[str, Compiled], room: DeviceRoom) -> Account:

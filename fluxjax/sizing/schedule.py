@@ -30,7 +30,7 @@ _LOOPS = ("while", "conditional", "call")
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """The collectives of one kind in a run of a program, loops counted as often as they turn."""
 
     count: float = 0.0
@@ -38,14 +38,16 @@ class Traffic:
     exposed: float = 0.0  # of `count`: nothing that takes time runs beside them
     exposed_bytes: float = 0.0
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+    def __add__(self, other: CollectiveTraffic) -> CollectiveTraffic:
+        return CollectiveTraffic(
+            *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
+        )
 
-    def scaled(self, factor: float) -> Traffic:
-        return Traffic(*(factor * value for value in dataclasses.astuple(self)))
+    def scaled(self, factor: float) -> CollectiveTraffic:
+        return CollectiveTraffic(*(factor * value for value in dataclasses.astuple(self)))
 
 
-def traffic(hlo: str) -> dict[str, Traffic]:
+def traffic(hlo: str) -> dict[str, CollectiveTraffic]:
     """The collectives of a run of the program, by kind (`KINDS`), as one device sees them.
 
     The turns of a loop count where XLA knows them, else once; of a conditional, all branches count. A collective is
@@ -62,10 +64,10 @@ def traffic(hlo: str) -> dict[str, Traffic]:
             visit(called, times * turns)
 
     visit(next(name for name, computation in computations.items() if computation.entry), 1)
-    found: dict[str, Traffic] = {}
+    found: dict[str, CollectiveTraffic] = {}
     for name, times in totals.items():
         for kind, part in computations[name].traffic().items():
-            found[kind] = found.get(kind, Traffic()) + part.scaled(float(times))
+            found[kind] = found.get(kind, CollectiveTraffic()) + part.scaled(float(times))
     return found
 
 
@@ -120,8 +122,8 @@ class _Computation:
             found += [(name, int(trips[1]) if trips else 1) for name in names]
         return found
 
-    def traffic(self) -> Mapping[str, Traffic]:
-        found: dict[str, Traffic] = {}
+    def traffic(self) -> Mapping[str, CollectiveTraffic]:
+        found: dict[str, CollectiveTraffic] = {}
         started: dict[str, int] = {}
         for place, instruction in enumerate(self.instructions):
             kind = instruction.kind
@@ -139,7 +141,7 @@ class _Computation:
             long = any(_takes_long(other) for other in beside)
             written = sum(other.bytes for other in beside if other.operation == "fusion")
             exposed = 0.0 if long or written >= FASTER * size else 1.0
-            found[kind] = found.get(kind, Traffic()) + Traffic(1.0, size, exposed, size * exposed)
+            found[kind] = found.get(kind, CollectiveTraffic()) + CollectiveTraffic(1.0, size, exposed, size * exposed)
         return found
 
 

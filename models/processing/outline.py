@@ -21,7 +21,7 @@ class Medium:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outline:
+class PromptOutline:
     """A tokenised prompt with one placeholder for each medium, and these media, in order.
 
     `certain` is False where something rests on the word of a video's header: decoding may show otherwise.

@@ -22,7 +22,7 @@ from ..shadow import ShadowTensor
 from . import chat
 from .media import MediaSettings
 from .media_file import PromptError, Source
-from .outline import Medium, Outline
+from .outline import Medium, PromptOutline
 from .patches import arrange
 from .settings import (
     BICUBIC,
@@ -217,20 +217,20 @@ class Processor:
 
     def outline(
         self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = (), *, count: bool = False
-    ) -> Outline:
+    ) -> PromptOutline:
         """What `prepare_ids` gives, without pixels, from the headers of `media` alone; with `count`, videos are read
         through, though not decoded. Raises what `prepare_ids` raises, as far as that shows."""
         ids = np.array(token_ids, np.int32)
         self.check_placeholders(ids, [kind for kind, _ in media])
         found = [self.settings.glance(kind, source, count=count) for kind, source in media]
         certain = all(sure for _, sure in found)
-        return Outline(ids, tuple(medium for medium, _ in found), self.layout.spatial_merge_size, certain)
+        return PromptOutline(ids, tuple(medium for medium, _ in found), self.layout.spatial_merge_size, certain)
 
-    def outline_of(self, token_ids: Sequence[int], media: Sequence[Medium], *, certain: bool = True) -> Outline:
+    def outline_of(self, token_ids: Sequence[int], media: Sequence[Medium], *, certain: bool = True) -> PromptOutline:
         """Like `outline`, of media that are known already. Raises PromptError where they aren't those of the ids."""
         ids = np.array(token_ids, np.int32)
         self.check_placeholders(ids, [medium.kind for medium in media])
-        return Outline(ids, tuple(media), self.layout.spatial_merge_size, certain)
+        return PromptOutline(ids, tuple(media), self.layout.spatial_merge_size, certain)
 
     def _pads(self) -> dict[str, int]:
         """The placeholder of each kind of medium. Raises PromptError where the vocabulary lacks one."""
@@ -264,10 +264,10 @@ class Processor:
             medium, patches = self.settings.load(kind, source)
             found.append(medium)
             parts.append(self.settings.normalised(kind, patches))
-        outline = Outline(ids, tuple(found), self.layout.spatial_merge_size)
+        outline = PromptOutline(ids, tuple(found), self.layout.spatial_merge_size)
         return self.lay_out(outline, np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None)
 
-    def lay_out(self, outline: Outline, patches_PX: np.ndarray | ShadowTensor | None = None) -> ModelInput:
+    def lay_out(self, outline: PromptOutline, patches_PX: np.ndarray | ShadowTensor | None = None) -> ModelInput:
         """The model input of a prompt, whose media have these patches, each medium's in window order, or what stands
         for them."""
         ids, media = outline.token_ids, outline.media

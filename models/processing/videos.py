@@ -126,11 +126,11 @@ def read_video(
     exceeds `limits`; frames before it are void, too.
     """
     with opened(source) as file:
-        yield from _Reader(file, source_name(source), layout, pixels, frames, limits).video()
+        yield from _VideoReader(file, source_name(source), layout, pixels, frames, limits).video()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader:
+class _VideoReader:
     """Reads one video from an open file."""
 
     file: OpenFile

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
-from sharding.spread.route import Route
+from sharding.spread.route import ExchangeRoute
 
 from ..config import PatchLayout
 from ..inputs import PromptInput, VisionInput, frame_bound
@@ -87,7 +87,7 @@ def blank(num_patches: int, patch_values: int) -> VisionInput:
     )
 
 
-def side_by_side(shards: Sequence[VisionInput], bound: int, way: Route | None = None) -> VisionInput:
+def side_by_side(shards: Sequence[VisionInput], bound: int, way: ExchangeRoute | None = None) -> VisionInput:
     """The buffers of all shards along one axis; segment ids stay each shard's own."""
     if len(shards) == 1:
         return dataclasses.replace(shards[0], frame_bound=bound, route=way)

@@ -28,7 +28,7 @@ from .version_folders import VersionFolders, contents, pull, pulled
 LEAVE = 5.0  # seconds to leave a group
 
 
-class Route:
+class SyncRoute:
     """One way, for all servers of a fleet. Methods raise what `ServerClient` raises, and OSError where a folder of the
     trainer is full."""
 
@@ -53,14 +53,14 @@ class Route:
         """Removes what was prepared."""
 
 
-class SharedMemory(Route):
+class SharedMemory(SyncRoute):
     """`shm`: a server of this host reads the very folder."""
 
     async def deliver(self, client: ServerClient, published: Published) -> None:
         await client.update_from_disk(str(published.folder), published.version)
 
 
-class Buckets(Route):
+class Buckets(SyncRoute):
     """`bucket`: over HTTP, in flattened buckets of about `size` bytes. Needs no file that both sides see; each byte is
     sent as 4/3 of one, to every rank. For small models."""
 
@@ -131,7 +131,7 @@ class _ByTorch(Buckets):
             sender.kill()
 
 
-class Group(_ByTorch):
+class ProcessGroup(_ByTorch):
     """`group`: the process and the server join a process group, gloo or nccl (`backend`), and it broadcasts.
 
     JAX has no part in PyTorch's groups, and its buffers are not PyTorch's: the process reads the version from shared
@@ -178,7 +178,7 @@ class CudaIpc(_ByTorch):
         await client.update_from_tensors(await self._sender(client).share(published.folder, names, ranks), version)
 
 
-class OrbaxFolders(Route):
+class OrbaxFolders(SyncRoute):
     """`orbax`: through a folder that the hosts of servers see, whole or as deltas, into the memory of each host, while
     servers generate.
 

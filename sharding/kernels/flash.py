@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..target import target
-from . import launch
+from . import triton_launch
 
 MOST_HEAD_SIZE = 128
 
@@ -27,7 +27,7 @@ def chosen(*arrays: Array) -> bool:
     It is where a Triton kernel can be launched (`launch.possible`) and heads have at most 128 numbers, a multiple of 8.
     """
     head = arrays[0].shape[-1]
-    return head % 8 == 0 and head <= MOST_HEAD_SIZE and launch.possible(*arrays)
+    return head % 8 == 0 and head <= MOST_HEAD_SIZE and triton_launch.possible(*arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -144,7 +144,7 @@ def _call(
         active, whole = active.mT, whole.mT
     visits, counts = tile_lists(active, whole)
     by_keys = kernel == "key_gradients"
-    results = launch.launch(
+    results = triton_launch.launch(
         "flash_kernels",
         kernel,
         (*qkv, *more, segments, branches, visits, counts, T, filled, visits.shape[2]),
@@ -162,7 +162,7 @@ def _call(
         SCALE=H**-0.5,
         PRECISION=settings.precision,
     )
-    zero = launch.varying_zero(*inputs)
+    zero = triton_launch.varying_zero(*inputs)
     return [x + zero.astype(x.dtype) for x in results]
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..target import target
-from . import launch
+from . import triton_launch
 
 LOG2E = 1.4426950408889634
 TOGETHER = 16  # tiles of tokens that run at the same time, on the same part of the head: both stay in the L2 cache
@@ -37,7 +37,7 @@ def chosen(hidden: Array, head: Array) -> bool:
 
     It is where a Triton kernel can be launched (`launch.possible`) and the width of the model is a multiple of 16.
     """
-    return hidden.size > 0 and hidden.shape[-1] % 16 == 0 and launch.possible(hidden, head)
+    return hidden.size > 0 and hidden.shape[-1] % 16 == 0 and triton_launch.possible(hidden, head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _backward(
         chunk_grad_VD = _product("TV,TD->VD", grads_TV, hidden_TD).astype(head_VD.dtype)
         return hidden_grad_TD, jax.lax.dynamic_update_slice_in_dim(head_grad_VD, chunk_grad_VD, start, 0)
 
-    zero = launch.varying_zero(*(x for x in residuals if x is not allowed_V), *cotangents)
+    zero = triton_launch.varying_zero(*(x for x in residuals if x is not allowed_V), *cotangents)
     grads = (
         jnp.zeros(hidden_TD.shape, jnp.float32) + zero,
         jnp.zeros(head_VD.shape, head_VD.dtype) + zero.astype(head_VD.dtype),
@@ -170,7 +170,7 @@ def _call(
 ) -> list[Array]:
     """Runs a kernel over `arrays`: hidden states `[T, D]`, a head `[V, D]`, and more."""
     (T, D), V = arrays[0].shape, len(arrays[1])
-    results = launch.launch(
+    results = triton_launch.launch(
         "head_kernels",
         kernel,
         (*arrays, T, V),
@@ -185,7 +185,7 @@ def _call(
         PRECISION=settings.precision,
         **constants,
     )
-    zero = launch.varying_zero(*arrays)
+    zero = triton_launch.varying_zero(*arrays)
     return [x + zero.astype(x.dtype) for x in results]
 
 

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from ..fsdp import Fsdp
 from ..links import Device, LinkError, Links
 from ..walk import Forward, Loss, Params, Tally
-from .flat import Rows
+from .flat import ParameterRows
 from .pushed_gradients import Key, PushedGradients, Turn
 from .stage_programs import StagedMicrobatch, StagePrograms
 from .traffic import Itinerary, Traffic
@@ -92,7 +92,7 @@ class Odc:
         self._live_layers, self._deterministic = live_layers, deterministic
         self._devices: list[Device] = list(self.mesh.devices.flat)
         self._local = [d for d, device in enumerate(self._devices) if device.process_index == jax.process_index()]
-        self._rows = Rows(strategy, group)
+        self._rows = ParameterRows(strategy, group)
         self._links, self._read = links, read
         if links is None and any(set(self._rows.members(d)) - set(self._local) for d in self._local):
             raise ValueError("devices of other processes hold rows of this one's: Odc needs links to them")

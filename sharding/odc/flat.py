@@ -57,7 +57,7 @@ class Unit:
     size: int
 
 
-class Rows:
+class ParameterRows:
     """The units of a strategy's parameters, and what turns parameters into rows and gradient rows into gradients.
 
     Rows are sent in the compute dtype. `group` is how many neighbouring devices share one copy of all rows, 0 for all
@@ -181,7 +181,7 @@ def _modules(declared: Sequence[WeightSpec], params: Params) -> list[list[int]]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(layout: Rows, unit: int, rows: list[jax.Array]) -> list[jax.Array]:
+def _whole(layout: ParameterRows, unit: int, rows: list[jax.Array]) -> list[jax.Array]:
     size = layout.units[unit].size
     # [group, outer, size] -> [devices, size]: device `n` is member `n % group` of group `n // group`
     table = jnp.stack(rows).reshape(layout.group, layout.outer, size).swapaxes(0, 1).reshape(-1, size)
@@ -194,11 +194,11 @@ def _whole(layout: Rows, unit: int, rows: list[jax.Array]) -> list[jax.Array]:
     return whole
 
 
-def _whole_forward(layout: Rows, unit: int, rows: list[jax.Array]) -> tuple[list[jax.Array], None]:
+def _whole_forward(layout: ParameterRows, unit: int, rows: list[jax.Array]) -> tuple[list[jax.Array], None]:
     return _whole(layout, unit, rows), None
 
 
-def _whole_backward(layout: Rows, unit: int, _: None, gradients: list[jax.Array]) -> tuple[list[jax.Array]]:
+def _whole_backward(layout: ParameterRows, unit: int, _: None, gradients: list[jax.Array]) -> tuple[list[jax.Array]]:
     # Written out: the transpose of many slices would be a sum of as many padded rows.
     parts = []
     for piece, gradient in zip(layout.units[unit].pieces, gradients, strict=True):

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from ..fsdp import Fsdp
 from ..walk import REMAT, Forward, Loss, Params
-from .flat import Rows
+from .flat import ParameterRows
 from .pushed_gradients import Key
 from .stages import Arrays, Layer, Stage, Step, cut
 from .trace import MarkingWalk
@@ -31,7 +31,12 @@ class StagedMicrobatch:
     """
 
     def __init__(
-        self, rows: Rows, function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree, remat: str
+        self,
+        rows: ParameterRows,
+        function: Callable[[Params, PyTree], PyTree],
+        params: Params,
+        batch: PyTree,
+        remat: str,
     ) -> None:
         self.program = cut(function, params, batch)
         self.steps = self.program.steps
@@ -73,7 +78,7 @@ class StagedMicrobatch:
 class StagePrograms:
     """The microbatches of a strategy, one for each shape of a batch."""
 
-    def __init__(self, rows: Rows, strategy: Fsdp) -> None:
+    def __init__(self, rows: ParameterRows, strategy: Fsdp) -> None:
         self._rows, self._strategy = rows, strategy
         self._known: dict[tuple, StagedMicrobatch] = {}
         self._lock = threading.Lock()

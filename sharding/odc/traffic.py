@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from ..links import Device, Links
-from .flat import Rows
+from .flat import ParameterRows
 from .pushed_gradients import Key, PushedGradients
 
 Row = tuple[jax.Array, ...]  # one unit's rows, of each of its owners in order, on the device that fetched them
@@ -101,7 +101,7 @@ class Traffic:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: ParameterRows,
         published: Sequence[Sequence[jax.Array]],
         devices: Sequence[Device],
         local: Sequence[int],

@@ -21,7 +21,7 @@ from .shapes import Sizes
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Route:
+class ExchangeRoute:
     """The plan of an exchange: `sends[k][device]` are the rows of the device's buffer that cross axis `axes[k]` in step
     `k`; what arrives is appended to the buffer, which begins as the device's own features. Unused entries send row 0.
     """
@@ -64,7 +64,7 @@ def route(
     num_devices: int,
     rows: int,
     counts: Mapping[str, int] | None = None,
-) -> tuple[Route, np.ndarray]:
+) -> tuple[ExchangeRoute, np.ndarray]:
     """Plans (the route, the row of `target`'s final buffer in which each wanted feature stands).
 
     Wanted feature `i` is row `row[i]` of the `rows` features of device `source[i]` and is needed on `target[i]`; one
@@ -95,4 +95,4 @@ def route(
         length += count
         sends.append(send)
         crossed.append(axis)
-    return Route(tuple(sends), tuple(crossed)), place
+    return ExchangeRoute(tuple(sends), tuple(crossed)), place

@@ -41,7 +41,7 @@ Attention = Callable[[Array, Array, Array], Array]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class RoundColumns:
     """A device's part of one round: some columns of its row from `start`, of which the `valid` ones are the round's.
 
     The other columns belong to other rounds or are the row's padding. They are masked: they are read as zeros (segment
@@ -74,7 +74,7 @@ class View:
     """One round as a device sees it. `tiles` are those of the whole group's stream, `axes` the mesh axes of the group:
     none for a group of one device."""
 
-    columns: Columns
+    columns: RoundColumns
     tiles: tiles.Tiles
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
@@ -122,7 +122,7 @@ def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: in
     first, count = spread.starts_BJ[0, j], spread.counts_BJ[0, j]
     start = jnp.minimum(first, segments_T.shape[0] - budget)
     column = start + jnp.arange(budget)
-    columns = Columns(start, (column >= first) & (column < first + count))
+    columns = RoundColumns(start, (column >= first) & (column < first + count))
     both = jnp.stack([columns.read(segments_T), columns.read(branches_T)])
     if axes:
         both = jax.lax.all_gather(both, axes, axis=1, tiled=True)

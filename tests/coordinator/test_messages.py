@@ -28,8 +28,8 @@ from fluxjax.coordinator.messages import (
     Trained,
 )
 from fluxjax.runtime.runtime import Runtime
-from fluxjax.simulation.cluster import Cluster
 from fluxjax.simulation.promises.books import Books
+from fluxjax.simulation.virtual_cluster import Cluster
 
 HANDLERS = {
     "Coordinator hears": (Coordinator._hear, Event),

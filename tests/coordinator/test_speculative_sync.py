@@ -15,7 +15,7 @@ from policy_cases import PolicyWorld, prompt
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
 from fluxjax.config import SpeculativeSyncConfig
 from fluxjax.coordinator import Coordinator, PromptStage, SpeculativeSync, Synchronous, TailBatching
-from fluxjax.coordinator.engines import Pace, trained_tokens
+from fluxjax.coordinator.engine_states import Pace, trained_tokens
 from fluxjax.coordinator.lengths import LengthPredictor, ends_by, given_survival
 from fluxjax.coordinator.messages import Accumulate, Event, Instruction, Request, Tick, Train
 from fluxjax.coordinator.policies.speculative_sync import probability

@@ -35,7 +35,7 @@ from fluxjax.base import process_channel, process_pool
 from fluxjax.base.errors import DataError
 from fluxjax.config.data import DataConfig
 from fluxjax.data.decoder_pool import DecoderPool
-from fluxjax.data.decoders import Job
+from fluxjax.data.decoders import DecodeJob
 from fluxjax.data.local_store import LocalStore
 from fluxjax.data.media_refs import current_stamp
 from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket
@@ -116,7 +116,7 @@ def test_processes_decode_what_threads_do_and_leave_nothing(folder, tmp_path):
         assert (stats.queue_depth, stats.busy_workers, stats.killed_workers) == (0, 0, 0) and stats.decode_seconds > 0
     assert not alive(pids) and not children() and open_files() == before
     with pytest.raises(RuntimeError, match="the store of media is closed"):
-        store._decoders.decode(Job("a", "image", "a"), lambda *_: None)
+        store._decoders.decode(DecodeJob("a", "image", "a"), lambda *_: None)
 
 
 def test_many_pixels_are_mapped_and_few_are_sent(folder, monkeypatch):
@@ -413,7 +413,7 @@ def test_pools_decode_at_once_as_many_files_as_there_are_processes(folder):
         def keep(medium, number, patches):
             together.wait(60)
 
-        jobs = [Job(ref.name, ref.kind, ref.path) for ref in refs_of(folder)[:2]]
+        jobs = [DecodeJob(ref.name, ref.kind, ref.path) for ref in refs_of(folder)[:2]]
         threads = [in_background(pool.decode, job, keep) for job in jobs]
         for thread, _ in threads:
             thread.join(60)

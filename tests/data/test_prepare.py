@@ -31,7 +31,7 @@ from fluxjax.tasks.strings import StringsRecipe
 from models.config import PatchLayout
 from models.inputs import ModelInput
 from models.processing import Processor, tiny
-from models.processing.outline import Outline
+from models.processing.outline import PromptOutline
 
 
 @pytest.fixture(scope="module")
@@ -387,7 +387,7 @@ def test_the_chat_template_is_used_when_the_configuration_says_so():
             return [0, 0]
 
         def outline(self, token_ids, media, *, count=False):
-            return Outline(np.array(token_ids, np.int32), (), 2)
+            return PromptOutline(np.array(token_ids, np.int32), (), 2)
 
         def prepare_ids(self, token_ids, media):
             length = len(token_ids)

@@ -14,7 +14,7 @@ import models
 from models.config import NameLayout
 from models.decoder import logits
 from models.lora import adapted, load_adapters, save_adapters
-from sharding import lora as arithmetic
+from sharding import low_rank as arithmetic
 from sharding.walk import Walk
 from sharding.weights import by_path, specs
 

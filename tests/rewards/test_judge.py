@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from judge_server import FakeJudge, judge_in_thread
 
-from fluxjax.base.media import Media, MediaKind
+from fluxjax.base.medium import Media, MediaKind
 from fluxjax.base.scored import Completion, Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
 from fluxjax.rewards import Scorer, find_reward

@@ -36,7 +36,7 @@ from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
 from rollout.weights.published import SharedFolders
-from rollout.weights.routes import Buckets, Group, OrbaxFolders, Route, SharedMemory
+from rollout.weights.routes import Buckets, OrbaxFolders, ProcessGroup, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -197,19 +197,19 @@ def subject(name: str, kind: str, folder: pathlib.Path, ranks: int = 1) -> Itera
             yield Subject(name, kind, FleetEngine(fleet, 0), process, fleet)
 
 
-def route(way: str, name: str, config: AnyConfig, folder: pathlib.Path) -> Route:
+def route(way: str, name: str, config: AnyConfig, folder: pathlib.Path) -> SyncRoute:
     """A route of the weights on this host; buckets are small, so that there are many."""
     if way == "shm":
         return SharedMemory()
     if way == "bucket":
         return Buckets(1 << 18)
     if way == "group":
-        return Group(sglang_python(), 1 << 18, "127.0.0.1", "gloo")
+        return ProcessGroup(sglang_python(), 1 << 18, "127.0.0.1", "gloo")
     folders = VersionFolders(folder / "shared")
     return OrbaxFolders(folders, folder / "local", {}, here=name == "sglang")
 
 
-def fleet_by(route: Route, served: Subject, *, start_seconds: float = 300.0) -> Fleet:
+def fleet_by(route: SyncRoute, served: Subject, *, start_seconds: float = 300.0) -> Fleet:
     """A fleet that joins the server of a subject, and brings it weights by a route."""
     assert served.process is not None
     config, address = model(served.kind).config, served.process.address

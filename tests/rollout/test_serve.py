@@ -38,7 +38,7 @@ from serve_cases import (
 )
 
 from rollout import wire
-from rollout.serve_requests import MediaStore
+from rollout.serve_requests import ServedMedia
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_media_are_kept_by_their_key_for_a_while(vl):
 
 
 def test_the_media_that_were_not_asked_for_longest_go():
-    store = MediaStore(10)
+    store = ServedMedia(10)
     for key, size in (("a", 4), ("b", 4), ("a", 4)):
         store.put({"key": key, "patches": {"data": "x" * size}})
     store.get("b")

@@ -38,11 +38,11 @@ from fluxjax.base.types import PreparedPrompt, Prompt, Reward
 from fluxjax.runtime.held_out import HeldOut
 from models.processing import MediaError
 from models.shadow import ShadowTensor
-from rollout import lowered, pixels, turns
+from rollout import fetched_pixels, lowered, turns
 from rollout.engine import EngineError, SamplingParams
+from rollout.fetched_pixels import FetchedPixels
 from rollout.jax_engine import JaxEngine
 from rollout.lowered import EngineArrays, lowered_programs
-from rollout.pixels import Pixels
 from rollout.prompt_features import PromptFeatures
 from sharding.walk import Walk
 
@@ -205,13 +205,13 @@ def test_24_who_can_not_fetch_refuses():
 
 
 def test_24_what_is_next_is_fetched_ahead_and_no_more(monkeypatch):
-    monkeypatch.setattr(pixels, "AHEAD_PATCHES", 10)
+    monkeypatch.setattr(fetched_pixels, "AHEAD_PATCHES", 10)
     begun = threading.Semaphore(0)
     there = Elsewhere(lambda rows: begun.release())
     data = {f"t{k}": np.full((4, 3), k, np.float32) for k in range(6)}
     there._patches = data
     tensors = [ShadowTensor.of(name, (4, 3), np.float32) for name in data]
-    held = Pixels(there.fetch)
+    held = FetchedPixels(there.fetch)
     held.expect(tensors)
     begun.acquire()
     begun.acquire()

@@ -20,7 +20,7 @@ from models.inputs import PackedTokens
 from rollout.engine import EngineError
 from rollout.streamed import StreamedModel, finish
 from rollout.streamed_judge import StreamedJudge, in_loop
-from rollout.streamed_plan import Pace, pass_bytes
+from rollout.streamed_plan import DeviceSpeed, pass_bytes
 from sharding.walk import Walk
 
 LAYERS = 5
@@ -148,7 +148,7 @@ def test_a_pass_that_is_given_up_leaves_the_model_usable():
 
 
 def test_longer_batches_leave_fewer_layers_on_the_device():
-    pace = Pace(flops=1e10, memory_bytes=1e12, link_bytes=4e8)
+    pace = DeviceSpeed(flops=1e10, memory_bytes=1e12, link_bytes=4e8)
     model = StreamedModel(deep(), pace=pace)
     counts = []
     for length in (4, 40, 400):

@@ -13,7 +13,7 @@ import pytest
 import streamed_program
 from cuda_ahead import cuda_environment
 
-from rollout.streamed_plan import Pace, layer_weights, pass_bytes, resident_layers, streamed_places, travel
+from rollout.streamed_plan import DeviceSpeed, layer_weights, pass_bytes, resident_layers, streamed_places, travel
 
 HERE = pathlib.Path(__file__).resolve().parent
 TARGET = HERE.parents[1] / "fluxjax" / "sizing" / "targets" / "h100.txtpb"
@@ -45,7 +45,7 @@ def exposed(events):
 
 def planned(tokens):
     """The most parts that travel during one layer's computation, as planned for an H100."""
-    text, pace = streamed_program.CONFIG, Pace()
+    text, pace = streamed_program.CONFIG, DeviceSpeed()
     size = 2 * layer_weights(text)
     compute = pace.compute_seconds(text, 1, tokens, 0, size)
     resident = resident_layers(text.num_layers, size, compute, pace.transfer_seconds(size), float("inf"))

@@ -9,14 +9,22 @@ from rollout_cases import TEXT
 from streamed_program import CONFIG as SEVEN
 
 from rollout.engine import EngineError
-from rollout.streamed_plan import PARTS, Pace, layer_weights, pass_bytes, resident_layers, streamed_places, travel
+from rollout.streamed_plan import (
+    PARTS,
+    DeviceSpeed,
+    layer_weights,
+    pass_bytes,
+    resident_layers,
+    streamed_places,
+    travel,
+)
 
 LAYER = 2 * layer_weights(SEVEN)  # bytes in bfloat16
 PLENTY = float("inf")
 
 
 def chosen(tokens, free_bytes=PLENTY, rows=1):
-    pace = Pace()
+    pace = DeviceSpeed()
     compute = pace.compute_seconds(SEVEN, rows, tokens, 0, LAYER)
     return resident_layers(28, LAYER, compute, pace.transfer_seconds(LAYER), free_bytes)
 
@@ -74,7 +82,7 @@ def test_each_streamed_layer_travels_once_and_is_there_in_time(layers, data):
 
 
 def test_costs_grow_with_the_batch():
-    pace = Pace(flops=1e9, memory_bytes=1e9, link_bytes=1e9)
+    pace = DeviceSpeed(flops=1e9, memory_bytes=1e9, link_bytes=1e9)
     text = TEXT.text
     short, long, behind = (pace.compute_seconds(text, 1, *tokens, 1000) for tokens in ((100, 0), (200, 0), (100, 50)))
     assert 2 * short < long and short < behind
@@ -83,4 +91,4 @@ def test_costs_grow_with_the_batch():
     assert two > one > 4 * layer_weights(text) and three - two == two - one
     assert pass_bytes(text, 1, 64, 16, 4) - pass_bytes(text, 1, 64, 0, 4) == 4 * 80 * 2 * 2 * 16
     with pytest.raises(EngineError, match="a pace needs positive"):
-        Pace(flops=0.0)
+        DeviceSpeed(flops=0.0)

@@ -31,7 +31,7 @@ from rollout.weights import published as published_module
 from rollout.weights import torch_sender
 from rollout.weights.agent import main
 from rollout.weights.published import Published, SharedFolders
-from rollout.weights.routes import Buckets, OrbaxFolders, Route, buckets
+from rollout.weights.routes import Buckets, OrbaxFolders, SyncRoute, buckets
 from rollout.weights.torch_bucket import write_bucket
 from rollout.weights.torch_sender import SenderError, TorchSender
 from rollout.weights.version_folders import VersionFolders
@@ -64,7 +64,7 @@ async def reached(served: Served, token: str = ""):
         await client.close()
 
 
-async def brought(route: Route, client: ServerClient, published: Published) -> None:
+async def brought(route: SyncRoute, client: ServerClient, published: Published) -> None:
     await route.stage(client, published)
     await client.pause("retract")
     await route.deliver(client, published)

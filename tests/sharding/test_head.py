@@ -12,7 +12,7 @@ import pytest
 from cuda_ahead import run_ahead, run_on_gpu
 from triton_code import SHARED_MEMORY, assert_no_spills_and_tensor_cores
 
-from sharding.kernels import head, launch
+from sharding.kernels import head, triton_launch
 from sharding.target import Target, compiling_for
 
 PROGRAM = pathlib.Path(__file__).with_name("head_program.py")
@@ -75,7 +75,7 @@ def test_values_and_gradients_on_a_gpu():
 
 
 def test_cpus_and_old_gpus_compute_portably(monkeypatch):
-    monkeypatch.setattr(launch, "_importable", lambda: True)
+    monkeypatch.setattr(triton_launch, "_importable", lambda: True)
     hidden, weights = jnp.zeros((1, 8, 64)), jnp.zeros((32, 64))
     assert not head.chosen(hidden, weights)
     with compiling_for(Target("gpu", 75)):

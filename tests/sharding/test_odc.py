@@ -16,7 +16,7 @@ from toy import assert_equal, loss, make_batch, strategy, toy
 
 from sharding.mesh import MeshError
 from sharding.odc import Odc, OdcError
-from sharding.odc.flat import Rows
+from sharding.odc.flat import ParameterRows
 from sharding.odc.stages import StageError, cut
 from sharding.odc.trace import MarkingWalk
 from sharding.odc.traffic import Itinerary, Window
@@ -294,7 +294,7 @@ def test_a_stack_whose_layers_change_the_shape_is_refused():
 def test_rows_hold_every_weight_once_and_give_it_back(devices, group):
     model, params = toy()
     fsdp = strategy(devices, model)
-    rows = Rows(fsdp, group)
+    rows = ParameterRows(fsdp, group)
     published = rows.publish(fsdp.shard(params))
     leaves = jax.tree.leaves(params)
     for unit, layers in zip(rows.units, published, strict=True):

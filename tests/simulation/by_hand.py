@@ -6,10 +6,10 @@ import dataclasses
 
 from fluxjax.config import cli
 from fluxjax.simulation.clock import Clock
-from fluxjax.simulation.continuous_batch import Progress
+from fluxjax.simulation.continuous_batch import SampleProgress
 from fluxjax.simulation.hardware import TASKS, Hardware
 from fluxjax.simulation.options import SimulateConfig, SimulationConfig
-from fluxjax.simulation.scoring import Servers
+from fluxjax.simulation.reward_stage import Servers
 from fluxjax.simulation.simulated_engine import SimulatedFleet
 from fluxjax.simulation.workload import Workload
 
@@ -77,7 +77,7 @@ def roll_out(
     ended: dict[int, list[int]] = {draw: [] for draw in draws}
     complete: dict[int, list[int]] = {}
 
-    def on_finish(progress: Progress) -> None:
+    def on_finish(progress: SampleProgress) -> None:
         draw = int(progress.rid.split(".")[0])
         ended[draw].append(progress.sample)
         if len(ended[draw]) == need:

@@ -33,11 +33,11 @@ from fluxjax.coordinator.messages import (
     Started,
     Train,
 )
-from fluxjax.simulation.cluster import Cluster, StuckError
 from fluxjax.simulation.histories import History, scenario
 from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster
 from fluxjax.simulation.simulated_run import summary as summarise
+from fluxjax.simulation.virtual_cluster import Cluster, StuckError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

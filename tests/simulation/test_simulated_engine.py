@@ -14,7 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from naive_engine import BEFORE, Cost, NaiveEngine
 
 from fluxjax.simulation.clock import Clock, ClockError
-from fluxjax.simulation.continuous_batch import Progress
+from fluxjax.simulation.continuous_batch import SampleProgress
 from fluxjax.simulation.simulated_engine import SimulatedEngine, SimulatedEngineError
 
 TIMES = st.integers(0, 1500).map(lambda ticks: ticks / 1024)
@@ -137,7 +137,7 @@ def test_segments_say_which_weights_made_which_tokens():
 def test_callbacks_may_submit_abort_and_crash():
     clock, seen = Clock(), []
 
-    def on_finish(progress: Progress) -> None:
+    def on_finish(progress: SampleProgress) -> None:
         rid = progress.rid
         seen.append(progress[:3])
         if rid == "a":

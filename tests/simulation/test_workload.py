@@ -13,7 +13,7 @@ from fluxjax.simulation.draws import exponential, key, uniform
 from fluxjax.simulation.faults import FaultPlan, FaultRates
 from fluxjax.simulation.hardware import HARDWARE
 from fluxjax.simulation.options import SimulationConfig
-from fluxjax.simulation.scoring import Servers
+from fluxjax.simulation.reward_stage import Servers
 from fluxjax.simulation.simulated_engine import SimulatedFleet
 from fluxjax.simulation.workload import Workload, response
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from ...config import SpeculativeSyncConfig
-from ..engines import trained_tokens
+from ..engine_states import trained_tokens
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
 from ..messages import Accumulate, Instruction, response_id

@@ -1,6 +1,6 @@
 """Rewards by a judge: a language model that is shown a prompt and its response, and gives a verdict on a scale."""
 
-from .model import Answer, JudgeModel, Question
+from .questions import Answer, JudgeModel, Question
 from .reward import Judge
 
 __all__ = ["Answer", "Judge", "JudgeModel", "Question"]

@@ -17,10 +17,10 @@ from ...config.bounds import bounded, not_negative, positive, within
 from ..answers import Failing, RewardFailure
 from ..parameters import check_parameters
 from .endpoint import Endpoint, checked_url, token_of
-from .images import image_urls
-from .model import JudgeModel, Question
+from .http_judges import CHAT, GENERATE, ChatServer, GenerateServer, load_processor
+from .image_urls import image_urls
+from .questions import JudgeModel, Question
 from .rubrics import Rubric
-from .servers import CHAT, GENERATE, ChatServer, GenerateServer, load_processor
 from .verdicts import VerdictReader
 
 log = logging.getLogger("fluxjax.rewards")

@@ -10,8 +10,8 @@ from rollout.engine import Engine, FinishReason, GenerateRequest, SamplingParams
 from rollout.streamed_judge import StreamedJudge
 
 from ..answers import Failing, RewardFailure
-from .model import Answer, Question
-from .servers import question_ids
+from .http_judges import question_ids
+from .questions import Answer, Question
 
 
 class EngineModel:

@@ -9,7 +9,7 @@ import models.processing
 
 from ...base.errors import ConfigError
 from .endpoint import Endpoint
-from .model import Answer, Question
+from .questions import Answer, Question
 
 CHAT, GENERATE = "/v1/chat/completions", "/generate"
 

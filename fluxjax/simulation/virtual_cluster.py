@@ -20,7 +20,7 @@ from ..coordinator.messages import Handlers
 from .clock import Clock
 from .faults import FaultPlan
 from .options import SimulateConfig
-from .scoring import Scoring
+from .reward_stage import Scoring
 from .simulated_rollout import SHOWN, Rollout, meet_incidents
 from .workload import Workload
 

@@ -21,7 +21,7 @@ from models.decoder import Decoder
 from rollout.lowered import EngineArrays, lowered_programs
 from rollout.pages import PAGE_TOKENS, pages_for
 from rollout.requests import EngineLimits
-from sharding import lora
+from sharding import low_rank
 from sharding.mesh import make_mesh
 from sharding.target import Target, compiling_for
 
@@ -34,7 +34,7 @@ from ..learner.scoring import shaped
 from ..runtime.engine_pool import degrees, engine_count
 from .account import in_gib
 from .largest import largest_batch, longest_prompt, vision_of
-from .schedule import Traffic, traffic
+from .schedule import CollectiveTraffic, traffic
 
 # A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton and `launch` name it.
 ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call".*[/(]flash_kernels_\w+\)*/')
@@ -47,7 +47,7 @@ class Compiled:
 
     temporaries: float
     results: float  # that lie in no argument's place
-    traffic: Mapping[str, Traffic]  # by kind of collective
+    traffic: Mapping[str, CollectiveTraffic]  # by kind of collective
     seconds: float  # of compiling
     triton: bool  # whether it launches the Triton kernels of attention; else that is portable
     offloaded: float  # temporaries in the host's memory
@@ -79,11 +79,11 @@ class Compiled:
             return max(first + factor * (second - first), 0.0)
 
         kinds = {
-            kind: Traffic(
+            kind: CollectiveTraffic(
                 *map(
                     at,
-                    dataclasses.astuple(self.traffic.get(kind, Traffic())),
-                    dataclasses.astuple(other.traffic.get(kind, Traffic())),
+                    dataclasses.astuple(self.traffic.get(kind, CollectiveTraffic())),
+                    dataclasses.astuple(other.traffic.get(kind, CollectiveTraffic())),
                 )
             )
             for kind in {**self.traffic, **other.traffic}
@@ -185,7 +185,7 @@ class RunShapes:
     @property
     def merged(self) -> float:
         """Bytes on the fullest device of weights to which their adapters were added, as they are handed to engines."""
-        return bytes_on_device(lora.adapted(self.learner.params, self.learner.gradients.strategy.specs))
+        return bytes_on_device(low_rank.adapted(self.learner.params, self.learner.gradients.strategy.specs))
 
     @property
     def cache_tokens(self) -> int:

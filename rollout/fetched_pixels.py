@@ -18,7 +18,7 @@ THREADS = 4  # that wait for whoever has the pixels
 AHEAD_PATCHES = 8192  # fetched before they are asked for, at most: of one or two turns
 
 
-class Pixels:
+class FetchedPixels:
     """The patches of prompts, by `fetch`; None for an engine that gets them with its prompts. It is used by one thread
     at a time."""
 

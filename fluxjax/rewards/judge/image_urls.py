@@ -7,7 +7,7 @@ import base64
 import mimetypes
 import pathlib
 
-from ...base.media import Media, MediaKind
+from ...base.medium import Media, MediaKind
 from ...base.scored import Prompt
 from ..answers import Failing, RewardFailure
 

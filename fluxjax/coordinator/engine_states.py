@@ -11,7 +11,7 @@ from ..base.types import Group
 from .messages import Request
 
 
-class Fleet:
+class EngineStates:
     """The engines' weights and loads. Policies read it and ask for a route; only the `Coordinator` writes."""
 
     def __init__(self, engines: int, degree: int = 1, kv_tokens: int = 0) -> None:
