@@ -1,9 +1,9 @@
-"""Held-out accuracy of a finished run by the length of the right answer. A part of `policies_learning.py`.
+"""Measures the held-out accuracy of a finished run by length of the right answer. A part of `policies_learning.py`.
 
     python benchmarks/accuracy_by_length.py RUN [STRIPS]   # one JSON line, kept in RUN/accuracy_by_length[_STRIPS].json
 
-With STRIPS, so many strips of held-out digits are asked, of which the run's own 400 are the first: a difference of two
-runs is known to about a point from 400.
+With STRIPS, the run reads that many held-out strips of digits, of which its own 400 are the first: from 400 strips, a
+difference between two runs is known to about a point only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Counts = dict[str, dict[str, tuple[int, int]]]  # by source and length: right an
 
 
 def by_length(run: pathlib.Path, strips: int = 0) -> Counts:
-    """Measured in a process of its own, once. Raises `CalledProcessError` if that does not end well."""
+    """Returns the counts of a run. Another process measures them once, and keeps them in a file of the run's folder.
+    Raises `CalledProcessError` if that process fails."""
     file = _file(run, strips)
     if not file.exists():
         command = [sys.executable, __file__, str(run), str(strips)]

@@ -1,4 +1,4 @@
-"""Does every algorithm learn? Held-out accuracy of an embedded task under each built-in one, over several seeds.
+"""Measures whether every built-in algorithm learns: held-out accuracy of an embedded task, over several seeds.
 
     python benchmarks/algorithms_learning.py --out runs/algorithms      # 33 runs, about 25 minutes on two cores
     python benchmarks/algorithms_learning.py --out runs/algorithms --picture docs/pictures/algorithms.png
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
                 print(f"error: {name} with seed {seed} did not end well; see {folder}.log", file=sys.stderr)
                 return 1
             summaries[name].append(json.loads((folder / "summary.json").read_text()))
-    measured = {name: _gains(own) for name, own in summaries.items()}
+    measured = {name: _gains(summaries[name]) for name in names}
     for name, by_source in measured.items():
         for source, figures in by_source.items():
             if name != TEACHER and TEACHER in measured:
@@ -75,7 +75,7 @@ def _flags(name: str, out: pathlib.Path, seed: int) -> list[str]:
 
 
 def _gains(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By source: accuracies at both ends, and what was gained."""
+    """Returns by source the accuracies after the warm start and at the end of each run, and the gain in points."""
     result = {}
     for source in sorted(summaries[0]["accuracy"]):
         start, end = ([summary["accuracy"][source][at] for summary in summaries] for at in ("start", "end"))

@@ -1,4 +1,5 @@
-"""How fast attention over packed rows is: FlexRL's Table 3, the heads of Qwen2.5-VL-7B, its vision windows and frames.
+"""Measures the speed of attention over packed rows: FlexRL's Table 3, and text, vision windows and frames of
+Qwen2.5-VL-7B.
 
     python benchmarks/attention.py                    on a GPU: 65,536 tokens in all, in bfloat16
     python benchmarks/attention.py --tokens 16384     shorter rows
@@ -60,7 +61,7 @@ def cases(tokens: int) -> list[Case]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error for settings that cannot work."""
+    """Returns 0, or 2 with one line on standard error for settings that cannot work."""
     options = _parser().parse_args(argv)
     if options.tokens < 64 or options.repeats < 1:
         print("error: --tokens must be at least 64 and --repeats at least 1", file=sys.stderr)
@@ -115,7 +116,8 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def ours(case: Case, dtype: str) -> tuple[dict[str, Callable[[], object]], str]:
-    """The forward pass and both passes of `sharding.kernels.attention`, and the kernel that it chooses."""
+    """Returns functions that run the forward pass, or forward and backward pass, of `sharding.kernels.attention`, and
+    the name of the kernel that it chooses."""
     import jax
     import jax.numpy as jnp
 
@@ -135,17 +137,21 @@ def ours(case: Case, dtype: str) -> tuple[dict[str, Callable[[], object]], str]:
         return attention(q, k, v, Mask(segments, causal=case.causal))
 
     @jax.jit
-    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    def forward_and_backward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         out, pull = jax.vjp(forward, q, k, v)
         return out, *pull(dout)
 
     kernel = "triton" if flash.chosen(q, k, v) else "portable"
     wait = jax.block_until_ready
-    return {"forward": lambda: wait(forward(q, k, v)), "both": lambda: wait(both(q, k, v))}, kernel
+    return {
+        "forward": lambda: wait(forward(q, k, v)),
+        "both": lambda: wait(forward_and_backward(q, k, v)),
+    }, kernel
 
 
 def torch_runs(case: Case) -> dict[str, Callable[[], object]]:
-    """The same of PyTorch, nothing if it is not installed or sees no GPU where JAX does."""
+    """Returns functions that run the forward pass, or forward and backward pass, of PyTorch's attention; none if
+    PyTorch is not installed, or sees no GPU where JAX does."""
     import jax
 
     try:
@@ -172,11 +178,11 @@ def torch_runs(case: Case) -> dict[str, Callable[[], object]]:
             attend()
         wait()
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         torch.autograd.grad(attend(), (q, k, v), dout)
         wait()
 
-    return {"torch_forward": forward, "torch_both": both}
+    return {"torch_forward": forward, "torch_both": forward_and_backward}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,5 +1,5 @@
-"""What both sides of a benchmark share: workers driven over pipes, and measures. Standard library only, because the
-peer's interpreter need not have anything of this project installed."""
+"""The parts that both sides of a benchmark share: workers driven over pipes, and measures of time and memory. Standard
+library only, because the peer's interpreter need not have anything of this project installed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def cores() -> int:
 
 
 def response_lengths(natural: bool, prompts: int, group_size: int, most: int, seed: int) -> list[list[int]]:
-    """Tokens of each response of a step, group by group: all `most`, or drawn from a lognormal around a third of it
-    and cut off there (mean about 0.4 of it, one in 16 cut off), which is about as uneven as groups of answers are."""
+    """Returns the tokens of each response of a step, group by group: `most` for all, or, if `natural`, drawn from a
+    lognormal around a third of `most` and cut off at `most` (mean about 0.4 of it, one in 16 cut off), which is about
+    as uneven as groups of answers are."""
     draw = random.Random(seed)
 
     def length() -> int:
@@ -94,9 +95,10 @@ class Stopwatch:
 
 
 class Worker:
-    """A process that answers one JSON line a request: see `serve`. What it says on standard error passes through.
+    """A process that answers one JSON line a request: see `Channel`. What it says on standard error passes through.
 
-    Its stages are `prepare`, `rollout`, `train` and `step`; all of them are measured by itself.
+    The worker itself measures the seconds of its stages: those of `train_step.py` are `prepare`, `rollout`, `train`,
+    `sync` and `step`.
     """
 
     def __init__(self, name: str, command: Sequence[str], settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
@@ -112,7 +114,7 @@ class Worker:
         self.about = self._answer()
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Raises `WorkerError` if there is no answer."""
+        """Sends a request and returns its answer. Raises `WorkerError` if there is none."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -122,7 +124,7 @@ class Worker:
         return self._answer()
 
     def finish(self) -> dict[str, Any]:
-        """The worker's last words; waits for its end."""
+        """Asks the worker to finish, waits for its end, and returns its last answer."""
         last = self.ask(do="finish")
         self._process.wait(60)
         return last
@@ -159,8 +161,8 @@ class Team:
     def __init__(
         self, script: str, settings: Mapping[str, Any], env: Mapping[str, str], count: int, *, pinned: bool = False
     ) -> None:
-        """`settings` go to all, with `port`, `processes` and `process`; to those that are `pinned` with a `core` each.
-        Raises `WorkerError` for fewer cores than that takes."""
+        """Starts `count` workers. Each gets the `settings` and its `port`, `processes` and `process` (its number); if
+        `pinned`, also a `core` of its own. Raises `WorkerError` if there are fewer cores than that takes."""
         available = sorted(os.sched_getaffinity(0))
         if pinned and len(available) < count:
             raise WorkerError(f"{count} cores are needed, one for each process")
@@ -172,15 +174,16 @@ class Team:
         self._pool = self._stack.enter_context(concurrent.futures.ThreadPoolExecutor(count))
 
         def start(process: int) -> Worker:
-            own = {**shared, "process": process} | ({"core": available[process]} if pinned else {})
-            return Worker(f"process {process}", command, own, thread_environment(1) | {"JAX_PLATFORMS": "cpu"} | env)
+            told = {**shared, "process": process} | ({"core": available[process]} if pinned else {})
+            return Worker(f"process {process}", command, told, thread_environment(1) | {"JAX_PLATFORMS": "cpu"} | env)
 
         self._workers = [self._stack.enter_context(worker) for worker in self._pool.map(start, range(count))]
         self.about = self._workers[0].about
         self._number = 0
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:
-        """The answers of all, which are asked at the same time; `number` says the how manieth time."""
+        """Sends a request to all workers at the same time and returns their answers. Requests are numbered from 1: the
+        workers find that as `number`."""
         self._number += 1
         return list(self._pool.map(lambda worker: worker.ask(number=self._number, **request), self._workers))
 
@@ -205,8 +208,8 @@ class Pair(Team):
 
 
 class Channel:
-    """The worker's side. Takes standard output away from everybody else: what libraries print there goes to
-    standard error."""
+    """The worker's end of the pipes. It takes standard output for itself: what libraries print there goes to standard
+    error."""
 
     def __init__(self) -> None:
         self._out: TextIO = os.fdopen(os.dup(1), "w")
@@ -217,7 +220,7 @@ class Channel:
         self._out.flush()
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """All requests but the last, which is `finish`; also ends when the parent is gone."""
+        """Yields all requests but the last, which is `finish`; also ends when the parent is gone."""
         for line in sys.stdin:
             request = json.loads(line)
             if request["do"] == "finish":

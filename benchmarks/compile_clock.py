@@ -1,4 +1,4 @@
-"""What JAX spends on compiling, so that benchmarks can say it or take it off."""
+"""Measures the time that JAX spends on compiling, so that benchmarks can report or subtract it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _ALL = "/jax/core/compile/"  # tracing, too
 
 
 class CompileClock:
-    """Seconds that JAX has spent compiling, by thread; with tracing, or without, since traces lie within each other."""
+    """Adds up the seconds that JAX spends compiling, by thread. Tracing can be left out: traces lie within each other,
+    and would count more than once."""
 
     def __init__(self, *, tracing: bool = True) -> None:
         self._events = _ALL if tracing else _COMPILING
@@ -25,7 +26,7 @@ class CompileClock:
         return self.in_threads("")
 
     def in_threads(self, prefix: str) -> float:
-        """In those whose names begin so."""
+        """The seconds of the threads whose names begin with `prefix`."""
         return sum(seconds for name, seconds in list(self._threads.items()) if name.startswith(prefix))
 
     def _add(self, event: str, duration_secs: float, **_: Any) -> None:

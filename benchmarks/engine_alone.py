@@ -1,4 +1,4 @@
-"""Speed and memory of the embedded engine alone, on a model with random weights: decoding, prefill, the paged cache.
+"""Measures speed and memory of the embedded engine alone, with random weights: decoding, prefill, the paged cache.
 
     python benchmarks/engine_alone.py                       a small shape, one, eight and a group of eight samples
     python benchmarks/engine_alone.py --shape 0.5b          Qwen2.5-0.5B's shape
@@ -47,7 +47,7 @@ CASES = {"one": (1, 1), "eight": (8, 1), "group of eight": (1, 8)}  # prompts, a
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error for settings that cannot work."""
+    """Returns 0, or 2 with one line on standard error for settings that cannot work."""
     options = _parser().parse_args(argv)
     if min(options.repeats, options.prompt_tokens) < 1 or options.new_tokens < 2:
         print("error: --repeats and --prompt-tokens must be at least 1, --new-tokens 2", file=sys.stderr)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The whole benchmark. Raises EngineError for a cache that has no room for a single sample."""
+    """Runs the whole benchmark. Raises EngineError for a cache that has no room for a single sample."""
     load_before = os.getloadavg()[0]
     shape = SHAPES[options.shape]
     config = read_config({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",

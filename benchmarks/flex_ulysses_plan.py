@@ -1,4 +1,4 @@
-"""How even plans are and what they send: FlexUlysses and its baselines on mixes of sequence lengths.
+"""Measures how even plans are and what they send: FlexUlysses and its baselines on mixes of sequence lengths.
 
     python benchmarks/flex_ulysses_plan.py                      the mixes of ../shared; degrees up to 16, 8 and 32
     python benchmarks/flex_ulysses_plan.py --mixes FILE         other mixes: a JSON list of cases with `devices` and
@@ -41,7 +41,7 @@ FIXED = (2, 4, 8)
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error for settings or mixes that cannot work."""
+    """Returns 0, or 2 with one line on standard error for settings or mixes that cannot work."""
     options = _parser().parse_args(argv)
     try:
         cases = json.loads(pathlib.Path(options.mixes).read_text())
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """The whole benchmark. Raises PlanError for a case without a plan."""
+    """Runs the whole benchmark. Raises PlanError for a case without a plan."""
     load, rows = os.getloadavg()[0], []
     for case in cases:
         lengths, devices = [int(sequence["length"]) for sequence in case["sequences"]], int(case["devices"])
@@ -78,9 +78,9 @@ def measure(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> dic
         }
         row["other_caps"] = {}
         for cap in options.other_caps:
-            other = _limits(options, cap, devices)
-            figures = _figures(flex_ulysses(lengths, devices, other), eight, other)
-            bound = round(balance_bound(lengths, devices, other), 4)
+            capped = _limits(options, cap, devices)
+            figures = _figures(flex_ulysses(lengths, devices, capped), eight, capped)
+            bound = round(balance_bound(lengths, devices, capped), 4)
             row["other_caps"][str(cap)] = figures | {"balance_bound": bound}
         rows.append(row)
         print(_line(row), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Simulated times of update and log-probs on 32 to 128 GPUs, for each way to place a batch, beside FlexRL's figures.
+"""Simulates the seconds of update and log-probs on 32 to 128 GPUs, for each way to place a batch, beside FlexRL's.
 
     python benchmarks/flex_ulysses_simulated.py                       ../shared/data/lengths/flexrl_mixes.json
     python benchmarks/flex_ulysses_simulated.py FILE --cluster=h200   other mixes; links of the other cluster
@@ -78,14 +78,15 @@ PAPER_CASES = {
 
 
 def simulate(mixes: Sequence[Case], cost: CostModel | None = None) -> dict[str, Any]:
-    """For the cases of `flexrl_mixes.json`, medians over those of one name. All keys say `simulated` but `paper`."""
+    """Simulates all methods on the cases of `flexrl_mixes.json`, and returns medians over the cases of one name, beside
+    FlexRL's figures. All keys say `simulated`, but for `paper`."""
     cost = cost or CostModel.published("h800")
     cases: dict[str, list[Case]] = {}
     for case in mixes:
         cases.setdefault(case["name"], []).append(case)
     if "only_video_32" in cases and len(cases["only_video_32"]) > 1:  # as many again: 128 samples on 64 GPUs
         cases["only_video_64"] = [_joined(*pair) for pair in _neighbours(cases["only_video_32"])]
-    simulated = {name: _medians([_case(one, cost) for one in same]) for name, same in cases.items()}
+    simulated = {name: _medians([_case(case, cost) for case in same]) for name, same in cases.items()}
     result: dict[str, Any] = {
         "simulated_with": cost.source,
         "simulated_model": cost.model.name,
@@ -104,16 +105,19 @@ def simulate(mixes: Sequence[Case], cost: CostModel | None = None) -> dict[str, 
 
 
 def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
-    """`{method: {simulated seconds of an update, of log-probs, and the balance of attention}}`."""
-    lengths = [one["length"] for one in case["sequences"]]
-    patches = cost.model.patches_per_token * np.array([one["vision_tokens"] for one in case["sequences"]], float)
+    """Returns by method the simulated seconds of an update, of log-probs and of the vision tower, the balance of
+    attention, and the traffic."""
+    lengths = [sequence["length"] for sequence in case["sequences"]]
+    vision_tokens = np.array([sequence["vision_tokens"] for sequence in case["sequences"]], float)
+    patches = cost.model.patches_per_token * vision_tokens
     devices = case["devices"]
     plain = Limits(max_degree=CAP, num_heads=cost.model.heads)
     packed = Limits(max_degree=CAP, num_heads=cost.model.heads, **PACKING)
     out: dict[str, dict[str, float]] = {}
 
     def add(name: str, plan: ShardPlan, vision: np.ndarray | None = None) -> None:
-        """With the tower's work as it is planned here, unless it is given."""
+        """Adds the figures of a plan. `vision` has the patches that each device computes; if it is not given, they are
+        spread over all devices as a run does it, and their features travel."""
         route = 0.0
         if vision is None:
             vision, moved = _planned_vision(case["sequences"], plan, cost.model.patches_per_token)
@@ -143,8 +147,9 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
 
 
 def _in_place(plan: ShardPlan, patches: np.ndarray, *, every: bool = False) -> np.ndarray:
-    """`[devices]`: patches, where each sequence's are computed by its own devices: shared out among them, or all of
-    them by `every` one (embeddings are merged first and sliced afterwards, the tower knows nothing of it)."""
+    """Returns `[devices]`, the patches that each device computes where those of a sequence stay with its devices:
+    divided among them, or, with `every`, all of them on each (embeddings are merged first and sliced afterwards, so
+    that the tower knows nothing of the plan)."""
     out = np.zeros(plan.num_devices)
     for count, degree, first in zip(patches.tolist(), plan.degrees, plan.firsts, strict=True):
         out[first : first + degree] += count if every else count / degree
@@ -152,12 +157,13 @@ def _in_place(plan: ShardPlan, patches: np.ndarray, *, every: bool = False) -> n
 
 
 def _planned_vision(sequences: Sequence[Case], plan: ShardPlan, per_token: int) -> tuple[np.ndarray, float]:
-    """`[devices]`: patches, images and frame pairs spread over all of them; and the tokens whose features travel."""
+    """Returns `[devices]`, the patches of each device where images and frame pairs are spread over all devices, and the
+    number of tokens whose features travel."""
     units, homes = [], []
-    for index, one in enumerate(sequences):
-        pairs = max(-(-one["frames"] // 2), 1)
-        each, more = divmod(one["vision_tokens"], pairs)
-        units += [per_token * (each + (pair < more)) for pair in range(pairs) if each or pair < more]
+    for index, sequence in enumerate(sequences):
+        pairs = max(-(-sequence["frames"] // 2), 1)
+        tokens, more = divmod(sequence["vision_tokens"], pairs)
+        units += [per_token * (tokens + (pair < more)) for pair in range(pairs) if tokens or pair < more]
         homes += [index] * (len(units) - len(homes))
     firsts, degrees = ([column[index] for index in homes] for column in (plan.firsts, plan.degrees))
     vision = spread_vision(units, firsts, degrees, plan.num_devices)
@@ -166,21 +172,22 @@ def _planned_vision(sequences: Sequence[Case], plan: ShardPlan, per_token: int) 
 
 
 def _route_seconds(tokens: float, cost: CostModel) -> float:
-    """Features of so many tokens from each device to those of their tokens, once a pass: as if all left their node."""
+    """Returns the seconds in which each device sends the features of so many tokens to the devices of these tokens,
+    once a pass; as if all features left their node."""
     link = cost.across or cost.within
     sent = tokens * cost.model.width * cost.model.value_bytes
     return link.alpha + link.per_byte * sent if tokens else 0.0
 
 
 def _neighbours(same: Sequence[Case]) -> list[tuple[Case, Case]]:
-    return [(one, same[(i + 1) % len(same)]) for i, one in enumerate(same)][: len(same) if len(same) > 2 else 1]
+    return [(case, same[(i + 1) % len(same)]) for i, case in enumerate(same)][: len(same) if len(same) > 2 else 1]
 
 
-def _joined(one: Case, other: Case) -> Case:
+def _joined(first: Case, second: Case) -> Case:
     return {
         "name": "joined",
-        "devices": one["devices"] + other["devices"],
-        "sequences": [*one["sequences"], *other["sequences"]],
+        "devices": first["devices"] + second["devices"],
+        "sequences": [*first["sequences"], *second["sequences"]],
     }
 
 
@@ -204,8 +211,8 @@ def _speedups(methods: Mapping[str, Mapping[str, float]], paper_case: str | None
 
 
 def _beside(methods: Mapping[str, Mapping[str, float]], baseline: str, paper: Mapping[str, Any], side: str) -> dict:
-    """Baseline over ours, for each stage: `flex_ulysses` by the papers' proxies (`simulated`) and by the cost model
-    (`simulated_calibrated`), and the paper's."""
+    """Returns for each stage the baseline's seconds over those of `flex_ulysses`: planned by the papers' proxies
+    (`simulated`), by the cost model (`simulated_calibrated`), and as the paper has them (`paper`)."""
     out: dict[str, Any] = {}
     for index, stage in enumerate(STAGES):
         key = "simulated_update_seconds" if stage == "update" else "simulated_logprob_seconds"
@@ -241,13 +248,13 @@ def _figure7(methods: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
 
 
 def read_mixes(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Raises ValueError, with the path, for a file that is missing or holds no mixes."""
+    """Reads the cases of a file. Raises ValueError, with the path, if it is missing or holds no mixes."""
     try:
         mixes = json.loads(path.read_text())
         for case in mixes:
             needed = [case, *case["sequences"]]
             missing = {"name", "devices"} - needed[0].keys() | {"length", "vision_tokens", "frames"} - needed[1].keys()
-            if missing or not all(one.keys() >= needed[1].keys() for one in needed[2:]):
+            if missing or not all(sequence.keys() >= needed[1].keys() for sequence in needed[2:]):
                 raise KeyError(*(sorted(missing) or ["a sequence lacks what the first one has"]))
     except OSError as error:
         raise ValueError(f"no mixes at {path}: {error.strerror}; give a file of sequence lengths") from error
@@ -259,7 +266,7 @@ def read_mixes(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error."""
+    """Returns 0, or 2 with one line on standard error."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -1,4 +1,4 @@
-"""A training step under several shard plans: measured, counted, and simulated.
+"""Measures, counts and simulates a training step under several shard plans.
 
     python benchmarks/flex_ulysses_step.py                      all three parts
     python benchmarks/flex_ulysses_step.py --part measured      two processes pinned to a core each
@@ -55,7 +55,7 @@ PARTS = ("measured", "counted", "simulated")
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 1 with one line on standard error for a worker that failed, 2 for input that is missing."""
+    """Returns 0, or 1 with one line on standard error for a worker that failed, 2 for input that is missing."""
     options = _parser().parse_args(argv)
     parts = options.part or list(PARTS)
     result: dict[str, Any] = {"benchmark": "flex_ulysses_step"}
@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "load_average_before": round(load_before, 2),
         "model": MODEL | {"parameters": pair.about["parameters"]},
         "repeats": options.repeats,
-        "peak_rss_mib": [one["peak_rss_mib"] for one in last],
+        "peak_rss_mib": [answer["peak_rss_mib"] for answer in last],
     }
     for load, named in plans.items():
         medians = {name: statistics.median(seconds[f"{load} {name}"]) for name in named}
@@ -139,7 +139,8 @@ def _plans(lengths: Sequence[int]) -> dict[str, ShardPlan]:
 
 
 def count(mixes: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Layouts for 8 devices of batches drawn from the sequences of each mix; lengths as they are."""
+    """Counts shapes, padding and rounds of batches that are drawn from the sequences of each mix and laid out for 8
+    devices; lengths are not scaled."""
     rng = np.random.default_rng(0)
     pools: dict[str, list[int]] = collections.defaultdict(list)
     for case in mixes:
@@ -154,13 +155,13 @@ def count(mixes: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
             before = np.maximum(np.arange(lengths.sum()) - 1, np.repeat(np.cumsum(lengths) - lengths, lengths))
             needs = layout.needs() | layout.imports(before).needs()
             layouts.append(layout.sized(book.fit(needs, {}, size_cost)))
-        shapes = {(one.columns, one.rounds) for one in layouts}
-        padding = [one.padding() for one in layouts]
+        shapes = {(layout.columns, layout.rounds) for layout in layouts}
+        padding = [layout.padding() for layout in layouts]
         result[name] = {
             "shapes": len(shapes),
-            "mlp_padding": round(statistics.mean(one["mlp"] for one in padding), 3),
-            "all_to_all_padding": round(statistics.mean(one["all_to_all"] for one in padding), 3),
-            "rounds": round(statistics.mean(len(one.rounds) for one in layouts), 2),
+            "mlp_padding": round(statistics.mean(shares["mlp"] for shares in padding), 3),
+            "all_to_all_padding": round(statistics.mean(shares["all_to_all"] for shares in padding), 3),
+            "rounds": round(statistics.mean(len(layout.rounds) for layout in layouts), 2),
         }
         _say(f"{name}: {result[name]}")
     result["collectives"] = _collectives()
@@ -168,7 +169,8 @@ def count(mixes: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
 
 
 def _collectives() -> dict[str, Any]:
-    """Of one compiled step of the model above on 8 devices, in a process of its own; each layer's once (a scan)."""
+    """Counts the collectives in one compiled step of the model above, with 8 layers, on 8 devices, in a process of its
+    own. Those of a layer count once: the layers are a scan."""
     code = (
         "import json\n"
         "import jax, ulysses_worker as w\n"

@@ -1,6 +1,6 @@
-"""Greedy generation on the embedded engine, in a process of its own: run by `benchmarks/generate.py`.
+"""Generates greedily on the embedded engine, in a process of its own: run by `benchmarks/generate.py`.
 
-It draws the weights and writes them as a Hugging Face folder for the other side.
+This process draws the weights, and writes them as a Hugging Face folder for the peer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One RL step of fluxjax, stage by stage, in a process of its own: run by `benchmarks/train_step.py`.
+"""Runs and times RL steps of fluxjax, stage by stage, in a process of its own: run by `benchmarks/train_step.py`.
 
 The parts are those that `FluxTrainer` puts together, with the same settings. Every step has the same prompts (so the
 compiled shapes stay the same) and new responses, each as long as the parent says: the end id is never sampled.
@@ -72,9 +72,9 @@ class ForcedSlots(SlotTable):
 
 
 class Steps:
-    """The engine and the learner of a run, with one step's prompts. `stage` is `rollout`, `train` or `step`: what
-    the other two need is not even built, so that the peak memory of the process belongs to the stage. `lengths` are the
-    tokens of each prompt's responses."""
+    """The engine and the learner of a run, with one step's prompts. `stage` is `rollout`, `train` or `step` (both):
+    what it does not need is not even built, so that the peak memory of the process belongs to the stage. `lengths` are
+    the tokens of each prompt's responses."""
 
     def __init__(self, config: Config, stage: str, lengths: Sequence[Sequence[int]], *, videos: bool) -> None:
         self.config, self.stage, self.watch, self.lengths = config, stage, Stopwatch(), lengths
@@ -120,12 +120,12 @@ class Steps:
         self.step_number, self.heap = 0, SettledHeap()
 
     async def run(self) -> dict[str, Any]:
-        """One step, or one stage of it. Returns its seconds, and what it worked through."""
+        """Runs one step, or one stage of it. Returns its seconds, and its numbers of tokens and samples."""
         self.step_number += 1
         watch, metrics = self.watch, {}
         with watch("step"):
             with watch("prepare"):
-                prepared = await self._prepare()
+                prompts = await self._prepare()
             if self.stage == "train":
                 groups = self._made_up()
             else:
@@ -133,7 +133,7 @@ class Steps:
                     groups = await self._rollout()
             if self.stage != "rollout":
                 with watch("train"):
-                    by_draw = {one.prompt.draw: one for one in prepared}
+                    by_draw = {prepared.prompt.draw: prepared for prepared in prompts}
                     metrics = self.trainer.train(self.step_number, groups, by_draw).metrics
             if self.stage == "step":
                 with watch("sync"):
@@ -154,35 +154,36 @@ class Steps:
         return prepared
 
     async def _rollout(self) -> list[Group]:
-        """Every request is queued before the first is served, as in the runtime."""
+        """Generates the responses of a step. Every request is queued before the first is served, as in the runtime."""
         await self.engine.pause()
         streams = []
-        for one in self.prepared:
-            rid, seed = f"{self.step_number}-{one.prompt.draw}", self.step_number * 2**16 + one.prompt.draw
-            request = GenerateRequest(rid, one.inputs, self.sampling, n=self.config.rollout.group_size, seed=seed)
+        for prepared in self.prepared:
+            draw = prepared.prompt.draw
+            rid, seed = f"{self.step_number}-{draw}", self.step_number * 2**16 + draw
+            request = GenerateRequest(rid, prepared.inputs, self.sampling, n=self.config.rollout.group_size, seed=seed)
             streams.append(self.engine.generate(request))
         await self.engine.resume()
-        prompts = [one.prompt for one in self.prepared]
+        prompts = [prepared.prompt for prepared in self.prepared]
         return list(await asyncio.gather(*map(self._collect, prompts, streams)))
 
     async def _collect(self, prompt: Prompt, stream: Any) -> Group:
-        chunks: dict[int, list[Any]] = {sample: [] for sample in range(self.config.rollout.group_size)}
+        by_sample: dict[int, list[Any]] = {sample: [] for sample in range(self.config.rollout.group_size)}
         async for chunk in stream:
-            chunks[chunk.sample].append(chunk)
+            by_sample[chunk.sample].append(chunk)
         responses = [
             _response(
                 prompt,
                 sample,
-                chain.from_iterable(chunk.token_ids for chunk in own),
-                chain.from_iterable(chunk.logprobs for chunk in own),
-                chain.from_iterable(chunk.versions for chunk in own),
+                chain.from_iterable(chunk.token_ids for chunk in chunks),
+                chain.from_iterable(chunk.logprobs for chunk in chunks),
+                chain.from_iterable(chunk.versions for chunk in chunks),
             )
-            for sample, own in chunks.items()
+            for sample, chunks in by_sample.items()
         ]
         return _group(prompt, responses)
 
     def _made_up(self) -> list[Group]:
-        """Random responses, where there is no engine to sample them."""
+        """Random responses for the stage `train`, which has no engine to sample them."""
         rng = np.random.default_rng(self.step_number)
         allowed = np.setdiff1d(np.arange(self.model.config.text.vocab_size), self.sampling.forbidden_ids)
         logprob, version = -math.log(len(allowed)), self.learner.version
@@ -198,9 +199,9 @@ class Steps:
         ]
 
     def _batch(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """How the groups are packed; counted once, outside of what is timed."""
-        prepared = {one.prompt.draw: one for one in self.prepared}
-        batches = self.composer.compose(groups, prepared).batches
+        """Counts the microbatches and tokens that the groups are packed into; called once, outside of what is timed."""
+        by_draw = {prepared.prompt.draw: prepared for prepared in self.prepared}
+        batches = self.composer.compose(groups, by_draw).batches
         return {
             "packing": {
                 "microbatches": len(batches),
@@ -210,9 +211,9 @@ class Steps:
         }
 
     def about(self) -> dict[str, Any]:
-        """The model, and the batch before packing."""
-        inputs = [one.inputs for one in self.prepared]
-        lengths = [len(one) for one in inputs]
+        """Describes the model, and the batch before packing."""
+        inputs = [prepared.inputs for prepared in self.prepared]
+        lengths = [len(prompt) for prompt in inputs]
         device = jax.devices()[0]
         return {
             "model": f"{type(self.model).__name__}, {self.config.model.compute_dtype.value}",
@@ -227,7 +228,7 @@ class Steps:
                 "prompts": len(inputs),
                 "group_size": self.config.rollout.group_size,
                 "prompt_tokens": {"mean": round(float(np.mean(lengths)), 1), "max": max(lengths)},
-                "patches": sum(one.vision.num_patches for one in inputs if one.vision is not None),
+                "patches": sum(prompt.vision.num_patches for prompt in inputs if prompt.vision is not None),
                 "videos": sum(item.kind is MediaKind.VIDEO for p in self.prompts for item in p.media),
                 "images": sum(item.kind is MediaKind.IMAGE for p in self.prompts for item in p.media),
                 "response_tokens": self.sampling.max_new_tokens,
@@ -237,22 +238,23 @@ class Steps:
         }
 
     def _multiplied(self) -> int | None:
-        """The weights by which each token is multiplied once; None with a vision tower, whose tokens are others."""
+        """The number of weights by which each token is multiplied once. None where there is a vision tower, which has
+        other tokens than the text."""
         text = self.model.config.text
         looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
         return None if self.vision is not None else parameter_count(self.model) - looked_up
 
     def export(self, folder: pathlib.Path) -> None:
-        """Model, processor and prompts, for another implementation to work on."""
+        """Writes model, processor and prompts to a folder, for another implementation to work on."""
         models.save(self.model, folder / "model")
         self.processor.save(folder / "model")
         prompts = [
             {
-                "text": one.prompt.text,
-                "images": [item.path for item in one.prompt.media],
-                "token_ids": one.inputs.laid_out().token_ids_T.tolist(),
+                "text": prepared.prompt.text,
+                "images": [item.path for item in prepared.prompt.media],
+                "token_ids": prepared.inputs.laid_out().token_ids_T.tolist(),
             }
-            for one in self.prepared
+            for prepared in self.prepared
         ]
         (folder / "prompts.json").write_text(json.dumps(prompts))
 
@@ -265,7 +267,7 @@ def _response(
 
 
 def _group(prompt: Prompt, responses: Sequence[Response]) -> Group:
-    """Every second response is right, so that each group has something to teach; scoring is not measured."""
+    """Scores every second response as right, so that each group has something to teach; scoring is not measured."""
     return Group(prompt, tuple(Sample(r, Reward(float(r.sample % 2), bool(r.sample % 2))) for r in responses))
 
 

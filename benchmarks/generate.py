@@ -1,4 +1,4 @@
-"""Speed of the embedded engine's decoding beside that of transformers' `generate`, on a model with random weights.
+"""Measures the decoding speed of the embedded engine and of transformers' `generate`, on a model with random weights.
 
     python benchmarks/generate.py                           Qwen2.5-0.5B's shape, 1 and 8 prompts at once
     python benchmarks/generate.py --peer-python PYTHON      an interpreter that has torch and transformers
@@ -32,7 +32,7 @@ SHAPES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error for settings that cannot work, 1 for a worker that failed."""
+    """Returns 0, or 2 with one line on standard error for settings that cannot work, 1 for a worker that failed."""
     options = _parser().parse_args(argv)
     problem = _problem(options)
     if problem:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The whole benchmark. Raises `WorkerError`."""
+    """Runs the whole benchmark. Raises `WorkerError`."""
     load_before = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-"))
@@ -96,12 +96,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _side(answers: Mapping[int, list[dict[str, Any]]], new_tokens: int) -> dict[str, Any]:
-    seconds = {batch: [answer["seconds"] for answer in own[1:]] for batch, own in answers.items()}
+    seconds = {batch: [answer["seconds"] for answer in rounds[1:]] for batch, rounds in answers.items()}
     return {
-        "seconds": {str(batch): spread(own) for batch, own in seconds.items()},
-        "first_call_seconds": {str(batch): round(own[0]["seconds"], 2) for batch, own in answers.items()},
+        "seconds": {str(batch): spread(times) for batch, times in seconds.items()},
+        "first_call_seconds": {str(batch): round(rounds[0]["seconds"], 2) for batch, rounds in answers.items()},
         "tokens_per_second": {
-            str(batch): round(batch * new_tokens / statistics.median(own), 2) for batch, own in seconds.items()
+            str(batch): round(batch * new_tokens / statistics.median(times), 2) for batch, times in seconds.items()
         },
     }
 
@@ -109,11 +109,11 @@ def _side(answers: Mapping[int, list[dict[str, Any]]], new_tokens: int) -> dict[
 def _equal(answers: Mapping[str, Mapping[int, list[dict[str, Any]]]]) -> float:
     """The share of generated tokens, over all rounds, that both sides have in the same place."""
     same = total = 0
-    for batch, own in answers["fluxjax"].items():
-        for ours, theirs in zip(own, answers["peer"][batch], strict=True):
-            for row, other in zip(ours["tokens"], theirs["tokens"], strict=True):
-                same += sum(a == b for a, b in zip(row, other, strict=True))
-                total += len(row)
+    for batch, rounds in answers["fluxjax"].items():
+        for ours, theirs in zip(rounds, answers["peer"][batch], strict=True):
+            for our_row, their_row in zip(ours["tokens"], theirs["tokens"], strict=True):
+                same += sum(a == b for a, b in zip(our_row, their_row, strict=True))
+                total += len(our_row)
     return round(same / total, 4)
 
 
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _problem(options: argparse.Namespace) -> str:
-    """Why these settings cannot work, in one line; empty if they can."""
+    """Says in one line why these settings cannot work; empty if they can."""
     for name in ("repeats", "prompt_tokens", "new_tokens"):
         if getattr(options, name) < 1:
             return f"--{name.replace('_', '-')} must be at least 1"

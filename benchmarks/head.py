@@ -1,9 +1,9 @@
-"""How fast log-probabilities over the vocabulary are: the head of Qwen2.5-7B, forward and backward, in bfloat16.
+"""Measures the speed of log-probs over the vocabulary: the head of Qwen2.5-7B, forward and backward, in bfloat16.
 
     python benchmarks/head.py                                          on a GPU: 16,384 tokens
     python benchmarks/head.py --tokens 4096 --vocabulary 151936 --width 2048
 
-Prints one JSON line. Of the fused kernels (`sharding/kernels/head.py`) and of the portable form, which alternate in one
+Prints one JSON line. For the fused kernels (`sharding/kernels/head.py`) and the portable form, which alternate in one
 run: `forward_ms` and `backward_ms` (values and gradients, less the forward pass), medians of `--repeats`, and
 `forward_tflops`, `backward_tflops`: two operations of each token, id and number of the width forward, four backward,
 over these; what the backward pass computes again is not counted. Without a GPU nothing is measured.
@@ -23,7 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error for settings that cannot work."""
+    """Returns 0, or 2 with one line on standard error for settings that cannot work."""
     options = _parser().parse_args(argv)
     sizes = (options.tokens, options.vocabulary, options.width)
     if min(*sizes, options.repeats) < 1:
@@ -52,8 +52,8 @@ def measure(tokens: int, vocabulary: int, width: int, repeats: int) -> dict[str,
                 times.append(time.perf_counter() - started)
     figures = {}
     for form in runs:
-        forward, both = (statistics.median(seconds[form, name]) for name in ("forward", "both"))
-        backward, flops = max(both - forward, 1e-9), 2.0 * tokens * vocabulary * width
+        forward, whole = (statistics.median(seconds[form, name]) for name in ("forward", "both"))
+        backward, flops = max(whole - forward, 1e-9), 2.0 * tokens * vocabulary * width
         figures[form] = {
             "forward_ms": round(1e3 * forward, 3),
             "backward_ms": round(1e3 * backward, 3),
@@ -64,7 +64,8 @@ def measure(tokens: int, vocabulary: int, width: int, repeats: int) -> dict[str,
 
 
 def _runs(form: str, tokens: int, vocabulary: int, width: int) -> dict[str, Callable[[], object]]:
-    """The forward pass and both passes. A device without our kernels computes both forms portably."""
+    """Returns functions that run the forward pass, or forward and backward pass, of one form. A device without our
+    kernels computes both forms portably."""
     import jax
 
     from sharding.target import Target, compiling_for, target
@@ -79,7 +80,7 @@ def _runs(form: str, tokens: int, vocabulary: int, width: int) -> dict[str, Call
     def forward(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         return token_logprobs(hidden, head, targets)
 
-    def both(hidden: jax.Array, head: jax.Array) -> tuple[object, object]:
+    def forward_and_backward(hidden: jax.Array, head: jax.Array) -> tuple[object, object]:
         values, pull = jax.vjp(forward, hidden, head)
         return values, pull(values)
 
@@ -92,7 +93,7 @@ def _runs(form: str, tokens: int, vocabulary: int, width: int) -> dict[str, Call
 
         return wait
 
-    return {"forward": run(forward), "both": run(both)}
+    return {"forward": run(forward), "both": run(forward_and_backward)}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,5 @@
-"""One run over many processes: what deciding for all costs, how a step grows, and what ODC gains where balance decides.
+"""Measures runs over many processes: what deciding for all costs, how a step scales, and what ODC gains where balance
+decides.
 
     python benchmarks/hosts.py                                      all three parts
     python benchmarks/hosts.py --part controller --processes 1 2 4 --scripted 64 512
@@ -53,7 +54,7 @@ STRATEGIES = ("fsdp", "ulysses", "flex_ulysses", "odc")
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 1 with one line on standard error for a process that failed, 2 for input that can't be."""
+    """Returns 0, or 1 with one line on standard error for a process that failed, 2 for input that can't be."""
     options = _parser().parse_args(argv)
     parts = options.part or list(PARTS)
     result: dict[str, Any] = {
@@ -79,7 +80,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def controller(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of process 0 a step, by what it does, and bytes that it sends, by the number of processes."""
+    """Measures by number of processes the seconds that process 0 takes for each of its tasks in a step, and the bytes
+    that it sends."""
     found: dict[str, Any] = {}
     for processes in options.processes:
         with Team("hosts_worker.py", _told(options, strategy="fsdp"), {}, processes) as team:
@@ -87,17 +89,17 @@ def controller(options: argparse.Namespace) -> dict[str, Any]:
     for processes in options.scripted:
         with Team("hosts_worker.py", _told(options, strategy="fsdp", scripted=processes), {}, 1) as team:
             found[str(processes)] = _controlled(team, processes, options) | {"followers": "scripted"}
-    several = [one for one in found.values() if one["bytes_a_process"]]
+    several = [figures for figures in found.values() if figures["bytes_a_process"]]
     return {
         "controller": {
             "responses_a_process": options.groups * options.group_size,
             "devices_a_process": options.devices,
             "by_processes": found,
         },
-        "controller_share": max((one["share"] for one in found.values()), default=0.0),
+        "controller_share": max((figures["share"] for figures in found.values()), default=0.0),
         "bytes_a_process_largest_over_smallest": round(
-            max((one["bytes_a_process"] for one in several), default=0)
-            / max(min((one["bytes_a_process"] for one in several), default=1), 1),
+            max((figures["bytes_a_process"] for figures in several), default=0)
+            / max(min((figures["bytes_a_process"] for figures in several), default=1), 1),
             3,
         ),
     }
@@ -116,9 +118,10 @@ def _controlled(team: Team, processes: int, options: argparse.Namespace) -> dict
         if repeat >= options.warmup:
             answers.append(answer)
     team.finish()
-    seconds = {name: spread([one["seconds"][name] for one in answers]) for name in answers[0]["seconds"]}
-    whole = statistics.median(sum(one["seconds"][name] for name in ("plan", "told", "send")) for one in answers)
-    size = statistics.median(one["bytes"] for one in answers)
+    seconds = {name: spread([answer["seconds"][name] for answer in answers]) for name in answers[0]["seconds"]}
+    parts = ("plan", "told", "send")
+    whole = statistics.median(sum(answer["seconds"][part] for part in parts) for answer in answers)
+    size = statistics.median(answer["bytes"] for answer in answers)
     return {
         "seconds": seconds,
         "share": round(whole / STEP_SECONDS, 5),
@@ -133,8 +136,8 @@ def _controlled(team: Team, processes: int, options: argparse.Namespace) -> dict
 
 
 def scaling(options: argparse.Namespace) -> dict[str, Any]:
-    """What two processes do a second over twice what one does, by model and strategy: 1 would be perfect. `machine` is
-    the same for two processes that have nothing to do with each other: what their cores leave each other."""
+    """Measures by model and strategy the tokens a second of two processes over twice those of one: 1 would be perfect.
+    `machine` is the same ratio for two processes that do not communicate: what it lacks of 1 is due to the machine."""
     return {
         model: {"machine": _scaled(model, "fsdp", options, strangers=True)}
         | {strategy: _scaled(model, strategy, options) for strategy in options.strategies}
@@ -143,23 +146,24 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _scaled(model: str, strategy: str, options: argparse.Namespace, strangers: bool = False) -> dict[str, Any]:
-    """One step, again and again, in turns with one of twice the prompts; a strategy that refuses, with its words."""
+    """Times steps of one process, in turns with steps of two processes with twice the prompts. Where two processes
+    refuse the strategy, returns their reason."""
     settings = {"groups": 4, "group_size": 4, "devices": 1, "strategy": strategy, "model": model, "row": options.row}
     with (
-        Team("hosts_worker.py", settings, {}, 1, pinned=True) as one,
-        Team("hosts_worker.py", settings | {"strangers": strangers}, {}, 2, pinned=True) as two,
+        Team("hosts_worker.py", settings, {}, 1, pinned=True) as single,
+        Team("hosts_worker.py", settings | {"strangers": strangers}, {}, 2, pinned=True) as pair,
     ):
-        if refused := two.about.get("refused"):
+        if refused := pair.about.get("refused"):
             return {"refused": refused}
         seconds: dict[str, list[float]] = {"one": [], "two": []}
         for repeat in range(options.warmup + options.repeats):
-            for name, team in (("one", one), ("two", two)):
+            for name, team in (("one", single), ("two", pair)):
                 took = max(answer["seconds"] for answer in team.ask(do="step"))
                 warm_up = repeat < options.warmup
                 _say(f"{model}, {strategy}, {name}: {took:.3f} s{' (warm-up)' if warm_up else ''}")
                 if not warm_up:
                     seconds[name].append(took)
-        ends = {"one": one.finish()[0], "two": two.finish()[0]}
+        ends = {"one": single.finish()[0], "two": pair.finish()[0]}
     tokens = {"one": ends["one"]["tokens"], "two": ends["two"]["tokens"] * (2 if strangers else 1)}
     rate = {name: tokens[name] / statistics.median(seconds[name]) for name in seconds}
     return {
@@ -174,7 +178,7 @@ def _scaled(model: str, strategy: str, options: argparse.Namespace, strangers: b
 
 
 def waiting(options: argparse.Namespace) -> dict[str, Any]:
-    """What ODC gains on eight real processes, by data set and samples a device in a minibatch."""
+    """Measures the speedup by ODC on eight real processes, by data set and samples a device in a minibatch."""
     found: dict[str, Any] = {}
     with Team("hosts_waiting.py", {}, {"NPROC": "2"}, RANKS) as team:
         for barrier in ("microbatch", "minibatch"):  # connections are made, and programs compiled
@@ -187,21 +191,24 @@ def waiting(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _gain(team: Team, setting: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Total time of the collective side over that of ODC's, both over the same minibatches, medians of each."""
+    """Measures the total time of collective FSDP over that of ODC, on the same minibatches, of each its median."""
     data, size = setting.split(":")
     schedules = _schedules(data, int(size), options.minibatches)
-    scale = options.ideal * RANKS * len(schedules) / sum(sum(both[SIDES[0]].work) for both in schedules)
+    scale = options.ideal * RANKS * len(schedules) / sum(sum(by_side[SIDES[0]].work) for by_side in schedules)
     seconds: dict[str, list[list[float]]] = {side: [[] for _ in schedules] for side in SIDES}
     for repeat in range(options.waiting_repeats):
-        for index, both in enumerate(schedules):
+        for index, by_side in enumerate(schedules):
             for side in SIDES if (repeat + index) % 2 == 0 else SIDES[::-1]:
                 barrier = METHODS[side][1]
-                loads = scale * both[side].loads()
-                microbatches = [[w for w in own if w or barrier == "microbatch"] for own in loads.tolist()]
+                loads = scale * by_side[side].loads()
+                microbatches = [
+                    [load for load in device_loads if load or barrier == "microbatch"]
+                    for device_loads in loads.tolist()
+                ]
                 answers = team.ask(do="minibatch", seconds=microbatches, barrier=barrier)
                 seconds[side][index].append(max(answer["seconds"] for answer in answers))
     total = {side: sum(map(statistics.median, values)) for side, values in seconds.items()}
-    ideal = {side: scale * sum(makespan(both[side], METHODS[side][1]) for both in schedules) for side in SIDES}
+    ideal = {side: scale * sum(makespan(by_side[side], METHODS[side][1]) for by_side in schedules) for side in SIDES}
     gain = total[SIDES[0]] / total[SIDES[1]]
     _say(f"{setting}: {gain:.3f}, predicted {ideal[SIDES[0]] / ideal[SIDES[1]]:.3f}")
     return {
@@ -215,12 +222,15 @@ def _gain(team: Team, setting: str, options: argparse.Namespace) -> dict[str, An
 
 
 def _schedules(data: str, size: int, count: int) -> list[dict[str, MicrobatchSchedule]]:
-    """Both sides' schedules of random minibatches, of ODC's 1.5B model."""
+    """Returns the schedules of both sides for random minibatches of ODC's 1.5B model."""
     lengths = lengths_of(data, "1.5B")
     methods = METHODS_RL if data == "aime" else METHODS
     limits, rng = Limits(tokens_per_device=lengths.longest), np.random.default_rng(0)
     drawn = [lengths.draw(rng, RANKS * size) for _ in range(count)]
-    return [{side: methods[side][0](one, RANKS, limits, work=work("1.5B", one)) for side in SIDES} for one in drawn]
+    return [
+        {side: methods[side][0](minibatch, RANKS, limits, work=work("1.5B", minibatch)) for side in SIDES}
+        for minibatch in drawn
+    ]
 
 
 # --- command line ---------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Followers that speak the wire and compute nothing, many in one process: run by `hosts_scripted.py`. Standard library
-only.
+"""Runs many followers in one process, which speak the wire protocol and compute nothing: run by `hosts_scripted.py`.
+Standard library only.
 
     python benchmarks/hosts_follower.py '{"port": 1234, "secret": "...", "followers": 511}'
 
-Each calls process 0, greets it as a process of the run does, reads what it is told, and answers every order with the
-line that standard input gave last. They stand for other machines, so that they take as little of this one as they can:
-the kernel drops what nobody looks at.
+Each follower connects to process 0, greets it as a process of the run does, reads what it is told, and answers every
+order with the line that standard input gave last. Followers stand for other machines, so that they take as little of
+this one as they can: the kernel drops bytes that nobody looks at.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Follower:
         self.socket.sendall(json.dumps(message).encode() + b"\n" + data)
 
     def read(self, answer: bytes) -> bool:
-        """Takes what has come; answers an order that is complete. False at the end."""
+        """Reads what has come, and answers an order that is complete. Returns False when the connection has ended."""
         if self._missing:  # nearly always
             count = self.socket.recv_into(_BUFFER, min(self._missing, len(_BUFFER)), _DROP)
             self._missing -= count

@@ -17,7 +17,7 @@ from sharding.links.wires import LinkError, Message, Wires
 
 
 class ScriptedLinks:
-    """What a gang needs of `sharding.links.Links`, without the other processes of `jax.distributed`."""
+    """The part of `sharding.links.Links` that a gang needs, without the other processes of `jax.distributed`."""
 
     def __init__(self, processes: int, timeout: float = 60.0) -> None:
         self.process, self.processes, self.name = 0, processes, "process 0"
@@ -38,7 +38,7 @@ class ScriptedLinks:
         self._wires = Wires(wires, timeout, self._heard, self._gone)
 
     def answer(self, line: str) -> None:
-        """What the followers answer from now on."""
+        """Sets the line that the followers answer from now on."""
         assert self._followers.stdin is not None and self._followers.stdout is not None
         self._followers.stdin.write(line + "\n")
         self._followers.stdin.flush()
@@ -61,7 +61,7 @@ class ScriptedLinks:
             raise LinkError(self._failure)
 
     def notify(self, process: int, topic: str) -> None:
-        """They wait for nobody."""
+        """Does nothing: the followers wait for nobody."""
 
     def counted(self, topic: str) -> int:
         return 0

@@ -1,7 +1,8 @@
-"""One rank of a minibatch whose computation is a wait as long as the cost model says: run by `benchmarks/hosts.py`.
+"""Runs one rank of minibatches whose computation is a wait, as long as the cost model says: run by
+`benchmarks/hosts.py`.
 
-What it does besides is real: it fetches a shard of the weights from every peer before a microbatch, pushes as much back
-behind it, and waits for the others where the method has them wait.
+Everything else is real: the rank fetches a shard of the weights from every peer before a microbatch, pushes as much
+back after it, and waits for the others where the method has them wait.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Rank:
         self._first = 1  # key of the next minibatch
 
     def minibatch(self, microbatches: Sequence[Sequence[float]], barrier: str) -> float:
-        """Seconds of the minibatch; `microbatches` are the seconds of each, by rank. Where the barrier is that of a
-        `microbatch`, all ranks have as many of them."""
-        links, counts = self._links, [len(own) for own in microbatches]
+        """Runs a minibatch and returns its seconds. `microbatches[rank]` are the seconds of each microbatch of a rank.
+        With the barrier `microbatch`, all ranks have the same number of them."""
+        links, counts = self._links, [len(seconds) for seconds in microbatches]
         for peer in self._peers:  # as owner: what the peers fetch, whenever they come to it
             for number in range(counts[peer]):
                 links.offer(self._key(peer, number), [self._shard])

@@ -1,4 +1,5 @@
-"""A process of several that train together, or process 0 beside scripted followers: run by `benchmarks/hosts.py`.
+"""Runs one of several processes that train together, or process 0 beside scripted followers: run by
+`benchmarks/hosts.py`.
 
 `tell` does what process 0 does for the others in a step, without the step; `step` is a whole one.
 """
@@ -74,12 +75,13 @@ class Process:
                 self._composer = SharedComposer(self._gang, self._config, self._devices)
 
     def tell(self, number: int) -> dict[str, Any]:
-        """What process 0 does for the others: plan, write down, send, hear that they agree."""
+        """Does the work of process 0 for the others in a step: plans, writes their rows down, sends them, hears that
+        all agree. Returns its seconds, bytes and tokens."""
         if self._gang.process:
             self._follow()
             return {}
-        each = self._settings["devices"]
-        shards = [range(process * each, (process + 1) * each) for process in range(self._processes)]
+        devices = self._settings["devices"]
+        shards = [range(process * devices, (process + 1) * devices) for process in range(self._processes)]
         groups, prepared = self._step(number)
         watch, gang, links = Stopwatch(), self._gang, self._links
         with watch("arrive"):
@@ -102,16 +104,16 @@ class Process:
         with watch("agree"):
             gang.agree(self._config, composition)
         seconds = watch.take()
-        others = self.tokens - int(composition.lengths.sum())
+        tokens_told = self.tokens - int(composition.lengths.sum())
         return {
             "seconds": {name: round(value, 5) for name, value in seconds.items()},
             "bytes": gang.bytes_told - before,
             "tokens": self.tokens,
-            "tokens_told": others,
+            "tokens_told": tokens_told,
         }
 
     def step(self, _: int) -> dict[str, Any]:
-        """A step, from scored groups to new parameters; always the same one, so that it compiles once."""
+        """Runs a step, from scored groups to new parameters; always the same one, so that it compiles once."""
         learner = self._learner
         assert learner is not None
         started = time.perf_counter()
@@ -130,17 +132,18 @@ class Process:
         return composition
 
     def _step(self, number: int) -> tuple[list[Group], dict[int, PreparedPrompt]]:
-        """So many groups for each process."""
+        """Returns the groups of a step, as many for each process, and their prompts by draw."""
         prompts, size = self._settings["groups"] * self._processes, self._settings["group_size"]
         lengths = response_lengths(True, prompts, size, self._most, seed=number)
         self.tokens = sum(map(sum, lengths))
         rng = np.random.default_rng(number)
         groups, prepared = [], {}
-        for draw, own in enumerate(lengths):
+        for draw, group_lengths in enumerate(lengths):
             prompt = Prompt(str(draw), "random", "", "", draw=draw)
             prepared[draw] = PreparedPrompt(prompt, self._inputs([draw])[draw])
             samples = tuple(
-                Sample(self._response(rng, draw, k, n), Reward(0.0, False), k - 1.5) for k, n in enumerate(own)
+                Sample(self._response(rng, draw, k, n), Reward(0.0, False), k - 1.5)
+                for k, n in enumerate(group_lengths)
             )
             groups.append(Group(prompt, samples))
         return groups, prepared

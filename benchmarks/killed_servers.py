@@ -1,5 +1,5 @@
-"""What does a run lose by servers that are killed? Pairs of runs of one seed: one undisturbed, one whose servers get
-SIGKILL in turn, never while another is down.
+"""Measures what a run loses by servers that are killed: pairs of runs of one seed, one undisturbed, and one whose
+servers get SIGKILL in turn, never while another is down.
 
     python benchmarks/killed_servers.py --out runs/kills                  # three pairs, about an hour on two cores
     python benchmarks/killed_servers.py --out runs/kills --begin 800      # the last 200 of 1000 steps
@@ -87,7 +87,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _base(options: argparse.Namespace, seed: int) -> bool:
-    """Whether there is a run of `--begin` steps now, for both runs of a pair to go on from."""
+    """Makes the run of `--begin` steps that both runs of a pair go on from, unless it is there. Returns whether
+    its checkpoint is there now."""
     folder = options.out / f"base-{seed}"
     checkpoint = folder / "checkpoints" / str(options.begin)
     if checkpoint.exists():
@@ -115,7 +116,8 @@ def _begin(options: argparse.Namespace, seed: int, folder: pathlib.Path) -> None
 
 
 def _train(options: argparse.Namespace, seed: int, folder: pathlib.Path, kill: bool) -> bool:
-    """Whether the run ended well. Writes what was seen of its servers to `watched.json` in its folder."""
+    """Trains a run and returns whether it ended well. Writes what was seen of its servers to `watched.json` in its
+    folder."""
     print(f"{folder.name} ...", file=sys.stderr)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
@@ -171,7 +173,7 @@ def _watch(run: subprocess.Popen[bytes], port: int, folder: pathlib.Path, every:
 
 
 def _servers(port: int) -> dict[str, Server]:
-    """By name; empty as long as the run has none."""
+    """Returns the run's servers by name; empty as long as it has none."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
             families = list(text_string_to_metric_families(reply.read().decode()))
@@ -181,11 +183,11 @@ def _servers(port: int) -> dict[str, Server]:
     for sample in (sample for family in families for sample in family.samples):
         if sample.name.startswith("fluxjax_server_"):
             values[sample.labels["server"]][sample.name.removeprefix("fluxjax_server_")] = sample.value
-    return {name: Server(bool(one["up"]), int(one["weight_version"])) for name, one in values.items()}
+    return {name: Server(bool(gauges["up"]), int(gauges["weight_version"])) for name, gauges in values.items()}
 
 
 def _process(log: pathlib.Path) -> int:
-    """The first of the processes that write to `log`: the server, whose others are its children."""
+    """Returns the id of the server process that writes to `log`: the leader of its group, not one of its children."""
     writers = []
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -221,12 +223,13 @@ def _described(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _samples(out: pathlib.Path, seed: int) -> bool:
-    """Whether both runs were trained on the same prompts equally often, with as many responses of each."""
+    """Returns whether both runs of a pair were trained on the same prompts in each step, with as many responses of
+    each."""
     return _trained_on(out / f"undisturbed-{seed}") == _trained_on(out / f"killed-{seed}")
 
 
 def _trained_on(folder: pathlib.Path) -> Mapping[tuple[int, str, str], int]:
-    """(step, source, prompt) -> responses."""
+    """Counts the responses that a run was trained on, by (step, source, prompt)."""
     counts: collections.Counter[tuple[int, str, str]] = collections.Counter()
     for file in sorted((folder / "samples").glob("*.jsonl")):
         for record in map(json.loads, file.read_text().splitlines()):
@@ -235,7 +238,8 @@ def _trained_on(folder: pathlib.Path) -> Mapping[tuple[int, str, str], int]:
 
 
 def _compared(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`back_share`: the longest return of a killed server, in start-up times of its run."""
+    """Compares the runs of each pair. `back_share` is the longest return of a killed server, in start-up times of its
+    run."""
     shares = [
         kill["back"] / max(pair["killed"]["start_seconds"].values())
         for pair in pairs

@@ -1,4 +1,4 @@
-"""What a run over several processes loses by a process that is killed or frozen at a random moment.
+"""Measures what a run over several processes loses by a process that is killed or frozen at a random moment.
 
     python benchmarks/kills.py --out runs/killed                       # twenty seeds of SIGKILL, twenty of SIGSTOP
     python benchmarks/kills.py --out runs/killed --seeds 3 --kinds stop --processes 4
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _once(options: argparse.Namespace, name: str, run: Any) -> dict[str, Any]:
-    """What `run` returns; what it has returned before, if it did."""
+    """Calls `run`, unless the file of an earlier call has its result, and returns the result."""
     file = options.out / f"{name}.json"
     if not file.exists():
         print(f"{name} ...", file=sys.stderr)
@@ -133,7 +133,7 @@ def _start(options: argparse.Namespace, folder: pathlib.Path) -> subprocess.Pope
 
 
 def _children(pid: int) -> list[int]:
-    """Process ids, in the order in which they were started."""
+    """Returns the ids of a process's children, in the order in which they were started."""
     return [int(word) for word in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -148,7 +148,7 @@ def _log(folder: pathlib.Path) -> str:
 
 
 def _phase(folder: pathlib.Path) -> str:
-    """What process 0 had said last."""
+    """Returns the phase that process 0 has reported last; `start` before it has reported any."""
     lines = [line for line in _log(folder).splitlines() if re.match(r"RL|warm start|held out|all \d+ steps", line)]
     return re.sub(r" \|.*|:.*", "", lines[-1]) if lines else "start"
 
@@ -158,16 +158,16 @@ def _weights(folder: pathlib.Path) -> str:
 
 
 def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    made = [run for run in runs if "ended" in run]
-    if not made:
+    disturbed = [run for run in runs if "ended" in run]
+    if not disturbed:
         return {}
     return {
-        "ended_max": max(run["ended"] for run in made),
-        "back_median": statistics.median(run["back"] for run in made),
-        "back_max": max(run["back"] for run in made),
-        "equal": sum(run["equal"] for run in made),
-        "made": len(made),
-        "late": len(runs) - len(made),
+        "ended_max": max(run["ended"] for run in disturbed),
+        "back_median": statistics.median(run["back"] for run in disturbed),
+        "back_max": max(run["back"] for run in disturbed),
+        "equal": sum(run["equal"] for run in disturbed),
+        "made": len(disturbed),
+        "late": len(runs) - len(disturbed),
     }
 
 

@@ -1,10 +1,10 @@
-"""Sequence lengths like those of ODC's three data sets, of which none is here. numpy only.
+"""Draws sequence lengths like those of ODC's three data sets, none of which is here. numpy only.
 
     lengths = mean_of(1.0, longest=65536, target=16000)     # a lognormal with a mean of 16,000 tokens, cut off at 64k
     tokens = lengths.draw(np.random.default_rng(0), 32)
 
-One family for all of them: lognormal, without what would be longer than the longest. What is known of each, and from
-where, stands in `KNOWN`; the spreads are not known. `odc_simulated.fitted` finds them from one bubble rate each.
+Lengths are lognormal in all of them, without sequences that would be longer than the longest. `KNOWN` has what is known
+of each data set, and from where; the spreads are not known. `odc_simulated.fitted` finds each from one bubble rate.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ NORMAL = statistics.NormalDist()
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens whose logarithm is normal around that of `median` with deviation `spread`, if they are at most `longest`:
-    others do not occur, so the true median is smaller. Raises ValueError for a parameter that is not positive."""
+    """A distribution of lengths in tokens: their logarithm is normal around that of `median` with deviation `spread`.
+    Lengths above `longest` do not occur, so the true median is smaller. Raises ValueError for a parameter that is not
+    positive."""
 
     median: float
     spread: float
@@ -47,7 +48,8 @@ class Lengths:
         return below[rising] / below[-1], logs[rising]
 
     def at(self, shares: np.ndarray) -> np.ndarray:
-        """The length, int, that the given share (in [0, 1)) of all sequences does not exceed; of the shape given."""
+        """Returns the lengths, int, that the given shares (in [0, 1)) of all sequences do not exceed, in the shape of
+        `shares`."""
         return np.exp(np.interp(shares, *self.table)).astype(int).clip(1, self.longest)
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
@@ -55,11 +57,11 @@ class Lengths:
         return self.at(rng.random(count))
 
     def mean(self, of: Callable[[np.ndarray], np.ndarray] = np.asarray) -> float:
-        """The mean of a function of the length, in tokens the length itself."""
+        """The mean of a function of the length; by default of the length itself, in tokens."""
         return float(np.mean(of(self.at((np.arange(2000) + 0.5) / 2000))))
 
     def scaled(self, factor: float) -> Lengths:
-        """Every sequence longer by the same factor, as in ODC's parametric study (section 5.3)."""
+        """The lengths with every sequence longer by the same factor, as in ODC's parametric study (section 5.3)."""
         return Lengths(self.median * factor, self.spread, round(self.longest * factor))
 
 
@@ -79,8 +81,8 @@ def mean_of(spread: float, longest: int, target: float, of: Callable[[np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is published of a data set. `longest` in tokens, `mean` in tokens, or `work` instead of it: the compute of
-    an average sample over that of LongAlign's with the model named first. `source` says where from."""
+    """The published facts of a data set: `longest` and `mean` in tokens, or, instead of the mean, `work`: the compute
+    of an average sample over that of LongAlign's, with the same `model`. `source` says where the facts are from."""
 
     longest: int
     source: str

@@ -1,4 +1,4 @@
-"""On-demand communication against collective FSDP: measured on two processes, simulated on 8 to 32 devices.
+"""Compares on-demand communication with collective FSDP: measured on two processes, simulated on 8 to 32 devices.
 
     python benchmarks/odc.py                              all three parts
     python benchmarks/odc.py --part measured --minibatches 5
@@ -64,7 +64,7 @@ SIZES = (1 << 16, 1 << 20, 1 << 24)  # floats of an array that is gathered: 256 
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 1 with one line on standard error for a worker that failed, 2 for input that can't be."""
+    """Returns 0, or 1 with one line on standard error for a worker that failed, 2 for input that can't be."""
     options = _parser().parse_args(argv)
     parts = options.part or list(PARTS)
     result: dict[str, Any] = {"benchmark": "odc"}
@@ -111,7 +111,7 @@ def _on_two_processes(options: argparse.Namespace, parts: Sequence[str]) -> dict
             result["together"] = _compare(pair.ask, options)
         if "bandwidth" in parts:
             result["bandwidth"] = [_bandwidth(pair.ask, values, options.repeats) for values in SIZES]
-        result["peak_rss_mib"] = [one["peak_rss_mib"] for one in pair.finish()]
+        result["peak_rss_mib"] = [answer["peak_rss_mib"] for answer in pair.finish()]
     return result
 
 
@@ -123,7 +123,8 @@ def _minibatches(count: int) -> list[tuple[int, ...]]:
 
 
 def _schedule(scheduler: str, lengths: Sequence[int]) -> MicrobatchSchedule:
-    """By FLOPs of the model above; a microbatch holds as many tokens as the longest sequence (packing ratio 1)."""
+    """Schedules a minibatch on two devices, by FLOPs of the model above; a microbatch holds as many tokens as the
+    longest sequence (packing ratio 1)."""
     m = MODEL
     heads = m["num_heads"] * m["head_dim"]
     layer = m["hidden_size"] * (2 * heads + 2 * m["num_kv_heads"] * m["head_dim"] + 3 * m["intermediate_size"])
@@ -133,7 +134,8 @@ def _schedule(scheduler: str, lengths: Sequence[int]) -> MicrobatchSchedule:
 
 
 def _measure(ask: Any, schedules: Any, minibatches: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each minibatch under each method, and over all minibatches; ratios above 1: LB-Mini is faster."""
+    """Measures the seconds of each minibatch under each method, and of all minibatches. Ratios above 1 mean that ODC
+    with LB-Mini is faster."""
     groups = {str(index): [f"{index} {name}" for name in METHODS] for index in range(len(minibatches))}
     seconds, idle = _timed(ask, groups, options)
     total = {
@@ -176,8 +178,8 @@ def _measure(ask: Any, schedules: Any, minibatches: Any, options: argparse.Names
 
 
 def _timed(ask: Any, groups: dict[str, list[str]], options: argparse.Namespace) -> tuple[Any, Any]:
-    """Seconds of each run and the share of the cores' time that passed idle, repeat by repeat; those of a group must
-    find the same loss and gradients."""
+    """Returns the seconds of each run and the share of the cores' time that passed idle, repeat by repeat. Raises
+    WorkerError if the runs of a group differ in loss or gradients."""
     names = [name for members in groups.values() for name in members]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     idle: dict[str, list[float]] = {name: [] for name in names}
@@ -207,7 +209,8 @@ def _together() -> dict[str, Any]:
 
 
 def _compare(ask: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of forward and backward pass each way; ratios above 1: strategy `odc` is faster than that."""
+    """Measures the seconds of forward and backward pass by each of `WAYS`. Ratios above 1 mean that strategy `odc` is
+    faster."""
     seconds, _ = _timed(ask, {load: [f"{load} {way}" for way in WAYS] for load in TOGETHER}, options)
     result: dict[str, Any] = {}
     for load, lengths in TOGETHER.items():

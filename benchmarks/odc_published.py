@@ -1,4 +1,4 @@
-"""What ODC's paper reports of bubbles: Tables 4 and 6, and the setting of its parametric study (Table 1)."""
+"""The bubble rates that ODC's paper reports (Tables 4 and 6), and the setting of its parametric study (Table 1)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ GOLDEN_MEASURED = 401.3 / 299.4  # Table 5, samples a second: ODC LB-Mini over c
 
 
 def published() -> dict[tuple[str, str], dict[str, Any]]:
-    """`{(data, model): {"devices": int, "rates": {method: [percent, one a minibatch size]}}}`."""
+    """Returns `{(data, model): {"devices": int, "rates": {method: [percent, one a minibatch size]}}}`."""
     out: dict[tuple[str, str], dict[str, Any]] = {}
     for line in TABLES.strip().splitlines():
         model, devices, data, method, *rates = line.split()

@@ -1,12 +1,12 @@
-"""Simulated bubble rates of collective FSDP and of ODC under each way to pack, beside those of ODC's Tables 4 and 6.
+"""Simulates bubble rates of collective FSDP and of ODC under each way to pack, beside those of ODC's Tables 4 and 6.
 
     python benchmarks/odc_simulated.py
     python benchmarks/odc_simulated.py --sequences=1000 --seed=1    # fewer random sequences a setting, others
     python benchmarks/odc_simulated.py --picture=odc.png            # simulated over published
 
 Prints one JSON line. Nothing here is measured: schedules are those of `sharding.planner.packing`, lengths are drawn
-from distributions (`lengths.py`) of which one bubble rate each is fitted, compute is a formula, and communication is
-free. Everything but the fitted cells is a prediction; `simulated_errors` counts those only.
+from distributions (`lengths.py`), each fitted to one bubble rate, compute is a formula, and communication is free.
+Everything but the fitted cells is a prediction; `simulated_errors` counts those only.
 
 `collective_native` is verl's own scheduler, which balances a whole rollout before it is cut into minibatches. fluxjax
 trains a rollout as one minibatch, where that scheduler is `lb_micro`: runs offer no choice of its name.
@@ -95,22 +95,22 @@ def spans(
     seed: int = 0,
     ratio: float = 1.0,
 ) -> dict[str, np.ndarray]:
-    """`{method: [draws, 2]}`: mean work of a device, and the time until the last one is done, for each minibatch of
-    random lengths; for verl's scheduler, for each global batch. All methods, and all lengths of one seed, see the same
-    shares of the distribution. A microbatch holds `ratio` times the longest sequence."""
+    """Returns `{method: [draws, 2]}`: mean work of a device, and the time until the last one is done, for each
+    minibatch of random lengths; for verl's scheduler, for each global batch. All methods, and all lengths of one seed,
+    see the same shares of the distribution. A microbatch holds `ratio` times the longest sequence."""
     limits = Limits(tokens_per_device=round(ratio * lengths.longest))
-    made: dict[Packer, list[MicrobatchSchedule]] = {}
+    schedules: dict[Packer, list[MicrobatchSchedule]] = {}
     for packer in {packer for packer, _ in methods.values()}:
         rng, options = np.random.default_rng(seed), {}
         together = minibatch
         if packer is verl_native:
             together, options = max(NATIVE, minibatch), {"minibatch": minibatch, "seed": seed}
-        made[packer] = []
+        schedules[packer] = []
         for _ in range(max(sequences // (devices * together), 2)):
             drawn = lengths.draw(rng, devices * together)
-            made[packer].append(packer(drawn, devices, limits, work=work(model, drawn), **options))
+            schedules[packer].append(packer(drawn, devices, limits, work=work(model, drawn), **options))
     return {
-        name: np.array([(sum(one.work) / devices, makespan(one, barrier)) for one in made[packer]])
+        name: np.array([(sum(schedule.work) / devices, makespan(schedule, barrier)) for schedule in schedules[packer]])
         for name, (packer, barrier) in methods.items()
     }
 
@@ -139,15 +139,15 @@ FITTED = {  # the only cells that are met by construction: data, model, method, 
 
 @functools.cache
 def fitted(name: str, sequences: int = SEQUENCES, seed: int = 0) -> Lengths:
-    """Of a name in `KNOWN`: its mean from what is known, its spread from one bubble rate. Raises ValueError where no
-    spread gives that rate."""
+    """Fits the lengths of a data set in `KNOWN`: their mean to what is known, their spread to one bubble rate. Raises
+    ValueError where no spread gives that rate."""
     known, (data, model, method, minibatch) = KNOWN[name], FITTED[name]
     table = published()[data, model]
     wanted = table["rates"][method][MINIBATCHES[data].index(minibatch)]
     compute = functools.partial(work, known.model)
     target = known.mean or known.work * fitted("longalign", sequences, seed).mean(compute)
 
-    def made(spread: float) -> tuple[Lengths, float]:
+    def lengths_and_rate(spread: float) -> tuple[Lengths, float]:
         lengths = mean_of(spread, known.longest, target, np.asarray if known.mean else compute)
         chosen = {method: METHODS[method]}
         drawn = spans(chosen, model, lengths, table["devices"], minibatch, sequences=sequences, seed=seed)
@@ -156,8 +156,8 @@ def fitted(name: str, sequences: int = SEQUENCES, seed: int = 0) -> Lengths:
     low, high = 0.05, 2.0
     for _ in range(12):
         half = (low + high) / 2
-        low, high = (low, half) if made(half)[1] > wanted else (half, high)
-    lengths, found = made((low + high) / 2)
+        low, high = (low, half) if lengths_and_rate(half)[1] > wanted else (half, high)
+    lengths, found = lengths_and_rate((low + high) / 2)
     if abs(found - wanted) > 1:
         raise ValueError(
             f"no spread of {name} gives a bubble rate of {wanted} %, the nearest is {found:.2f} %: use more --sequences"
@@ -173,7 +173,8 @@ def lengths_of(data: str, model: str, sequences: int = SEQUENCES, seed: int = 0)
 
 
 def bubbles(sequences: int = SEQUENCES, seed: int = 0) -> dict[str, Any]:
-    """All settings of Tables 4 and 6: rates beside the paper's, the errors over all cells that were not fitted."""
+    """Simulates all settings of Tables 4 and 6: rates beside the paper's, and errors of the cells that were not
+    fitted."""
     out: dict[str, Any] = {}
     cells: list[dict[str, Any]] = []
     for (data, model), table in published().items():
@@ -202,31 +203,34 @@ def _paper(table: dict[str, Any], method: str) -> dict[str, list[float]]:
 
 
 def _counted_elsewhere(data: str, method: str, minibatch: int) -> bool:
-    """With one sample a device all methods do the same, and in RL both packings of ODC: such cells count once."""
+    """Returns whether a cell repeats another one: with one sample a device all methods do the same, and in RL both
+    packings of ODC do. Such cells count once."""
     return method != "collective_local_sort" if minibatch == 1 else data == "aime" and method == "odc_lb_mini"
 
 
 def _errors(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Percent points. `within_noise`: the share of cells whose error is less than twice the deviation between runs of
-    `RUN` minibatches, which the paper's figures may have come from."""
+    """Summarises the errors of the cells that were not fitted, in percent points. `within_noise` is the share of cells
+    whose error is less than twice the deviation between runs of `RUN` minibatches, of which the paper's figures may
+    come."""
     met = [(data, model, "any" if size == 1 else method, size) for data, model, method, size in FITTED.values()]
-    counted = [one for one in cells if tuple(one[key] for key in ("data", "model", "method", "minibatch")) not in met]
-    for one in counted:
-        one["error"] = round(one["simulated"] - one["paper"], 2)
+    names = ("data", "model", "method", "minibatch")
+    counted = [cell for cell in cells if tuple(cell[name] for name in names) not in met]
+    for cell in counted:
+        cell["error"] = round(cell["simulated"] - cell["paper"], 2)
 
     def summary(some: list[dict[str, Any]]) -> dict[str, Any]:
-        errors = np.array([one["error"] for one in some])
-        near = [abs(one["error"]) < 2 * one["deviation"] + 0.01 for one in some]  # figures have two decimals
-        made = {"mean_absolute": np.abs(errors).mean(), "mean": errors.mean(), "within_noise": np.mean(near)}
-        return {"cells": len(some)} | {key: round(float(value), 2) for key, value in made.items()}
+        errors = np.array([cell["error"] for cell in some])
+        near = [abs(cell["error"]) < 2 * cell["deviation"] + 0.01 for cell in some]  # figures have two decimals
+        means = {"mean_absolute": np.abs(errors).mean(), "mean": errors.mean(), "within_noise": np.mean(near)}
+        return {"cells": len(some)} | {key: round(float(value), 2) for key, value in means.items()}
 
     def by(key: str) -> dict[str, Any]:
-        values = dict.fromkeys(one[key] for one in counted)
-        return {str(value): summary([one for one in counted if one[key] == value]) for value in values}
+        values = dict.fromkeys(cell[key] for cell in counted)
+        return {str(value): summary([cell for cell in counted if cell[key] == value]) for value in values}
 
-    worst = sorted(counted, key=lambda one: -abs(one["error"]))[:5]
-    for one in worst:
-        one["deviation"] = round(one["deviation"], 2)
+    worst = sorted(counted, key=lambda cell: -abs(cell["error"]))[:5]
+    for cell in worst:
+        cell["deviation"] = round(cell["deviation"], 2)
     return {
         "fitted_cells": len(cells) - len(counted),
         "worst_error": abs(worst[0]["error"]),
@@ -273,16 +277,16 @@ def acceleration(sequences: int = SEQUENCES, seed: int = 0) -> dict[str, Any]:
 
 
 def simulate(sequences: int = SEQUENCES, seed: int = 0) -> dict[str, Any]:
-    """Everything, ready for JSON. Raises ValueError where `sequences` are too few to fit the lengths."""
-    lengths = {name: fitted(name, sequences, seed) for name in KNOWN}
+    """Returns all results, ready for JSON. Raises ValueError where `sequences` are too few to fit the lengths."""
+    by_data = {name: fitted(name, sequences, seed) for name in KNOWN}
     return {
         "sequences": sequences,
         "seed": seed,
         "compute": {"of_7b": FIT_7B, "scaled_with": "FLOPs of attention scores, and of everything linear"},
         "simulated_lengths": {
-            name: {"longest": one.longest, "median_uncut": round(one.median), "mean": round(one.mean())}
-            | {"spread": round(one.spread, 3), "spread_fitted_to": FITTED[name], "rest_from": KNOWN[name].source}
-            for name, one in lengths.items()
+            name: {"longest": lengths.longest, "median_uncut": round(lengths.median), "mean": round(lengths.mean())}
+            | {"spread": round(lengths.spread, 3), "spread_fitted_to": FITTED[name], "rest_from": KNOWN[name].source}
+            for name, lengths in by_data.items()
         },
         **bubbles(sequences, seed),
         "simulated_acceleration": acceleration(sequences, seed),
@@ -293,7 +297,7 @@ def simulate(sequences: int = SEQUENCES, seed: int = 0) -> dict[str, Any]:
 
 
 def picture(result: dict[str, Any], path: str) -> None:
-    """Four panels: simulated over published rates of each data set, and the parametric study. Raises OSError or
+    """Draws four panels: simulated over published rates of each data set, and the parametric study. Raises OSError or
     ValueError for a path that cannot be written."""
     import matplotlib
 
@@ -303,10 +307,10 @@ def picture(result: dict[str, Any], path: str) -> None:
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 10))
     for axis, (data, models) in zip(axes.flat, result["simulated_percent"].items(), strict=False):
         for method, (color, marker) in zip(METHODS, zip("bgrcmk", "os^Dvx", strict=True), strict=True):
-            rows = [one[method] for one in models.values() if method in one]
+            rows = [figures[method] for figures in models.values() if method in figures]
             if rows:
-                both = [[value for row in rows for value in row[side]] for side in ("paper", "simulated")]
-                axis.scatter(*both, c=color, marker=marker, label=method.replace("_", " "))
+                rates = [[value for row in rows for value in row[side]] for side in ("paper", "simulated")]
+                axis.scatter(*rates, c=color, marker=marker, label=method.replace("_", " "))
         axis.axline((0, 0), slope=1, color="gray", linewidth=0.8)
         axis.set(title=data, xlabel="bubble rate, published (%)", ylabel="simulated (%)")
         axis.legend(fontsize="small")
@@ -324,7 +328,7 @@ def picture(result: dict[str, Any], path: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error."""
+    """Returns 0, or 2 with one line on standard error."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

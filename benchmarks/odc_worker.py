@@ -1,4 +1,5 @@
-"""One process with one device of a minibatch, collective or on demand: run by `benchmarks/odc.py`, pinned to a core.
+"""Computes minibatches on one device, collectively or on demand, in a process of its own: run by `benchmarks/odc.py`,
+pinned to a core.
 
 All methods run the same model, loss, attention kernel and layout of a microbatch; they differ in who computes what, and
 in how weights and gradients travel.
@@ -29,6 +30,7 @@ from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.batch.composer import Composer, sft_groups
 from fluxjax.config import Config, Remat, Strategy
+from fluxjax.hosts.gang import local_shards
 from fluxjax.learner.learner import Learner
 from models.decoder import logprobs, parameter_count
 from models.inputs import ModelInput
@@ -41,29 +43,36 @@ from sharding.planner.plan import ShardPlan, rounds
 
 
 class Minibatches:
-    """The microbatches of schedules, as arrays: for all devices together, or one by one."""
+    """Writes the microbatches of schedules into arrays: for all devices together, or for each alone."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
     def collective(self, schedule: MicrobatchSchedule) -> list[Any]:
-        """The `m`-th microbatches of all devices are one batch; a device without one has a token of padding."""
+        """Returns the batches that all devices compute together: their `m`-th microbatches are one batch, in which a
+        device without one has a token of padding."""
         steps = range(int(schedule.counts().max()))
-        return [self._batch(schedule, [own[m] if m < len(own) else () for own in schedule.microbatches]) for m in steps]
+        return [
+            self._batch(
+                schedule,
+                [microbatches[m] if m < len(microbatches) else () for microbatches in schedule.microbatches],
+            )
+            for m in steps
+        ]
 
     def alone(self, schedule: MicrobatchSchedule) -> tuple[list[Any], list[int], list[float]]:
-        """(batches, device of each, work of each)."""
+        """Returns the batches that single devices compute, the device of each, and the work of each."""
         found = [
-            (self._batch(schedule, [one]), device, sum(schedule.work[i] for i in one))
-            for device, own in enumerate(schedule.microbatches)
-            for one in own
-            if one
+            (self._batch(schedule, [microbatch]), device, sum(schedule.work[i] for i in microbatch))
+            for device, microbatches in enumerate(schedule.microbatches)
+            for microbatch in microbatches
+            if microbatch
         ]
         batches, devices, work = zip(*found, strict=True)
         return list(batches), list(devices), list(work)
 
     def _batch(self, schedule: MicrobatchSchedule, members: Sequence[Sequence[int]]) -> Any:
-        order = [(i, device) for device, own in enumerate(members) for i in own]
+        order = [(i, device) for device, sequences in enumerate(members) for i in sequences]
         lengths = tuple(schedule.lengths[i] for i, _ in order)
         degrees, firsts = (1,) * len(order), tuple(device for _, device in order)
         work = tuple(schedule.work[i] for i, _ in order)
@@ -78,7 +87,8 @@ class Composed:
         self._settings, self._mesh, self._model, self._links = settings, mesh, model, links
 
     def run(self, strategy: str, room: int, lengths: Sequence[int]) -> Callable[[], Any]:
-        """Gives loss, nothing, gradients. `room` are the tokens that a device holds."""
+        """Returns a function that computes loss, None and gradients under a strategy. `room` is the number of tokens
+        that a device holds."""
         config = self._config(Strategy(strategy), room)
         prepared = {draw: self._prompt(draw) for draw in range(len(lengths))}
         answers = [
@@ -87,7 +97,8 @@ class Composed:
         ]
         groups = sft_groups([*prepared.values()], answers)
         composer = Composer(config, self._mesh.size, text=self._model.config.text)
-        microbatches = composer.compose(groups, prepared).microbatches
+        shares = composer.shares(groups, prepared, local_shards(self._links.processes))
+        microbatches = composer.lay_out(shares[self._links.process]).everywhere
 
         def gradients() -> Any:
             grads, tally = self._learner.accumulate(microbatches)
@@ -97,7 +108,7 @@ class Composed:
 
     @functools.cached_property
     def _learner(self) -> Learner:
-        """One for all strategies: what they share is where the weights are."""
+        """The learner, one for all strategies: the weights lie in the same places under each."""
         return Learner(self._config(Strategy.ODC, 0), self._model, sft.token_loss, mesh=self._mesh, links=self._links)
 
     def _config(self, strategy: Strategy, room: int) -> Config:
@@ -110,7 +121,7 @@ class Composed:
         return config
 
     def _prompt(self, draw: int) -> PreparedPrompt:
-        """One token."""
+        """Returns a prompt of one token."""
         inputs = ModelInput(np.zeros(1, np.int32), np.zeros((3, 1), np.int32), np.full(1, -1, np.int32), 1)
         return PreparedPrompt(Prompt(str(draw), "random", "", "", draw=draw), inputs)
 
@@ -132,12 +143,12 @@ def main(settings: dict) -> None:
     runs: dict[str, Callable[[], Any]] = {}
     step = jax.jit(fsdp.loss_and_grad)
     squares = jax.jit(lambda tree: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
-    add = jax.jit(lambda one, other: jax.tree.map(jnp.add, one, other), donate_argnums=0)
+    add = jax.jit(lambda total, more: jax.tree.map(jnp.add, total, more), donate_argnums=0)
 
     def collective(batches: Sequence[Any]) -> Any:
         total = None
         for batch in batches:
-            more = step(params, fsdp.place(batch))
+            more = step(params, fsdp.place(fsdp.local_rows(batch)))
             total = more if total is None else add(total, more)
         return total
 
@@ -222,7 +233,7 @@ def _schedule(raw: dict[str, Any]) -> MicrobatchSchedule:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+    return tuple(_tuples(entry) for entry in value) if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

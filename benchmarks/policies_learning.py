@@ -1,4 +1,4 @@
-"""Do the policies learn alike? Held-out accuracy of the embedded task under each policy, over several seeds.
+"""Measures whether the policies learn alike: held-out accuracy of the embedded task under each, over several seeds.
 
     python benchmarks/policies_learning.py --out runs/learning          # 15 runs, about 70 minutes on one core
     python benchmarks/policies_learning.py --out runs/learning --picture docs/pictures/policies.png
@@ -120,11 +120,11 @@ def _compared(runs: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     finals = {
         policy: {
-            source: [summary["accuracy"][source]["end"] for _, summary in sorted(own.items())]
-            for source in sorted(next(iter(own.values()))["accuracy"])
+            source: [summary["accuracy"][source]["end"] for _, summary in sorted(by_seed.items())]
+            for source in sorted(next(iter(by_seed.values()))["accuracy"])
         }
-        for policy, own in runs.items()
-        if own
+        for policy, by_seed in runs.items()
+        if by_seed
     }
     for policy, by_source in finals.items():
         result[policy] = {
@@ -146,8 +146,8 @@ def _compared(runs: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
 def _of_all_strips(lengths: dict[str, list[Counts]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for policy, runs in lengths.items():
-        counts = [run["digits"].values() for run in runs]
-        finals = [round(sum(right for right, _ in own) / sum(asked for _, asked in own), 5) for own in counts]
+        by_run = [run["digits"].values() for run in runs]
+        finals = [round(sum(right for right, _ in counts) / sum(asked for _, asked in counts), 5) for counts in by_run]
         result[policy] = {"final": finals, "mean": round(statistics.mean(finals), 5)}
         if policy != "synchronous" and "synchronous" in result:
             result[policy]["paired_points"] = paired_points(finals, result["synchronous"]["final"])
@@ -157,7 +157,7 @@ def _of_all_strips(lengths: dict[str, list[Counts]]) -> dict[str, Any]:
 def paired_points(values: Sequence[float], reference: Sequence[float]) -> dict[str, Any]:
     """Compares accuracies of the same seeds, in points of 100: the mean of the differences and, for two seeds or more,
     its 95 % interval (Student's t). Raises ValueError for sequences of different lengths."""
-    points = [100 * (value - other) for value, other in zip(values, reference, strict=True)]
+    points = [100 * (value - base) for value, base in zip(values, reference, strict=True)]
     mean = statistics.mean(points)
     if len(points) < 2:
         return {"mean": round(mean, 2)}
@@ -166,13 +166,14 @@ def paired_points(values: Sequence[float], reference: Sequence[float]) -> dict[s
 
 
 def draw(out: pathlib.Path, policies: Sequence[str], seeds: Sequence[int], picture: pathlib.Path) -> None:
-    """One panel a source; a policy is one colour, its mean over seeds thick, each seed thin."""
+    """Draws the curves of held-out accuracy, a panel for each source. A policy is one colour, its mean over seeds
+    thick, each seed thin."""
     curves: dict[str, dict[str, list[list[tuple[int, float]]]]] = {}
     for policy in policies:
         for seed in seeds:
-            lines = [one for one in read(out / f"{policy}-{seed}" / "metrics.jsonl") if one["phase"] == "eval"]
-            for name in sorted({key for one in lines for key in one if key.startswith("accuracy/")}):
-                points = sorted({one["step"]: one[name] for one in lines if name in one}.items())
+            lines = [line for line in read(out / f"{policy}-{seed}" / "metrics.jsonl") if line["phase"] == "eval"]
+            for name in sorted({key for line in lines for key in line if key.startswith("accuracy/")}):
+                points = sorted({line["step"]: line[name] for line in lines if name in line}.items())
                 curves.setdefault(name.removeprefix("accuracy/"), {}).setdefault(policy, []).append(points)
     figure = Figure(figsize=(5.5 * len(curves) + 2.5, 4), layout="constrained")
     axes = figure.subplots(1, len(curves), squeeze=False)

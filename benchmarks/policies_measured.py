@@ -1,9 +1,9 @@
-"""The policies on the embedded engine, with answers of long-tailed lengths: rollout and whole time of a trained sample.
+"""Measures the policies on the embedded engine, with answers of long-tailed lengths: rollout and whole time a sample.
 
 A part of `tail_batching.py`. A tiny model writes strings backwards whose lengths are lognormal; so few at once that a
-step of the engine costs the same for one as for all of them, as on GPUs. Every policy trains its
-own copy, from the same warm start, on the same prompts; the policies take turns, a few steps each, so that whatever
-else the machine does hits all of them alike.
+step of the engine costs the same for one as for all of them, as on GPUs. Every policy trains its own copy of the model,
+from the same warm start, on the same prompts; the policies take turns, a few steps each, so that whatever else the
+machine does hits all of them alike. Times are those of a sample that is trained on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sizes:
 
 
 def write_strings(folder: pathlib.Path, sizes: Sizes, records: int = 4000, held_out: int = 200) -> None:
-    """`train.jsonl` and `eval.jsonl`, lengths lognormal."""
+    """Writes `train.jsonl` and `eval.jsonl`: strings of lognormal lengths, and their reverses as answers."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(MEDIAN), SIGMA, records + held_out).round(), 1, sizes.longest).astype(int)
     words = ["".join(rng.choice(list(LETTERS), length)) for length in lengths]
@@ -92,7 +92,7 @@ def configuration(folder: pathlib.Path, policy: str, sizes: Sizes) -> Config:
 
 
 class Watch(Callback):
-    """Samples and seconds of a turn, from the end of its first step on, without those in which something compiled.
+    """Counts the samples and seconds of a turn, from the end of its first step on, without the seconds of compiling.
 
     Shapes depend on what is sampled, so new ones turn up now and then; a longer run would have had them all."""
 
@@ -110,8 +110,8 @@ class Watch(Callback):
             self._rollout += metrics.get("seconds/rollout", 0.0)
 
     def milliseconds(self) -> dict[str, float]:
-        """A trained sample; `compiling` is what was taken off `end_to_end`. Nothing is where rollouts overlap with
-        everything else."""
+        """Returns the milliseconds of a trained sample. `compiling` is what was subtracted from `end_to_end`; where
+        rollouts overlap with everything else, nothing is subtracted."""
         assert self._began is not None
         began, rollout, compiling = self._began
         compiled = self._clock.seconds - compiling
@@ -123,7 +123,8 @@ class Watch(Callback):
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Milliseconds a trained sample of each policy, medians over turns; ratios above 1: faster than synchronous."""
+    """Measures the milliseconds of a trained sample under each policy, medians over turns. Ratios above 1 mean that the
+    policy is faster than `synchronous`."""
     use_compile_cache()
     clock = CompileClock(tracing=False)  # traces lie within each other, and would count twice
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
@@ -147,7 +148,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
                 print(f"turn {turn} of {policy}: {turns[policy][-1]}", file=sys.stderr)
     counted = {policy: rounds[1:] for policy, rounds in turns.items()}
     medians = {
-        policy: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        policy: {key: statistics.median(turn[key] for turn in rounds) for key in rounds[0]}
         for policy, rounds in counted.items()
     }
     plain = medians["synchronous"]
@@ -158,8 +159,8 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         "milliseconds_a_trained_sample": medians,
         "turns": counted,
         "against_synchronous": {
-            policy: {key: round(plain[key] / own[key], 3) for key in ("rollout", "end_to_end")}
-            for policy, own in medians.items()
+            policy: {key: round(plain[key] / figures[key], 3) for key in ("rollout", "end_to_end")}
+            for policy, figures in medians.items()
             if policy != "synchronous"
         },
         "held_out_accuracy_after_each_turn": accuracy,

@@ -1,4 +1,4 @@
-"""Peak host memory of a real run of a larger model: read from a checkpoint, trained for two steps, saved.
+"""Measures the peak host memory of a real run of a larger model: read from a checkpoint, trained for two steps, saved.
 
     python benchmarks/real_size.py                       Qwen2.5-VL with a decoder of 0.5B weights
     python benchmarks/real_size.py --shape tiny          whether it runs
@@ -61,7 +61,7 @@ print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, flush=T
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 1 if the run failed."""
+    """Returns 0, or 1 if the run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SIZES, default="0.5b", help="sizes of the decoder (default: 0.5b)")
     parser.add_argument("--export", action="store_true", help="read and write only; a training state would not fit")
@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="real-size-") as folder:
         checkpoint = pathlib.Path(folder) / "checkpoint"
         # In a process of its own: what drawing the weights takes is not this one's peak.
-        made = _child([str(pathlib.Path(__file__)), "--write", options.shape, str(checkpoint)])
-        weights, stored = json.loads(made.splitlines()[-1])
+        written = _child([str(pathlib.Path(__file__)), "--write", options.shape, str(checkpoint)])
+        weights, stored = json.loads(written.splitlines()[-1])
         _say(f"{weights:,} weights, {stored / 1e9:.2f} GB on disk")
         if options.export:
             output = _child(["-c", EXPORT, str(checkpoint), f"{folder}/export"])

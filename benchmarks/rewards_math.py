@@ -1,4 +1,4 @@
-"""Speed of the reward of mathematical answers, alone and beside answers that take for ever.
+"""Measures the speed of the reward of mathematical answers, alone and beside answers that take for ever.
 
 python benchmarks/rewards_math.py      prints one JSON line, after half a minute; needs the extra `math`
 
@@ -65,7 +65,7 @@ async def _measured(reward: MathAnswer) -> dict[str, Any]:
 async def _beside_pathological(reward: MathAnswer) -> dict[str, Any]:
     done = asyncio.Event()
     numbers = itertools.count(CHECKS)
-    others: list[float] = []
+    flow_seconds: list[float] = []
     worst: dict[str, float] = {}
     left = list(PATHOLOGICAL.items())
 
@@ -73,7 +73,7 @@ async def _beside_pathological(reward: MathAnswer) -> dict[str, Any]:
         while not done.is_set():
             seconds, (score,) = await _score_all(reward, [_algebra(next(numbers))])
             assert score.correct, "a good answer was not scored beside a pathological one"
-            others.append(seconds)
+            flow_seconds.append(seconds)
 
     async def pathological() -> None:
         while left:
@@ -90,13 +90,13 @@ async def _beside_pathological(reward: MathAnswer) -> dict[str, Any]:
     return {
         "pathological_worst_seconds": round(worst[name], 3),
         "pathological_worst": name,
-        "others_per_second": round(len(others) / (time.perf_counter() - begin), 1),
-        "others_worst_seconds": round(max(others), 3),
+        "others_per_second": round(len(flow_seconds) / (time.perf_counter() - begin), 1),
+        "others_worst_seconds": round(max(flow_seconds), 3),
     }
 
 
 def _algebra(number: int) -> tuple[str, str]:
-    """An answer and an equal one that is written otherwise; no two numbers have the same."""
+    """Returns an answer and an equal response that is written otherwise; each number gives another pair."""
     return f"(x + {number})^2", rf"\boxed{{x^2 + {2 * number} x + {number**2}}}"
 
 

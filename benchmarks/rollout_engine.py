@@ -1,4 +1,4 @@
-"""Tokens a second of the three rollout engines, turn by turn: the embedded one, `rollout.serve`, and SGLang on a CPU.
+"""Measures tokens a second of three rollout engines, in turns: the embedded one, `rollout.serve`, SGLang on a CPU.
 
     bash scripts/install_sglang.sh                                    once: SGLang, in an environment of its own
     python benchmarks/rollout_engine.py                               a tiny model
@@ -71,7 +71,7 @@ class Wrong(RuntimeError):
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or one line on standard error and 2 for settings that cannot work, 1 for a side that failed."""
+    """Returns 0, or one line on standard error and 2 for settings that cannot work, 1 for a side that failed."""
     options = _parser().parse_args(argv)
     least = {"repeats": 1, "prompt_tokens": 1, "new_tokens": 1, "warmup": 1, "cores": 0}
     if wrong := [name for name, value in least.items() if getattr(options, name) < value]:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def measure(options: argparse.Namespace, sglang: str, reason: str) -> dict[str, Any]:
-    """The whole benchmark; `sglang` is its version, and `reason` why there is none."""
+    """Runs the whole benchmark. `sglang` is the version of SGLang, or empty, where `reason` says why."""
     load_before = os.getloadavg()
     config = read_config({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
                           "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
@@ -156,7 +156,7 @@ async def measure(options: argparse.Namespace, sglang: str, reason: str) -> dict
 
 
 def _why_no_sglang(options: argparse.Namespace) -> tuple[str, str]:
-    """(why SGLang can't be measured, its version): one of them is empty."""
+    """Returns why SGLang can't be measured, and its version: one of the two is empty."""
     if "sglang" not in options.sides:
         return "--sides leaves it out", ""
     python = options.sglang or str(SGLANG)
@@ -211,7 +211,8 @@ def _command(
 
 
 def _save(model: Decoder, folder: pathlib.Path) -> None:
-    """A checkpoint as servers read it, with a token of the tokeniser for each id: text is made of what is sampled."""
+    """Writes a checkpoint as servers read it, with a token of the tokeniser for each id: text is made of what is
+    sampled."""
     letters = model.config.text.vocab_size - len(SPECIAL_TOKENS)
     models.save(model, folder)
     build_processor(["".join(map(chr, range(0x4E00, 0x4E00 + letters)))]).save(folder)
@@ -243,7 +244,7 @@ async def _turn(
 
 
 async def _compare(sides: Mapping[str, Engine], config: AnyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Raises Wrong unless all sides have the same greedy response to a prompt, with the same log-probs."""
+    """Compares the greedy responses of all sides to a prompt. Raises Wrong unless tokens and log-probs are the same."""
     prompts = _prompts(config, 1, options, [0])
     answers = {}
     for name, engine in sides.items():
@@ -262,8 +263,8 @@ async def _compare(sides: Mapping[str, Engine], config: AnyConfig, options: argp
 
 
 async def _warm_up(sides: Mapping[str, Engine], config: AnyConfig, options: argparse.Namespace) -> None:
-    """Compiles. Requests do not reach our server at once: it begins with one of them, then takes 1, 2, 4, ... together,
-    whatever has come meanwhile. So it has turns of all such numbers."""
+    """Lets every side compile. Requests do not reach our server at the same moment: it begins with one of them, then
+    takes 1, 2, 4, ... together, whatever has come meanwhile. So it has turns of all such numbers."""
 
     async def turn(name: str, count: int, number: int) -> None:
         begin = time.perf_counter()
@@ -303,12 +304,12 @@ async def _timed(
 def _ratios(
     seconds: Mapping[tuple[str, int], Sequence[float]], names: Sequence[str], concurrency: Sequence[int]
 ) -> dict[str, Any]:
-    """Ours over SGLang's, with as many threads as suit it best."""
+    """Returns the ratios of our tokens a second to those of SGLang, with the number of threads that suits it best."""
     peers, ours = ([name for name in names if name.startswith("sglang") is theirs] for theirs in (True, False))
     best = {c: min(peers, key=lambda name: statistics.median(seconds[name, c])) for c in concurrency}
 
     def ratios(name: str, c: int) -> list[float]:
-        return [theirs / own for theirs, own in zip(seconds[best[c], c], seconds[name, c], strict=True)]
+        return [peer / side for peer, side in zip(seconds[best[c], c], seconds[name, c], strict=True)]
 
     spreads = {str(c): {name: spread(ratios(name, c)) for name in ours} for c in concurrency}
     return {

@@ -1,4 +1,4 @@
-"""What the shadow loader takes off a run's critical path, out of process 0's memory and off the wires.
+"""Measures what the shadow loader takes off a run's critical path, out of process 0's memory and off the wires.
 
     python benchmarks/shadow_loader.py                                   # all parts, one JSON line
     python benchmarks/shadow_loader.py --part critical [--steps N] [--prompts N] [--epochs N]
@@ -7,8 +7,8 @@
     python benchmarks/shadow_loader.py --part decode [--repeats N]
     python benchmarks/shadow_loader.py --part modes
 
-`critical`: two trainer processes without a model, and each with one core, its preprocessor included: a small cluster.
-What they would compute is waited for; everything else is real: files, draws, plans (FlexUlysses), what process 0
+`critical` runs two trainer processes without a model, each with one core, its preprocessor included: a small cluster.
+They wait as long as they would compute; everything else is real: files, draws, plans (FlexUlysses), what process 0
 tells, slices. `critical_path_share` is the time that a step waits for data over that and the time that it computes.
 The wait is such that `central` loses about 55 %; `shadow` has the same. `benchmarks/README.md` says more.
 """
@@ -42,7 +42,7 @@ PARTS = ("critical", "memory", "bytes", "decode", "modes")
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What all processes of a measurement know."""
+    """The settings that all processes of a measurement share."""
 
     manifest: str
     loader: str  # central, flight or uri
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def preprocessors(count: int, pinned: bool = False, flags: Sequence[str] = ()) -> Iterator[tuple[str, ...]]:
-    """Their addresses. `pinned`: each with a core of its own."""
+    """Starts preprocessors, yields their addresses, and ends them. With `pinned`, each has a core of its own."""
     command = [sys.executable, "-m", "fluxjax.preprocess", *flags]
     started = []
     try:
@@ -106,7 +106,8 @@ def preprocessors(count: int, pinned: bool = False, flags: Sequence[str] = ()) -
 
 
 def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns in a process of its own: with memory and threads of its own."""
+    """Calls the function in a new process, which has its own memory and threads, and returns its result. Raises
+    RuntimeError if the function raises."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(theirs, function, arguments))
@@ -160,7 +161,8 @@ def critical(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any
 
 
 def _shared(steps: Sequence[dict[str, float]], an_epoch: int) -> dict[str, Any]:
-    """Figures of a run from those of its steps, of which the first is for whatever is done once."""
+    """Summarises the steps of a run. Shares and means leave out the first step, in which everything is done that is
+    done only once."""
     epochs = [range(max(k, 1), min(k + an_epoch, len(steps))) for k in range(0, len(steps), an_epoch)]
     epochs = [epoch for epoch in epochs if epoch]
 
@@ -206,7 +208,10 @@ def bytes_fetched(options: argparse.Namespace, folder: pathlib.Path) -> dict[str
     with preprocessors(2, flags=["--workers=1"]) as addresses:
         world = World(str(manifest), "flight", addresses, prompts=24, frames=128)
         found = {n: in_process(_fetched, dataclasses.replace(world, processes=n)) for n in options.materializers}
-    return {"by_materializers": found, "largest_over_share": max(each["largest_over_share"] for each in found.values())}
+    return {
+        "by_materializers": found,
+        "largest_over_share": max(figures["largest_over_share"] for figures in found.values()),
+    }
 
 
 def decode(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
@@ -226,7 +231,8 @@ def decode(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def modes(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
-    """Slices over Arrow Flight against each process decoding its own, nothing computed: who is sooner."""
+    """Compares slices over Arrow Flight with each process decoding its own media: the seconds until pixels are there,
+    while nothing is computed."""
     prompts = options.prompts or 32
     manifest = shadow_media.build(folder, prompts * options.steps, 0, (64, 160))
     result: dict[str, Any] = {}

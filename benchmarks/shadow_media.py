@@ -1,4 +1,4 @@
-"""Real media for `shadow_loader.py`: clips in many sizes and lengths, made of real videos and photographs."""
+"""Makes media for `shadow_loader.py`: clips in many sizes and lengths, out of real videos and photographs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CODECS = (("mp4", "libx264"), ("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi"
 
 
 def build(folder: pathlib.Path, clips: int, pictures: int, frames: tuple[int, int], seed: int = 0) -> pathlib.Path:
-    """A manifest of as many prompts with a clip each, and with two pictures each; clips have so many frames. Files that
-    are there stay."""
+    """Writes `clips` prompts with a clip each and `pictures` prompts with two pictures each; returns their manifest.
+    The frames of a clip are drawn between the two of `frames`. Media that are there stay."""
     folder.mkdir(parents=True, exist_ok=True)
     draw, records, footage = random.Random(seed), [], None
     for number in range(clips):

@@ -54,7 +54,7 @@ WARM = 2  # media that are not timed, of each way to decode
 
 
 class TrainerProcess:
-    """What one process of a run has of its data."""
+    """The data of one process of a run: prompts, composer, stores of media and pixels."""
 
     def __init__(self, world: World, rank: int) -> None:
         if world.pinned:
@@ -108,16 +108,15 @@ class TrainerProcess:
         loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), 0)
         self.prompts = Preparer(self.processor, loader, config, proxy=proxy)
         self.coming = ComingPrompts(self.prompts, most=4 * world.prompts)
-        self.rank, self.own = rank, range(rank, rank + 1)
         self.loop = asyncio.new_event_loop()
 
     def draw(self, count: int) -> tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]:
-        """In one event loop, as in a run: `asyncio.run` takes signals over each time, and for that, of all things,
+        """Draws prompts, in one event loop, as in a run: `asyncio.run` takes signals over at each call, and for that
         writes out what the last call returned, pixels and all."""
         return self.loop.run_until_complete(self.prompts.draw(count))
 
     def inputs(self, media: Mapping[int, MediaTold]) -> Mapping[int, PromptInput]:
-        """As `run.follower` finds them."""
+        """Returns the inputs of a step by draw, as `run.follower` finds them."""
         tickets = {draw: seen for draw, seen in media.items() if seen is not None}
         self.hear(tickets.values())
         elsewhere = self.coming.laid_out({draw: [ticket for ticket, _ in seen] for draw, seen in tickets.items()})
@@ -125,13 +124,13 @@ class TrainerProcess:
         return elsewhere | {prepared.prompt.draw: prepared.inputs for prepared in here}
 
     def hear(self, media: Iterable[Sequence[tuple[str, str]]]) -> None:
-        """Process 0 knows who holds what."""
+        """Tells the store who holds which medium, as process 0 knows it."""
         if isinstance(self.store, FlightStore):
             for ticket, place in itertools.chain.from_iterable(media):
                 self.store.hint(ticket, place)
 
     def prepare(self, order: Coming) -> None:
-        """As `run.follower` does, while its engines generate."""
+        """Prepares the coming prompts, as `run.follower` does while its engines generate."""
         self.hear(told for _, told in order.media)
         self.coming.hear(order)
 
@@ -139,7 +138,8 @@ class TrainerProcess:
         return self.store.holder(ticket) if isinstance(self.store, FlightStore) else ""
 
     def prefill(self, prompts: Sequence[Any], compute: float) -> float:
-        """Each prompt's pixels are needed in turn; what is computed is waited for. Seconds that pixels were late."""
+        """Reads the pixels of each prompt in turn, and waits as long as it would compute. Returns the seconds that
+        pixels were late."""
         patches = [{"patches": pixels} for pixels in prompts]
         self.materializer.expect(patches)
         late = 0.0
@@ -154,7 +154,8 @@ class TrainerProcess:
         return late
 
     def train(self, composition: Composition, compute: float) -> float:
-        """The same of microbatches."""
+        """Reads the pixels of each microbatch in turn, and waits as long as it would compute. Returns the seconds that
+        pixels were late."""
         batches = composition.batches
         self.materializer.expect(batches)
         late = 0.0
@@ -180,17 +181,18 @@ def _nothing(rows: Any) -> list[np.ndarray]:
     raise AssertionError("central has its pixels")
 
 
-def responses(prepared: Sequence[PreparedPrompt]) -> list[Group]:
+def responses(prompts: Sequence[PreparedPrompt]) -> list[Group]:
     """Groups of responses of lognormal length, which depend on the draw alone."""
     groups = []
-    for each in prepared:
-        draw = random.Random(each.prompt.draw)
+    for prepared in prompts:
+        draw = random.Random(prepared.prompt.draw)
         samples = []
         for number in range(GROUP):
             count = max(1, min(LONGEST, int(draw.lognormvariate(math.log(100), 0.8))))
-            tokens = Response("", each.prompt.draw, number, (5,) * count, (-1.0,) * count, (0,) * count, "stop", 1.0)
+            logprobs, versions = (-1.0,) * count, (0,) * count
+            tokens = Response("", prepared.prompt.draw, number, (5,) * count, logprobs, versions, "stop", 1.0)
             samples.append(Sample(tokens.packed(), Reward(0.0, False), advantage=1.0 - 2 * (number % 2)))
-        groups.append(Group(each.prompt, tuple(samples)))
+        groups.append(Group(prepared.prompt, tuple(samples)))
     return groups
 
 
@@ -199,13 +201,13 @@ def patches_of(prepared: PreparedPrompt) -> Any:
 
 
 def controller(world: World, compute: float, steps: int) -> list[dict[str, float]]:
-    """Process 0, and the others: the seconds of each step."""
+    """Runs process 0, and starts the processes that follow it. Returns the seconds of each step."""
     context = multiprocessing.get_context("spawn")
-    pipes, others = [], []
+    pipes, followers = [], []
     for rank in range(1, world.processes):
         ours, theirs = context.Pipe()
-        others.append(context.Process(target=_follow, args=(world, rank, compute, theirs), daemon=True))
-        others[-1].start()
+        followers.append(context.Process(target=_follow, args=(world, rank, compute, theirs), daemon=True))
+        followers[-1].start()
         pipes.append(ours)
     process = TrainerProcess(world, 0)
     for pipe in pipes:
@@ -213,30 +215,30 @@ def controller(world: World, compute: float, steps: int) -> list[dict[str, float
     result = [_step(process, world, compute, pipes) for _ in range(steps)]
     for pipe in pipes:
         pipe.send(None)
-    for other in others:
-        other.join(30)
+    for follower in followers:
+        follower.join(30)
     process.close()
     return result
 
 
 def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence[Any]) -> dict[str, float]:
     began = time.perf_counter()
-    prepared, _ = process.draw(world.prompts)
+    prompts, _ = process.draw(world.prompts)
     draw = time.perf_counter() - began
     # Each process generates for its share of the prompts; where process 0 has the pixels, it sends them.
-    shares = [prepared[rank :: world.processes] for rank in range(world.processes)]
+    shares = [prompts[rank :: world.processes] for rank in range(world.processes)]
     began = time.perf_counter()
-    news = encode(coming(prepared, process.holder))
+    news = encode(coming(prompts, process.holder))
     for pipe, share in zip(pipes, shares[1:], strict=True):
-        pipe.send([patches_of(each) for each in share])
+        pipe.send([patches_of(prepared) for prepared in share])
         pipe.send_bytes(news)
     sending = time.perf_counter() - began
-    late = process.prefill([patches_of(each) for each in shares[0]], compute / 2)
+    late = process.prefill([patches_of(prepared) for prepared in shares[0]], compute / 2)
     prefill = sending + max([late, *(pipe.recv() for pipe in pipes)])
     began = time.perf_counter()
-    by_draw = {each.prompt.draw: each for each in prepared}
-    own = [range(rank, rank + 1) for rank in range(world.processes)]
-    rows = process.composer.shares(responses(prepared), by_draw, own)
+    by_draw = {prepared.prompt.draw: prepared for prepared in prompts}
+    shards = [range(rank, rank + 1) for rank in range(world.processes)]
+    rows = process.composer.shares(responses(prompts), by_draw, shards)
     for pipe, share in zip(pipes, rows[1:], strict=True):
         pipe.send_bytes(encode(Learn(1, *told(share, process.holder))))
     composition = process.composer.lay_out(rows[0])
@@ -293,7 +295,7 @@ def _follow(world: World, rank: int, compute: float, pipe: Any) -> None:
 
 
 def one_batch(world: World) -> None:
-    """Process 0 draws a step and plans it for eight; nobody reads pixels that are elsewhere."""
+    """Lets process 0 draw two steps and plan them for all processes; nobody reads pixels that are elsewhere."""
     keep_freed_memory()  # as in `fluxjax.train`
     process = TrainerProcess(world, 0)
     for _ in range(2):  # while the second is drawn, the third is prepared
@@ -302,22 +304,23 @@ def one_batch(world: World) -> None:
 
 
 def _tell_step(process: TrainerProcess, world: World) -> None:
-    """A step's prompts and groups are gone when the next is drawn, as in a run."""
-    prepared, _ = process.draw(world.prompts)
-    by_draw = {each.prompt.draw: each for each in prepared}
-    own = [range(rank, rank + 1) for rank in range(world.processes)]
-    for share in process.composer.shares(responses(prepared), by_draw, own)[1:]:
+    """Draws and plans a step, and writes what the others are told. Its prompts and groups are gone when the next step
+    is drawn, as in a run."""
+    prompts, _ = process.draw(world.prompts)
+    by_draw = {prepared.prompt.draw: prepared for prepared in prompts}
+    shards = [range(rank, rank + 1) for rank in range(world.processes)]
+    for share in process.composer.shares(responses(prompts), by_draw, shards)[1:]:
         encode(Learn(1, *told(share, process.holder)))
 
 
 def slices_fetched(world: World) -> dict[str, Any]:
-    """What each of several materializers fetches of a step."""
+    """Measures the bytes that each of several materializers fetches of a step."""
     process = TrainerProcess(world, 0)
-    prepared, _ = process.draw(world.prompts)
-    by_draw = {each.prompt.draw: each for each in prepared}
-    own = [range(rank, rank + 1) for rank in range(world.processes)]
-    shares = process.composer.shares(responses(prepared), by_draw, own)
-    whole = sum(patches_of(each).nbytes for each in prepared)
+    prompts, _ = process.draw(world.prompts)
+    by_draw = {prepared.prompt.draw: prepared for prepared in prompts}
+    shards = [range(rank, rank + 1) for rank in range(world.processes)]
+    shares = process.composer.shares(responses(prompts), by_draw, shards)
+    whole = sum(patches_of(prepared).nbytes for prepared in prompts)
     fetched, samples = [], []
     for share in shares:
         composition = process.composer.lay_out(share)

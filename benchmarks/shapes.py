@@ -1,4 +1,4 @@
-"""How many programs a run compiles, and how full their buffers are: random steps of mixes of images and videos.
+"""Counts the programs that a run compiles, and how full their buffers are: random steps of mixes of images and videos.
 
     python benchmarks/shapes.py                                     the mixes of ../shared, all strategies: minutes
     python benchmarks/shapes.py --mixes FILE --steps 100            other mixes: a JSON list of cases with `name` and
@@ -70,7 +70,7 @@ VISION = VisionConfig(
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error for mixes or settings that cannot work."""
+    """Returns 0, or 2 with one line on standard error for mixes or settings that cannot work."""
     options = _parser().parse_args(argv)
     try:
         pools = read(pathlib.Path(options.mixes))
@@ -104,7 +104,7 @@ FIELDS = ("frames", "vision_tokens", "prompt_tokens", "response_tokens")
 
 
 def measure(pools: Mapping[str, Sequence[dict[str, int]]], options: argparse.Namespace) -> dict[str, Any]:
-    """The whole benchmark. Raises ValueError (a ConfigError is one) for settings that cannot work."""
+    """Runs the whole benchmark. Raises ValueError (a ConfigError is one) for settings that cannot work."""
     names = options.mix or list(pools)
     if unknown := sorted(set(names) - set(pools)):
         raise ValueError(f"no mix {unknown[0]!r} in {options.mixes}; there are {', '.join(pools)}")
@@ -148,7 +148,7 @@ STRATEGIES = [strategy.value for strategy in Strategy]
 
 
 def simulate(strategy: str, pool: Sequence[dict[str, int]], steps: int, settings: Settings) -> dict[str, float]:
-    """The figures of one run."""
+    """Lays out the steps of one run and returns their figures."""
     config = _config(strategy, settings)
     composer = Composer(config, settings.devices, VISION, TEXT)
     inputs = [_input(sequence) for sequence in pool]
@@ -172,7 +172,7 @@ def simulate(strategy: str, pool: Sequence[dict[str, int]], steps: int, settings
 
 
 class Tally:
-    """Adds up what steps look like."""
+    """Adds up the padding, balance and traffic of steps."""
 
     def __init__(self, devices: int) -> None:
         self._devices = devices
@@ -204,18 +204,18 @@ class Tally:
 
     def figures(self) -> dict[str, float]:
         tokens, token_cells, patches, patch_cells = self._cells.tolist()
-        both = self._balance[False] + self._balance[True]
+        balances = self._balance[False] + self._balance[True]
         found = {
             "padding": 1 - tokens / token_cells,
             "patch_padding": 1 - patches / patch_cells,
             "all_to_all_padding": float(np.mean(self._sent)) if self._sent else 0.0,
             "microbatches": float(np.mean(self._microbatches)),
         }
-        if both:
-            found["balance"] = float(np.mean(both))
+        if balances:
+            found["balance"] = float(np.mean(balances))
             found["balance_free"] = max(self._balance[False], default=1.0)
             found["balance_shaped"] = max(self._balance[True], default=1.0)
-            found["shaped"] = len(self._balance[True]) / len(both)
+            found["shaped"] = len(self._balance[True]) / len(balances)
         if self._bounds:
             over = [balance / bound for balance, bound in zip(self._balance[False], self._bounds, strict=True)]
             found["balance_over_bound"] = max(over)

@@ -1,4 +1,4 @@
-"""What streaming a judge's layers costs: seconds of a pass with all layers on the device, and with fewer.
+"""Measures what streaming a judge's layers costs: seconds of a pass with all layers on the device, and with fewer.
 
     python benchmarks/streamed.py                                   random 0.5B layers, 4 prompts of 256 tokens
     python benchmarks/streamed.py --model FOLDER --tokens 8192      a checkpoint, longer prompts

@@ -1,4 +1,4 @@
-"""Tail batching and its relatives: in simulation beside Flexes' figures, and measured on the embedded engine.
+"""Compares tail batching and its relatives: simulated, beside Flexes' figures, and measured on the embedded engine.
 
     python benchmarks/tail_batching.py                         # simulated and measured
     python benchmarks/tail_batching.py --part simulated        # Table 2, figures 9 to 11 and 14: minutes, no GPU
@@ -22,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error."""
+    """Returns 0, or 2 with one line on standard error."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

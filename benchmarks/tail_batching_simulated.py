@@ -1,6 +1,6 @@
-"""Flexes' Table 2 and Figures 9 to 11 and 14 in simulation, beside the paper's numbers; and how busy GPUs are under
-each policy. A part of `tail_batching.py`. Everything here is simulated: `fluxjax.simulation`, calibrated to Flexes'
-Tables 1 and 3, and not to what is compared here.
+"""Simulates Flexes' Table 2 and Figures 9 to 11 and 14, beside the paper's numbers, and how busy GPUs are under each
+policy. A part of `tail_batching.py`. Everything here is simulated: `fluxjax.simulation`, calibrated to Flexes' Tables 1
+and 3, and not to what is compared here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def mean(records: Sequence[StepRecord], name: str, kind: str = "") -> float:
 
 
 def table_2(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
-    """Steps are whole periods of four short rounds and a long one."""
+    """Simulates the rows of Flexes' Table 2. Steps are whole periods of four short rounds and a long one."""
     out: dict[str, Any] = {}
     for place, model in enumerate(MODELS):
         least = f"parallelism.min_degree={LEAST_DEGREE[model]}"
@@ -78,12 +78,12 @@ def table_2(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
         seconds = {row: [mean(records, "seconds") for records in runs] for row, runs in rows.items()}
         out[model] = {
             row: {
-                "simulated": _mean([base / own for base, own in zip(seconds["verl"], own, strict=True)]),
+                "simulated": _mean([base / value for base, value in zip(seconds["verl"], by_seed, strict=True)]),
                 "paper": TABLE_2[row][place],
-                "simulated_step_seconds": _mean(own),
+                "simulated_step_seconds": _mean(by_seed),
                 **_rounds(rows[row], rows["verl"]),
             }
-            for row, own in seconds.items()
+            for row, by_seed in seconds.items()
         }
     return out
 
@@ -93,10 +93,10 @@ def _rounds(runs: list[list[StepRecord]], verl: list[list[StepRecord]]) -> dict[
     kinds = [kind for kind in ("short", "long") if any(record.round == kind for record in runs[0])] or [""]
     out = {}
     for kind in kinds:
-        own = {n: _mean([mean(r, n, kind) for r in runs]) for n in ("seconds", "rollout", "train", "longest")}
-        base = {n: _mean([mean(r, n) for r in verl]) for n in own}
-        out[f"simulated_{kind or 'all'}_rounds"] = own | (
-            {f"verl_{n}_over": _two(base[n] / own[n]) for n in own} if kind else {}
+        means = {n: _mean([mean(r, n, kind) for r in runs]) for n in ("seconds", "rollout", "train", "longest")}
+        base = {n: _mean([mean(r, n) for r in verl]) for n in means}
+        out[f"simulated_{kind or 'all'}_rounds"] = means | (
+            {f"verl_{n}_over": _two(base[n] / means[n]) for n in means} if kind else {}
         )
     return out
 
@@ -121,15 +121,15 @@ def why(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
             [_speedup(model, steps, seed, (), same_training=True) for seed in seeds]
         )
     runs = [[simulated("14b", steps, seed, how)[1] for how in (VERL, PLANNER)] for seed in seeds]
-    speedups = [mean(verl, "seconds") / mean(own, "seconds") for verl, own in runs]
+    speedups = [mean(verl, "seconds") / mean(planned, "seconds") for verl, planned in runs]
     out["14b"]["+ parallelism, down to one GPU an engine"] = _mean(speedups)
     return out
 
 
 def _speedup(model: str, steps: int, seed: int, how: tuple[str, ...], same_training: bool = False) -> float:
     verl, tail = (simulated(model, steps, seed, (*policy, *how))[1] for policy in (VERL, TAIL))
-    other = mean(verl, "train") - mean(tail, "train") if same_training else 0.0
-    return mean(verl, "seconds") / (mean(tail, "seconds") + other)
+    added_training = mean(verl, "train") - mean(tail, "train") if same_training else 0.0
+    return mean(verl, "seconds") / (mean(tail, "seconds") + added_training)
 
 
 def figure_11(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def figure_11(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
                 mean(simulated(model, steps, seed, how)[1], "rollout") for seed in seeds
             )
         base = seconds["1.0, 1.0"]
-        out[model] = {"simulated": {etas: round(own / base, 3) for etas, own in seconds.items()}}
+        out[model] = {"simulated": {etas: round(value / base, 3) for etas, value in seconds.items()}}
         out[model]["simulated_rollout_over_both"] = _two(base / seconds["1.25, 1.25"])
     return out
 

@@ -1,4 +1,4 @@
-"""Speed and memory of one RL step: rollout, and one optimizer step on what it gave.
+"""Measures speed and memory of one RL step: rollout, and one optimizer step on its responses.
 
     python benchmarks/train_step.py                                 the default model, configs/vlm.py
     python benchmarks/train_step.py --config=configs/text.py        another configuration
@@ -64,7 +64,7 @@ WORK = {"rollout": 2, "train": 6}  # operations for each token and each weight t
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line on standard error for settings that cannot work, 1 for a worker that failed."""
+    """Returns 0, or 2 with one line on standard error for settings that cannot work, 1 for a worker that failed."""
     options, arguments = _parser().parse_known_args(argv)
     try:
         if options.size:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(options: argparse.Namespace, arguments: Sequence[str], config: Config) -> dict[str, Any]:
-    """The whole benchmark. Raises `WorkerError`."""
+    """Runs the whole benchmark. Raises `WorkerError`."""
     with contextlib.ExitStack() as stack:
         load_before = os.getloadavg()[0]
         exchange = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")) if options.peer else ""
@@ -205,7 +205,7 @@ def _alone(arguments: Sequence[str], stage: str, lengths: Sequence[Sequence[int]
 
 
 def _side(about: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
-    """What one side is, and its measures. Rates are of medians."""
+    """Describes one side, and returns its measures. Rates are those of medians."""
     timed, first = answers[warmup:], answers[0]
     seconds = {
         stage: spread([answer["seconds"][stage] for answer in timed]) for stage in STAGES if stage in first["seconds"]

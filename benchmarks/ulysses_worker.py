@@ -1,4 +1,5 @@
-"""One process with one device of a distributed step: run by `benchmarks/flex_ulysses_step.py`, pinned to one core.
+"""Runs one device of a distributed step in a process of its own: run by `benchmarks/flex_ulysses_step.py`, pinned to
+one core.
 
 Every plan runs through the same executor and the same attention kernel: only the plan differs.
 """
@@ -48,7 +49,7 @@ def row_dims(inputs: PackedTokens) -> object:
 
 
 def batch_of(plan: ShardPlan, vocabulary: int, names: Sequence[int] = ()) -> PackedTokens:
-    """Random tokens where the plan says. `names[i]`, `i` if not given, decides those of sequence `i`."""
+    """Lays out random tokens as the plan says. `names[i]`, `i` if not given, is the seed of those of sequence `i`."""
     bare = lay(plan)
     lengths = np.array(plan.lengths)
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -91,7 +92,7 @@ def main(settings: dict) -> None:
     step = jax.jit(strategy.loss_and_grad)
     plans = {name: ShardPlan.from_json(text) for name, text in settings["plans"].items()}
     batches = {name: batch_of(plan, settings["model"]["vocab_size"]) for name, plan in plans.items()}
-    placed = {name: strategy.place(strategy.own(batch)) for name, batch in batches.items()}
+    placed = {name: strategy.place(strategy.local_rows(batch)) for name, batch in batches.items()}
     channel.say(parameters=parameter_count(model), rounds={n: b.spread.rounds for n, b in batches.items()})
     for request in channel.requests():
         started = time.perf_counter()

@@ -1,4 +1,5 @@
-"""What new weights cost on their way to a rollout server: every route, deltas by learning rate, the trainer's stall.
+"""Measures what new weights cost on their way to a rollout server: every route, deltas by learning rate,
+the trainer's stall.
 
     bash scripts/install_sglang.sh                                   once: SGLang, in an environment of its own
     python benchmarks/weight_sync.py                                 0.1B parameters
@@ -70,7 +71,7 @@ LONGEST = 64  # tokens of a sequence of the servers, which generate nothing here
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or one line on standard error: 2 for settings that cannot work, 1 for a server that failed."""
+    """Returns 0, or one line on standard error: 2 for settings that cannot work, 1 for a server that failed."""
     options = _parser().parse_args(argv)
     if min(options.repeats, options.steps) < 1:
         print("error: --repeats and --steps must be at least 1", file=sys.stderr)
@@ -119,9 +120,11 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
                   for size in options.sizes},
         "routes": routes,
         "delta": deltas,
-        "delta_share": {size: {rate: one["share"] for rate, one in rates.items()} for size, rates in deltas.items()},
+        "delta_share": {
+            size: {rate: figures["share"] for rate, figures in rates.items()} for size, rates in deltas.items()
+        },
         "stall": stalls,
-        "stall_share": {size: one["share"] for size, one in stalls.items()},
+        "stall_share": {size: figures["share"] for size, figures in stalls.items()},
     }  # fmt: skip
 
 
@@ -129,7 +132,7 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
 
 
 def _alone(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """In a process of its own, so that the state of one training is gone before the next one comes."""
+    """Calls `measure` in a process of its own, so that the state of one training is gone before the next one comes."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin) as process:
         return process.submit(measure, *arguments).result()
 
@@ -140,7 +143,8 @@ def _begin() -> None:
 
 
 def measure_delta(size: str, rate: float, options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
-    """Of steps of AdamW on policy gradients: bytes over those of the whole, and the seconds of both."""
+    """Measures the deltas of weights after steps of AdamW on policy gradients: their bytes over those of all weights,
+    and the seconds of both."""
     config = _config(size)
     config.optim.lr = rate
     steps = Steps(config, "train", [[config.rollout.max_new_tokens] * config.rollout.group_size] *
@@ -191,7 +195,9 @@ def measure_delta(size: str, rate: float, options: argparse.Namespace, folder: p
 
 def _changed(before: Published, after: Published) -> float:
     """The share of words that are not the same."""
-    old, new = (np.memmap(one.folder / "model.safetensors", np.uint16, "r", offset=8) for one in (before, after))
+    old, new = (
+        np.memmap(version.folder / "model.safetensors", np.uint16, "r", offset=8) for version in (before, after)
+    )
     return float(np.count_nonzero(old != new) / len(new))
 
 
@@ -227,8 +233,8 @@ class Measured:
                      options=FleetOptions(patience=120.0))  # fmt: skip
 
     def _next(self, share: float = 1.0) -> tuple[int, Mapping[str, Any]]:
-        """A version whose weights differ from the one before, in whose place it is: all of them, or about this share of
-        their words."""
+        """Makes the next version of the weights, in the place of the one before. All of them differ, or about this
+        share of their words."""
         self._version += 1
         key = jax.random.key(self._version)
 
@@ -241,7 +247,8 @@ class Measured:
         return self._version, self._weights[0]
 
     async def routes(self) -> dict[str, Any]:
-        """Seconds until the server is proven to have a version, and those of them that it can't generate."""
+        """Measures for each route the seconds until the server is proven to have a version, the part of them in which
+        it can't generate, and the bytes that travel."""
         names = ["shm", "bucket", "orbax", "orbax with delta", *(["group"] if self._name == "sglang" else [])]
         total: dict[str, list[float]] = {name: [] for name in names}
         paused: dict[str, list[float]] = {name: [] for name in names}
@@ -270,7 +277,7 @@ class Measured:
         }
 
     def _bytes(self, name: str, route: SyncRoute, published: Published) -> int:
-        """What travels: files, or base64 in JSON."""
+        """Returns the bytes that travel: those of files, or of weights, which `bucket` sends as base64 in JSON."""
         if isinstance(route, OrbaxFolders):
             return _size(route._folders.folder(published))
         return published.bytes * 4 // 3 if name == "bucket" else published.bytes
@@ -278,8 +285,9 @@ class Measured:
     # --- the trainer's stall ----------------------------------------------------------------------
 
     def stall(self) -> dict[str, Any]:
-        """Seconds that a trainer loses to one publication, waiting for it and not. Its steps are waited for, as those
-        on a GPU are: this thread dispatches a small program and sleeps, and the cores are free for the publication."""
+        """Measures the seconds that a trainer loses to one publication, if it waits for it and if not. Its steps are
+        waited for, as those on a GPU are: this thread dispatches a small program and sleeps, and the cores are free for
+        the publication."""
         with contextlib.closing(self._fleet(SharedMemory())) as fleet:
             seat = FleetEngine(fleet, 0)
             asyncio.run(seat.update_weights(*self._next()))

@@ -20,7 +20,8 @@ from fluxjax.run.trainer import FluxTrainer
 
 
 class BestOfGroup(RLAlgorithm):
-    """What has the group's highest reward is learned, the rest ignored; groups without any difference are, too."""
+    """Learns the responses with the highest reward of their group. The others are ignored, and so are groups without
+    any difference in reward."""
 
     def __init__(self, temper: float = 1.0) -> None:
         self.temper = temper  # settings of your own are arguments

@@ -35,7 +35,7 @@ LOOK_SECONDS = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    own, train = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    launch, train = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(
         prog="python -m fluxjax.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
         help="how many, process 0 included; 4,2: four at first, two when they are started again",
     )
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help="at most, without a new checkpoint (3)")
-    options = parser.parse_args(own)
+    options = parser.parse_args(launch)
     if min(options.processes) < 1:
         parser.error(f"--processes is {min(options.processes)}; it must be at least 1")
-    if own and not train:
+    if launch and not train:
         parser.error("nothing to train: put the arguments of fluxjax.train behind --")
     try:
         config = cli.load(train)
@@ -75,7 +75,8 @@ class Supervisor:
     """One run, in as many attempts as it takes."""
 
     def __init__(self, processes: Sequence[int], restarts: int, train: Sequence[str], folder: pathlib.Path) -> None:
-        """`processes` of each attempt, the last of these of all further ones; `folder` is the run's."""
+        """`processes` has the number of processes of each attempt, the last one for all further attempts; `folder` is
+        the run's."""
         self._processes, self._restarts, self._folder = processes, restarts, folder
         self._train = [*train, f"--config.run_dir={folder}"]
         self._run: Processes | None = None
@@ -120,7 +121,7 @@ class Supervisor:
             return self._run.wait()
 
     def _log(self, process: int) -> pathlib.Path:
-        """Where a process that is not the first writes."""
+        """Returns the log file of a process other than process 0, and makes its folder."""
         file = self._folder.with_name(f"{self._folder.name}.process-{process}.log")
         file.parent.mkdir(parents=True, exist_ok=True)
         return file
@@ -129,7 +130,8 @@ class Supervisor:
         return self._processes[min(attempt, len(self._processes)) - 1]
 
     def _newest(self, attempt: int) -> str:
-        """From where an attempt goes on."""
+        """Describes the state that an attempt starts from: the newest snapshot, the newest checkpoint, or the
+        beginning."""
         steps: list[int] = []
         with contextlib.suppress(OSError):
             steps = [int(entry.name) for entry in (self._folder / "checkpoints").iterdir() if entry.name.isdigit()]
@@ -141,15 +143,15 @@ class Supervisor:
 
 
 class Failure:
-    """How an attempt ended: `process` failed, others because of it; `by_user`: only the user can mend it. `status` is
-    as shells have it."""
+    """The end of an attempt that failed: `process` failed first, others because of it; `by_user`: only the user can
+    mend it. `status` is the exit status as shells have it."""
 
     def __init__(self, ended: Mapping[int, int], frozen: Collection[int] = ()) -> None:
-        """`ended` are the statuses of those that failed, in the order in which they ended; `frozen` did not end by
-        themselves, the likeliest reason first."""
+        """`ended` has the statuses of the processes that failed, in the order in which they ended; `frozen` are
+        processes that did not end by themselves, the likeliest reason first."""
         killed = [process for process, status in ended.items() if status < 0 and process not in frozen]
-        own = [process for process, status in ended.items() if status != LOST]
-        self.process = next(iter([*killed, *frozen, *own, *ended]))
+        failed = [process for process, status in ended.items() if status != LOST]
+        self.process = next(iter([*killed, *frozen, *failed, *ended]))
         self._how = ended[self.process]
         self._frozen = self.process in frozen
         self.by_user = USER in ended.values()
@@ -177,15 +179,15 @@ class Processes:
         self._children: list[subprocess.Popen[bytes]] = []
         for process in range(count):
             out = logs[process - 1] if process else None
-            own = [f"--config.distributed.process={process}"] if process else []
-            self._children.append(subprocess.Popen([*command, *own], stdout=out, stderr=out, start_new_session=True))
+            rank = [f"--config.distributed.process={process}"] if process else []
+            self._children.append(subprocess.Popen([*command, *rank], stdout=out, stderr=out, start_new_session=True))
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._children[0].send_signal(number)
 
     def wait(self) -> Failure | None:
-        """Returns when all have ended, how it failed if it did. When one fails, or is stopped, all end."""
+        """Returns when all processes have ended: the failure, or None. When one fails, or is stopped, all end."""
         ended: dict[int, int] = {}
         frozen: list[int] = []
         since = going = time.monotonic()
@@ -202,13 +204,13 @@ class Processes:
         return Failure(ended, frozen) if ended else None
 
     def _note(self, ended: dict[int, int]) -> None:
-        """Adds those that have failed since the last look."""
+        """Adds the processes that have failed since the last look."""
         for process, child in enumerate(self._children):
             if child.poll() and process not in ended:
                 ended[process] = child.returncode
 
     def kill(self) -> None:
-        """Ends what has not ended; returns when nothing of it runs."""
+        """Kills what has not ended; returns when no process runs."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
@@ -217,7 +219,8 @@ class Processes:
 
 
 def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
-    """Its heartbeats would tell the others so, but not before it has met them."""
+    """Returns True if the process is stopped. Its heartbeats would tell the others so, but not before it has met
+    them."""
     with contextlib.suppress(ChildProcessError, AttributeError):  # macOS has no `waitid` before Python 3.13
         return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     return False

@@ -101,11 +101,11 @@ class Decoder(nnx.Module):
         return walk.use(self.embedding)(tokens_BT)
 
     def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
-        """What `embed` takes in the place of `vision`, computed by itself; a text model has none."""
+        """The merged vision features, which `embed` takes in the place of `vision`. A text model raises ValueError."""
         raise ValueError("this is a text model; it can't read images or videos")
 
     def rotary(self, positions_3BT: Int[Array, "3 B T"]) -> Rotary:
-        """(cosine, sine) `[B, T, H]` float32 of the positions (time, height, width).
+        """The (cosine, sine) `[B, T, H]` float32 of the positions (time, height, width).
 
         Frequencies are dealt to the position axes in sections (M-RoPE); a text model has one section, of time.
         """
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
 
 
 def split(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Params]:
-    """(structure, parameters as a pure nested dict). The structure is hashable and static."""
+    """Returns (structure, parameters as a pure nested dict). The structure is hashable and static."""
     graphdef, state = nnx.split(model)
     return graphdef, nnx.to_pure_dict(state)
 

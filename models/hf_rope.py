@@ -74,8 +74,8 @@ def read_rope(
             readings["rope_theta of config.json"] = dataclasses.replace(rope, theta=float(outer["rope_theta"]))
         for field in filter(repeated.get, _FIELDS):
             readings[f"{field} of config.json"] = _read_field(beside, field, default_theta, default_section)
-    first, *others = readings
-    for field in others:
+    first, *further = readings
+    for field in further:
         if differing := [name for name, value in vars(readings[field]).items() if value != getattr(rope, name)]:
             raise ModelConfigError(
                 f"{first} and {field} contradict each other ({', '.join(differing)}); keep one of them"

@@ -86,12 +86,12 @@ class ModelInput:
 
     @property
     def patches_PX(self) -> AnyArray | ShadowTensor | None:
-        """None: it has no media."""
+        """The patches of the prompt's media; None where it has no media."""
         return None if self.vision is None else self.vision.patches_PX
 
     @property
     def frame_bound(self) -> int:
-        """See `VisionInput`; 1 without media."""
+        """The frame bound of the prompt's media (`VisionInput`); 1 without media."""
         return 1 if self.vision is None else self.vision.frame_bound or frame_bound(self.vision.frame_segments_P)
 
     @functools.cached_property

@@ -43,14 +43,14 @@ class ShadowTensor:
     __slots__ = ("dtype", "pieces", "shape")
 
     def __init__(self, pieces: Sequence[Piece], row_shape: Sequence[int], dtype: np.dtype) -> None:
-        """The tensor of these pieces, each row of which has the shape `row_shape`."""
+        """Joins these pieces, each row of which has the shape `row_shape`, to a tensor."""
         self.pieces = tuple(_joined(pieces))
         self.shape = (sum(map(len, self.pieces)), *row_shape)
         self.dtype = np.dtype(dtype)
 
     @classmethod
     def of(cls, ticket: str, shape: Sequence[int], dtype: Any) -> ShadowTensor:
-        """All of the tensor that `ticket` names."""
+        """The whole tensor that `ticket` names."""
         return cls([Rows(ticket, 0, shape[0])], shape[1:], np.dtype(dtype))
 
     @property
@@ -59,14 +59,14 @@ class ShadowTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it would have here."""
+        """The bytes that its data would take here."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> ShadowTensor:
-        """Raises ShadowError for anything but neighbouring rows."""
+        """The tensor of neighbouring rows. Raises ShadowError where anything else is asked for."""
         if not isinstance(rows, slice):
             self._refuse(f"[{rows!r}] was asked for, and only rows from one to another can be told without it")
         start, stop, step = rows.indices(len(self))
@@ -94,7 +94,7 @@ class ShadowTensor:
 
     @property
     def elsewhere(self) -> tuple[Rows, ...]:
-        """What has to be fetched."""
+        """The rows that have to be fetched, as they are not here."""
         return tuple(piece for piece in self.pieces if isinstance(piece, Rows))
 
     def materialize(self, fetch: Fetch) -> np.ndarray:
@@ -130,7 +130,7 @@ class ShadowTensor:
         raise ShadowError(f"{what}, but it is elsewhere: {names}; a materializer fetches it")
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are the same rows: never what is in them."""
+        """Returns whether both have the same shape and dtype and name the same rows, whatever is in these."""
         if not isinstance(other, ShadowTensor):
             return NotImplemented
         return (self.shape, self.dtype, self.elsewhere) == (other.shape, other.dtype, other.elsewhere)

@@ -115,26 +115,26 @@ class DeviceState:
             self._settle(before)
             raise
 
-    def take(self, other: DeviceState) -> None:
-        """Serves the weights that `other` serves; where both are on the same device, the very arrays."""
-        if other.params is not None:
-            self.params = jax.block_until_ready(jax.device_put(other.params, self._by_layers))
+    def take(self, source: DeviceState) -> None:
+        """Serves the weights that `source` serves: the very arrays, where they are on the same device."""
+        if source.params is not None:
+            self.params = jax.block_until_ready(jax.device_put(source.params, self._by_layers))
 
     def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, tensor) of every weight as servers read checkpoints, in the dtype that is served. The weights
+        """Returns (name, tensor) of every weight as servers read checkpoints, in the dtype that is served. The weights
         are those of now, and stay in memory until the iterator has ended."""
         params = self.params
         if params is None:
             raise EngineError("the engine has no weights")
         layers = [by_path(layer) for layer in params["layers"]]
-        others = by_path({name: value for name, value in params.items() if name != "layers"})
+        outer = by_path({name: value for name, value in params.items() if name != "layers"})
         held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []
         for entry in tensor_names(served(self._abstract.config)):
             if entry.path[0] == "layers":
                 path = entry.path[1:]
                 held.append((entry, [layer[path] for layer in layers], self._matrices.get(path, 0)))
             else:
-                held.append((entry, others[entry.path] if entry.stacked else [others[entry.path]], 0))
+                held.append((entry, outer[entry.path] if entry.stacked else [outer[entry.path]], 0))
         return _as_on_disk(held)
 
     def update(self, params: Mapping[str, Any]) -> None:
@@ -204,7 +204,7 @@ class DeviceState:
         return dataclasses.replace(batch.inputs, vision=dataclasses.replace(vision, patches_PX=patches_PX))
 
     def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
-        """Leaves the patches as they are where they can't be had."""
+        """Fills in the patches of a request. If they can't be had, they stay as is, and it is among the `lost`."""
         try:
             if rid not in lost:
                 into_PX[:] = self.pixels.take(tensor)
@@ -232,7 +232,7 @@ class DeviceState:
         return kept.rows
 
     def decode(self, plan: RoundPlan) -> NewTokens:
-        """Up to `steps_per_sync` tokens for each running sample."""
+        """Decodes up to `steps_per_sync` tokens of each running sample."""
         slots_B, batch = plan
         self.shapes.add(("decode", (*batch.pages_BC.shape, *_ids(batch.sampling))))
         self.cache, *new = self.programs.decode(self.params, self._ready_cache(), batch)

@@ -82,7 +82,7 @@ def split_layers(
     matrices: Mapping[tuple, int],
     old: LayerParams | None,
 ) -> LayerParams:
-    """`params` (as of `models.split`) by layers, complete when this returns.
+    """Returns `params` (as of `models.split`) by layers, complete when this returns.
 
     `dtype` casts the weights (None: as they are). `stacked` are the shardings of the weights as they come in, `whole`
     (by layers) those that are returned. Layers are copied, their `matrices` turned; another array of `params` is shared
@@ -91,7 +91,7 @@ def split_layers(
     """
     places, targets = by_path(stacked), by_path({**whole, "layers": whole["layers"][0]})
     layers: list[dict[tuple, jax.Array]] = [{} for _ in whole["layers"]]
-    others: dict[tuple, jax.Array] = {}
+    outer: dict[tuple, jax.Array] = {}
     for portion in _portions(by_path(params)):
         if old is not None:
             for path in portion:
@@ -99,7 +99,7 @@ def split_layers(
         # The same buffers, under the sharding of all that the engine has: under a mesh of its own, each program that
         # meets both would be compiled once more.
         shared = {path: w for path, w in portion.items() if path[0] != "layers" and _as_served(w, dtype, targets[path])}
-        others |= jax.device_put(shared, {path: targets[path] for path in shared})
+        outer |= jax.device_put(shared, {path: targets[path] for path in shared})
         # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
         placed = {path: _placed(w, dtype, places[path]) for path, w in portion.items() if path not in shared}
         copies = _copied(placed, len(layers), tuple(matrices.items()))
@@ -109,13 +109,13 @@ def split_layers(
                 for layer, weight in zip(layers, copy, strict=True):
                     layer[path[1:]] = weight
             else:
-                others[path] = copy
-        jax.block_until_ready((layers, others))
-    return {**unflatten_dict(others), "layers": [unflatten_dict(layer) for layer in layers]}
+                outer[path] = copy
+        jax.block_until_ready((layers, outer))
+    return {**unflatten_dict(outer), "layers": [unflatten_dict(layer) for layer in layers]}
 
 
 def _portions(weights: dict[tuple, jax.Array | np.ndarray]) -> Iterator[dict[tuple, jax.Array | np.ndarray]]:
-    """All weights, in order: as many at a time as take `TOGETHER` bytes, or one."""
+    """Yields all weights, in order: as many at a time as take `TOGETHER` bytes, or one."""
     portion, size = dict[tuple, jax.Array | np.ndarray](), 0
     for path, weight in weights.items():
         if portion and size + weight.nbytes > TOGETHER:
@@ -126,7 +126,7 @@ def _portions(weights: dict[tuple, jax.Array | np.ndarray]) -> Iterator[dict[tup
 
 
 def _as_served(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> bool:
-    """Whether the engine can serve this very array: an array of numpy could still be written to."""
+    """Says whether the engine can serve this very array. It can't serve numpy's, which could still be written to."""
     if not isinstance(weight, jax.Array) or (dtype is not None and weight.dtype != dtype):
         return False
     return weight.sharding.is_equivalent_to(sharding, weight.ndim)
@@ -188,12 +188,12 @@ def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
 
 
 def outputs_last(matrix: np.ndarray, inputs: int) -> np.ndarray:
-    """One of an engine's matrices as the model declares it."""
+    """The matrix of an engine, turned to how the model declares it: inputs first."""
     return np.moveaxis(matrix, range(-inputs, 0), range(inputs))
 
 
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:
-    """(the model, its layers). The model's own `layers` is the first of them: what is stacked elsewhere is not here."""
+    """Returns (the model, its layers). The model's own `layers` is the first of them: there is no stack here."""
     parts: list[Decoder] = [models.merge(graphdef, {**params, "layers": layer}) for layer in params["layers"]]
     return parts[0], [part.layers for part in parts]
 

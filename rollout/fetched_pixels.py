@@ -19,8 +19,8 @@ AHEAD_PATCHES = 8192  # fetched before they are asked for, at most: of one or tw
 
 
 class FetchedPixels:
-    """The patches of prompts, by `fetch`; None for an engine that gets them with its prompts. It is used by one thread
-    at a time."""
+    """Fetches the patches of prompts by `fetch`, which is None for an engine that gets them with its prompts. One
+    thread uses it at a time."""
 
     def __init__(self, fetch: Fetch | None) -> None:
         self._fetch = fetch
@@ -29,7 +29,7 @@ class FetchedPixels:
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
 
     def expect(self, tensors: Iterable[ShadowTensor]) -> None:
-        """These will be taken next, in this order, and nothing else: the first of them are fetched from now on."""
+        """Says which tensors will be taken next, in this order, and no others: the first are fetched from now on."""
         self._wanted = deque(tensors)
         wanted = {tensor.elsewhere for tensor in self._wanted}
         for rows in self._held.keys() - wanted:
@@ -37,7 +37,7 @@ class FetchedPixels:
         self._begin()
 
     def _begin(self) -> None:
-        held = sum(len(rows) for each in self._held for rows in each)
+        held = sum(len(rows) for tensor_rows in self._held for rows in tensor_rows)
         while self._wanted and (not self._held or held + len(self._wanted[0]) <= AHEAD_PATCHES):
             tensor = self._wanted.popleft()
             if tensor.elsewhere and tensor.elsewhere not in self._held:
@@ -52,14 +52,14 @@ class FetchedPixels:
     def _fetched(self, rows: tuple[Rows, ...]) -> list[np.ndarray]:
         assert self._fetch is not None, "requests are checked"
         fetched = list(self._fetch(rows))
-        for each, patches in zip(rows, fetched, strict=True):
+        for piece, patches in zip(rows, fetched, strict=True):
             if not np.isfinite(patches).all():
-                raise ValueError(f"patches {each.start} to {each.stop} of {each.ticket} have NaN or infinity")
+                raise ValueError(f"patches {piece.start} to {piece.stop} of {piece.ticket} have NaN or infinity")
         return fetched
 
     def take(self, tensor: ShadowTensor) -> np.ndarray:
-        """The patches, waited for; they are not kept. Raises what `fetch` raises, ShadowError for patches of another
-        shape, ValueError for pixels that are not finite."""
+        """Returns the patches when they have come; they are not kept. Raises what `fetch` raises, ShadowError for
+        patches of another shape, ValueError for pixels that are not finite."""
         rows = tensor.elsewhere
         if not rows:
             return tensor.materialize(_nothing)
@@ -69,7 +69,7 @@ class FetchedPixels:
         return tensor.materialize(lambda _: fetched)
 
     def close(self) -> None:
-        """Ends what is under way, as soon as it returns. It may be called again."""
+        """Ends the fetches, those under way as soon as they return. It may be called again."""
         self.expect(())
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

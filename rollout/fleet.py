@@ -293,7 +293,7 @@ class Fleet:
         return min(wanted, key=lambda published: published.version, default=None)
 
     async def take(self, published: Published | None) -> None:
-        """These are the weights of all seats from now on, which must sleep; of another fleet with the same folders."""
+        """Makes these, of another fleet with the same folders, the weights of all seats, which must sleep."""
         for seat in self._state.seats:
             seat.wanted = published
         if published is not None:
@@ -419,7 +419,7 @@ class Fleet:
         return [server.status() for server in list(self._state.servers)]
 
     def busy(self) -> dict[str, list[tuple[float, float]]]:
-        """When each server ran samples, by `time.perf_counter`."""
+        """The times in which each server ran samples, by `time.perf_counter`."""
         return {server.name: server.busy_times() for server in list(self._state.servers)}
 
     # --- requests -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class FleetEngine:
         self.move(fleet, seat, devices)
 
     def move(self, fleet: Fleet, seat: int, devices: Sequence[Device]) -> None:
-        """Is another seat from now on."""
+        """Makes this engine another seat from now on."""
         self._fleet, self._seat, self.devices = fleet, seat, tuple(devices)
 
     async def _on(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -43,7 +43,7 @@ class FleetEngine:
             raise EngineError("the fleet was closed") from None
 
     def generate(self, request: GenerateRequest) -> TokenStream:
-        """See `Engine.generate`. Raises EngineError for a request that no server could take."""
+        """Streams a request's chunks (`Engine.generate`). Raises EngineError for one that no server could take."""
         request = checked(request, self._fleet.limits)
         mailbox = Mailbox()
 

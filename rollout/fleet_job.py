@@ -1,4 +1,4 @@
-"""What a fleet knows of a server, of a request under way, and of an attempt to have the one serve the other."""
+"""The records of a fleet: of a server, of a request under way, and of an attempt to have the one serve the other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ServerStatus:
 
 
 class Server:
-    """One server: its place in the fleet, and what is known of it. Belongs to the fleet's thread."""
+    """One server: its place in the fleet, and what is known of it. It belongs to the fleet's thread."""
 
     def __init__(self, name: str, seat: int, client: ServerClient, process: LocalServer | None) -> None:
         self.name, self.seat, self.client, self.process = name, seat, client, process
@@ -75,7 +75,7 @@ class Server:
         return f"{self.name} ({self.client.address})"
 
     def begin(self, attempt: Attempt) -> None:
-        """Samples of ours begin to run."""
+        """Notes that the samples of an attempt begin to run here."""
         if not self.open:
             self._busy_since = time.perf_counter()
         self.attempts.add(attempt)
@@ -88,12 +88,12 @@ class Server:
             self.busy.append((self._busy_since, time.perf_counter()))
 
     def busy_times(self) -> list[tuple[float, float]]:
-        """When samples of ours ran, by `time.perf_counter`, up to now. From any thread."""
+        """The times in which samples of the fleet ran here, by `time.perf_counter`, up to now. From any thread."""
         running = [(self._busy_since, time.perf_counter())] if self.open else []
         return [*self.busy.copy(), *running]
 
     def status(self) -> ServerStatus:
-        """From any thread."""
+        """The state of the server at this moment. From any thread."""
         up, holds = self.up, self.holds
         load = self.load if up else {}
         return ServerStatus(
@@ -118,7 +118,8 @@ class Server:
                               f"{self.process.last_words()}")  # fmt: skip
 
     async def look(self, patience: float) -> None:
-        """Has it answer. One that somebody had trouble with must show its weights: others may have restarted it."""
+        """Has the server answer. Where somebody had trouble with it, it must show its weights, as others may have
+        restarted it."""
         doubts, holds = self.doubts, self.holds
         self.load = await self.client.load(patience)
         if doubts > self.cleared:
@@ -128,8 +129,8 @@ class Server:
             self.cleared = doubts
 
     def check_silence(self, excused: bool, idle: float, busy: float) -> None:
-        """Raises ServerError where nothing came of an attempt for so many seconds: for `idle`, if it runs nothing. One
-        that runs something may take long for the first tokens, and for those that wait."""
+        """Raises ServerError where nothing came of an attempt for so many seconds: for `idle` if the server runs
+        nothing, else for `busy`, as it may take long for the first tokens, and for samples that wait."""
         most = busy if self.load.get("running") else idle
         if self.load.get("waiting"):
             excused = True
@@ -137,7 +138,7 @@ class Server:
             raise ServerError(f"{self!r} runs {self.load['running']:g} samples, and says nothing for {most:g} s")
 
     async def update(self, wanted: Published, route: SyncRoute) -> None:
-        """Has it serve these weights, and prove it."""
+        """Has the server serve these weights, and prove it."""
         client = self.client  # of this life
         await route.stage(client, wanted)
         self.holds = None
@@ -150,7 +151,8 @@ class Server:
         self.holds = wanted
 
     async def sleep(self, patience: float) -> None:
-        """Gives memory back, when what was aborted has ended there. Raises ServerError if that takes too long."""
+        """Has the server give memory back, when what was aborted has ended there. Raises ServerError if that takes too
+        long."""
         if self.asleep:
             return
         deadline = time.monotonic() + patience
@@ -172,17 +174,17 @@ class Server:
 
     @property
     def starting(self) -> bool:
-        """It is one of ours, and on its way."""
+        """Says whether the server is one that the fleet starts, and on its way."""
         return self.process is not None and not self.up and not self.waits and not self.leaving
 
     @property
     def rests(self) -> bool:
-        """It takes no memory for weights: it sleeps, or is not there."""
+        """Says whether the server takes no memory for weights: it sleeps, or is not there."""
         return self.asleep if self.up else self.waits or self.process is None
 
     @property
     def usable(self) -> bool:
-        """It is up and has weights, and nobody has had trouble with it since it was last looked at."""
+        """Says whether the server is up and has weights, and nobody had trouble with it since it was last looked at."""
         return self.up and self.holds is not None and self.doubts == self.cleared
 
     def suspect(self) -> None:
@@ -190,14 +192,14 @@ class Server:
         self.suspected.set()
 
     def state(self) -> str:
-        """Why there is no use of it, for messages."""
+        """The reason why there is no use of the server, for messages."""
         reason, words = self.reason or "is starting", self.process.last_words() if self.process is not None else ""
         return f"{self!r}: {reason}" + (f"; its log ends with:\n{words}" if words not in reason else "")
 
 
 @dataclasses.dataclass(eq=False)
 class Attempt:
-    """Samples of a request on a server, and what came of each."""
+    """Samples of a request on a server, and the reply to each so far."""
 
     server: Server
     replies: Mapping[int, SampleReply]
@@ -206,7 +208,7 @@ class Attempt:
     accepted: bool = False  # the server has all of it
 
     def silence(self, excused: bool) -> float:
-        """Seconds since something came, as seen by those who look now and then."""
+        """The seconds since a token came, as seen by those who look now and then; none pass while it is `excused`."""
         came = sum(len(reply.ids) for reply in self.replies.values())
         if excused or came != self.came:
             self.heard, self.came = time.monotonic(), came
@@ -220,7 +222,7 @@ class Attempt:
 
 
 class FleetJob:
-    """A request under way: what each sample has so far."""
+    """A request under way, and the tokens that each sample has so far."""
 
     def __init__(self, request: GenerateRequest, seat: int, put: Callable[[TokenChunk], None]) -> None:
         self.request, self.seat, self.put = request, seat, put
@@ -243,7 +245,7 @@ class FleetJob:
             self.put(TokenChunk(self.request.rid, sample, *tokens, finish))
 
     def keep(self, sample: int, reply: SampleReply) -> None:
-        """Adds what is certain of a reply."""
+        """Adds the certain tokens of a reply: those whose version is known."""
         came, certain = self.came[sample], len(reply.versions)
         came.ids += reply.ids[:certain]
         came.logprobs += reply.logprobs[:certain]

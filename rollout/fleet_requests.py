@@ -21,7 +21,7 @@ from .sglang import SampleReply, ServerError
 
 class FleetRequests:
     """Generates on the servers of `state`, in its thread. Servers are given tickets in the place of pixels (`shadows`),
-    or what `fetch` has for these."""
+    or the pixels that `fetch` has for these."""
 
     def __init__(self, state: FleetState, *, fetch: Fetch | None = None, shadows: bool = False) -> None:
         self._state, self._options = state, state.options
@@ -29,7 +29,7 @@ class FleetRequests:
         self._jobs: dict[str, FleetJob] = {}
 
     def running(self, seat: int) -> int:
-        """Samples of the seat that are open."""
+        """The number of the seat's samples that are open."""
         return sum(len(job.open) for job in list(self._jobs.values()) if job.seat == seat)
 
     async def sent(self, seat: int, most: float) -> None:
@@ -95,7 +95,7 @@ class FleetRequests:
             await self._state.news()
 
     def _fits(self, server: Server, job: FleetJob) -> bool:
-        """The job can go there, and would not fall back behind the weights of its seat."""
+        """Says whether the job can go to the server, and would not fall back behind the weights of its seat."""
         wanted, its = self._state.seats[job.seat].wanted, self._state.seats[server.seat]
         if not server.usable or its.paused or its.asleep:
             return False
@@ -128,7 +128,8 @@ class FleetRequests:
                 self._state.seats[job.seat].preemptions += reply.preemptions
 
     def _body(self, request: GenerateRequest, rids: Mapping[int, str], interval: int) -> wire.Json:
-        """What a server gets; pixels that it can't fetch are fetched for it. Raises EngineError where they can't be."""
+        """The body of a request as a server gets it; pixels that the server can't fetch are fetched for it. Raises
+        EngineError where they can't be."""
         vision = request.prompt.vision
         if not self._shadows and vision is not None and isinstance(vision.patches_PX, ShadowTensor):
             assert self._fetch is not None, "requests are checked"

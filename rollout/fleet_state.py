@@ -1,4 +1,4 @@
-"""What the parts of a fleet share: its servers, its seats, and the news of them. All of it belongs to one thread."""
+"""The state that the parts of a fleet share: its servers, its seats, news of them. All of it belongs to one thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .weights.published import Published
 
 @dataclasses.dataclass
 class Seat:
-    """What the servers of a seat are to do, those of now and those to come."""
+    """The orders to the servers of a seat, those of now and those to come, and counts of their tokens."""
 
     wanted: Published | None = None  # the weights that they are to have
     paused: bool = False
@@ -39,7 +39,7 @@ class FleetState:
         return [server for server in list(self.servers) if server.seat == seat]
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs beside all else."""
+        """Starts work that runs beside all else."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -56,7 +56,7 @@ class FleetState:
             await asyncio.wait_for(self._changed.wait(), 1.0)
 
     def fail(self, error: Exception) -> None:
-        """Ends it all: weights that did not arrive, a full disk. No restart mends that."""
+        """Ends the fleet for an error that no restart mends, such as weights that did not arrive, or a full disk."""
         self._fatal = self._fatal or error
         self.tell()
 

@@ -189,7 +189,7 @@ class JaxEngine:
             self._version = version
 
     async def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, tensor) of every weight as served, by name and in the layout of a Hugging Face checkpoint.
+        """Returns (name, tensor) of every weight as served, by name and in the layout of a Hugging Face checkpoint.
 
         Each is copied to the host when it is asked for, in any thread; until the last one, an update would not free
         the memory of those it replaces. Raises EngineError where the engine has no weights."""
@@ -200,11 +200,11 @@ class JaxEngine:
     def has_weights(self) -> bool:
         return self._device.params is not None
 
-    async def copy_weights(self, other: JaxEngine) -> None:
-        """Serves, as the same version, the weights that `other` serves, which has the same model."""
-        async with self._between_turns(), other._between_turns():
-            await self._in_thread(self._device.take, other._device)
-            self._version = other._version
+    async def copy_weights(self, source: JaxEngine) -> None:
+        """Serves, as the same version, the weights that `source` serves, which has the same model."""
+        async with self._between_turns(), source._between_turns():
+            await self._in_thread(self._device.take, source._device)
+            self._version = source._version
             self._scheduler.invalidate()
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
@@ -226,7 +226,7 @@ class JaxEngine:
             pass
 
     async def resume(self, *, by_seed: bool = False) -> None:
-        """See `Engine.resume`. `by_seed`: what waits is taken up in the order of seeds, not in that of coming."""
+        """Goes on generating. With `by_seed`, what waits is taken up in the order of seeds, not in that of coming."""
         if by_seed:
             self._scheduler.by_seed()
         self._paused = False
@@ -238,7 +238,7 @@ class JaxEngine:
         return self._asleep
 
     async def sleep(self, *, weights: bool = False) -> None:
-        """See `Engine.sleep`. With `weights`, these go, too: it needs new ones before it can generate again."""
+        """Gives the cache memory back (`Engine.sleep`). With `weights`, these go, too: it needs new ones to go on."""
         async with self._between_turns():
             if self._scheduler.running:
                 raise EngineError(f"can't sleep: {self._scheduler.running} samples are running; abort them first")
@@ -283,7 +283,7 @@ class JaxEngine:
 
     @property
     def shadows(self) -> bool:
-        """Whether pixels of prompts may be elsewhere."""
+        """Says whether prompts may come without pixels, which the engine then fetches."""
         return self._limits.shadows
 
     @property
@@ -385,7 +385,7 @@ class JaxEngine:
         return new
 
     def _expect_pixels(self, plan: Sequence[turns.StartStep]) -> None:
-        """Has those of this turn fetched, and those of the next ones meanwhile."""
+        """Has the pixels of this turn fetched, and those of the next turns meanwhile."""
         if self._limits.shadows:
             now = (tensor for step in plan if step.batch.outputs is None for tensor in step.batch.pixels())
             ahead = turns.pixels_ahead(self._scheduler, self._limits, AHEAD_PATCHES)

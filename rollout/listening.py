@@ -1,4 +1,4 @@
-"""What the programs that listen on a port have in common: their flags, their socket, a polite end."""
+"""The parts that all programs which listen on a port have in common: their flags, their socket, a polite end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN = "FLUXJAX_TOKEN"
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong arguments are one line on stderr and exit code 2."""
+    """A parser that answers wrong arguments with one line on stderr and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
@@ -80,8 +80,8 @@ def address_of(listening: socket.socket) -> str:
 
 
 def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn.Server:
-    """What serves an ASGI application by its `serve`, until `should_exit` is set. `started` is called when it is ready.
-    Signals are the caller's: uvicorn would die of them, and wait for samples that run on."""
+    """The server of an ASGI application: its `serve` serves until `should_exit` is set. `started` is called when it is
+    ready. Signals are the caller's: uvicorn would die of them, and wait for samples that run on."""
     import uvicorn
 
     class Uvicorn(uvicorn.Server):

@@ -55,7 +55,7 @@ class LocalServer(LocalProcess):
         self.address = ""
 
     def start(self) -> None:
-        """Raises EngineError where there is no such program."""
+        """Starts the server anew. Raises EngineError where there is no such program."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

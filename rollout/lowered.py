@@ -112,7 +112,7 @@ def lowered_programs(
 
 
 def _whole(devices: Sequence[Any]) -> Sharding:
-    """All of an array on each device."""
+    """The sharding under which each device has all of an array."""
     if len(devices) == 1:
         return SingleDeviceSharding(devices[0])
     return NamedSharding(make_mesh(devices=devices), PartitionSpec())

@@ -53,7 +53,7 @@ def doubling(size: int, least: int, most: int | None = None) -> int:
 
 
 def geometric(size: int, least: int) -> int:
-    """Like `doubling`, with a value half-way between each two: 16, 24, 32, 48, 64, 96, ..."""
+    """The bucket of `doubling`, with another one half-way between each two: 16, 24, 32, 48, 64, 96, ..."""
     bucket = doubling(size, least)
     if bucket > least and size <= bucket * 3 // 4:
         bucket = bucket * 3 // 4
@@ -258,7 +258,7 @@ class EnginePrograms:
 
         with self._divided():
             x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision, features_FD)
-        x, by_layer = self.walk.each(layers, x, step, range(len(layers)))
+        x, by_layer = self.walk.loop(layers, x, step, range(len(layers)))
         k_LBKTH, v_LBKTH = (jnp.swapaxes(jnp.stack(x), 2, 3) for x in zip(*by_layer, strict=True))
         return self._placed((k_LBKTH, v_LBKTH)), model.final_norm(self.walk, x)
 
@@ -296,7 +296,7 @@ class EnginePrograms:
     def _decode(
         self, params: LayerParams, cache: KVCache, batch: DecodeRound
     ) -> tuple[KVCache, Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
-        """Up to `steps` tokens a sample: tokens and log-probs `[B, steps]`, and how many of them count.
+        """Decodes up to `steps` tokens a sample: tokens and log-probs `[B, steps]`, and how many of them count.
 
         A sample ends at a stop id (counted) or when nothing remains; the round ends with its last sample.
         """
@@ -335,7 +335,7 @@ class EnginePrograms:
 
             no_features = jnp.full((B, 1), -1, jnp.int32)
             x = model.embed(self.walk, token_B[:, None], no_features, None)
-            x, fresh = self.walk.each(layers, x, step, zip(range(len(layers)), cached, fresh, strict=True))
+            x, fresh = self.walk.loop(layers, x, step, zip(range(len(layers)), cached, fresh, strict=True))
             return model.final_norm(self.walk, x)[:, 0], fresh
 
         def running(state: tuple) -> Array:

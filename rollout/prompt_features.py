@@ -45,7 +45,7 @@ class PromptFeatures:
 
     @staticmethod
     def of(prompt: ModelInput, merge_unit: int, most: int) -> PromptFeatures:
-        """None are planned yet. A group has no more than `most` patches, unless a single frame pair has."""
+        """Divides a prompt into groups of at most `most` patches, unless a frame pair has more; none is planned yet."""
         assert prompt.vision is not None
         edges = [edge for edge in prompt.frame_edges if edge % merge_unit == 0]  # a feature is never divided
         groups: list[FrameGroup] = []
@@ -87,7 +87,7 @@ class PromptFeatures:
         return self.vision.patches_PX[group.start : group.stop]
 
     def input(self, number: int, patches_PX: np.ndarray | ShadowTensor) -> VisionInput:
-        """What the vision tower reads for a group with these patches."""
+        """The input of the vision tower for a group with these patches."""
         group = self.groups[number]
         return pad(dataclasses.replace(cut(self.vision, group.start, group.stop), patches_PX=patches_PX), group.padded)
 
@@ -101,5 +101,5 @@ class FeatureWork(NamedTuple):
 
 
 def padded_patches(patches: int, merge_unit: int) -> int:
-    """Patches of a compiled program that has room for so many."""
+    """The patches of the compiled program that has room for so many."""
     return merge_unit * geometric(patches // merge_unit, LEAST_FEATURES)

@@ -176,7 +176,7 @@ def _vision(vision: Any, config: VisionConfig, shadows: bool) -> VisionInput:
 
 
 def _patches(patches_PX: Any, values: int, shadows: bool) -> np.ndarray | ShadowTensor:
-    """What stands for patches is as they are, but for their values, which nobody has seen yet."""
+    """The patches, checked. Of a shadow tensor, only shape and dtype are: nobody has seen its values yet."""
     name = "prompt.vision.patches_PX"
     if isinstance(patches_PX, ShadowTensor):
         if not shadows:
@@ -216,7 +216,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def _ids(name: str, ids: Any) -> tuple[int, ...]:
-    """Token ids. Prefixes are long and this runs on the event loop, so types are looked at by a set of them."""
+    """The token ids as plain integers. Prefixes are long and this runs on the event loop, so only the set of their
+    types is looked at."""
     flat = isinstance(ids, tuple | list) or (isinstance(ids, np.ndarray) and ids.ndim == 1)
     if not flat or not all(map(_is_integer, set(map(type, ids)))):
         raise ValueError(f"{name}={_shown(ids)} must be a tuple of integers")
@@ -272,12 +273,12 @@ class Mailbox:
             self._news.set()
 
     def discard(self) -> None:
-        """The consumer went away: nothing is kept for it."""
+        """Drops the chunks of a consumer that went away, and takes no more."""
         self._chunks.clear()
         self.close()
 
     def close(self, error: Exception | None = None) -> None:
-        """No more chunks; the consumer gets what is there, then the error or the end."""
+        """Takes no more chunks; the consumer gets those that are there, then the error or the end."""
         if not self._closed:
             self._closed, self._error = True, error
         if not self.loop.is_closed():
@@ -324,6 +325,6 @@ class TokenStream(AsyncIterator[TokenChunk]):
 
 
 def _from_any_thread(loop: asyncio.AbstractEventLoop, abandon: Callable[[], None]) -> None:
-    """A stream may be collected in any thread, also when its loop has ended and there is nothing left to do."""
+    """Abandons a stream, which any thread may have collected, on its loop. If that has ended, nothing is left to do."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(abandon)

@@ -52,7 +52,7 @@ class RunningSample:
 
     @property
     def waiting(self) -> bool:
-        """It has no pages yet, or none any more."""
+        """Says whether the sample has no pages yet, or none any more."""
         return not (self.pages or self.ended or self.aborted)
 
     def forget_context(self) -> None:
@@ -67,7 +67,7 @@ class RunningSample:
 
     @property
     def written(self) -> int:
-        """Its first entries that are in the cache before it is started; whole pages."""
+        """The number of first entries that are in the cache before the sample is started; whole pages."""
         return max(self.filled, self.job.filled) if self.pages else 0
 
 
@@ -228,8 +228,8 @@ class Scheduler:
         self._pageless.add(sample)
         if job.pages and not self.pool.holders[job.pages[0]]:
             job.pages, job.filled, job.features = [], 0, None
-            for other in job.samples:
-                other.forget_context()
+            for sibling in job.samples:
+                sibling.forget_context()
 
     def to_start(self) -> dict[Job, list[RunningSample]]:
         """Samples that the next turn starts, by job: a round if there are none."""
@@ -306,7 +306,7 @@ class Scheduler:
         return []
 
     def response_tokens(self, sample: RunningSample) -> int:
-        """How many tokens a sample has so far, its prefix included."""
+        """The number of tokens that a sample has so far, its prefix included."""
         return len(sample.job.prefix(sample.index)) if sample.slot < 0 else int(self.table.produced_N[sample.slot])
 
     def response(self, sample: RunningSample) -> np.ndarray:

@@ -27,7 +27,7 @@ def error_response(message: str, status: int) -> JSONResponse:
 
 @dataclasses.dataclass
 class SampleAnswer:
-    """What a sample has so far."""
+    """The tokens, log-probs and versions that a sample has so far, and how many of them the client was told."""
 
     sample: BodySample
     engine_id: str = ""  # by which the engine can abort it; empty until it was submitted
@@ -48,7 +48,7 @@ class SampleAnswer:
         self.finish, self.preemptions = chunk.finish, chunk.preemptions
 
     def due(self) -> bool:
-        """An event is to be sent: the first token, `interval` more, or the end."""
+        """Says whether an event is to be sent: for the first token, for `interval` more, or for the end."""
         if self.finish is not None:
             return not self.complete
         return len(self.token_ids) - self.told >= (self.sample.interval if self.told else 1)
@@ -146,7 +146,7 @@ class Call(Response):
         await send({"type": "http.response.body", "body": json.dumps(content).encode(), "more_body": False})
 
     async def _events(self, collecting: Sequence[asyncio.Task[None]], send: Send) -> None:
-        """Sends what there is. What comes while a slow client takes it goes into one event."""
+        """Sends events as tokens come. Tokens that come while a slow client takes an event go into the next one."""
         while True:
             self._news.clear()
             over = all(task.done() for task in collecting)

@@ -1,4 +1,4 @@
-"""What the applications that listen for the trainer share: their token, their answers to what went wrong, `/health`."""
+"""The parts that applications which listen for the trainer share: the token, answers to what went wrong, `/health`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Guarded:
         await (refusal or self._app)(scope, self._bounded(receive), send)
 
     def _bounded(self, receive: Receive) -> Receive:
-        """For bodies that come in pieces without saying their length."""
+        """Refuses a body that comes in pieces without saying its length, as soon as it is too long."""
         came = 0
 
         async def bounded() -> Message:
@@ -56,7 +56,7 @@ class Guarded:
 
 
 def health_route(path: str = "/health") -> Route:
-    """A process that answers is well."""
+    """The route by which a process says that it is well: it answers."""
 
     async def health(request: Request) -> Response:
         return Response()
@@ -65,7 +65,7 @@ def health_route(path: str = "/health") -> Route:
 
 
 def error_handlers() -> Any:
-    """What Starlette makes of exceptions."""
+    """The functions that make answers of exceptions, by type, for Starlette."""
     return {
         BadRequest: _refused,
         EngineError: _refused,

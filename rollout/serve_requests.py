@@ -289,7 +289,7 @@ class RequestReader:
 
 
 def _prompt_key(sample: BodySample, ours: Mapping[str, Json]) -> Hashable:
-    """Equal for samples of one prompt."""
+    """A key that is equal for all samples of one prompt."""
     prompt = len(sample.ids) - sample.begun
     media: Hashable = tuple(sorted(sample.media.items()))
     if ours:

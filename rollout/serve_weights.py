@@ -44,7 +44,7 @@ Handler = Callable[[Json], Awaitable[Json]]
 
 
 class WeightRoutes:
-    """Weights are cast to `dtype`, what the engine serves. `abort_all` ends all samples."""
+    """The routes for an engine's weights, which are cast to `dtype`, as it serves. `abort_all` ends all samples."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class Refused(EngineError):
 
 @dataclasses.dataclass
 class SampleReply:
-    """What came of one sample so far. `versions` are known of the first tokens only, until the end."""
+    """The reply for one sample so far. `versions` are known of the first tokens only, until the end."""
 
     rid: str
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -81,17 +81,17 @@ class ServerClient:
         await self._order("/continue_generation", {})
 
     async def update_from_disk(self, folder: str, version: int) -> None:
-        """Reads a checkpoint folder that the server can see, as `version`. To be paused before, and checked behind."""
+        """Has the server read a checkpoint folder, as `version`. It is to be paused before, and checked afterwards."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
 
     async def begin_weight_update(self) -> None:
-        """Opens what `update_from_tensors` and `update_from_group` need; to be paused before. Of an update that is not
-        ended, parts may be there already: the server must not generate."""
+        """Opens an update by `update_from_tensors` or `update_from_group`; the server is to be paused before. Of an
+        update that is not ended, parts may be there already: the server must not generate."""
         await self._order("/begin_weight_update", {"selector": "all"}, seconds=UPDATE)
 
     async def update_from_tensors(self, buckets: Sequence[str], version: int | None) -> None:
-        """A flattened bucket (`weights.torch_bucket`) in base64 for each rank. The last bucket brings the version."""
+        """Sends each rank a flattened bucket (`weights.torch_bucket`) in base64. The last bucket brings the version."""
         body = {"serialized_named_tensors": list(buckets), "load_format": "flattened_bucket", **_tail(version)}
         encoded = await asyncio.to_thread(_encoded, body)
         await self._order("/update_weights_from_tensor", encoded, seconds=UPDATE)
@@ -127,8 +127,8 @@ class ServerClient:
         return str(answer.get("model_path", local)) if isinstance(answer, dict) else local
 
     async def checksums(self) -> list[Mapping[str, str]]:
-        """One a tensor, for each rank of the server: what it holds. A model whose weights stand on several ranks has
-        them by tensor-parallel rank."""
+        """The checksums of the tensors that each rank of the server holds. Of a model whose weights stand on several
+        ranks, they come by tensor-parallel rank."""
         answer = await self._order("/weights_checker", {"action": "checksum"}, seconds=UPDATE)
         try:
             ranks = sorted(answer["ranks"], key=_tensor_parallel_rank)
@@ -139,14 +139,14 @@ class ServerClient:
             raise ServerError(f"{self.address}/weights_checker: answers {str(answer)[:200]}") from None
 
     async def sleep(self) -> None:
-        """Gives memory back: the weights, which are lost, and the cache. Only where nothing runs: SGLang would die."""
+        """Has the server give memory back: weights, which are lost, and cache. SGLang would die if anything ran."""
         load = await self.load()
         if samples := load["running"] + load["waiting"]:
             raise EngineError(f"{self.address}: can't sleep, {samples:g} samples are running; abort them first")
         await self._order("/release_memory_occupation", {})
 
     async def wake(self) -> None:
-        """Takes memory again. Only where it sleeps: SGLang would die. Its weights are anything until they are new."""
+        """Has the server take memory again. It must sleep, or SGLang dies. Weights are anything until they are new."""
         await self._order("/resume_memory_occupation", {})
 
     # --- questions ------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class ServerClient:
         return str(answer.get("weight_version")) if isinstance(answer, dict) else ""
 
     async def ranks(self) -> int:
-        """Processes that a model stands on together."""
+        """The number of processes that a model stands on together."""
         answer = await self._order("/server_info", None)
         size = answer.get("tp_size") if isinstance(answer, dict) else None
         if type(size) is not int or size < 1:
@@ -165,17 +165,18 @@ class ServerClient:
         return size
 
     async def asleep(self) -> bool:
-        """Whether it gave its memory back, for who did not order it. `rollout.serve` says so; SGLang does not."""
+        """Asks whether the server gave its memory back, for who did not order it. `rollout.serve` tells; SGLang does
+        not."""
         answer = await self._order("/server_info", None)
         return isinstance(answer, dict) and answer.get("asleep") is True
 
     async def load(self, seconds: float = CONTROL) -> dict[str, float]:
-        """Samples that run and wait, and tokens a second. The scheduler itself answers: one that hangs does not."""
+        """The number of samples that run and wait, and of tokens a second. The scheduler answers, unless it hangs."""
         answer = await self._order("/v1/loads", None, seconds=seconds)
         keys = {"running": "num_running_reqs", "waiting": "num_waiting_reqs", "tokens_per_second": "gen_throughput"}
         try:
-            first, *others = answer["loads"]
-            return {name: float(sum(load.get(key) or 0 for load in (first, *others))) for name, key in keys.items()}
+            first, *further = answer["loads"]
+            return {name: float(sum(load.get(key) or 0 for load in (first, *further))) for name, key in keys.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ServerError(f"{self.address}/v1/loads: says no loads: {str(answer)[:200]}") from None
 
@@ -260,7 +261,7 @@ def _encoded(body: Json) -> bytes:
 
 
 def _tail(version: int | None) -> Json:
-    """What each part of an update says at its end. Caches of prompts are of the old weights; they go with the last."""
+    """The last fields of each part of an update. Caches of prompts are of the old weights; they go with the last."""
     named = {} if version is None else {"weight_version": str(version)}
     return {"flush_cache": version is not None, "abort_all_requests": False, **named}
 
@@ -304,7 +305,7 @@ class _StreamReader:
         self._start = version
         self._stop_ids = frozenset(sampling[0]["stop_token_ids"])  # as those below, the same for all samples
         self._forbidden = frozenset(map(int, sampling[0]["logit_bias"] or ()))
-        self._most = [each["max_new_tokens"] for each in sampling]
+        self._most = [params["max_new_tokens"] for params in sampling]
         # Events name the version that the server has when it writes them. While that is the one of the start, so are
         # the tokens; after a change, which token is whose is known at the end only.
         self._same = [True] * len(replies)

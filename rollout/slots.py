@@ -116,7 +116,7 @@ def _filled(x_B: np.ndarray, size: int, value: int) -> np.ndarray:
 
 
 def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
-    """Only as wide as these slots need: other requests, past or present, must not decide the compiled shape."""
+    """The ids, no wider than these slots need: no other request, past or present, may decide the compiled shape."""
     return ids_BI[:, : doubling(int((ids_BI >= 0).sum(axis=1).max()), LEAST_IDS)]
 
 

@@ -185,7 +185,7 @@ class StreamedModel:
         return [texts[index] for index in range(len(prompts))]
 
     def check(self, what: str, sequences: Sequence[Sequence[int]]) -> None:
-        """Raises EngineError for what is no sequence of the model's tokens."""
+        """Checks sequences. Raises EngineError for one that is no sequence of the model's tokens."""
         for number, tokens in enumerate(sequences):
             if not len(tokens):
                 raise EngineError(f"{what} {number} is empty")

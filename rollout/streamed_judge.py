@@ -67,14 +67,14 @@ class StreamedJudge:
     async def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        """See `StreamedModel.score`."""
+        """Scores answers to prompts: see `StreamedModel.score`."""
         alike = tuple(map(tuple, answers))
         return await self._ask(("score", alike), prompts, lambda prompts: self.model.score(prompts, alike))
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> list[tuple[int, ...]]:
-        """See `StreamedModel.generate`."""
+        """Generates answers to prompts: see `StreamedModel.generate`."""
         alike = max_new_tokens, tuple(stop_ids)
         return await self._ask(("generate", *alike), prompts, lambda prompts: self.model.generate(prompts, *alike))
 

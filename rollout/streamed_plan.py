@@ -23,8 +23,11 @@ BUFFERS = 2  # layers on the device beside the resident ones: the one that compu
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpeed:
-    """What a device does in a second. The defaults are an H100 SXM's: compute as the cost model assumes it, memory of
-    its data sheet, and 80 % (assumed) of the 63 GB/s that PCIe 5.0 x16 has in one direction."""
+    """The operations, the bytes of memory and the bytes of the link to the host that a device does in a second.
+
+    The defaults are an H100 SXM's: compute as the cost model assumes it, memory of its data sheet, and 80 % (assumed)
+    of the 63 GB/s that PCIe 5.0 x16 has in one direction.
+    """
 
     flops: float = LINEAR_UTILISATION * PEAK_FLOPS
     memory_bytes: float = 3.35e12
@@ -63,7 +66,7 @@ def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes:
 def resident_layers(
     layers: int, layer_bytes: int, compute_seconds: float, transfer_seconds: float, free_bytes: int | float
 ) -> int:
-    """How many layers stay on the device: as few as hide all transfers, but no more than fit into `free_bytes`.
+    """The number of layers that stay on the device: as few as hide all transfers, but no more than fit `free_bytes`.
 
     A layer that takes `transfer_seconds` hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that
     one of `g` can be streamed. Where `g` is above PARTS, transfers can't be hidden, and every layer that stays saves
@@ -93,7 +96,7 @@ def streamed_places(layers: int, resident: int) -> tuple[int, ...]:
 
 
 def travel(layers: int, streamed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """For each layer, (the streamed layer, the numbers of its parts) that travel while it computes; parts may be none.
+    """Returns, for each layer, (the streamed layer, the numbers of its parts) that travel meanwhile; parts may be none.
 
     A streamed layer travels from the computation of the one before it on; the first one, behind the last layers of the
     pass before. A streamed layer's parts are spread evenly over that time."""

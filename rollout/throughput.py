@@ -56,7 +56,7 @@ class Profile:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
-        """Raises ProfileError for a file that is missing, no JSON, of another version, or lacks a field."""
+        """Reads a file. Raises ProfileError if it is missing, no JSON, of another version, or lacks a field."""
         try:
             read = json.loads(pathlib.Path(path).read_text())
         except OSError as error:

@@ -196,13 +196,13 @@ def _cut(
 
 
 def by_groups(vision: VisionInput | None) -> bool:
-    """Whether there are too many patches for one program."""
+    """Says whether there are too many patches for one program, so that features are computed by groups."""
     return vision is not None and vision.num_patches > PREFILL_PATCHES
 
 
 def _features(limits: EngineLimits, job: Job, part: ModelInput, end: int) -> FeatureWork | None:
-    """What the tokens up to `end` of a request need, of which `part` are the last; None for nothing, or where the same
-    program computes it. The job keeps features as long as later tokens need any."""
+    """The features to compute for the tokens up to `end` of a request, of which `part` are the last; None where they
+    need none, or the prefill computes them itself. The job keeps features as long as later tokens need any."""
     prompt, shown = job.request.prompt, job.request.prompt.shown[0]
     if not by_groups(prompt.vision) or not len(shown):
         return None

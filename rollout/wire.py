@@ -90,7 +90,7 @@ def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: 
 
 
 def _signed(seed: int) -> int:
-    """The lowest 64 bits, as SGLang takes them."""
+    """The lowest 64 bits of a seed, with a sign, as SGLang takes them."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -214,7 +214,7 @@ def array_json(array: np.ndarray) -> Json:
 
 
 def shadow_json(tensor: ShadowTensor) -> Json:
-    """What stands for patches: where each row of them is."""
+    """The JSON that stands for patches which are elsewhere: it says where each row of them is."""
     rows = [
         [piece.ticket, piece.start, piece.stop] if isinstance(piece, Rows) else array_json(piece)
         for piece in tensor.pieces
@@ -223,7 +223,7 @@ def shadow_json(tensor: ShadowTensor) -> Json:
 
 
 def is_shadow(patches: Any) -> bool:
-    """Whether `patches` of our format are tickets."""
+    """Says whether `patches` of our format are tickets."""
     return isinstance(patches, dict) and SHADOW in patches
 
 

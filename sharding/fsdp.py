@@ -76,29 +76,29 @@ class Fsdp:
         )
 
     def shard(self, params: Params) -> Params:
-        """The parameters as they lie on the mesh, without a copy where they lie there already."""
+        """The parameters, laid on the mesh, without a copy where they lie there already."""
         return _put(params, self.shardings)
 
     def trained(self, tree: Params) -> Params:
-        """What is trained, of parameters or of a tree like them."""
+        """The trained weights of parameters, or the leaves at their paths in a tree of the same structure."""
         if not self._frozen:
             return tree
         return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if path not in self._frozen})
 
     def frozen(self, params: Params) -> Params:
-        """What is not trained of the parameters."""
+        """The parameters that are not trained: their declarations say `frozen`."""
         return unflatten_dict({path: leaf for path, leaf in by_path(params).items() if path in self._frozen})
 
     def with_trained(self, params: Params, trained: Params) -> Params:
-        """The parameters with others for those that are trained."""
+        """The parameters with `trained` in the place of the weights that are trained."""
         return unflatten_dict(by_path(params) | by_path(trained)) if self._frozen else trained
 
     def shard_trained(self, tree: Params) -> Params:
-        """What is trained, or its gradients, as they lie on the mesh."""
+        """The trained weights, or their gradients, laid on the mesh."""
         return _put(tree, self.trained(self.shardings))
 
-    def own(self, batch: Batch) -> Batch:
-        """Those rows of a whole batch of host arrays that `place` wants of this process; all, where there is one."""
+    def local_rows(self, batch: Batch) -> Batch:
+        """The rows of a whole batch of host arrays that this process gives to `place`: all in a run of one process."""
         if jax.process_count() == 1:
             return batch
 
@@ -113,7 +113,7 @@ class Fsdp:
         return jax.tree.map(cut, self._row_dims(batch), self._row_specs(batch), batch)
 
     def place(self, batch: Batch) -> Batch:
-        """Host arrays of a batch (or its inputs) as they lie on the mesh.
+        """The host arrays of a batch (or of its inputs), laid on the mesh.
 
         Each process gives the rows of its own devices, in the order of the mesh. Raises ValueError if these devices do
         not divide them.
@@ -125,8 +125,8 @@ class Fsdp:
         return jax.tree.map(_from_own_rows, batch, placed)
 
     def loss_and_grad(self, params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
-        """(loss, tally, gradients): loss and tally summed over all devices, gradients laid out like what is trained of
-        `params`."""
+        """Returns (loss, tally, gradients): loss and tally summed over all devices, gradients laid out like the trained
+        weights of `params`."""
 
         def local(params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
             def objective(trained: Params) -> tuple[jax.Array, Tally]:
@@ -234,7 +234,7 @@ def _from_own_rows(rows: Array | np.ndarray, sharding: NamedSharding) -> jax.Arr
 
 
 def own_rows(array: jax.Array) -> np.ndarray:
-    """Those rows of an array, spread by rows, that lie on devices of this process: all, where there is one."""
+    """The rows of an array, cut by rows over the mesh, on devices of this process: all, if it is the only one."""
     if array.is_fully_addressable:
         return np.asarray(array)
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)

@@ -63,7 +63,8 @@ def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, i
 
 
 def merge(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:
-    """`weight + factor * a @ b`, computed in float32, in the dtype of `weight`: of a layer, or of shards that match."""
+    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`: of a layer, or of shards that
+    match."""
     rank = a.shape[-1]
     flat = a.reshape(-1, rank), b.reshape(rank, math.prod(b.shape[1:]))
     product = jnp.matmul(*flat, precision=jax.lax.Precision.HIGHEST).reshape(weight.shape)
@@ -85,11 +86,11 @@ def merged(weights: Mapping[str, Any], adapters: Mapping[str, Any], specs: Mappi
     """The `adapted` weights with their adapters added."""
     declared, found = by_path(specs), by_path(adapters)
 
-    def one(path: Path, value: Array) -> Array:
+    def merged_weight(path: Path, value: Array) -> Array:
         spec: WeightSpec = declared[path]
         add = functools.partial(merge, spec)
         for _ in range(value.ndim - len(spec.shape)):
             add = jax.vmap(add)
         return add(value, *(found[name] for name in beside(path)))
 
-    return unflatten_dict({path: one(path, value) for path, value in by_path(weights).items()})
+    return unflatten_dict({path: merged_weight(path, value) for path, value in by_path(weights).items()})

@@ -109,7 +109,7 @@ class Walk:
             body = jax.checkpoint(body, prevent_cse=written_out, policy=REMAT[self.remat])
         return jax.lax.scan(body, carry, (stacked, xs), unroll=written_out)
 
-    def each(
+    def loop(
         self,
         layers: Iterable[Module],
         carry: Carry,

@@ -57,8 +57,8 @@ def test_another_release_is_refused():
 
 def test_only_what_is_not_waiting_is_a_process_s_own():
     assert status().prepared == 0.25 and status().trained == 2.0
-    assert status().own == 0.25, "collectives end everywhere at once"
-    assert status(idle=1.5).own == 0.75
+    assert status().own_seconds == 0.25, "collectives end everywhere at once"
+    assert status(idle=1.5).own_seconds == 0.75
 
 
 class Wire(Links):

@@ -48,8 +48,8 @@ def learner_of(kind, config, devices=1) -> Learner:
     def moved(adapter):
         return np.asarray(adapter) + 0.1 * rng.normal(size=adapter.shape).astype(np.float32)
 
-    own = jax.tree.map(moved, learner.own(learner.params))
-    learner.params = learner.with_own(learner.gradients.strategy.shard_trained(own))
+    own = jax.tree.map(moved, learner.trained(learner.params))
+    learner.params = learner.with_trained(learner.gradients.strategy.shard_trained(own))
     return learner
 
 
@@ -122,7 +122,7 @@ def test_gradients_are_those_of_the_weights_that_adapters_make():
     learner, batches = learner_of("text", config), microbatches_for("text", config)
     loss, grads = gradients(learner, batches)
     plain = Learner(make_config(rows=8), tiny("text"), grpo.token_loss, mesh=make_mesh(1))
-    own, base = flatten_dict(learner.own(learner.params)), flatten_dict(plain.params)
+    own, base = flatten_dict(learner.trained(learner.params)), flatten_dict(plain.params)
     weights, pull = jax.vjp(functools.partial(merged, base), own)
     plain.params = unflatten_dict(weights)
     assert_close(learner.weights(), plain.params, 1e-6)
@@ -166,7 +166,7 @@ def test_only_adapters_are_trained():
     config = adapted(make_config(rows=8), targets=("q_proj", "down_proj"))
     learner = learner_of("text", config, 2)
     before, arrays = frozen_of(learner), flatten_dict(learner.params)
-    own = jax.tree.map(np.array, learner.own(learner.params))
+    own = jax.tree.map(np.array, learner.trained(learner.params))
     names = {(*path[:-1], f"{path[-1]}_lora_{part}") for path in (PROJECTIONS["q_proj"], PROJECTIONS["down_proj"])
              for part in "ab"}  # fmt: skip
     assert set(flatten_dict(own)) == names == set(flatten_dict(learner.opt_state[1].mu))
@@ -194,7 +194,7 @@ def test_a_checkpoint_has_adapters_only_and_goes_on_bit_for_bit(tmp_path):
     steps(first, [0])
     arrays = arrays_of(first, reference)
     stored = sum(x.nbytes for x in jax.tree.leaves(arrays))
-    adapters = sum(x.nbytes for x in jax.tree.leaves(first.own(first.params)))
+    adapters = sum(x.nbytes for x in jax.tree.leaves(first.trained(first.params)))
     assert stored < 4 * adapters + 1000, "adapters, those of the reference, two moments"
     with_checkpoints = Checkpoints(tmp_path, 1)
     with_checkpoints.save(1, arrays, {})
@@ -284,4 +284,6 @@ def test_gradients_of_lent_devices_come_back():
     outcome = lent.accumulate(lent.on_mesh(learner.params), microbatches_for("text", config))
     got, _ = learner.gradients.bring(outcome)
     assert_close(got, want)
-    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, learner.own(learner.params))
+    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(
+        lambda x: x.sharding, learner.trained(learner.params)
+    )

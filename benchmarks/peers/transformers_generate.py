@@ -1,4 +1,4 @@
-"""Greedy generation by transformers: the peer of `benchmarks/generate.py`, run by it in an interpreter that has it.
+"""Generates greedily with transformers: the peer of `benchmarks/generate.py`, run by it in an interpreter that has it.
 
 The model comes from the Hugging Face folder that our side has written. `generate` runs as it is, with its KV cache and
 all prompts of a batch at once; no end id is set, so that every answer has the same length.

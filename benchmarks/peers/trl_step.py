@@ -1,4 +1,4 @@
-"""One GRPO step in TRL: the peer of `benchmarks/train_step.py`, run by it in an interpreter that has TRL.
+"""Runs and times GRPO steps in TRL: the peer of `benchmarks/train_step.py`, run by it in an interpreter that has TRL.
 
 The model comes from a Hugging Face folder which our side has written, so do the prompts (text, image files and the
 token ids that they must give). `GRPOTrainer.train()` runs as it is; the parent decides when each step begins.
@@ -106,7 +106,7 @@ class Stepper(TrainerCallback):
 
 
 def load(folder: pathlib.Path, vision: bool) -> tuple[Any, Any]:
-    """(model, processing class) of the exchange folder, in float32."""
+    """Returns the model of the exchange folder, in float32, and its processing class."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left", truncation_side="left")
     if not vision:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer
@@ -118,15 +118,16 @@ def load(folder: pathlib.Path, vision: bool) -> tuple[Any, Any]:
 
 
 def dataset(prompts: list[dict[str, Any]], vision: bool) -> datasets.Dataset:
-    """TRL puts images before the text of a message, so the marks must stand there, too."""
+    """Returns the prompts as a data set for TRL, which puts images before the text of a message. Raises SystemExit for
+    a prompt whose marks do not stand there, too."""
     if not vision:
-        return datasets.Dataset.from_list([{"prompt": one["text"]} for one in prompts])
+        return datasets.Dataset.from_list([{"prompt": prompt["text"]} for prompt in prompts])
     rows = []
-    for one in prompts:
-        marks, text = MARK * len(one["images"]), one["text"]
+    for prompt in prompts:
+        marks, text = MARK * len(prompt["images"]), prompt["text"]
         if not text.startswith(marks) or MARK in text.removeprefix(marks):
             raise SystemExit(f"TRL puts images first; the prompt {text!r} does not")
-        rows.append({"prompt": [{"role": "user", "content": text.removeprefix(marks)}], "images": one["images"]})
+        rows.append({"prompt": [{"role": "user", "content": text.removeprefix(marks)}], "images": prompt["images"]})
     return datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
 
 
@@ -181,7 +182,7 @@ def grpo_config(settings: dict[str, Any], output_dir: str) -> trl.GRPOConfig:
 
 
 def half_right(completions: list[Any], **_: Any) -> list[float]:
-    """Every second response is right, so that each group has something to teach; scoring is not measured."""
+    """Scores every second response as right, so that each group has something to teach; scoring is not measured."""
     return [float(i % 2) for i in range(len(completions))]
 
 
@@ -192,9 +193,9 @@ def check_prompts(processing: Any, trainer: TimedTrainer, prompts: list[dict[str
     else:
         texts = [trl.data_utils.prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
     ids = trainer._tokenize_prompts(texts)[0]
-    for one, own in zip(prompts, ids, strict=True):
-        if one["token_ids"] != list(own):
-            raise SystemExit(f"TRL tokenises {one['text']!r} to {list(own)}, our side to {one['token_ids']}")
+    for prompt, trl_ids in zip(prompts, ids, strict=True):
+        if prompt["token_ids"] != list(trl_ids):
+            raise SystemExit(f"TRL tokenises {prompt['text']!r} to {list(trl_ids)}, our side to {prompt['token_ids']}")
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -204,7 +205,7 @@ def main(settings: dict[str, Any]) -> None:
     datasets.disable_progress_bars()
     folder = pathlib.Path(settings["exchange"])
     prompts = json.loads((folder / "prompts.json").read_text())
-    vision = any(one["images"] for one in prompts)
+    vision = any(prompt["images"] for prompt in prompts)
     model, processing = load(folder / "model", vision)
     rows = dataset(prompts, vision)
     watch = Stopwatch()

@@ -1,4 +1,4 @@
-"""One GRPO step in google-tunix: a peer of `benchmarks/train_step.py`, run by it in an interpreter that has tunix.
+"""Runs and times GRPO steps in google-tunix: a peer of `benchmarks/train_step.py`, run by it where tunix is installed.
 
 The model comes from a Hugging Face folder which our side has written, so do the prompts and the lengths of all
 responses. `GRPOLearner.train()` runs as it is; the parent decides when each step begins, because its prompts are handed
@@ -62,7 +62,7 @@ class ForcedSampler(tunix_sampler.Sampler):
 
 
 class ToyTokenizer:
-    """The ids that our side has for each prompt; text of responses is never looked at."""
+    """Encodes each prompt to the ids that our side has for it; the text of responses is never looked at."""
 
     def __init__(self, prompts: list[dict[str, Any]], end_id: int) -> None:
         self._ids, self._end_id = {prompt["text"]: prompt["token_ids"] for prompt in prompts}, end_id
@@ -161,7 +161,7 @@ def cluster_config(settings: dict[str, Any], prompt_tokens: int, mesh: jax.shard
 
 
 def half_right(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Every second response is right, so that each group has something to teach; scoring is not measured."""
+    """Scores every second response as right, so that each group has something to teach; scoring is not measured."""
     return [float(i % 2) for i in range(len(completions))]
 
 

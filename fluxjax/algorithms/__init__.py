@@ -1,6 +1,6 @@
-"""Losses and advantages: a module an algorithm, what they are made of, and the extension point for one's own.
+"""Losses and advantages: a module for each algorithm, their common terms, and the extension point for users' own.
 
-`rl_algorithm` says what an algorithm is, `lookup` has them by name.
+`rl_algorithm` says what an algorithm is, `lookup` has the built-in ones by name.
 """
 
 from .lookup import ALGORITHMS, find_algorithm, own_code

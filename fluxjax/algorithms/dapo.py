@@ -11,4 +11,4 @@ from .grpo import GRPO
 
 
 class DAPO(GRPO):
-    """GRPO; see its own settings."""
+    """GRPO with the settings that the configuration takes over for DAPO (`fluxjax.config.algorithms.OWN_SETTINGS`)."""

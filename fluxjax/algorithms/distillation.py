@@ -24,7 +24,7 @@ from .rl_algorithm import RLAlgorithm
 
 class Distillation(RLAlgorithm):
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """1 for every response: what its tokens are worth, the teacher says."""
+        """Returns the advantage 1 for every response: the teacher says what its tokens are worth."""
         return all_ones(groups)
 
     def token_loss(

@@ -29,7 +29,7 @@ class DPO(RLAlgorithm):
     coupled = True
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """1 for the chosen response of a group, -1 for the rejected one, 0 for all others."""
+        """Returns the advantages: 1 for the chosen response of a group, -1 for the rejected one, 0 for all others."""
 
         def preferred(group: Group) -> np.ndarray:
             rewards_G, signs_G = rewards_of(group), np.zeros(len(group.samples))
@@ -44,9 +44,10 @@ class DPO(RLAlgorithm):
     def couple(
         self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig
     ) -> tuple[Mapping[Key, float], Mapping[str, float]]:
-        """Metrics: `loss`, the head's; `dpo/pairs`; and of these, if there are any, `dpo/accuracy`, the share whose
-        chosen response has the higher implicit reward, `dpo/margin`, between the two, `dpo/chosen` and `dpo/rejected`,
-        implicit rewards `beta d` (section 5.1)."""
+        """Returns the loss's derivatives by response, and its metrics: `loss`, that of the head of this file;
+        `dpo/pairs`, the number of pairs; and, if there are pairs, `dpo/accuracy`, the share of pairs whose chosen
+        response has the higher implicit reward `beta d` (section 5.1); and means over pairs: `dpo/chosen` and
+        `dpo/rejected`, the implicit rewards, and `dpo/margin`, their difference."""
         pairs = [pair for group in groups if (pair := _pair(group)) is not None]
         metrics = {"loss": 0.0, "dpo/pairs": float(len(pairs))}
         if not pairs:
@@ -74,15 +75,15 @@ class DPO(RLAlgorithm):
         batch: TrainBatch,
         cfg: AlgorithmConfig,
     ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-        """Has the gradient of the loss in the head of this file, and the value 0: `couple` has the value. Metric:
-        `reference_kl`, the estimate of KL(policy || reference) in nats."""
+        """Returns a loss with the gradient of that in the head of this file, and the value 0: `couple` has the value.
+        Metric: `reference_kl`, the estimate of KL(policy || reference) in nats."""
         trained_BT = batch.loss_weights_BT != 0.0
         change_BT = masked(logprobs_BT - jax.lax.stop_gradient(logprobs_BT), trained_BT)  # 0, with a gradient
         behind_BT = masked(batch.reference_logprobs_BT - logprobs_BT, trained_BT)
         return -batch.advantages_BT * change_BT, {"reference_kl": kl_estimate(behind_BT, cfg.kl_estimator)}
 
     def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
-        """What is in no pair has no gradient."""
+        """Returns True: a response that is in no pair has no gradient."""
         return True
 
 

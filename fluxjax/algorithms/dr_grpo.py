@@ -10,4 +10,4 @@ from .grpo import GRPO
 
 
 class DrGRPO(GRPO):
-    """GRPO; see its own settings."""
+    """GRPO with the settings that the configuration takes over for Dr.GRPO (`fluxjax.config.algorithms`)."""

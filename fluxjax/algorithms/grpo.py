@@ -54,7 +54,7 @@ def token_loss(
 
 
 class GRPO(RLAlgorithm):
-    """The two functions above; base of those that differ in one of them."""
+    """GRPO: the two functions above. The base of algorithms that differ from it in one of them."""
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
         return advantages(groups, cfg)
@@ -69,5 +69,6 @@ class GRPO(RLAlgorithm):
         return token_loss(logprobs_BT, entropies_BT, batch, cfg)
 
     def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
-        """The surrogate is proportional to the advantage; the other two terms are not."""
+        """Says whether the loss is the surrogate alone, which is proportional to the advantage, unlike the KL and
+        entropy terms."""
         return not (cfg.kl_coefficient or cfg.entropy_coefficient)

@@ -57,7 +57,7 @@ def log_ratio(policy: Any, behaviour: Any) -> Any:
 
 
 def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
-    """(log w, whether C changed the ratio) for numpy or JAX arrays: the formula above.
+    """Returns (log w, whether C changed the ratio) for numpy or JAX arrays, by the formula in the head of this file.
 
     `ratio` is `log(proximal / behaviour)` in nats, of tokens or responses; a `lag` of -1 counts as 0. Masked: `-inf`.
     """
@@ -106,7 +106,7 @@ def correction(
 def tally(
     logprobs_BT: Float[Array, "B T"], batch: TrainBatch, generated_BT: Bool[Array, "B T"], cfg: ImportanceConfig
 ) -> tuple[dict[str, Float[Array, ""]], dict[str, Float[Array, ""]]]:
-    """(sums, maxima) over the tokens of a microbatch that an engine generated, for `metrics`."""
+    """Returns (sums, maxima) over the tokens of a microbatch that an engine generated, for `metrics`."""
     proximal_BT = proximal(logprobs_BT, batch)
     own_BT = masked(log_ratio(proximal_BT, batch.behaviour_logprobs_BT), generated_BT)
     log_weight_BT, changed_BT = log_weight(_corrected(proximal_BT, batch, cfg), batch.lags_BT, cfg)
@@ -126,7 +126,7 @@ def tally(
 
 
 def metrics(tallied: Mapping[str, float], generated: float) -> dict[str, float]:
-    """Metrics of a step over its `generated` tokens, at least one, from the sums and maxima of `tally`.
+    """Returns the metrics of a step over its `generated` tokens, at least one, from the sums and maxima of `tally`.
 
     `importance/ess`: normalised effective sample size `(sum w)**2 / (n sum w**2)`, 1 if all weights are equal, 0 if
     all tokens are masked. `importance/mean`: of w, before any normalisation. `importance/clipped`: the share of tokens

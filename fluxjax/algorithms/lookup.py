@@ -57,8 +57,8 @@ def find_algorithm(cfg: AlgorithmConfig) -> RLAlgorithm:
 
 
 def own_code(cfg: AlgorithmConfig) -> str:
-    """Returns the digest of the file that an algorithm of one's own is written in; empty for built-in ones, and where
-    there is no file. What it imports is not in it."""
+    """Returns the digest of the file that a user's algorithm is written in; empty for built-in algorithms, and where
+    there is no file. Modules that the file imports are not in the digest."""
     if cfg.built_in:
         return ""
     named = importlib.import_module(cfg.name.partition(":")[0]) if cfg.impl is None else cfg.impl

@@ -39,7 +39,7 @@ def normaliser(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens
 
 
 def masked(values_BT: Float[Array, "B T"], trained_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Zero, with zero gradient, where a token is not trained on.
+    """Sets the value of a token that is not trained on to zero, with zero gradient.
 
     Apply it *before* any exponential: log-probs at untrained tokens are arbitrary, and `inf * 0` is NaN.
     """
@@ -76,7 +76,8 @@ def dual_clipped(
 def k3(log_ratio: Any) -> Any:
     """The estimator `exp(d) - d - 1` of KL(p || q) for tokens drawn from p, with `d = log q - log p`.
 
-    Unbiased and never negative (Schulman, "Approximating KL Divergence", 2020; GRPO's equation 4 has q = reference).
+    It is unbiased and never negative (Schulman, "Approximating KL Divergence", 2020; GRPO's equation 4 has q =
+    reference).
     """
     return log_ratio.__array_namespace__().expm1(log_ratio) - log_ratio
 

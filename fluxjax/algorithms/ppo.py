@@ -29,7 +29,7 @@ class PPO(GRPO):
     critic = True
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """The rewards as they are: what estimation begins with."""
+        """Returns the rewards as they are: the estimation of advantages (`gae`) begins with them."""
         return [with_advantages(group, rewards_of(group)) for group in groups]
 
 

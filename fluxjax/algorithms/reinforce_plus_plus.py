@@ -42,4 +42,4 @@ def _normalised_over_tokens(groups: Sequence[Group], values: Sequence[np.ndarray
     mean = (flat * tokens).sum() / count
     variance = ((flat - mean) ** 2 * tokens).sum() / (count - 1)
     scale = np.sqrt(variance + VARIANCE_EPSILON)
-    return [with_advantages(group, (own - mean) / scale) for group, own in zip(groups, values, strict=True)]
+    return [with_advantages(group, (values_G - mean) / scale) for group, values_G in zip(groups, values, strict=True)]

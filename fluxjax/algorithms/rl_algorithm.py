@@ -19,8 +19,8 @@ _REQUIRED = ("advantages", "token_loss")
 
 
 class RLAlgorithm:
-    """Base of all algorithms. The two functions must be written; the rest says what the trainer may leave out, and what
-    it must bring, and has defaults that are right for any algorithm."""
+    """The base of all algorithms. `advantages` and `token_loss` must be written; all else says what the trainer may
+    leave out, and what it must bring, and has defaults that are right for any algorithm."""
 
     whole_step = False  # advantages depend on all groups of a step, so that none can be computed before it is complete
     response_ratios = False  # the loss reads `TrainBatch.policy_log_ratios_BT`: a forward pass before each update
@@ -28,7 +28,7 @@ class RLAlgorithm:
     critic = False  # what `advantages` returns is the reward of a response's last token; see `fluxjax.algorithms.ppo`
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """The same groups with `Sample.advantage` filled in, from their rewards alone."""
+        """Returns the same groups with `Sample.advantage` filled in, from their rewards alone."""
         raise NotImplementedError
 
     def token_loss(
@@ -38,22 +38,22 @@ class RLAlgorithm:
         batch: TrainBatch,
         cfg: AlgorithmConfig,
     ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-        """The loss of each token, and named per-token metrics; both are 0 where the loss weight is 0.
+        """Returns the loss of each token, and named per-token metrics; both are 0 where the loss weight is 0.
 
         A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The learner
-        adds what is the same for all: entropy, and the gap between the engine's log-probs and the trainer's.
+        adds the metrics of all algorithms: entropy, and the gap between the engine's log-probs and the trainer's.
         """
         raise NotImplementedError
 
     def couple(
         self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig
     ) -> tuple[Mapping[Key, float], Mapping[str, float]]:
-        """What the loss of an optimizer step is, where it is `coupled`: its derivatives with respect to the
-        log-probability of each response, and metrics, its value among them as `loss`.
+        """Returns the derivatives of an optimizer step's loss, where it is `coupled`, with respect to the
+        log-probability of each response; and metrics, among them `loss`, its value.
 
-        `groups` have the advantages that `advantages` gave them, and `log_ratios` are `log(policy / reference)` in
-        nats, summed over the tokens of a response; those without a token, and those whose advantage is 0 in a group
-        where another's is not, are not in it. The derivatives come to `token_loss` as advantages: minus them, and
+        `groups` have the advantages that `advantages` gave them. `log_ratios` are `log(policy / reference)` in nats,
+        summed over the tokens of a response; they lack responses without a token, and responses whose advantage is 0 in
+        a group where another response's is not. The derivatives come to `token_loss` as advantages: minus them, and
         divided by the loss weights.
         """
         raise NotImplementedError
@@ -64,7 +64,7 @@ class RLAlgorithm:
 
 
 class _Adapted(RLAlgorithm):
-    """Something else with the two functions, such as a module."""
+    """An algorithm of another type that has the two functions, such as a module."""
 
     def __init__(self, functions: Any) -> None:
         self.advantages: Callable[..., Any] = functions.advantages
@@ -72,8 +72,8 @@ class _Adapted(RLAlgorithm):
 
 
 def adapted(implementation: Any, field: str) -> RLAlgorithm:
-    """Returns an algorithm for a class (called without arguments), an object or a module. Raises `ConfigError`, naming
-    the `field` that it is of, for what is none."""
+    """Returns the algorithm that a class (called without arguments), an object or a module is. Raises `ConfigError`,
+    naming the configuration's `field`, for what is no algorithm."""
     if isinstance(implementation, type):
         try:
             implementation = implementation()
@@ -84,8 +84,8 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
             ) from error
     required = (*_REQUIRED, "couple") if getattr(implementation, "coupled", False) else _REQUIRED
     for name in required:
-        own = getattr(type(implementation), name, None)
-        if not callable(getattr(implementation, name, None)) or own is getattr(RLAlgorithm, name):
+        method = getattr(type(implementation), name, None)
+        if not callable(getattr(implementation, name, None)) or method is getattr(RLAlgorithm, name):
             raise ConfigError(
                 f"{field} is an algorithm without {name}(): {implementation!r}; it needs {' and '.join(required)}, as "
                 "in fluxjax.algorithms.rl_algorithm"

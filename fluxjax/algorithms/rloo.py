@@ -17,7 +17,8 @@ from .grpo import GRPO
 
 class RLOO(GRPO):
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """A response without others in its group has an advantage of 0."""
+        """Returns the advantages of the head of this file; a response that is alone in its group has the advantage
+        0."""
         return [
             with_advantages(group, centred(group) * len(group.samples) / max(len(group.samples) - 1, 1))
             for group in groups

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on given answers: the negative log-likelihood of each answer token, given what precedes it.
 
-Used for warm starts. Advantages, behaviour and reference log-probs play no part.
+Warm starts use it. Advantages, behaviour and reference log-probs play no part.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,15 @@ from .loss import masked
 
 
 def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-    """1 for every answer: each counts the same, whatever its reward."""
+    """Returns the advantage 1 for every answer: each counts the same, whatever its reward."""
     return all_ones(groups)
 
 
 def token_loss(
     logprobs_BT: Float[Array, "B T"], entropies_BT: Float[Array, "B T"], batch: TrainBatch, cfg: AlgorithmConfig
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-    """`-log p(token)` in nats; `nll` is the same again: its mean over tokens, whatever the loss weights."""
+    """Returns the loss `-log p(token)` in nats, and again as the metric `nll`: its mean over tokens, whatever the loss
+    weights."""
     trained_BT = batch.loss_weights_BT != 0.0
     loss_BT = masked(-logprobs_BT, trained_BT)
     return loss_BT, {"nll": loss_BT}

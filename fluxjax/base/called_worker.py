@@ -1,7 +1,7 @@
 """`python -m fluxjax.base.called_worker DESCRIPTOR`: a process that calls one function for the run that started it.
 
-It is told over a socket which function, and then one argument at a time; see `worker_pool.py`. JAX is not imported
-here, unless the function's module does.
+The run tells the process over a socket which function to call, and then one argument at a time; see `worker_pool.py`.
+JAX is not imported here, unless the function's module imports it.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class HostStage:
-    """Seconds in which a process did one thing: `plan`, `media`, `layout` or `train`. In the statuses of a `Gang`,
-    `start` and `end` are on `time.perf_counter` there; on the way, before the end of the step: other hosts have other
-    clocks, and a step ends everywhere at once."""
+    """The time in which a process did one thing: `plan`, `media`, `layout` or `train`. In the statuses of a `Gang`,
+    `start` and `end` are seconds of its `time.perf_counter`; on the way between hosts, seconds before the end of the
+    step: other hosts have other clocks, and a step ends everywhere at once."""
 
     name: str
     start: float
@@ -19,10 +19,11 @@ class HostStage:
 
 @dataclasses.dataclass(frozen=True)
 class HostStatus:
-    """A process after a step. `memory`: bytes resident; `device_memory`: bytes in use at most so far, of its fullest
-    device, 0 where the device does not say. `step` counts optimizer steps since the processes were started. `waited`:
-    seconds that it stood still before and within the step, for orders or for the others to agree. `idle`: seconds of
-    `train` that its devices waited for others, None where that is not measured (only `odc` does)."""
+    """The state of a process after a step. `memory`: bytes resident; `device_memory`: bytes in use at most so far, of
+    its fullest device, 0 where the device does not say. `step` counts optimizer steps since the processes were started.
+    `waited`: seconds in which the process stood still before and within the step, for orders or for the other processes
+    to agree. `idle`: seconds of `train` in which its devices waited for other devices, None where that is not measured
+    (only `odc` measures it)."""
 
     process: int
     host: str
@@ -45,7 +46,7 @@ class HostStatus:
         return math.fsum(stage.end - stage.start for stage in self.stages if stage.name == "train")
 
     @property
-    def own(self) -> float:
-        """Seconds that the others may wait for: collectives end everywhere at once, so that without `idle` only
-        `prepared` tells one process from another."""
+    def own_seconds(self) -> float:
+        """Seconds of the process's own work, for which other processes may wait: collectives end everywhere at once, so
+        that without `idle` only `prepared` tells one process from another."""
         return self.prepared + (self.trained - self.idle if self.idle is not None else 0.0)

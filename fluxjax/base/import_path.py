@@ -1,4 +1,4 @@
-"""Imports: what an import path of the configuration, `module:attribute`, stands for; what a library need not find."""
+"""Imports: resolves an import path of the configuration, `module:attribute`, and hides a package from libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
         ) from error
     value = getattr(module, attribute, None)
     if value is None:
-        known = [name for name, other in vars(module).items() if offers(other)]
+        known = [name for name, candidate in vars(module).items() if offers(candidate)]
         raise ConfigError(
             f"{field} is {path!r}, but {module_name} has no {attribute!r}; it has {', '.join(known) or 'none'}"
         )
@@ -32,8 +32,8 @@ def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
 
 @contextlib.contextmanager
 def as_if_missing(package: str) -> Iterator[None]:
-    """Libraries that are imported meanwhile, and can do without the package, do without it. It stays what it is where
-    it has been imported."""
+    """Hides a package within its body, so that libraries imported there, which can do without the package, do without
+    it. A package that has been imported already is not hidden."""
     if package in sys.modules:
         yield
         return

@@ -27,7 +27,7 @@ LARGE_MODEL = 1 << 30  # bytes of its weights
 
 
 def keep_freed_memory() -> bool:
-    """Must be called before there are threads: arenas that exist already are not changed.
+    """Has the C library keep freed memory. Must be called before there are threads: existing arenas are not changed.
 
     Returns False, and changes nothing, where the C library is not glibc.
     """
@@ -67,7 +67,7 @@ def settle_heap() -> None:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage in circles is looked for meanwhile, in any thread. For work that makes many objects and no circle: the
+    """Pauses the search for garbage in circles, in all threads. For work that makes many objects and no circle: the
     collector would look at all of a step's, again and again."""
     enabled = gc.isenabled()
     gc.disable()

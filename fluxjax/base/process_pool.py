@@ -115,7 +115,7 @@ class ProcessPool:
             return PoolLoad(self._waiting, self._busy, self._killed, self._seconds)
 
     def close(self) -> None:
-        """Ends the processes. Who waits for one gets a RuntimeError."""
+        """Ends the processes. Threads that wait for a process get a RuntimeError."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -149,8 +149,8 @@ class ProcessPool:
                 self._changed.notify_all()
 
     def take(self) -> WorkerProcess:
-        """A process that lives, started if need be; within a `turn`. Raises RuntimeError once this is closed, and what
-        `start` raises."""
+        """Returns a process that lives, started if need be; to be called within a `turn`. Raises RuntimeError once the
+        pool is closed, and what `start` raises."""
         while (process := self._idle_one()) is not None:
             if process.lives:
                 return process
@@ -187,7 +187,7 @@ class ProcessPool:
                 self._killed += 1
 
     def _idle_one(self) -> WorkerProcess | None:
-        """A process that has nothing to do; None: one is to be started."""
+        """Waits for a process that has nothing to do, and returns it; None where another process is to be started."""
         with self._changed:
             self._tally(1)
             try:

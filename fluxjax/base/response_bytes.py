@@ -1,4 +1,4 @@
-"""The tokens, log-probs and versions of a response as bytes, written once, when it has come: processes are told these.
+"""The tokens, log-probs and versions of a response as bytes, written once, when it has come, and sent to processes.
 
 A head (the number of the response in its group, tokens, runs of versions, bytes of a token, temperature), the versions
 as runs of (version, tokens), log-probs as float32, tokens as the smaller of two integers that holds all of them; little
@@ -23,7 +23,7 @@ _RUN = np.dtype("<i4")  # of each number of a pair
 
 @dataclasses.dataclass(frozen=True)
 class ResponseNumbers:
-    """What `numbers_of` reads: `tokens` int32, `logprobs` float32, `versions` int32, of `T` each."""
+    """The numbers of a response: `tokens` int32, `logprobs` float32 and `versions` int32, `[T]` each."""
 
     sample: int
     temperature: float | None
@@ -39,10 +39,12 @@ def bytes_of(
     logprobs: Sequence[float],
     versions: Sequence[int],
 ) -> bytes:
-    """Raises ValueError for a number that is none, or too large for 32 bits."""
+    """Writes the numbers of a response. Raises ValueError for a value that is no number, or too large for 32 bits."""
     count = len(tokens)
-    one = not count or versions.count(versions[0]) == count
-    runs = [versions[0], count] if one and count else [n for v, run in groupby(versions) for n in (v, len(list(run)))]
+    if count and versions.count(versions[0]) == count:
+        runs = [versions[0], count]
+    else:
+        runs = [n for version, run in groupby(versions) for n in (version, len(list(run)))]
     try:
         width, ids = 2, struct.pack(f"<{count}H", *tokens)  # twice as fast as numpy reads a tuple
     except struct.error:
@@ -60,7 +62,7 @@ def _packed(form: str, values: Sequence[int] | Sequence[float]) -> bytes:
 
 
 class ResponseHead(NamedTuple):
-    """What can be said of a response before its numbers are read; it has `size` bytes."""
+    """The head of a response's bytes, which is read without its numbers; the response has `size` bytes as a whole."""
 
     sample: int
     temperature: float | None
@@ -71,8 +73,8 @@ class ResponseHead(NamedTuple):
 
 
 def head_of(data: bytes | memoryview, start: int = 0) -> ResponseHead:
-    """The head of what `bytes_of` wrote, `start` bytes into `data`. Raises ValueError for anything else, and where that
-    is cut off."""
+    """Reads the head of what `bytes_of` wrote, `start` bytes into `data`. Raises ValueError for anything else, and for
+    a response that is cut off."""
     try:
         sample, count, runs, width, temperature = _HEAD.unpack_from(data, start)
     except struct.error as error:
@@ -86,7 +88,7 @@ def head_of(data: bytes | memoryview, start: int = 0) -> ResponseHead:
 
 
 def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
-    """The numbers that `bytes_of` wrote. Raises ValueError for anything else."""
+    """Reads the numbers that `bytes_of` wrote. Raises ValueError for anything else."""
     sample, temperature, count, runs, width, _ = head_of(data)
     at = _HEAD.size
     pairs = np.frombuffer(data, _RUN, 2 * runs, at).reshape(runs, 2)

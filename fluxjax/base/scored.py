@@ -63,7 +63,7 @@ class Response:
 
     @functools.cached_property  # reading a tuple takes longer than all else that is done with a response
     def data(self) -> bytes:
-        """Its numbers as bytes (`response_bytes`), as other processes are told them."""
+        """The response's numbers as bytes (`response_bytes`), as they are sent to other processes."""
         return bytes_of(self.sample, self.temperature, self.token_ids, self.logprobs, self.versions)
 
     @property
@@ -74,14 +74,14 @@ class Response:
 
     @classmethod
     def of(cls, draw: int, data: bytes) -> "Response":
-        """The response to this draw that `data` was written from, packed, and without a name."""
+        """Returns the response to this draw that `data` was written from: packed, and without a `rid`."""
         head = head_of(data)
         response = cls("", draw, head.sample, (), (), (), "stop", head.temperature)
         return response._packed(data, head.tokens)
 
     def packed(self) -> "Response":
-        """Itself, of which `data` is kept and no tuple: they take four to twelve times as much, and are made anew each
-        time that one is asked for. Log-probs become float32."""
+        """Drops the three tuples, keeps `data`, and returns the same response: tuples take four to twelve times as much
+        memory, and are made anew each time that one is asked for. Log-probs become float32."""
         return self._packed(self.data, self.num_tokens)
 
     def _packed(self, data: bytes, num_tokens: int) -> "Response":

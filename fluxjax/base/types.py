@@ -43,8 +43,8 @@ class Sample:
 
 
 class Columns(NamedTuple):
-    """What a step asks of every response of a group, beside each other: the responses of a step of many processes are
-    all over the memory."""
+    """The numbers that a step reads of every response of a group, held side by side: the responses themselves, in a
+    step of many processes, are scattered over the memory."""
 
     draw: int  # `Prompt.draw`
     numbers_G3: np.ndarray  # int64: `Response.sample`, its tokens, the newest version that one of them is of (-1: none)
@@ -75,7 +75,7 @@ class Group:
         return Columns.of(self.samples)
 
     def packed(self) -> "Group":
-        """Itself, with its columns, if all of its responses are packed."""
+        """Returns the group itself, with its columns if all of its responses are packed."""
         if all(sample.response.is_packed for sample in self.samples):
             _ = self.columns
         return self
@@ -93,7 +93,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedStep:
-    """A training step, as it was made and what it found: its groups by draw, with their advantages; its metrics."""
+    """The result of a training step: its groups in the order of their draws, with their advantages; its metrics."""
 
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]

@@ -50,7 +50,7 @@ def bound_memory(allowed: int) -> None:
 
 
 def lacked_memory(error: BaseException) -> bool:
-    """Tells an error of the work from one of memory, which libraries report as whatever their own fashion suggests."""
+    """Says whether an error is one of memory, which libraries report in many ways, and not one of the work."""
     return any(
         isinstance(cause, MemoryError)
         or (

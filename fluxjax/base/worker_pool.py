@@ -73,7 +73,7 @@ class WorkerPool:
             return self._called(process, argument, self.seconds if seconds is None else seconds)
 
     async def acall(self, argument: Any, seconds: float | None = None) -> Any:
-        """`call`, for an event loop. Cancelling it stops the waiting, and not a call that has begun."""
+        """Does what `call` does, for an event loop. Cancelling it stops the waiting, and not a call that has begun."""
         if self._threads is None:
             self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix=self.name)
         return await asyncio.wrap_future(self._threads.submit(self.call, argument, seconds))

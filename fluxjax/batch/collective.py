@@ -1,7 +1,8 @@
-"""Under `sharding.strategy` `odc`, what no single device holds: sequences that all devices compute together.
+"""Plans the sequences that no single device holds, so that all devices compute them together (`sharding.strategy`
+`odc`).
 
 They are spread over devices as under `flex_ulysses`. Meanwhile all devices wait for one another at every layer, so
-those that the plan leaves idle compute shorter sequences, as long as none of it takes longer for that.
+devices that the plan leaves idle compute shorter sequences, as long as the microbatch takes no longer for that.
 """
 
 import dataclasses
@@ -28,7 +29,8 @@ EVEN = 0.95  # of the most tokens of a device: where devices have that on averag
 
 
 class Collective:
-    """Finds what takes several devices, and plans its microbatches. Raises ConfigError as `Spreading` does."""
+    """Finds the sequences that take several devices, and plans their microbatches. Raises ConfigError as `Spreading`
+    does."""
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class Collective:
         self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
 
     def parts(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup]]:
-        """(the microbatches of all devices together, what they leave of `groups`).
+        """Returns the microbatches that all devices compute together, and the rest of `groups`.
 
         Raises ConfigError, naming prompt and field, for what all devices can't hold, and where no plan exists.
         """
@@ -69,10 +71,11 @@ class Collective:
         return parts, [groups[item].only(sorted(responses)) for item, responses in sorted(left.items())]
 
     def _split(self, groups: Sequence[TrainGroup]) -> tuple[list[TrainGroup], list[TrainGroup]]:
-        """(what takes several devices, what one device holds): of each group some responses, all or none.
+        """Returns the groups of responses that take several devices, and the groups of those that one device holds. A
+        group may be in both, each with some of its responses.
 
-        With `packing.share_prompts` what a device could hold follows the rest of its group, if further copies of the
-        prompt would be more than it is itself.
+        With `packing.share_prompts`, responses that one device could hold follow the rest of their group if further
+        copies of the prompt would be more tokens than they have.
         """
         room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
         degree, replica = self.spreading.degree, self._replica
@@ -98,8 +101,8 @@ class Collective:
     def _filled(
         self, part: Part, shorter: Sequence[Piece], groups: Sequence[TrainGroup], items: Sequence[Item]
     ) -> tuple[ShardPlan, list[Piece]]:
-        """The plan of `part` with some of the `shorter` sequences, longest first, on devices that it leaves idle;
-        and these sequences.
+        """Returns the plan of `part` with some of the `shorter` sequences, longest first, on devices that it leaves
+        idle; and these sequences.
 
         All rows of a microbatch are as long as the longest one, and attention takes as long as that of the busiest
         device. So no device gets more tokens or more attention than some device has anyway. Media are spread evenly
@@ -139,8 +142,8 @@ class Collective:
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
 
     def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece], items: Sequence[Item]) -> tuple[ShardPlan, float]:
-        """The plan with the work of its sequences without their media, and that of the busiest device with its
-        media."""
+        """Returns the plan with the work of its sequences without their media, and the work of the busiest device with
+        its media."""
         tokens = np.array(plan.lengths, float)
         squares = np.array([squares_of(items, piece) for piece in pieces])
         patches = np.array([items[piece.item].patches for piece in pieces], float)
@@ -151,12 +154,13 @@ class Collective:
 
 
 def _followed(group: TrainGroup, beyond: set[int], room: int, all_room: int) -> set[int]:
-    """The responses `beyond` a device, and those that would stand behind the same prompt, if that saves more than they
-    are."""
+    """Returns the responses `beyond` a device, together with those behind the same prompt copy, if that saves more
+    tokens than these have."""
     responses = set(range(len(group.samples)))
 
     def copies(together: set[int]) -> int:
-        """The copies of the prompt, if these responses are computed together and the others are not."""
+        """Returns the number of copies of the prompt, if these responses are computed together and the rest on single
+        devices."""
         kinds = (together, all_room), (responses - together, room)
         return sum(len(pieces_of([group.only(sorted(some)).item], longest, True)) for some, longest in kinds if some)
 

@@ -1,7 +1,7 @@
-"""Scored groups become the microbatches of a step: RL, supervised warm starts and log-probs take the same way.
+"""Turns scored groups into the microbatches of a step: RL, supervised warm starts and log-probs take the same way.
 
-`Composer` says what is trained on and with which weights; the object that it chose for `sharding.strategy` (`rows`,
-`spreading` or `own_pace`) decides which devices compute what, and `fill` writes it down.
+`Composer` decides what is trained on and with which weights; the object that it chose for `sharding.strategy` (`rows`,
+`spreading` or `own_pace`) decides which devices compute what, and `fill` writes the arrays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Dealer(Protocol):
     def outline(self, groups: Sequence[TrainGroup]) -> Sequence[Outline]: ...
 
     def share(self, outline: Any, groups: Sequence[TrainGroup], shards: range) -> Share:
-        """The share of a process that has these shards, of what `outline` returned for all `groups`."""
+        """Returns the share of the process that has these shards, of the `outline` that was made of all `groups`."""
         ...
 
     def lay_out(self, share: Share) -> Composition: ...
@@ -72,7 +72,7 @@ class Composer:
             self._dealer = dealer(config, num_devices, vision, text, self.shapes)
 
     def on(self, num_devices: int) -> Composer:
-        """The same for another number of devices."""
+        """Returns the same composer for another number of devices."""
         return Composer(self._config, num_devices, self._vision, self._text, self.shapes)
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class Composer:
         version: int | None = None,
         last: bool = True,
     ) -> Composition:
-        """The microbatches, with the loss weights, advantages and log-probs that belong to the responses.
+        """Returns the microbatches, with the loss weights, advantages and log-probs of the responses.
 
         `prepared` maps the draw of each group to its prompt. Groups are laid out by draw and responses by sample,
         whatever order they arrive in.
@@ -96,8 +96,9 @@ class Composer:
         `skip_idle` leaves out groups without any advantage: their gradient is zero unless there is a KL term. Loss
         weights still count them. If there are no others, the first group stays.
 
-        `version` is that of the weights to be trained, from which the tokens' lags count (None: the newest of the
-        tokens'). `last`: of the training step; who tells others their rows tells them that, too.
+        `version` is that of the weights to be trained, from which the tokens' lags count (None: the newest version of
+        the tokens). `last` says that this is the last minibatch of the training step; `SharedComposer` tells the other
+        processes.
 
         Raises ConfigError, naming prompt and field, for a sequence or media that fit no buffer, and ValueError for
         groups that contradict each other, `prepared` or `version`, or of which none has a token.
@@ -114,20 +115,20 @@ class Composer:
         skip_idle: bool = False,
         version: int | None = None,
     ) -> list[Share]:
-        """What several processes lay out of the microbatches of `compose`: those with these shards each. Reads no token
-        and no pixel of any prompt. Raises, as `compose` does."""
+        """Returns a share of the microbatches of `compose` for each process: `shards` has the shards of each. Reads no
+        token and no pixel of any prompt. Raises what `compose` raises."""
         self.shapes.next_step()
         chosen = tuple(self._chosen(groups, prepared, skip_idle, version))
         outline = self._dealer.outline(chosen)
-        return [self._dealer.share(outline, chosen, each) for each in shards]
+        return [self._dealer.share(outline, chosen, process_shards) for process_shards in shards]
 
     def lay_out(self, share: Share) -> Composition:
-        """The microbatches of a share: with the rows of its shards, and nothing else."""
+        """Returns the microbatches of a share: with the rows of its shards, and no others."""
         return self._dealer.lay_out(share)
 
     def outline(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> Sequence[Outline]:
-        """The microbatches of `compose`, before anything is written. Remembers their sizes, and raises, as `compose`
-        does."""
+        """Returns the microbatches of `compose` before their arrays are written. Remembers their sizes, and raises, as
+        `compose` does."""
         self.shapes.next_step()
         return self._dealer.outline(self._chosen(groups, prepared))
 
@@ -158,11 +159,11 @@ class Composer:
         counted, end = lengths.tolist(), 0
         silent = not lengths.all()
         for group in ordered:
-            samples, columns, these = group.samples, group.columns, slice(end, end + len(group.samples))
-            end, weighed, tokens = these.stop, weights[these], counted[these]
+            samples, columns, span = group.samples, group.columns, slice(end, end + len(group.samples))
+            end, weighed, tokens = span.stop, weights[span], counted[span]
             if silent and not all(tokens):
                 samples = tuple(sample for sample, n in zip(samples, tokens, strict=True) if n)
-                columns, weighed, tokens = Columns.of(samples), weighed[lengths[these] > 0], [n for n in tokens if n]
+                columns, weighed, tokens = Columns.of(samples), weighed[lengths[span] > 0], [n for n in tokens if n]
             if samples:
                 to_train.append(self._to_train(group, prepared, samples, weighed, version).known(columns, tokens))
         if skip_idle:
@@ -191,14 +192,14 @@ class Composer:
 
 
 def shape_book(config: Config) -> ShapeBook:
-    """An empty one. Under `odc` most programs are those of single devices."""
+    """Returns an empty shape book. Under `odc`, most programs are those of single devices."""
     most = config.sharding.max_shapes
     alone = max(most * 7 // 8, 1) if config.sharding.strategy is Strategy.ODC else 0
     return ShapeBook(most, alone=alone, ahead=config.sharding.compile_ahead)
 
 
 def _by_number(groups: Sequence[Group]) -> tuple[Sequence[Group], np.ndarray]:
-    """The groups with their samples by number, and `Columns.numbers_G3` of one after the other, `[R, 3]`."""
+    """Returns the groups with their samples by number, and their `Columns.numbers_G3` one after the other, `[R, 3]`."""
     numbers = [group.columns.numbers_G3 for group in groups]
     numbers_R3 = np.concatenate([np.zeros((0, 3), np.int64), *numbers])
     begins = np.cumsum([0, *map(len, numbers)])[:-1]
@@ -214,7 +215,7 @@ def _sorted(group: Group) -> Group:
 
 
 def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[int]]) -> list[Group]:
-    """One group for each prompt, with the given answer (stop id included) as its only response.
+    """Returns one group for each prompt, with the given answer (stop id included) as its only response.
 
     Log-probs are 0 and versions -1: no engine produced these tokens.
     """

@@ -1,6 +1,6 @@
-"""The data of the composer: what it lays out, and what it hands to the learner.
+"""The data of the composer: its input, and what it hands to the learner.
 
-Laid out are groups, and the pieces of groups that are computed as one sequence each: sizes and order only. Handed out
+Its input are groups, and the pieces of groups that are computed as one sequence each: sizes and order only. Its output
 are a step's microbatches, and where each response lies in them.
 """
 
@@ -24,7 +24,8 @@ from ..config import ConfigError
 
 
 class Item(NamedTuple):
-    """A group to pack: the tokens of its prompt and of each of its responses (all positive), its patches."""
+    """The sizes of a group, for packing: tokens of its prompt and of each of its responses (all positive), and
+    patches."""
 
     name: str  # of the prompt, for error messages
     prompt: int
@@ -56,7 +57,7 @@ class PackedRows:
 
 @dataclasses.dataclass(frozen=True)
 class TrainGroup:
-    """A group to lay out: its prompt, its non-empty samples in order, the loss weight of a token of each."""
+    """A group to lay out: its prompt, its non-empty samples in order, and for each the loss weight of a token."""
 
     name: str  # of the prompt, for error messages
     inputs: PromptInput
@@ -74,7 +75,8 @@ class TrainGroup:
         return self._sized(tuple(sample.response.num_tokens for sample in self.samples))
 
     def known(self, columns: Columns, lengths: Sequence[int]) -> TrainGroup:
-        """Itself; its samples have these, and so many tokens: they need not be read again."""
+        """Stores the columns and the lengths of the samples, which need not be read again, and returns the group
+        itself."""
         vars(self).update(columns=columns, item=self._sized(tuple(lengths)))
         return self
 
@@ -83,7 +85,7 @@ class TrainGroup:
         return Item(self.name, len(self.inputs), lengths, 0 if patches_PX is None else len(patches_PX))
 
     def only(self, responses: Sequence[int]) -> TrainGroup:
-        """The group with these of its samples, in order."""
+        """Returns the group with only these of its samples, in order."""
         if len(responses) == len(self.samples):
             return self
         samples = tuple(self.samples[k] for k in responses)
@@ -91,7 +93,7 @@ class TrainGroup:
 
 
 def tokens_of(items: Sequence[Item], piece: Piece) -> int:
-    """The tokens of a piece, its copy of the prompt included."""
+    """Returns the number of tokens of a piece, its copy of the prompt included."""
     item, responses = items[piece.item], piece.responses
     if len(responses) == len(item.responses):
         return item.prompt + sum(item.responses)
@@ -99,7 +101,8 @@ def tokens_of(items: Sequence[Item], piece: Piece) -> int:
 
 
 def squares_of(items: Sequence[Item], piece: Piece) -> float:
-    """Twice the (query, key) pairs that attention looks at: `length**2` for a prompt with one response."""
+    """Returns twice the number of (query, key) pairs that attention looks at: `length**2` for a prompt with one
+    response."""
     item = items[piece.item]
     return float(item.prompt**2) + sum(r**2 + 2 * item.prompt * r for r in (item.responses[k] for k in piece.responses))
 
@@ -112,7 +115,7 @@ def check(
     media: str = "packing.patches_per_device",
 ) -> None:
     """Raises ConfigError for a prompt that with one response exceeds `tokens`, or whose media exceed `patches`; `row`
-    and `media` say which fields make up these bounds."""
+    and `media` name the fields that set these bounds."""
     for item in items:
         longest = item.prompt + max(item.responses)
         if longest > tokens:
@@ -134,8 +137,8 @@ class Microbatch:
     """A batch of rows that is computed at once.
 
     `owner` is the device that computes the batch alone, at its own pace; None: all devices compute it together. `work`
-    is what the batch is predicted to cost each of them (the busiest one), in any unit; None under strategies that do
-    not ask. `layout` is that of its shard plan, None where sequences are packed without one.
+    is the predicted cost of the batch for each of them (the busiest one), in any unit; None under strategies that need
+    no prediction. `layout` is that of its shard plan, None where sequences are packed without one.
     """
 
     batch: TrainBatch
@@ -146,8 +149,8 @@ class Microbatch:
 
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """The tokens of a microbatch and the cells of its token buffers, its patches and the cells of its patch buffers;
-    over all devices."""
+    """The use of a microbatch's buffers, over all devices: its tokens and the cells of its token buffers, its patches
+    and the cells of its patch buffers."""
 
     tokens: int
     token_cells: int
@@ -173,10 +176,11 @@ class Composition:
 
     `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens here. `cells` says where these are,
     response after response: indices into the token buffers of all microbatches, flattened, one after the other.
-    Of several processes, these are the rows of one of them. `whole` are the tokens on all devices of those responses
-    that lie on several processes: they stand first, in the same order in each. `elsewhere` are the microbatches that
-    devices of other processes compute alone, with shapes instead of arrays.
-    `coming` are some of the same microbatches in new sizes, for which programs are to be compiled.
+
+    In a run of several processes, these are the rows of one of them. `whole` has the tokens on all devices of the
+    responses that lie on several processes: these responses stand first, in the same order in each. `elsewhere` has the
+    microbatches that devices of other processes compute alone, with shapes instead of arrays. `coming` has some of the
+    same microbatches in new sizes, for which programs are to be compiled.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -198,17 +202,20 @@ class Composition:
         return tuple(microbatch.batch for microbatch in self.microbatches)
 
     def fill(self) -> tuple[float, float]:
-        """Used over padded size of the token and of the patch buffers, between 0 and 1; 0 patches for text models."""
-        tokens, token_cells, patches, patch_cells = np.sum([dataclasses.astuple(one) for one in self.filled], axis=0)
+        """Returns the used share of the token buffers and of the patch buffers, between 0 and 1; 0 patches for text
+        models."""
+        counts = [dataclasses.astuple(filled) for filled in self.filled]
+        tokens, token_cells, patches, patch_cells = np.sum(counts, axis=0)
         return float(tokens / token_cells), float(patches / patch_cells) if patch_cells else 0.0
 
     def of_responses(self, arrays_BT: PerToken, dtype: type | None = None) -> np.ndarray:
-        """Per-token values, response after response."""
+        """Returns per-token values of all responses, response after response."""
         flat = [np.asarray(array, dtype).reshape(-1) for array in arrays_BT]
         return np.concatenate(flat)[self.cells] if flat else np.zeros(0, dtype)
 
     def scattered(self, values: np.ndarray) -> list[np.ndarray]:
-        """`[B, T]` of each microbatch, from one value a token, response after response; 0 elsewhere."""
+        """Returns an array `[B, T]` for each microbatch, from one value a token, response after response; 0
+        elsewhere."""
         shapes_BT = [batch.loss_weights_BT.shape for batch in self.batches]
         sizes = [math.prod(shape) for shape in shapes_BT]
         flat = np.zeros(sum(sizes), np.float32)
@@ -217,7 +224,7 @@ class Composition:
         return [part.reshape(shape) for part, shape in zip(parts, shapes_BT, strict=True)]
 
     def replaced(self, arrays: Mapping[str, PerToken]) -> Composition:
-        """The same with other arrays, by the field of `TrainBatch`, one for each microbatch."""
+        """Returns the composition with other arrays, by the field of `TrainBatch`, one for each microbatch."""
         microbatches = tuple(
             dataclasses.replace(
                 microbatch,
@@ -229,7 +236,7 @@ class Composition:
 
 
 def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int], np.ndarray]:
-    """Per-token results of each response by (draw, sample), from one array `[B, T]` for each microbatch."""
+    """Returns per-token results of each response by (draw, sample), from one array `[B, T]` for each microbatch."""
     shapes_BT = [batch.loss_weights_BT.shape for batch in composition.batches]
     if [np.shape(array) for array in arrays_BT] != shapes_BT:
         raise ValueError(f"arrays of shapes {[np.shape(a) for a in arrays_BT]} for batches of {shapes_BT}")
@@ -238,7 +245,8 @@ def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int
 
 
 def together(compositions: Sequence[Composition]) -> Composition:
-    """One composition of all microbatches, to measure how full and how even they are; of one, itself."""
+    """Joins compositions into one of all microbatches, to measure how full and how even they are; returns a single one
+    itself."""
     if len(compositions) == 1:
         return compositions[0]
     return Composition(
@@ -308,6 +316,6 @@ def _layouts(composition: Composition) -> list[SizedLayout]:
 
 
 def _sharded(plans: Sequence[ShardPlan]) -> float:
-    """The share of tokens in sequences on more than one device."""
+    """Returns the share of tokens in sequences on more than one device."""
     degrees = [(n, degree) for plan in plans for n, degree in zip(plan.lengths, plan.degrees, strict=True)]
     return sum(n for n, degree in degrees if degree > 1) / sum(n for n, _ in degrees)

@@ -25,7 +25,7 @@ from .part import SizedPart, rows_of
 
 @dataclasses.dataclass
 class Spans:
-    """The places of everything, span by span. Columns count within a row, features within a shard."""
+    """The places of all prompts and responses, span by span. Columns count within a row, features within a shard."""
 
     total: int = 0  # cells
     tempered: bool = False  # whether the temperature of each token is written down
@@ -60,14 +60,14 @@ class Spans:
                 column += sample.response.num_tokens
 
     def keys(self) -> tuple[tuple[int, int], ...]:
-        """(draw, sample) of each response."""
+        """Returns the (draw, sample) of each response."""
         return tuple((sample.response.draw, sample.response.sample) for sample in self.samples)
 
     def response_lengths(self) -> np.ndarray:
         return np.array([sample.response.num_tokens for sample in self.samples], np.int64)
 
     def response_cells(self) -> np.ndarray:
-        """The cells of all response tokens, response after response."""
+        """Returns the cells of all response tokens, response after response."""
         return _cells(np.array([span[0] for span in self.responses], np.int64), self.response_lengths())[0]
 
 
@@ -81,7 +81,7 @@ class SizedRows:
 
     @property
     def program(self) -> tuple[object, ...]:
-        """Equal for microbatches that the same compiled program computes."""
+        """A key that is equal for microbatches that the same compiled program computes."""
         micro = self.micro
         return (len(micro.shards), micro.rows, micro.tokens, micro.patches, micro.frame)
 
@@ -93,8 +93,8 @@ def lay_out_rows(
     vision: VisionConfig | None,
     tempered: bool = False,
 ) -> Composition:
-    """The microbatches of `plan`, whose items are `groups`. Without `share_prompts` every piece has one response.
-    `tempered`: with the temperature that each token was sampled at."""
+    """Returns the microbatches of `plan`, whose items are `groups`. Without `share_prompts` every piece has one
+    response. `tempered` writes down the temperature that each token was sampled at."""
     batches: list[TrainBatch] = []
     keys: list[tuple[int, int]] = []
     cells: list[np.ndarray] = []
@@ -120,9 +120,9 @@ def lay_out_rows(
     return Composition(microbatches, tuple(keys), np.concatenate(cells), np.concatenate(lengths))
 
 
-def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, own: range | None = None) -> Composition:
-    """A microbatch for each part; with `own`, of what all devices compute together, and what comes first, the rows of
-    these."""
+def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, local_devices: range | None = None) -> Composition:
+    """Returns a microbatch for each part. With `local_devices`, parts that all devices compute together, which come
+    first, have the rows of these devices only."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
     none = np.zeros(0, np.int64)
@@ -130,7 +130,7 @@ def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, own: range | 
     first = 0
     for sized in parts:
         part, layout = sized.part, sized.layout
-        devices = own if own is not None and part.owner is None else range(part.plan.num_devices)
+        devices = local_devices if local_devices is not None and part.owner is None else range(part.plan.num_devices)
         tempered = any(group.temperature is not None for group in part.groups)
         spans = Spans(sum(part.plan.lengths), tempered)
         spans.place(part.pieces, 0, part.groups, part.media.first_feature if part.media else {}, share_prompts)
@@ -145,46 +145,46 @@ def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, own: range | 
             whole.append(lengths)
         first += len(devices) * layout.columns
     filled = tuple(sized.filled for sized in parts)
-    over = np.concatenate(whole) if own is not None else None
+    over = np.concatenate(whole) if local_devices is not None else None
     places = np.concatenate(cells), np.concatenate(counts)
     return Composition(tuple(microbatches), tuple(keys), *places, filled=filled, whole=over)
 
 
-def _lay_out_part(sized: SizedPart, spans: Spans, own: range) -> TrainBatch:
+def _lay_out_part(sized: SizedPart, spans: Spans, devices: range) -> TrainBatch:
     line = {name: array.reshape(*array.shape[:-2], -1) for name, array in _arrays(spans, spans.total).items()}
     media, device = sized.part.media, sized.layout.device
     line["predecessor"], spread = sized.layout.spread(line["predecessor"])
     vision = None
     if media is not None:
-        line["feature_index"], vision = media.buffers(line["feature_index"], device, sized.sizes, own)
-    return _train_batch(_onto_rows(line, sized.layout, own), vision, rows_of(spread, own))
+        line["feature_index"], vision = media.buffers(line["feature_index"], device, sized.sizes, devices)
+    return _train_batch(_onto_rows(line, sized.layout, devices), vision, rows_of(spread, devices))
 
 
 _PADDING = {"feature_index": -1, "lags": -1, "temperatures": 1.0}  # 0 elsewhere
 
 
-def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, own: range) -> dict[str, np.ndarray]:
-    """`[..., tokens]` -> `[..., devices, columns]`, for the devices `own`."""
-    size = len(own) * layout.columns
-    at = layout.cells - own.start * layout.columns
+def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range) -> dict[str, np.ndarray]:
+    """Moves the tokens of one long row to the rows of these devices: `[..., tokens]` -> `[..., devices, columns]`."""
+    size = len(devices) * layout.columns
+    at = layout.cells - devices.start * layout.columns
     here = (at >= 0) & (at < size)
     rows = {}
     for name, values in line.items():
         flat = np.full((*values.shape[:-1], size), _PADDING.get(name, 0), values.dtype)
         flat[..., at[here]] = values[..., here]
-        rows[name] = flat.reshape(*values.shape[:-1], len(own), layout.columns)
+        rows[name] = flat.reshape(*values.shape[:-1], len(devices), layout.columns)
     return rows
 
 
 def _cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All cells of all spans, one span after the other, and the index of each cell within its span."""
+    """Returns all cells of all spans, one span after the other, and the index of each cell within its span."""
     ends = np.cumsum(lengths)
     within = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
     return np.repeat(starts, lengths) + within, within
 
 
 def _arrays(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
-    """The arrays of all microbatches as one tall stack of rows `[rows, T]` (positions `[3, rows, T]`)."""
+    """Returns the arrays of all microbatches as one tall stack of rows `[rows, T]` (positions `[3, rows, T]`)."""
     total = spans.total
     arrays: dict[str, Any] = {name: np.zeros(total, np.int32) for name in ("tokens", "segments", "branches")}
     arrays |= {name: np.zeros(total, np.float32) for name in ("loss_weights", "advantages", "behaviour")}
@@ -260,7 +260,8 @@ def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, spre
 def _media(
     rows: Iterable[Row], groups: Sequence[TrainGroup], num_patches: int, vision: VisionConfig
 ) -> tuple[VisionInput, dict[int, int]]:
-    """A shard's vision buffer with the media of its groups once each, and the first merged feature of each group."""
+    """Returns a shard's vision buffer, with the media of its groups once each, and the first merged feature of each
+    group."""
     first: dict[int, int] = {}
     parts: list[VisionInput] = []
     used = 0

@@ -1,8 +1,8 @@
-"""Rows whose length fits what stands in them (`sharding.strategy` `fsdp`).
+"""Packs pieces into rows whose length fits them (`sharding.strategy` `fsdp`).
 
 All rows of a microbatch are as long as its longest one, on every device. So where sequences are long beside
-`packing.tokens_per_row`, rows of that length are half empty; here each microbatch has a length of its own, long
-sequences share one with others as long, and the lengths are those of compiled programs where these waste little.
+`packing.tokens_per_row`, rows of that length are half empty. Here each microbatch has a row length of its own, long
+sequences share a microbatch with others as long, and lengths of compiled programs are taken if they waste little.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAST = 8  # tokens of a row
 
 
 def lengths_between(shortest: int, longest: int) -> list[int]:
-    """The lengths that rows may have, ascending, from the first that holds `shortest` to `longest`."""
+    """Returns the lengths that rows may have, ascending, from the first that holds `shortest` to `longest`."""
     lengths, length = [], round_up(max(shortest, LEAST), longest)
     while length < longest:
         lengths.append(length)
@@ -36,8 +36,8 @@ def lengths_between(shortest: int, longest: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Microbatches of `rows` rows each: `lengths` are those of their rows, and piece `i` is in row `where[i]`, counted
-    through all of them. A microbatch without a piece is none."""
+    """A packing into microbatches of `rows` rows each: `lengths` has the row length of each microbatch, and piece `i`
+    is in row `where[i]`, counted through all of them. A microbatch without a piece is left out."""
 
     rows: int
     lengths: tuple[int, ...]
@@ -49,26 +49,26 @@ class Fit:
         return np.unique(self.where // self.rows).tolist()
 
     def columns(self) -> int:
-        """The lengths of the rows of each microbatch, added up."""
+        """Returns the sum of the row lengths of the microbatches."""
         return sum(self.lengths[k] for k in self.used)
 
     def filled(self, sized: SizedPieces) -> list[tuple[int, list[Row]]]:
-        """(the length of its rows, the rows that are not empty, by what stands in them), of each microbatch."""
+        """Returns, for each microbatch, the length of its rows and its non-empty rows, each as its pieces."""
         rows: dict[int, list[Piece]] = {}
         for i, row in zip(sized.order.tolist(), self.where[sized.order].tolist(), strict=True):
             rows.setdefault(row, []).append(sized.pieces[i])
         members: dict[int, list[Row]] = {k: [] for k in self.used}
         for row, pieces in rows.items():
             members[row // self.rows].append(tuple(pieces))
-        return [(self.lengths[k], each) for k, each in members.items()]
+        return [(self.lengths[k], used_rows) for k, used_rows in members.items()]
 
 
 def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None:
-    """Pieces of so many tokens in microbatches of `rows` rows each.
+    """Packs pieces of these `sizes` (tokens) into microbatches of `rows` rows each.
 
     `lengths` are those that rows may have, ascending; the last one bounds the number of microbatches. Of the choices
-    that hold all pieces, the one with the fewest cells is taken. None if the longest piece fits no row, or too many
-    microbatches would be needed.
+    that hold all pieces, the one with the fewest cells is taken. Returns None if the longest piece fits no row, or too
+    many microbatches would be needed.
     """
     order = np.argsort(-sizes, kind="stable")
     if not len(lengths) or sizes.max() > lengths[-1]:
@@ -93,17 +93,18 @@ def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None
 
 
 def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest: int) -> Iterator[tuple[int, ...]]:
-    """Lengths of `count` microbatches' rows, descending, that could hold `total` tokens; fewest cells first. All but
-    the last two are as long as may be, or all but the last one are equal."""
+    """Yields row lengths for `count` microbatches, descending, that could hold `total` tokens; fewest cells first. All
+    but the last two are as long as may be, or all but the last one are equal."""
     pairs = list(combinations_with_replacement(reversed(lengths), min(count, 2)))
     chosen = {(*(lengths[-1],) * (count - 2), *pair) for pair in pairs}
     chosen |= {(*(pair[0],) * (count - 2), *pair) for pair in pairs}
-    enough = [each for each in chosen if each[0] >= longest and rows * sum(each) >= total]
-    yield from sorted(enough, key=lambda each: (sum(each), each))
+    enough = [choice for choice in chosen if choice[0] >= longest and rows * sum(choice) >= total]
+    yield from sorted(enough, key=lambda choice: (sum(choice), choice))
 
 
 def _placed(sizes: np.ndarray, order: np.ndarray, room: np.ndarray) -> np.ndarray | None:
-    """The row of each piece: longest first, where it leaves the least room. None if one fits nowhere."""
+    """Returns the row of each piece: longest first, where it leaves the least room. Returns None if a piece fits
+    nowhere."""
     descending, count = sizes[order], len(room)
     # In rows of one length, a piece stands alone as long as no two of those before it and it fit one row.
     alone = 0

@@ -1,4 +1,4 @@
-"""Compositions with what losses read beside the tokens: log-probs of other weights, and facts of whole responses."""
+"""Adds to compositions what losses read beside the tokens: log-probs of other weights, and facts of whole responses."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from .composition import Composition, PerToken
 
 
 def with_reference(composition: Composition, logprobs_BT: PerToken) -> Composition:
-    """The composition with these log-probs, one array `[B, T]` for each microbatch, as the reference model's."""
+    """Returns the composition with these log-probs, one array `[B, T]` for each microbatch, as the reference
+    model's."""
     return composition.replaced({"reference_logprobs_BT": _of_trained(composition, logprobs_BT)})
 
 
 def with_proximal(composition: Composition, logprobs_BT: PerToken) -> Composition:
-    """The composition with these log-probs as those of the policy before the first of several optimizer steps."""
+    """Returns the composition with these log-probs as those of the policy before the first of several optimizer
+    steps."""
     return composition.replaced({"proximal_logprobs_BT": _of_trained(composition, logprobs_BT)})
 
 
 def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decoupled: bool) -> Composition:
-    """The composition with each response's mean of log(policy over what is clipped around), for all of its tokens.
+    """Returns the composition with each response's mean of log(policy / clipping centre), for all of its tokens.
 
-    `logprobs_BT` are the policy's, with which the next optimizer step begins. `decoupled` clips around the proximal
-    policy, which is this one if the batches have no other. Collective where the composition says that responses lie on
-    several processes."""
+    `logprobs_BT` are those of the policy with which the next optimizer step begins. The clipping centre is the
+    behaviour policy or, if `decoupled`, the proximal policy, which is this policy if the batches have no other.
+    Collective where the composition says that responses lie on several processes.
+    """
     batches = composition.batches
     if not batches:  # the devices of this process have nothing to do
         return composition
     around_BT = [batch.behaviour_logprobs_BT for batch in batches]
     if decoupled:
         stored = [batch.proximal_logprobs_BT for batch in batches]
-        around_BT = [own if own is not None else now for own, now in zip(stored, logprobs_BT, strict=True)]
+        around_BT = [before if before is not None else now for before, now in zip(stored, logprobs_BT, strict=True)]
     around = composition.of_responses(around_BT, np.float64)
     means = _means(log_ratio(composition.of_responses(logprobs_BT, np.float64), around), composition)
     ratios_BT = composition.scattered(np.repeat(means, composition.lengths))
@@ -42,19 +45,20 @@ def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decouple
 
 
 def with_advantages(composition: Composition, advantages: Mapping[tuple[int, int], float]) -> Composition:
-    """The composition with other advantages, by (draw, sample). Every response lies here, whole."""
+    """Returns the composition with other advantages, by (draw, sample). Every response must lie here as a whole."""
     values = np.repeat([advantages[key] for key in composition.keys], composition.lengths)
     return composition.replaced({"advantages_BT": composition.scattered(values)})
 
 
 def _of_trained(composition: Composition, logprobs_BT: PerToken) -> list[np.ndarray]:
-    """Log-probs of the tokens that are trained on, 0 elsewhere."""
+    """Returns the log-probs of the tokens that are trained on, 0 elsewhere."""
     pairs = zip(composition.batches, logprobs_BT, strict=True)
     return [np.where(b.loss_weights_BT != 0, np.asarray(a, np.float32), np.float32(0)) for b, a in pairs]
 
 
 def with_importance(composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig) -> Composition:
-    """The composition with what its importance weights need of whole responses, or of all: `importance.whole`.
+    """Returns the composition with what its importance weights need of whole responses, or of all: see
+    `importance.whole`.
 
     `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. Responses get the means of their
     tokens' log-ratios; to normalise, advantages are divided by the tokens' mean weight, since every objective of
@@ -77,7 +81,7 @@ def with_importance(composition: Composition, logprobs_BT: PerToken, importance:
 
 
 def _means(values: np.ndarray, composition: Composition) -> np.ndarray:
-    """The mean of each response's values, one a token."""
+    """Returns the mean of each response's values, of which there is one a token."""
     lengths, whole = composition.lengths, composition.whole
     sums = np.bincount(np.repeat(np.arange(len(lengths)), lengths), values, minlength=len(lengths))
     if whole is None or not len(whole):

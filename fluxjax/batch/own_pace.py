@@ -63,8 +63,8 @@ class OwnPace:
         return lay_out_share(share, self._room, self._tempered)
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedPart]:
-        """Microbatches of all devices together, for what no single one holds; then those of one device each, device
-        after device, the heaviest of each first.
+        """Returns the microbatches: first those of all devices together, for what no single device holds; then those of
+        one device each, device after device, the heaviest of each first.
 
         With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt,
         as long as a device's row holds it and devices do not wait for it; otherwise each response is a sequence of its
@@ -76,7 +76,7 @@ class OwnPace:
         return size_parts([*parts, *(self._alone(rest) if rest else ())], self._shapes)
 
     def _alone(self, groups: Sequence[TrainGroup]) -> list[Part]:
-        """The microbatches that a device computes alone."""
+        """Returns the microbatches that one device computes alone."""
         items = [group.item for group in groups]
         pieces, schedule = self._schedule(items)
         work, patches = np.array(schedule.work), self._room.patches
@@ -89,11 +89,11 @@ class OwnPace:
         return found
 
     def _schedule(self, items: Sequence[Item]) -> tuple[list[Piece], MicrobatchSchedule]:
-        """The pieces, and which device computes them in which microbatch.
+        """Returns the pieces, and which device computes them in which microbatch.
 
         Fewer groups than devices, or a few more, can't be even. So smaller pieces are tried, too: groups whose
-        responses are cut at a device's share of all tokens, a half or a quarter of it, at the cost of further copies
-        of the prompts.
+        responses are cut at a device's share of all tokens, a half or a quarter of it, at the cost of further copies of
+        the prompts.
         """
         room, share = self._room.tokens, self._room.share_prompts
         whole = pieces_of(items, room, share)
@@ -120,8 +120,8 @@ def _on_one_device(items: Sequence[Item], pieces: Sequence[Piece]) -> ShardPlan:
 
 
 def _within(members: Sequence[int], pieces: Sequence[Piece], items: Sequence[Item], cap: int) -> list[list[int]]:
-    """The members of a microbatch in as few parts of at most `cap` patches as first-fit-decreasing finds. An item's
-    patches stand once in a microbatch, so its pieces stay together."""
+    """Splits the members of a microbatch into as few parts of at most `cap` patches as first-fit-decreasing finds. An
+    item's patches stand once in a microbatch, so its pieces stay together."""
     parts: list[set[int]] = []
     used: list[int] = []
     for item in sorted({pieces[i].item for i in members}, key=lambda item: (-items[item].patches, item)):

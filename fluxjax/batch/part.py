@@ -37,7 +37,7 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A device's share of a microbatch: a row of so many `tokens`, and so many `patches`."""
+    """A device's share of a microbatch: a row of `tokens` tokens, and `patches` patches."""
 
     tokens: int
     patches: int
@@ -48,19 +48,20 @@ class Room:
 
     @classmethod
     def of(cls, config: Config, vision: VisionConfig | None, degree: int = 1) -> Room:
-        """The row has as many tokens as the packed rows of a device would have together."""
+        """Returns the room that `config.packing` gives: the row has as many tokens as the packed rows of a device would
+        have together."""
         packing = config.packing
         tokens, patches = packing.tokens_per_row * packing.rows_per_device, packing.patches_per_device
         return cls(tokens, patches, packing.share_prompts, vision, packing.rounds_per_degree, degree)
 
     @property
     def whole_patches(self) -> int:
-        """Patches in whole merged features; 0 for a text model."""
+        """The patches that make up whole merged features; 0 for a text model."""
         unit = self.vision.merge_unit if self.vision is not None else 0
         return self.patches // unit * unit if unit else 0
 
     def caps(self, num_devices: int) -> Sizes:
-        """The largest size of each buffer that a microbatch on so many devices may need."""
+        """Returns the largest size of each buffer that a microbatch on so many devices may need."""
         degrees = [1 << k for k in range(min(self.degree, num_devices).bit_length())]
         rounds = [f"round/{p}/{k}" for p in degrees for k in range(self.rounds_per_degree if p > 1 else 1)]
         caps = {"columns": self.tokens} | dict.fromkeys(rounds, self.tokens)
@@ -77,9 +78,9 @@ class Room:
 class Part:
     """The sequences `pieces` of some groups and the devices that compute them.
 
-    `owner` is the device that computes all of it alone, by a plan of one device; None: the plan's devices together.
-    `work` is what it is predicted to cost the busiest device, in any unit; None: nobody asks. `shaped`: the plan was
-    made for rows of a given length.
+    `owner` is the device that computes all of it alone, by a plan of one device; None: the devices of the plan compute
+    it together. `work` is its predicted cost for the busiest device, in any unit; None: no prediction is needed.
+    `shaped`: the plan was made for rows of a given length.
 
     Raises PlanError where a device does not hold its tokens or patches.
     """
@@ -115,7 +116,7 @@ class Part:
         return sizes | {n: min(need, self.caps[n]) if n.startswith("send/") else need for n, need in media.items()}
 
     def items_on(self, devices: range) -> set[int]:
-        """The items of which a token or a frame lies on one of these devices of the mesh."""
+        """Returns the items of which a token or a frame lies on one of these devices of the mesh."""
         if self.owner is not None:
             return {piece.item for piece in self.pieces} if self.owner in devices else set()
         media = set() if self.media is None else self.media.items_on(devices)
@@ -123,7 +124,7 @@ class Part:
         return media | {p.item for p, first, n in spans if first < devices.stop and devices.start < first + n}
 
     def _shown(self) -> tuple[np.ndarray, np.ndarray]:
-        """(the device of each token that shows a feature, the number of this feature in the microbatch)."""
+        """Returns the device of each token that shows a feature, and the number of this feature in the microbatch."""
         assert self.media is not None
         tokens, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         starts = np.cumsum([0, *self.plan.lengths])
@@ -197,12 +198,12 @@ class SpreadMedia:
         return int(self._sizes.sum())
 
     def items_on(self, devices: range) -> set[int]:
-        """The items of which one of these devices computes a frame."""
+        """Returns the items of which one of these devices computes a frame."""
         owners = np.array(self.plan.devices, np.int64)
         return set(self._items[(owners >= devices.start) & (owners < devices.stop)].tolist())
 
     def needs(self, device: np.ndarray, feature: np.ndarray) -> Sizes:
-        """Least sizes, where a token on each of these devices shows each of these features."""
+        """Returns the least buffer sizes, where a token on `device[i]` shows `feature[i]`."""
         merged = self._sizes // self._vision.merge_unit
         source = np.repeat(np.array(self.plan.devices, np.int64), merged)
         source = source[self._computed[device // self._replica, feature]]
@@ -211,20 +212,21 @@ class SpreadMedia:
         return {"patches": max(self._fullest, self._vision.merge_unit), "frame": self._bound} | sends
 
     def buffers(
-        self, feature_index: np.ndarray, device: np.ndarray, sizes: Sizes, own: range
+        self, feature_index: np.ndarray, device: np.ndarray, sizes: Sizes, devices: range
     ) -> tuple[np.ndarray, VisionInput]:
-        """(where each token finds its feature after routing, the patches of the devices `own` side by side)."""
+        """Returns the row where each token finds its feature after routing, and the patches of these devices side by
+        side."""
         patches = -(-sizes["patches"] // self._vision.merge_unit) * self._vision.merge_unit
         tokens = np.flatnonzero(feature_index >= 0)
         way, found = self._way(device[tokens], feature_index[tokens], patches // self._vision.merge_unit, sizes)
         result = feature_index.copy()
         result[tokens] = found
-        return result, self._side_by_side(patches, sizes["frame"], rows_of(way, own), own)
+        return result, self._side_by_side(patches, sizes["frame"], rows_of(way, devices), devices)
 
     def _way(
         self, device: np.ndarray, feature: np.ndarray, rows: int, sizes: Sizes | None
     ) -> tuple[ExchangeRoute, np.ndarray]:
-        """(the route, the row where a token on each of these devices finds each of these features)."""
+        """Returns the route, and the row where a token on `device[i]` finds `feature[i]`."""
         owners = np.array(self.plan.devices, np.int64)
         order = np.argsort(owners, kind="stable")
         ends = np.cumsum(self._sizes[order])
@@ -238,13 +240,13 @@ class SpreadMedia:
         source = np.repeat(owners, merged)[wanted]
         return route(source, row[wanted], device, self._num_devices, rows, sizes)
 
-    def _side_by_side(self, patches: int, bound: int, way: ExchangeRoute, own: range) -> VisionInput:
-        members: list[list[tuple[int, int, int]]] = [[] for _ in own]
+    def _side_by_side(self, patches: int, bound: int, way: ExchangeRoute, devices: range) -> VisionInput:
+        members: list[list[tuple[int, int, int]]] = [[] for _ in devices]
         for item, (start, stop), device in zip(
             self._items.tolist(), self._edges.tolist(), self.plan.devices, strict=True
         ):
-            if device in own:
-                members[device - own.start].append((item, start, stop))
+            if device in devices:
+                members[device - devices.start].append((item, start, stop))
         buffers: list[VisionInput] = []
         for units in members:
             runs = [self._slice(*run) for run in _runs(units)]
@@ -259,7 +261,7 @@ class SpreadMedia:
 
 
 def _runs(units: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Units that follow each other in one item, joined."""
+    """Joins units that follow each other in one item."""
     runs: list[tuple[int, int, int]] = []
     for item, start, stop in units:
         if runs and runs[-1][0] == item and runs[-1][2] == start:
@@ -270,7 +272,7 @@ def _runs(units: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def rows_of(tree: Tree, devices: range) -> Tree:
-    """The rows of these devices, of arrays that have one for each."""
+    """Returns the rows of these devices, of arrays that have one row for each device."""
     return jax.tree.map(lambda rows: rows[devices.start : devices.stop], tree)
 
 
@@ -288,17 +290,17 @@ class SizedPart:
 
     @property
     def program(self) -> tuple[object, ...]:
-        """Equal for microbatches that the same compiled program computes."""
+        """A key that is equal for microbatches that the same compiled program computes."""
         return (self.part.plan.num_devices, *sorted(self.sizes.items()))
 
     @property
     def filled(self) -> Filled:
-        """The cells of the token and the patch buffers, and how many are used."""
+        """The used tokens and patches, and the cells of the token and the patch buffers."""
         media, devices = self.part.media, self.part.plan.num_devices
         patches = (media.num_patches, devices * self.sizes["patches"]) if media is not None else (0, 0)
         return Filled(sum(self.part.plan.lengths), devices * self.sizes["columns"], *patches)
 
 
 def size_parts(parts: Sequence[Part], shapes: ShapeBook) -> list[SizedPart]:
-    """The parts, in buffers of sizes that `shapes` chooses."""
+    """Returns the parts in buffers of sizes that `shapes` chooses."""
     return [SizedPart(p, *shapes.choose(p.needs, p.caps, size_cost, p.plan.num_devices)) for p in parts]

@@ -1,6 +1,6 @@
-"""Groups are cut into the pieces that are computed as one sequence each: all groups of a step at once.
+"""Cuts groups into the pieces that are computed as one sequence each: all groups of a step at once.
 
-A step of many processes has tens of thousands of responses. What is decided for each of them is decided here in arrays.
+A step of many processes has tens of thousands of responses, so decisions for each of them are made in arrays here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
 
 
 def sized_pieces(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> SizedPieces:
-    """The same, with their sizes. A group becomes as few pieces as first-fit-decreasing finds, nearly always one."""
+    """Returns the same pieces as `pieces_of`, with their sizes. A group becomes as few pieces as first-fit-decreasing
+    finds, nearly always one."""
     if not items:
         return SizedPieces([], np.zeros(0, np.int64), np.zeros(0, np.int64))
     prompts = np.fromiter((item.prompt for item in items), np.int64, len(items))
@@ -66,8 +67,8 @@ def sized_pieces(items: Sequence[Item], longest: int, share_prompts: bool, respo
 
 
 def _parts(sizes: np.ndarray, counts: np.ndarray, rooms: np.ndarray) -> np.ndarray:
-    """The part of each response, group after group: of a group's parts, which hold `rooms` tokens, the first one with
-    room for it, largest responses first. No response is larger than its room."""
+    """Returns the part of each response, group after group: of a group's parts, which hold `rooms` tokens, the first
+    one with room for it, largest responses first. No response is larger than its room."""
     groups, most = len(counts), int(counts.max())
     group = np.repeat(np.arange(groups), counts)
     order = np.lexsort((-sizes, group))  # stable: of equal ones the first comes first

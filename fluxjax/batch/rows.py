@@ -1,4 +1,4 @@
-"""Bin packing (`sharding.strategy` `fsdp`): which responses share a row, and which rows a shard.
+"""Packs responses into rows, and rows into shards, by bin packing (`sharding.strategy` `fsdp`).
 
 Everything is a pure function of the sizes in their order, so a resumed run packs as the interrupted one did.
 """
@@ -42,7 +42,7 @@ class Budget:
 
     @classmethod
     def of(cls, config: Config, num_shards: int, vision: VisionConfig | None) -> Budget:
-        """The sizes that `config.packing` allows. Raises ConfigError if they can hold nothing."""
+        """Returns the sizes that `config.packing` allows. Raises ConfigError if they can hold nothing."""
         packing = config.packing
         unit = vision.merge_unit if vision is not None else 0
         for field, least in (("tokens_per_row", 2), ("rows_per_device", 1), ("patches_per_device", unit)):
@@ -55,7 +55,7 @@ class Budget:
         return cls(packing.tokens_per_row, rows, patches, num_shards)
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        """All (rows, tokens a row, patches) that a microbatch may have: the bound on compiled shapes."""
+        """Returns all (rows, tokens a row, patches) that a microbatch may have: the bound on compiled shapes."""
         shards = self.num_shards
         return [
             (rows * shards, self.tokens_per_row, patches * shards) for rows in self.rows for patches in self.patches
@@ -72,7 +72,7 @@ class RowPacking:
         self._tempered = bool(config.schedules.temperature)
 
     def check(self) -> None:
-        """Nothing depends on the devices here."""
+        """Does nothing: rows do not depend on the number of devices."""
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
         outline = self.outline(groups)
@@ -92,7 +92,7 @@ class RowPacking:
         return lay_out_rows(micros, groups, self._share, self._vision, self._tempered)
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedRows]:
-        """The microbatches, in buffers of sizes that the shape book chooses."""
+        """Returns the microbatches, in buffers of sizes that the shape book chooses."""
         items = [group.item for group in groups]
         check(items, self._budget.tokens_per_row, self._budget.patches[-1])
         pieces = sized_pieces(items, self._budget.tokens_per_row, self._share)
@@ -105,7 +105,7 @@ class RowPacking:
         return [self._sized(micro, items, frame, exact) for micro in plan]
 
     def _fitted(self, items: Sequence[Item], pieces: SizedPieces) -> list[PackedRows] | None:
-        """In rows whose length fits them; None where there is no such packing."""
+        """Returns the microbatches in rows whose length fits them; None where there is no such packing."""
         budget, shapes, shards = self._budget, self._shapes, self._budget.num_shards
         best: tuple[int, Fit] | None = None  # and the cells of one shard
         for rows in reversed(budget.rows):
@@ -145,33 +145,33 @@ class RowPacking:
         return SizedRows(micro, Filled(used, shards * micro.rows * micro.tokens, media, shards * micro.patches), later)
 
     def _in(self, sizes: Sizes, micro: PackedRows) -> PackedRows:
-        """The microbatch in buffers of these sizes."""
+        """Returns the microbatch in buffers of these sizes."""
         unit = self._vision.merge_unit if self._vision is not None else 1
         patches = -(-sizes.get("patches", 0) // unit) * unit
         return PackedRows(sizes["rows"], sizes["columns"], patches, micro.shards, sizes.get("frame", 0))
 
 
 def _rows_cost(sizes: Mapping[str, int]) -> float:
-    """The cost of buffers of these sizes, in tokens."""
+    """Returns the cost of buffers of these sizes, in tokens."""
     return sizes["rows"] * sizes["columns"] + sum(
         size_weight(name) * sizes.get(name, 0) for name in ("patches", "frame")
     )
 
 
 def _media_of(items: Sequence[Item], pieces: Sequence[Piece]) -> int:
-    """The patches of these pieces, of each item once."""
+    """Returns the number of patches of these pieces, each item counted once."""
     return sum(items[item].patches for item in {piece.item for piece in pieces})
 
 
 def cells_of(plan: Iterable[PackedRows]) -> int:
-    """The tokens of one shard, padding included."""
+    """Returns the tokens of one shard, padding included."""
     return sum(micro.rows * micro.tokens for micro in plan)
 
 
 def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
-    """The few sizes, ascending, that a buffer of at most `cap` may take; all are multiples of `multiple`.
+    """Returns the few sizes, ascending, that a buffer of at most `cap` may take; all are multiples of `multiple`.
 
-    Few, because each size is compiled once; geometric, so that a small batch pays at most twice its size
+    The sizes are few, because each is compiled once, and geometric, so that a small batch pays at most twice its size
     (down to a quarter of the cap).
     """
     cap = cap // multiple * multiple
@@ -211,20 +211,20 @@ def _packed(items: Sequence[Item], sized: SizedPieces, budget: Budget, share_pro
 
 
 def _least_cells(items: Sequence[Item], budget: Budget, share_prompts: bool) -> int:
-    """The tokens of one shard, padding included, that no packing into rows of `budget` goes below: it shows each prompt
-    once at least."""
+    """Returns a lower bound on the tokens of one shard, padding included, for any packing into rows of `budget`: each
+    prompt is shown once at least."""
     tokens = sum(sum(item.responses) + item.prompt * (1 if share_prompts else len(item.responses)) for item in items)
     rows = -(-tokens // (budget.tokens_per_row * budget.num_shards))
     return budget.tokens_per_row * max(rows, budget.rows[0])
 
 
 def _cost(plan: list[PackedRows], budget: Budget) -> int:
-    """Padded tokens and patches of one shard."""
+    """Returns the padded tokens and patches of one shard."""
     return sum(micro.rows * budget.tokens_per_row + micro.patches for micro in plan)
 
 
 def _first_fit(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget) -> list[Row]:
-    """Each piece goes into the first row with room for its tokens and patches."""
+    """Puts each piece into the first row with room for its tokens and patches."""
     free = np.zeros(len(pieces), np.int64)
     rows: list[list[Piece]] = []
     patches: list[int] = []
@@ -249,7 +249,7 @@ def _first_fit(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget) -
 
 
 def _with_room(free: np.ndarray, size: int) -> Iterator[int]:
-    """The rows, in order, that have room for so many tokens. The first one is mostly taken."""
+    """Yields the rows, in order, that have room for so many tokens. The first one is mostly taken."""
     fits = free >= size
     first = int(fits.argmax()) if len(fits) else 0
     if first < len(fits) and fits[first]:
@@ -258,7 +258,7 @@ def _with_room(free: np.ndarray, size: int) -> Iterator[int]:
 
 
 def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
-    """Groups in order, each begun in the row where the last one ended and continued in the next."""
+    """Packs groups in order, each begun in the row where the last one ended and continued in the next."""
     rows: list[list[Piece]] = []
     free = patches = 0
     for index, item in enumerate(items):
@@ -344,7 +344,8 @@ class _Deal:
         return True
 
     def _first(self) -> set[int]:
-        """The shard that has room for a row and the fewest patches, then the fewest rows; none where all are full."""
+        """Returns the shard that has room for a row and the fewest patches, then the fewest rows; an empty set where
+        all are full."""
         while self._emptiest:
             held, rows, shard = self._emptiest[0]
             if rows < self._most_rows and (held, rows) == (self.patches[shard], len(self.shards[shard])):

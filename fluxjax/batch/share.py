@@ -1,8 +1,8 @@
-"""What each of several processes lays out of a step: the rows of its own devices, from the groups that stand in them.
+"""The share of a step that each of several processes lays out: the rows of its own devices, from the groups in them.
 
-The plan of a step is made once, of sizes alone, by the process that knows all groups. The others get their share of it,
-and read no prompt, no response and no pixel of the rest. Where sequences are spread over devices, the places of a
-device's own tokens and features depend on the sizes of what its neighbours have, so that these are told, too.
+The plan of a step is made once, of sizes alone, by the process that knows all groups. The other processes get their
+share of it, and read no prompt, no response and no pixel of the rest. Where sequences are spread over devices, the
+places of a device's tokens and features depend on the sizes of what its neighbours have, so that these are sent, too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .part import Part, Room, SizedPart
 class PlannedRows:
     """A microbatch that a shard plan lays out, without its groups: see `part.Part` and `part.SizedPart`.
 
-    Of one that a device of another process computes alone, `pieces` are left out; what matters is its shape and its
-    work. The plan is there where it was made.
+    If a device of another process computes it alone, `pieces` are left out: only its shape and its work matter. The
+    plan exists only in the process that made it.
     """
 
     plan: ShardPlan | None
@@ -40,15 +40,15 @@ class PlannedRows:
     work: float | None = None
 
     def elsewhere(self, shards: range) -> bool:
-        """Whether none of these devices computes any of it."""
+        """Returns True if none of these devices computes any of the microbatch."""
         return self.owner is not None and self.owner not in shards
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """`micros` are the step's microbatches, for the devices `shards` of the mesh only; their items are `groups`. Of
-    groups that are not `needed`, sizes count and nothing else. Rows need what stands in them: they may have the groups
-    of the whole step, and None there."""
+    """The part of a step that one process lays out. `micros` are the step's microbatches, for the devices `shards` of
+    the mesh only; their items are `groups`. Of groups that are not `needed`, only the sizes count. Packed rows need
+    every group in them: `groups` may be those of the whole step, and `needed` is None."""
 
     micros: tuple[PackedRows | PlannedRows, ...]
     groups: tuple[TrainGroup, ...]
@@ -58,22 +58,27 @@ class Share:
 
 
 def share_rows(outline: Sequence[SizedRows], groups: tuple[TrainGroup, ...], shards: range) -> Share:
-    """The share of the process that has these shards. All shares have the same groups: nothing is done for each."""
-    own = [(sized.micro, sized.micro.shards[shards.start : shards.stop]) for sized in outline]
+    """Returns the share of the process that has these shards. All shares have the same groups, so that nothing is done
+    for each."""
+    local_rows = [(sized.micro, sized.micro.shards[shards.start : shards.stop]) for sized in outline]
     filled = tuple(sized.filled for sized in outline)
-    return Share(tuple(dataclasses.replace(micro, shards=rows) for micro, rows in own), groups, shards, None, filled)
+    return Share(
+        tuple(dataclasses.replace(micro, shards=rows) for micro, rows in local_rows), groups, shards, None, filled
+    )
 
 
 def share_parts(outline: Sequence[SizedPart], groups: Sequence[TrainGroup], shards: range) -> Share:
-    """The share of the process that has these devices. It takes part in what all compute together, and needs those
-    groups of which a token or a frame lies on one of its devices. Of microbatches that are elsewhere, shapes count.
+    """Returns the share of the process that has these devices. It takes part in what all compute together, and needs
+    those groups of which a token or a frame lies on one of its devices. Of microbatches that are elsewhere, only shapes
+    count.
 
-    Its groups keep the order of `groups`, by which media are numbered: all processes send features by one route."""
+    Its groups keep the order of `groups`, by which media are numbered: all processes send features by one route.
+    """
     planned = [PlannedRows(sized.part.plan, (), sized.sizes, sized.part.owner, sized.part.work) for sized in outline]
     here = [None if rows.elsewhere(shards) else sized.part for rows, sized in zip(planned, outline, strict=True)]
     known = {id(part.groups[piece.item]) for part in here if part is not None for piece in part.pieces}
-    own = tuple(group for group in groups if id(group) in known)
-    number = {id(group): k for k, group in enumerate(own)}
+    local_groups = tuple(group for group in groups if id(group) in known)
+    number = {id(group): k for k, group in enumerate(local_groups)}
     needed: set[int] = set()
     micros: list[PlannedRows] = []
     for rows, part in zip(planned, here, strict=True):
@@ -85,11 +90,12 @@ def share_parts(outline: Sequence[SizedPart], groups: Sequence[TrainGroup], shar
         pieces = tuple(Piece(local[piece.item], piece.responses) for piece in part.pieces)
         micros.append(dataclasses.replace(rows, pieces=pieces))
     filled = tuple(sized.filled for sized in outline)
-    return Share(tuple(micros), own, shards, frozenset(needed), filled)
+    return Share(tuple(micros), local_groups, shards, frozenset(needed), filled)
 
 
 def lay_out_share(share: Share, room: Room, tempered: bool) -> Composition:
-    """The microbatches of a share that a plan lays out. `tempered`: with the temperature of each token."""
+    """Returns the microbatches of a share of shard plans. `tempered` says that they have the temperature of each
+    token."""
     parts: list[SizedPart] = []
     elsewhere: list[Microbatch] = []
     for micro in share.micros:
@@ -108,7 +114,7 @@ def lay_out_share(share: Share, room: Room, tempered: bool) -> Composition:
 
 @functools.lru_cache(maxsize=1024)
 def _shapes_alone(sizes: tuple[tuple[str, int], ...], room: Room, tempered: bool) -> TrainBatch:
-    """The shapes of a microbatch in buffers of these sizes that one device computes alone."""
+    """Returns the shapes of a microbatch, in buffers of these sizes, that one device computes alone."""
     nothing = np.zeros(0, np.int64)
     prompt, temperature = sized_input(1, (nothing, nothing), ()), 1.0 if tempered else None
     group = TrainGroup("", prompt, sized_samples([1]), np.zeros(1), temperature=temperature)
@@ -122,7 +128,7 @@ def _shapes_alone(sizes: tuple[tuple[str, int], ...], room: Room, tempered: bool
 
 
 def sized_input(tokens: int, shown: tuple[np.ndarray, np.ndarray], frames: Sequence[int]) -> ModelInput:
-    """A prompt of so many tokens, of which `shown` are where `ModelInput.shown` says, with frame pairs of so many
+    """Returns a prompt of `tokens` tokens, with features `shown` as in `ModelInput.shown`, and frame pairs of so many
     patches (none: a prompt without media). Everything else about it is zero, and takes no memory."""
     index = np.full(tokens, -1, np.int32)
     where, which = shown
@@ -141,7 +147,7 @@ def sized_input(tokens: int, shown: tuple[np.ndarray, np.ndarray], frames: Seque
 
 
 def sized_samples(lengths: Sequence[int]) -> tuple[Sample, ...]:
-    """Responses of so many tokens, of which nothing else is known."""
+    """Returns responses of so many tokens, of which nothing else is known."""
     return tuple(
         Sample(Response("", -1, k, (0,) * n, (0.0,) * n, (0,) * n, "stop", 1.0), Reward(0.0, False), 0.0)
         for k, n in enumerate(lengths)

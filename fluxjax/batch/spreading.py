@@ -1,4 +1,4 @@
-"""Sequences spread over devices (`sharding.strategy` `ulysses`, `flex_ulysses`): which devices compute which sequence.
+"""Spreads sequences over devices (`sharding.strategy` `ulysses`, `flex_ulysses`): which devices compute which sequence.
 
 A planner decides for each microbatch; `fill` then lays it out.
 """
@@ -74,8 +74,9 @@ class Spreading:
         return lay_out_share(share, self.room, self._tempered)
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
-        """As few microbatches as the devices' memory allows, each with one row a device. Where new programs have become
-        rare, one more microbatch rather than a program for a step that is larger than all before; not twice in a row.
+        """Returns as few microbatches as the devices' memory allows, each with one row a device. Where new programs
+        have become rare, takes one more microbatch rather than a program for a step that is larger than all before; not
+        twice in a row.
 
         With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt;
         otherwise each response is a sequence of its own. Raises ConfigError where no plan exists.
@@ -107,7 +108,7 @@ class Spreading:
         raise ConfigError(_explained(failures[0])) from failures[0]
 
     def _part(self, groups: Sequence[TrainGroup], items: Sequence[Item], pieces: Sequence[Piece]) -> Part:
-        """The microbatch of these pieces.
+        """Returns the microbatch of these pieces.
 
         A plan is made for the rows of compiled programs first, and for rows that hardly exceed the mean: they leave
         least empty. If it is not even, the plan is free, but for those that are nearly as even and save a program.
@@ -135,7 +136,7 @@ class Spreading:
         return fallback or free if self._compiled(free) is None else free
 
     def _held(self, part: Part) -> bool:
-        """Whether some program is large enough, however much of it would be empty."""
+        """Returns True if some program is large enough for the part, however much of it would be empty."""
         return bool(self._shapes.holding(part.needs, part.caps, self._num_devices))
 
     def _compiled(self, part: Part) -> Sizes | None:
@@ -143,8 +144,8 @@ class Spreading:
 
 
 def planner(config: Config, text: TextConfig | None, num_devices: int, room: int) -> tuple[int, Planner]:
-    """(the most devices of one sequence, the planner that `config.sharding` asks for) where a device holds `room`
-    tokens. Raises ConfigError as `Spreading` does."""
+    """Returns the most devices of one sequence, and the planner that `config.sharding` asks for, where a device holds
+    `room` tokens. Raises ConfigError as `Spreading` does."""
     settings, packing = config.sharding, config.packing
     try:
         limits = Limits(
@@ -185,7 +186,7 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
 
 @dataclasses.dataclass(frozen=True)
 class _Squares:
-    """A cost model for sequences of which attention is quadratic in something else than their lengths."""
+    """A cost model for sequences whose attention is quadratic in `squares` rather than in their lengths."""
 
     cost: CostModel
     squares: Sequence[float]
@@ -195,13 +196,14 @@ class _Squares:
 
 
 def _explained(error: PlanError) -> str:
-    """Limits by the names that they have in the configuration."""
+    """Returns the message of an error with limits under the names that they have in the configuration."""
     words = str(error).replace("limits.tokens_per_device", "packing.tokens_per_row * packing.rows_per_device")
     return words.replace("limits.max_degree", "sharding.max_degree").replace("limits.num_heads", "the model's")
 
 
 def _deal(items: Sequence[Item], pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
-    """Longest first into the microbatch with the fewest tokens; order within a microbatch is that of `pieces`."""
+    """Deals pieces to microbatches: longest first, to the one with the fewest tokens. Within a microbatch, `pieces`
+    sets the order."""
     if count == 1:
         return [list(pieces)]
     totals, members = [0] * count, [[] for _ in range(count)]

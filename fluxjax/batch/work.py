@@ -19,11 +19,11 @@ VERL_LINEAR = 24576.0  # verl's work of a token where that of attention is lengt
 
 
 def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
-    """Returns what a sequence costs beside others: seconds where `sharding.calibration` is given, else FLOPs; without
-    `text`, the decoder's sizes, verl's formula.
+    """Returns a function that estimates the work of sequences, to compare them: in seconds where `sharding.calibration`
+    is given, else in FLOPs; by verl's formula where `text`, the decoder's sizes, is not given.
 
-    `squares` are twice the (query, key) pairs of attention, and the media count for each sequence that shows them.
-    Raises ConfigError for a calibration that can't be read.
+    Its argument `squares` is twice the (query, key) pairs of attention, and media count for each sequence that shows
+    them. Raises ConfigError for a calibration that can't be read.
     """
     if config.sharding.calibration:
         try:
@@ -48,14 +48,14 @@ def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | Non
 
 
 def forward_seconds(cost: CostModel, tokens: Numbers, squares: Numbers) -> np.ndarray:
-    """The seconds of a forward pass over each sequence, without its media."""
+    """Returns the seconds of a forward pass over each sequence, without its media."""
     # Attention over a shared prompt is not quadratic in the length: the model is asked for that of equal work.
     return np.asarray(cost.attention_seconds(np.sqrt(squares)) + cost.linear_seconds(np.array(tokens, float)))
 
 
 def calibrated(config: Config, text: TextConfig | None, vision: VisionConfig | None = None) -> CostModel:
-    """The cost model that `sharding.calibration` names, of a model of these sizes (None: of the one in the file).
-    Raises CostError for a file that can't be read."""
+    """Returns the cost model that `sharding.calibration` names, of a model of these sizes (None: of the one in the
+    file). Raises CostError for a file that can't be read."""
     cost = _load(config.sharding.calibration)
     return cost if text is None else cost.of(model_sizes(config, text, vision))
 
@@ -64,7 +64,7 @@ _load = functools.cache(CostModel.load)
 
 
 def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = None) -> ModelSizes:
-    """The trained model's sizes, as the cost model takes them."""
+    """Returns the trained model's sizes, as the cost model takes them."""
     decoder = ModelSizes(
         name="the trained model",
         layers=text.num_layers,

@@ -369,7 +369,7 @@ class Config:
 
     @property
     def policy_updates(self) -> int:
-        """Optimizer steps of the policy in a run of RL."""
+        """The number of the policy's optimizer steps in a run of RL."""
         return (self.steps - self.critic.warmup_steps) * self.algorithm.updates
 
     def _validate_servers(self) -> None:
@@ -469,7 +469,7 @@ class Config:
         make_schedules(self.schedules)
 
     def _validate_replay(self) -> None:
-        """A policy's bound on what is trained on holds for what is replayed, too."""
+        """Raises `ConfigError` where replay would train on older versions than the policy allows."""
         limits = {Policy.APRIL: self.april.max_staleness, Policy.ADAPTIVE_ASYNC: self.adaptive_async.max_staleness}
         if self.tail_batching.max_staleness:
             limits[Policy.TAIL_BATCHING] = self.tail_batching.max_staleness

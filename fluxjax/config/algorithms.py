@@ -100,12 +100,12 @@ class AlgorithmConfig:
 
     @property
     def relative(self) -> bool:
-        """Says whether a built-in algorithm compares the responses of a group, which then has two at least."""
+        """Says whether a built-in algorithm compares the responses of a group, which then needs two at least."""
         return self.impl is None and self.name in _RELATIVE
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of a training step."""
+        """The number of optimizer steps of a training step."""
         return self.minibatches * self.epochs
 
     @property
@@ -161,7 +161,7 @@ def object_label(implementation: object) -> str:
 
 @dataclasses.dataclass(slots=True)
 class CriticConfig:
-    """How the critic learns that some algorithms have (PPO), and what is made of its values."""
+    """The settings of the critic that some algorithms have (PPO): its training, and advantages from its values."""
 
     # Its other settings are optim's, its minibatches and epochs algorithm's.
     lr: float = positive(1e-3)  # of the critic's own optimizer; for large models ten times the policy's, as a rule

@@ -52,7 +52,8 @@ class PolicyConfig:
 
 @dataclasses.dataclass(slots=True)
 class TailBatchingConfig:
-    """The defaults are those that learned as synchronous training does; Flexes has 1.25, 1.25 and 0 (`docs/log.md`)."""
+    """Settings of tail batching. With the defaults, runs learned as well as with synchronous training; Flexes has 1.25,
+    1.25 and 0 (`docs/log.md`)."""
 
     prompts: float = within(2.0, "[1, 8]")  # launched in short rounds, for each that a step needs (Flexes' eta for P)
     responses: float = within(1.0, "[1, 8]")  # launched in short rounds, for each that a group needs (eta for R)
@@ -140,7 +141,7 @@ class ImportanceConfig:
 
 
 class ReplayOrder(enum.Enum):
-    """Which of the groups that were trained on come back first."""
+    """Orders in which groups that were trained on are replayed."""
 
     NEWEST = "newest"
     OLDEST = "oldest"

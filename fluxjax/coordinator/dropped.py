@@ -23,7 +23,7 @@ class Dropped:
 
     @property
     def count(self) -> int:
-        """Groups dropped since the last step."""
+        """The number of groups dropped since the last step."""
         return self.groups.total()
 
     def add(self, group: Group) -> None:

@@ -1,8 +1,8 @@
-"""The rollout engines as the coordinator knows them: which weights each serves, and how much it has to do.
+"""The rollout engines as the coordinator knows them: the weights that each serves, and the work that it has to do.
 
 Beside them is the pace at which responses grow and groups are trained on, learnt from the times at which events come
-(`Tick`). Nothing is known of it where nobody says what time it is. Old measurements fade, so that the pace may change
-during a run.
+(`Tick`). Without such times, nothing is known of the pace. Old measurements fade, so that the pace may change during a
+run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,8 +34,8 @@ class EngineStates:
         if avoid < 0 and not self.lent and len(usable) == len(loads):
             return loads.index(min(loads))  # as below, but much faster with a thousand engines
         choices = [engine for engine in usable if engine not in self.lent]
-        others = [engine for engine in choices if engine != avoid]
-        return min(others or choices, key=lambda engine: (loads[engine], engine))
+        preferred = [engine for engine in choices if engine != avoid]
+        return min(preferred or choices, key=lambda engine: (loads[engine], engine))
 
     def publish(self, version: int, engines: Iterable[int]) -> None:
         for engine in engines:
@@ -44,7 +44,7 @@ class EngineStates:
         self.oldest, self.newest = min(self.served), max(self.served)
 
     def begin(self, request: Request, tokens: float) -> None:
-        """A request starts; each of its responses is predicted to have `tokens` tokens."""
+        """Notes that a request starts; each of its responses is predicted to have `tokens` tokens."""
         left = {sample: max(tokens - begun, 1.0) for sample, begun in request.to_come().items()}
         if left:
             self._open[request.rid] = request.engine, left
@@ -52,7 +52,7 @@ class EngineStates:
             self.running[request.engine] += len(left)
 
     def end_sample(self, request: str, sample: int) -> bool:
-        """A sample of a request ends. Returns whether it was still running."""
+        """Notes that a sample of a request ends. Returns whether it was still running."""
         engine, left = self._open.get(request, (0, {}))
         if sample not in left:
             return False
@@ -65,7 +65,7 @@ class EngineStates:
         return True
 
     def end(self, request: str) -> None:
-        """All samples of a request that still run end."""
+        """Notes that all samples of a request that still run end."""
         _, left = self._open.get(request, (0, {}))
         for sample in list(left):
             self.end_sample(request, sample)
@@ -75,14 +75,14 @@ _KEPT_RESPONSE, _KEPT_STEP = 0.98, 0.7  # weight of what was measured, when one 
 
 
 class _Rate:
-    """The amount a second in what was measured lately."""
+    """The rate, in amounts a second, of what was measured lately."""
 
     def __init__(self, kept: float) -> None:
         self._kept = kept
         self._amount = self._seconds = 0.0
 
     def add(self, amount: int, seconds: float) -> float:
-        """Returns the rate with this in it."""
+        """Returns the rate with one more measurement in it."""
         self._amount = self._kept * self._amount + amount
         self._seconds = self._kept * self._seconds + seconds
         return self._amount / self._seconds

@@ -1,4 +1,4 @@
-"""From the configuration to the coordinator, with its policy and its schedules."""
+"""Makes the coordinator, with its policy and its schedules, from the configuration."""
 
 from collections.abc import Callable
 from operator import attrgetter

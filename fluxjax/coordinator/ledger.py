@@ -18,7 +18,7 @@ from .saved import SavedState, State, responses_from_json, responses_to_json
 
 
 class CoordinatorError(RuntimeError):
-    """The coordinator heard or was about to say something that contradicts its books."""
+    """A message to or from the coordinator contradicts its books."""
 
     before: Sequence[str] = ()  # the last lines of the coordinator's log
 
@@ -28,8 +28,8 @@ class CoordinatorError(RuntimeError):
 
 
 class RunGivenUp(CoordinatorError):
-    """The data, a reward or the engines let no further step be completed. Its message says what a user can mend, in one
-    line; the books are not contradicted."""
+    """No further step can be completed, because of the data, a reward or the engines. The message says in one line what
+    a user can mend; the books are not contradicted."""
 
     def __str__(self) -> str:
         return RuntimeError.__str__(self)
@@ -49,8 +49,8 @@ class PromptStage(enum.Enum):
 
 @dataclasses.dataclass
 class Entry:
-    """One prompt on its way. Its group is made of `responses` and `rewards`; `begun` has what aborted responses had.
-    All three are by sample."""
+    """A prompt on its way from its draw to its training or skip. Its group is made of `responses` and `rewards`;
+    `begun` has the tokens that aborted responses had. All three are by sample."""
 
     prompt: Prompt
     stage: PromptStage = PromptStage.WAITING
@@ -68,7 +68,7 @@ class Entry:
     varied: bool = False  # scored, with rewards that differ
 
     def complete(self) -> None:
-        """Every response is there with its reward."""
+        """True if every response is there with its reward."""
         samples = tuple(Sample(self.responses[i], self.rewards[i]) for i in sorted(self.responses))
         self.scored = Group(self.prompt, samples).packed()
         self.varied = has_variance(self.scored)
@@ -78,13 +78,13 @@ class Entry:
         return self.scored
 
     def so_far(self) -> tuple[Response | None, ...]:
-        """Returns what there is of each response, for `Request.begun`; empty if there is nothing of any."""
+        """Returns the part of each response that is there, for `Request.begun`; empty if no response has any."""
         kept = tuple(self.responses.get(i) or self.begun.get(i) for i in range(self.n))
         return kept if any(kept) else ()
 
     @property
     def longest(self) -> int:
-        """The tokens of its longest response that has ended; 0: none has."""
+        """The tokens of its longest response that has ended; 0: none has ended."""
         return max((response.num_tokens for response in self.responses.values()), default=0)
 
     def park(self, *, keep: bool = False) -> Park:
@@ -93,7 +93,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A prompt that was not trained on, and why."""
+    """A prompt that was not trained on, and the reason."""
 
     draw: int
     id: str
@@ -162,7 +162,8 @@ class Ledger:
             self.skipped.append(Skipped(prompt.draw, prompt.id, prompt.source, reason))
 
     def finish(self, response: Response, newest_version: int) -> None:
-        """A response has ended. Raises `CoordinatorError` for a token of a version that was never published."""
+        """Enters a response that has ended. Raises `CoordinatorError` for a token of a version that was never
+        published."""
         versions = response.versions
         # Most responses are of one version: to count it is several times as fast as to look for the largest.
         newest = versions[0] if versions and versions.count(versions[0]) == len(versions) else max(versions, default=-1)
@@ -191,7 +192,7 @@ class Ledger:
             self._lose(entry, "a response was aborted")
 
     def reward(self, rid: str, reward: Reward) -> Entry | None:
-        """A response is scored. Returns the entry if its whole group is scored now."""
+        """Enters the reward of a response. Returns the entry if its whole group is scored now."""
         draw, _, sample = _parse(rid)
         entry = self.entries.get(draw)
         response = entry.responses.get(sample) if entry is not None else None
@@ -211,7 +212,7 @@ class Ledger:
         return None
 
     def fail(self, request_ids: Iterable[str], reason: str) -> None:
-        """The engine lost these requests. A request whose responses are all here has lost nothing."""
+        """Enters that the engine lost these requests. A request whose responses are all here has lost nothing."""
         for request in request_ids:
             entry = self._current(f"{request}/0", "failure")
             if entry is not None and entry.stage in (PromptStage.RUNNING, PromptStage.STOPPING):
@@ -229,7 +230,7 @@ class Ledger:
     # --- decisions ------------------------------------------------------------------------------
 
     def generate(self, request: Request, served: int) -> None:
-        """A request is begun, on an engine that serves weight version `served`."""
+        """Enters that a request is begun, on an engine that serves weight version `served`."""
         entry = self._at(request.prompt, PromptStage.WAITING, PromptStage.DEFERRED, PromptStage.LOST)
         need = request.need or request.n
         if request.attempt != entry.attempt + 1 or not 1 <= need <= request.n:
@@ -261,7 +262,8 @@ class Ledger:
         self._scoring.add(response.rid)
 
     def train(self, groups: Sequence[Group]) -> None:
-        """The gradients of these groups are computed, now or with others of the step; `train_done` ends the step."""
+        """Enters that the gradients of these groups are computed, now or with others of the step; `train_done` ends the
+        step."""
         for group in groups:
             entry = self._at(group.prompt, PromptStage.SCORED)
             if group != entry.group():
@@ -321,7 +323,7 @@ class Ledger:
             self.dropped.in_a_row = 0
 
     def _stopped(self, entry: Entry) -> None:
-        """A parked prompt is deferred as soon as nothing of it is to come any more."""
+        """Defers a parked prompt as soon as no more of it is to come."""
         if entry.stage is PromptStage.STOPPING and len(entry.responses) + len(entry.begun) == entry.n:
             self._move(entry, PromptStage.DEFERRED)
 
@@ -359,8 +361,8 @@ class Ledger:
         }
 
     def load_state_dict(self, state: SavedState, prompts: Mapping[int, Prompt]) -> None:
-        """`prompts` has the prompt of each of the `entries` in the state, by draw; a missing one can't be prepared any
-        more, and is skipped."""
+        """Restores the books. `prompts` has the prompt of each of the `entries` in the state, by draw; a prompt that is
+        missing, because it can't be prepared any more, is skipped."""
         for name in _COUNTS:
             setattr(self, name, state[name])
         if "dropped" in state:  # not in checkpoints of earlier releases

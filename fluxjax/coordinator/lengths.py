@@ -320,7 +320,7 @@ class LengthPredictor:
 
     def _enter_observed(self) -> None:
         observed, self._observed = self._observed, []
-        for _, _, prompt, length, finished in sorted(observed, key=lambda one: one[:2]):
+        for _, _, prompt, length, finished in sorted(observed, key=lambda observation: observation[:2]):
             self._enter(prompt, length, finished)
 
     def _enter(self, prompt: Prompt, length: int, finished: bool) -> None:

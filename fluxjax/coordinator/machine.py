@@ -34,7 +34,8 @@ _LINES = 12  # of the log, in an error
 
 @runtime_checkable
 class SchedulingPolicy(Protocol):
-    """Decides, and never changes the books itself. It is asked after every event, until it says nothing more."""
+    """Decides what to do next, and never changes the books itself. It is asked after every event, until it says nothing
+    more."""
 
     def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Returns the next instructions, all possible in the state as it is; none: wait for events."""
@@ -92,14 +93,15 @@ class Coordinator:
 
     @property
     def ending(self) -> str:
-        """Why no further step will be begun; empty while there is one to do. Only meaningful between steps."""
+        """The reason why no further step will be begun; empty while there is a step to do. Only meaningful between
+        steps."""
         if self.step >= self.settings.steps:
             return f"all {self.settings.steps} steps are done"
         return "the data is exhausted" if self.exhausted and not self.ledger.live else ""
 
     @property
     def progress(self) -> float:
-        """Of the run, in [0, 1]: 0 at the first step and 1 at the last."""
+        """The progress of the run, in [0, 1]: 0 at the first step and 1 at the last."""
         return self.step / max(self.settings.steps - 1, 1)
 
     def scheduled(self, name: str, otherwise: T, prompt: Prompt | None = None) -> float | T:
@@ -133,8 +135,8 @@ class Coordinator:
         return None if done else messages.Evaluate(self.step, full)
 
     def checkpoint_due(self) -> messages.SaveCheckpoint | None:
-        """Returns what to save before the next step: every n steps and at the end, however it comes. A snapshot, at
-        its own steps, where there is no checkpoint."""
+        """Returns what to save before the next step: a checkpoint every n steps and at the end, whatever ends the run;
+        a snapshot, at its own steps, where there is no checkpoint."""
         every, often = self.settings.checkpoint_every, self.settings.snapshot_every
         due = self.ending or self.stop_reason or (every and self.step and self.step % every == 0)
         if due and self._saved != self.step:
@@ -294,7 +296,7 @@ class Coordinator:
 
     @_say.of(messages.DrawPrompts, messages.PublishWeights)
     def _nothing(self, order: messages.DrawPrompts | messages.PublishWeights) -> None:
-        """The books change with the answer."""
+        """Does nothing: the books change with the answer to the instruction."""
 
     @_say.of(messages.Generate)
     def _generate(self, order: messages.Generate) -> None:
@@ -319,7 +321,8 @@ class Coordinator:
 
     @_say.of(messages.Skip)
     def _skip(self, order: messages.Skip) -> None:
-        """A run that finds nothing to learn from is stopped: what was trained so far is worth a checkpoint."""
+        """Enters a skip. A run that finds nothing to learn from is stopped: what was trained so far is worth a
+        checkpoint."""
         ledger = self.ledger
         ledger.skip(order.prompt, order.reason)
         kept = ledger.count(PromptStage.SCORED, PromptStage.TRAINING)

@@ -20,18 +20,19 @@ ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
 
 
 def request_id(draw: int, attempt: int) -> str:
-    """The id of one generation of a prompt. Its length is fixed: SGLang aborts by prefix, so none may begin another."""
+    """Returns the id of one generation of a prompt. Its length is fixed: SGLang aborts by prefix, so no id may begin
+    another."""
     return f"{draw:08d}.{attempt:02d}"
 
 
 def response_id(draw: int, attempt: int, sample: int) -> str:
-    """The id of one response of a request, as `GenerateRequest` names them."""
+    """Returns the id of one response of a request, as `GenerateRequest` names them."""
     return f"{request_id(draw, attempt)}/{sample}"
 
 
 @typing.dataclass_transform(frozen_default=True)
 class Message:
-    """The base of what is heard or said. Every message is a frozen dataclass."""
+    """The base of events and instructions. Every message is a frozen dataclass."""
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True)(cls)
@@ -329,7 +330,7 @@ _SHOWN = 4  # ids of a message that concerns many prompts
 
 
 class MessageLog:
-    """`Coordinator.story` and `CoordinatorError` read it."""
+    """The last messages, kept for `Coordinator.story` and `CoordinatorError`."""
 
     def __init__(self) -> None:
         # Step under way, seconds, type of the message, what it concerns, and its %-format with the values.
@@ -337,17 +338,17 @@ class MessageLog:
         self._kept = collections.deque(maxlen=KEPT)
 
     def add(self, step: int, now: float, message: Message) -> None:
-        """Ticks are left out: every line has its time."""
+        """Adds a message. Ticks are left out: every line has its time."""
         kind = type(message)
         if kind is not Tick:
             self._kept.append((step, now, kind, *_told(message)))
 
     def last(self, count: int) -> list[str]:
-        """The lines of the last messages, oldest first."""
+        """Returns the lines of the last messages, oldest first."""
         return [_line(*kept) for kept in list(self._kept)[-count:]]
 
     def story(self, draw: int) -> list[str]:
-        """The lines that concern one prompt, oldest first."""
+        """Returns the lines that concern one prompt, oldest first."""
         prefix = request_id(draw, 0).partition(".")[0] + "."
         lines = []
         for step, now, kind, ids, form, values in list(self._kept):  # another thread may add some meanwhile

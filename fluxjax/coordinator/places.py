@@ -1,8 +1,9 @@
-"""The books of who looks at which medium, and who holds it: FlexRL's MetaStore, and its balancing of preprocessors.
+"""The books of which place looks at which medium, and which place holds it: FlexRL's MetaStore, and its balancing of
+preprocessors.
 
-A pure state machine: each method is an event, and returns instructions. A key names a medium, and a place is whoever
-preprocesses. A wanted key is looked at by the place that holds it, else by the one with the least to look at. What was
-at a place that is lost, or that did not answer in time, is looked at elsewhere; the first answer counts.
+A pure state machine: each method is an event, and returns instructions. A key names a medium, and a place is a
+preprocessor. A wanted key is looked at by the place that holds it, else by the one with the least to look at. Keys of a
+place that is lost, or that did not answer in time, are looked at elsewhere; the first answer counts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .saved import SavedState, State
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """This place is to look at the medium."""
+    """The place is to look at the medium."""
 
     key: str
     place: str
@@ -26,7 +27,7 @@ class Look:
 
 @dataclasses.dataclass(frozen=True)
 class Forget:
-    """This place need not look at the medium any more."""
+    """The place need not look at the medium any more."""
 
     key: str
     place: str
@@ -34,7 +35,7 @@ class Forget:
 
 @dataclasses.dataclass(frozen=True)
 class Accept:
-    """This answer is the one that counts."""
+    """The answer of this place is the one that counts."""
 
     key: str
     place: str
@@ -42,7 +43,7 @@ class Accept:
 
 @dataclasses.dataclass(frozen=True)
 class GiveUp:
-    """Nobody can look at the medium, and it is not wanted any more. `reason` is that of the last place."""
+    """No place can look at the medium, and it is not wanted any more. `reason` is that of the last place."""
 
     key: str
     reason: str
@@ -84,7 +85,7 @@ class _Wanted:
 
 @dataclasses.dataclass
 class _Living:
-    """A place that is there."""
+    """A place that is there, as the books know it."""
 
     heard: float  # when it last answered, or got something to do after it had nothing
     keys: dict[str, None] = dataclasses.field(default_factory=dict)  # that it looks at, in order
@@ -92,9 +93,9 @@ class _Living:
 
 
 class Places:
-    """Times are of any one clock, in seconds. A place that has something to look at and does not answer for
-    `lease_seconds` is lost. A key that fails `attempts` times is given up. Of `keep` media it is known who holds them;
-    the last `remember` transitions are kept."""
+    """The books of media and places. Times are of any one clock, in seconds. A place that has something to look at and
+    does not answer for `lease_seconds` is lost. A key that fails `attempts` times is given up. The holders of the last
+    `keep` media and the last `remember` transitions are kept."""
 
     def __init__(
         self, lease_seconds: float, *, attempts: int = 4, keep: int = 1 << 16, remember: int = 1 << 14
@@ -116,21 +117,21 @@ class Places:
         return tuple(key for key, wanted in self._wanted.items() if not wanted.place)
 
     def looks(self, place: str) -> tuple[str, ...]:
-        """The keys that this place looks at."""
+        """Returns the keys that this place looks at."""
         return tuple(self._living[place].keys) if place in self._living else ()
 
     def holder(self, key: str) -> str:
-        """The place that holds the medium; empty where none is known."""
+        """Returns the place that holds the medium; empty if none is known."""
         return self._held.get(key, "")
 
     def nearest(self, key: str, busy: Mapping[str, int] | None = None) -> str:
-        """The place to ask for the medium: its holder, else the one with the least to do, where `busy` says what each
-        has to do beyond what it looks at. Empty where there is no place."""
+        """Returns the place to ask for the medium: its holder, else the one with the least to do, where `busy` says
+        what each place has to do beyond its looks. Empty if there is no place."""
         return self._choice(key, (), busy or {})
 
     def place_joined(self, place: str, now: float) -> list[Instruction]:
-        """A place is there, and takes its share of what the others have to look at. One that was there has begun
-        anew."""
+        """Enters a place, which takes its share of what the others have to look at. A place that was there already was
+        started anew."""
         instructions = self.place_lost(place, now)
         self._living[place] = _Living(now)
         self._note("", place, MediumStage.JOINED, now)
@@ -143,7 +144,7 @@ class Places:
         return instructions
 
     def place_lost(self, place: str, now: float) -> list[Instruction]:
-        """A place is there no more. What it holds is forgotten: a new start of it holds nothing."""
+        """Removes a place. The books forget what it holds: when it starts anew, it holds nothing."""
         lost = self._living.pop(place, None)
         if lost is None:
             return []
@@ -152,14 +153,16 @@ class Places:
         return [instruction for key in lost.keys for instruction in self._dispatch(key, now)]
 
     def wanted(self, key: str, now: float) -> list[Instruction]:
-        """A medium is to be looked at. One that is wanted already will be answered once, for all who want it."""
+        """Enters that a medium is to be looked at. A medium that is wanted already is answered once, for all
+        callers."""
         if key in self._wanted:
             return []
         self._wanted[key] = _Wanted()
         return self._dispatch(key, now)
 
     def answered(self, key: str, place: str, now: float, *, usable: bool = True) -> list[Instruction]:
-        """A place has looked at a medium. It may say so late, and again; where the medium is `usable`, it holds it."""
+        """Enters that a place has looked at a medium. Such an answer may come late, and again; if the medium is
+        `usable`, the place holds it."""
         if (living := self._living.get(place)) is not None:
             living.heard = now
         wanted = self._wanted.pop(key, None)
@@ -176,7 +179,7 @@ class Places:
         return instructions
 
     def failed(self, key: str, place: str, now: float, reason: str) -> list[Instruction]:
-        """A place could not look at a medium, for a reason of its own: another one shall try."""
+        """Enters that a place could not look at a medium, for a reason of its own: another place shall try."""
         if (living := self._living.get(place)) is not None:
             living.heard = now
         wanted = self._wanted.get(key)
@@ -192,7 +195,7 @@ class Places:
         return [GiveUp(key, reason)]
 
     def released(self, key: str, now: float) -> list[Instruction]:
-        """Nobody wants a medium any more, nor asks who holds it."""
+        """Enters that nobody wants a medium any more, nor asks for its holder."""
         wanted, holder = self._wanted.pop(key, None), self._held.pop(key, "")
         place = wanted.place if wanted is not None else holder
         if wanted is not None or holder:
@@ -203,7 +206,7 @@ class Places:
         return [Forget(key, wanted.place)]
 
     def tick(self, now: float) -> list[Instruction]:
-        """Time has passed."""
+        """Enters that time has passed: places whose lease is over are lost."""
         silent = [p for p, living in self._living.items() if living.keys and now - living.heard >= self._lease]
         instructions: list[Instruction] = [Lapsed(place) for place in silent]
         for place in silent:
@@ -211,7 +214,7 @@ class Places:
         return [i for i in instructions if not isinstance(i, Look) or i.place in self._living]
 
     def hold(self, key: str, place: str) -> None:
-        """A place holds a medium, as somebody else says."""
+        """Enters that a place holds a medium, as somebody else says."""
         if place not in self._living:
             return
         self._held.pop(key, None)
@@ -220,15 +223,15 @@ class Places:
             del self._held[next(iter(self._held))]
 
     def history(self) -> list[Transition]:
-        """What happened last, oldest first."""
+        """Returns the last transitions, oldest first."""
         return list(self._history)
 
     def state_dict(self) -> State:
-        """What is wanted, and who holds what, as JSON values."""
+        """Returns the wanted keys, and the place that holds each key, as JSON values."""
         return {"wanted": list(self._wanted), "held": [[key, place] for key, place in self._held.items()]}
 
     def load_state_dict(self, state: SavedState, now: float) -> list[Instruction]:
-        """Wants again what was wanted. Places that are not there (any more) are forgotten: let them join before."""
+        """Wants the same keys again. Places that are not there (any more) are forgotten: let them join before."""
         for key, place in state["held"]:
             self.hold(key, place)
         return [instruction for key in state["wanted"] for instruction in self.wanted(key, now)]
@@ -252,7 +255,8 @@ class Places:
         return [Look(key, place)]
 
     def _relief(self, place: str) -> str | None:
-        """The key that this place can take over from the busiest one: the last one, at which it looks last."""
+        """Returns a key that this place can take over from the busiest place: the last one in its queue; None if there
+        is none."""
         busiest = max(self._living, key=lambda name: len(self._living[name].keys))
         keys = self._living[busiest].keys
         if len(keys) - len(self._living[place].keys) < 2:

@@ -25,7 +25,7 @@ class CellError(ValueError):
 
 
 class OtherVersion(CellError):
-    """The file is not the one that was asked for."""
+    """The file is now another version than the one that was asked for."""
 
 
 def open_parquet(path: str) -> pq.ParquetFile:

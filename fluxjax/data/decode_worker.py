@@ -1,6 +1,7 @@
 """`python -m fluxjax.data.decode_worker DESCRIPTOR`: a process that decodes media for the run that started it.
 
-It is told over a socket what to decode, one file at a time, and ends with the run. JAX is not imported here.
+The run tells the process over a socket what to decode, one file at a time, and the process ends with the run. JAX is
+not imported here.
 """
 
 from __future__ import annotations

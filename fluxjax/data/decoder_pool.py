@@ -30,7 +30,7 @@ class DecoderPool:
         self._pool = ProcessPool(self._start, count, CLOSED)
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
-        """See `Decoders`. Raises DataError where no process can be started."""
+        """Decodes a job in one of the processes, see `Decoders`. Raises DataError where no process can be started."""
         with self._pool.turn(urgent):
             try:
                 return self._attempt(job, keep)
@@ -45,11 +45,11 @@ class DecoderPool:
         return Load(*self._pool.load())
 
     def close(self) -> None:
-        """Ends the processes. Who waits for one gets a RuntimeError."""
+        """Ends the processes. Threads that wait for a process get a RuntimeError."""
         self._pool.close()
 
     def _attempt(self, job: DecodeJob, keep: Keep) -> Medium:
-        """Raises ProcessEnded where the process ends."""
+        """Decodes the job in a process. Raises ProcessEnded where the process ends meanwhile."""
         process, answered = self._pool.take(), False
         begin = time.monotonic()
         try:

@@ -60,7 +60,7 @@ Keep: TypeAlias = Callable[[Medium, int, np.ndarray], None]
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What decoders do now, and have done."""
+    """The jobs that decoders have at the moment, and totals of their work since they were made."""
 
     waiting: int = 0  # jobs that no decoder has begun
     busy: int = 0  # decoders
@@ -81,8 +81,8 @@ class Decoders(Protocol):
 
 
 def decoded(settings: MediaSettings, job: DecodeJob) -> tuple[Medium, np.ndarray]:
-    """The medium, and the patches `[P, 3, n]` (uint8) that the job asks for. Raises MediaError, whatever is wrong with
-    the file, and MemoryError."""
+    """Decodes a job in this thread: returns the medium, and the patches `[P, 3, n]` (uint8) that the job asks for.
+    Raises MediaError, whatever is wrong with the file, and MemoryError."""
     try:
         if job.medium is None:
             return settings.load(job.kind, job.source)

@@ -63,7 +63,7 @@ class FlightPlace:
             raise PlaceRefuses(f"{address!r} is no address of a preprocessor, HOST:PORT: {error}") from None
 
     def register(self, seconds: float) -> None:
-        """Greets it, and tells it the settings."""
+        """Greets the preprocessor, and registers the media settings with it."""
         answer = self._ask("settings", {"protocol": PROTOCOL, "settings": self._settings.to_json()}, seconds)
         said = answer.get("protocol"), answer.get("digest")
         if said != (PROTOCOL, self._settings.digest):
@@ -74,8 +74,8 @@ class FlightPlace:
         self.threads = max(1, int(answer.get("threads", 1)))
 
     def look(self, refs: Sequence[MediaRef], seconds: float) -> Iterator[tuple[int, Ticket | MediaError | DataError]]:
-        """Yields (index, what became of it) as the answers come, in any order, for as many as come; DataError where
-        the preprocessor failed, whatever the medium is."""
+        """Yields (index of a medium, its ticket or the error) as the answers come, in any order, for as many as come.
+        The error is a DataError where the preprocessor failed, whatever the medium is."""
         question = {"settings": self._settings.digest, "refs": [ref_words(ref) for ref in refs]}
         with self._translated():
             for result in self._registered("look", question, seconds):

@@ -46,7 +46,7 @@ MOST_SETTINGS = 4  # that are served at a time: each has a cache and workers of 
 
 @runtime_checkable
 class SliceStore(Protocol):
-    """What turns media into patches in this process. Its methods block, and are called from any thread."""
+    """Turns media into patches in this process. The methods block, and are called from any thread."""
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]: ...
 
@@ -55,7 +55,7 @@ class SliceStore(Protocol):
         ...
 
     def stats(self) -> Any:
-        """Counts, as a dataclass."""
+        """The store's counts, as a dataclass."""
         ...
 
     def close(self) -> None: ...
@@ -136,8 +136,8 @@ class FlightServer(flight.FlightServerBase):
         with self._lock:
             served = list(self._served.values())
             self._served.clear()
-        for one in served:
-            one.store.close()
+        for registered in served:
+            registered.store.close()
 
     def _register(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
         if question.get("protocol") != PROTOCOL:
@@ -213,7 +213,7 @@ class FlightServer(flight.FlightServerBase):
     def _stats(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
         with self._lock:
             served = dict(self._served)
-        yield _result({digest: dataclasses.asdict(one.store.stats()) for digest, one in served.items()})
+        yield _result({digest: dataclasses.asdict(entry.store.stats()) for digest, entry in served.items()})
 
     def _health(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
         with self._lock:
@@ -226,7 +226,7 @@ def _result(answer: Mapping[str, Any]) -> flight.Result:
 
 
 def _read_ticket(word: str) -> Ticket:
-    """Raises BadQuestion."""
+    """Reads a ticket that a client sent. Raises BadQuestion for anything else."""
     try:
         ticket = Ticket.parse(word)
     except (ValueError, TypeError) as error:

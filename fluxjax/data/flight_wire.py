@@ -1,8 +1,8 @@
-"""What preprocessors and their clients say to each other over Arrow Flight: bounds, questions, answers, errors.
+"""The protocol of preprocessors and their clients over Arrow Flight: bounds, questions, answers, errors.
 
 Actions have JSON bodies; DoGet has a ticket, the JSON list of ranges `[ticket word, start, stop]`, and answers with a
-record batch for each range, in order, whose rows are patches. An error says of which kind it is, so that the client
-raises the same.
+record batch for each range, in order, whose rows are patches. An error travels with the name of its kind, so that the
+client raises an error of the same kind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_WORDS = 1024  # bytes of a path or a reason in an error, which travels in 
 
 
 class BadQuestion(ValueError):
-    """Something else than a question of this protocol. The message says what."""
+    """A client sent something else than a question of this protocol. The message says what."""
 
 
 class UnknownSettings(LookupError):
@@ -49,7 +49,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 def refusal(error: Exception) -> flight.FlightServerError:
-    """An error as it travels."""
+    """Returns an error as a Flight error, which carries its kind, path and reason to the client."""
     kind = _kind(error)
     path, reason = (error.path, error.reason) if isinstance(error, MediaError) else ("", str(error))
     if kind == "failed":
@@ -67,7 +67,7 @@ def _short(text: str) -> str:
 
 
 def told_error(info: bytes) -> Exception | None:
-    """The error that `refusal` wrote, None for what it did not write."""
+    """Returns the error that `refusal` wrote into a Flight error's `info`; None where `refusal` did not write it."""
     try:
         words = json.loads(info)
         return error_of(words["kind"], words["path"], words["reason"])
@@ -76,13 +76,13 @@ def told_error(info: bytes) -> Exception | None:
 
 
 def error_of(kind: str, path: str, reason: str) -> Exception:
-    """DataError where the preprocessor itself is to blame."""
+    """Returns the error of a kind; a DataError where the preprocessor itself is to blame."""
     known = _KINDS.get(kind, DataError)
     return known(path, reason) if issubclass(known, MediaError) else known(reason)
 
 
 def outcome_words(index: int, outcome: object) -> bytes:
-    """What became of the look at medium `index`: a ticket, or an error."""
+    """Returns, as JSON, the outcome of the look at medium `index`: a ticket, or an error."""
     if not isinstance(outcome, Exception):
         words = [index, "ticket", str(outcome), ""]
     elif isinstance(outcome, MediaError):
@@ -97,7 +97,7 @@ def ref_words(ref: MediaRef) -> list[str]:
 
 
 def read_refs(words: object) -> list[MediaRef]:
-    """Raises BadQuestion."""
+    """Reads the references of the media that a question asks about. Raises BadQuestion for anything else."""
     if not isinstance(words, list) or len(words) > MOST_REFS:
         raise BadQuestion(f"at most {MOST_REFS} media are looked at in one question")
     for ref in words:
@@ -125,7 +125,8 @@ def range_words(rows: Sequence[Rows]) -> bytes:
 
 
 def read_ranges(body: bytes) -> list[Rows]:
-    """Raises BadQuestion. That a range lies in its ticket is checked with its settings."""
+    """Reads the ranges of rows that a DoGet ticket asks for. Raises BadQuestion for anything else. That a range lies
+    in its ticket is checked later, with the ticket's settings."""
     if len(body) > MOST_REQUEST:
         raise BadQuestion(f"a question has at most {MOST_REQUEST} bytes, not {len(body)}")
     try:

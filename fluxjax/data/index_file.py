@@ -177,7 +177,7 @@ class IndexFile:
 
 
 def _primary(error: Exception) -> int:
-    """What kind of error of SQLite it is; one that does not say is of a damaged file."""
+    """Returns SQLite's primary error code; an error without a code counts as that of a damaged file."""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
 
 
@@ -186,7 +186,7 @@ def _connected(name: str) -> sqlite3.Connection:
 
 
 def _get(connection: sqlite3.Connection, key: bytes) -> bytes | None:
-    """Raises sqlite3.DatabaseError for a value that is not what was written."""
+    """Returns the value of a key, or None. Raises sqlite3.DatabaseError for a value that is not what was written."""
     row = connection.execute("SELECT value FROM entries WHERE key = ?", (key,)).fetchone()
     if row is None:
         return None

@@ -39,7 +39,7 @@ _parse = functools.lru_cache(maxsize=4096)(Ticket.parse)
 
 @dataclasses.dataclass
 class StoreStats:
-    """What a store has done since it began, and where it stands."""
+    """Counts of a store since it began, and what it holds and does at the moment."""
 
     hits: int = 0  # slices that were asked for and there, in memory or on disk
     misses: int = 0  # slices that were asked for and had to be decoded again
@@ -57,7 +57,7 @@ class StoreStats:
 
 
 class LocalStore:
-    """A `MediaStore` of this process; see there. Each medium is decoded once, however many ask for it."""
+    """A `MediaStore` that decodes in this process. Each medium is decoded once, however many threads ask for it."""
 
     def __init__(
         self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES
@@ -89,7 +89,8 @@ class LocalStore:
         return 2 * self._workers if self._workers else min(8, max(2, os.cpu_count() or 1))
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """See `MediaStore`. Raises DataError for a URL where fsspec or its driver is not installed."""
+        """Decodes media, as `MediaStore.look` says. Raises DataError for a URL where fsspec or its driver is not
+        installed."""
         if self._looking is None:
             return [self._judged(ref) for ref in refs]
         with self._lock:
@@ -97,7 +98,7 @@ class LocalStore:
         return list(self._looking.map(self._next, refs))
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """See `MediaStore`."""
+        """Fetches normalised patches, as `MediaStore.fetch` says."""
         result = []
         for wanted, pieces in zip(rows, self.fetch_pieces(rows), strict=True):
             kind = self._ticket(wanted).medium.kind
@@ -111,7 +112,8 @@ class LocalStore:
         return [pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in self.fetch_pieces(rows)]
 
     def fetch_pieces(self, rows: Sequence[Rows]) -> list[list[np.ndarray]]:
-        """As `fetch_bytes`, but never copied: at least one array for each of the rows."""
+        """The patches of these rows as `fetch_bytes` has them, but never copied: at least one array for each of the
+        rows."""
         tickets = {wanted.ticket: self._ticket(wanted) for wanted in rows}
         for ticket in tickets.values():
             if not is_url(ticket.ref.path):  # of these it is checked when they are read: their server is far
@@ -191,7 +193,7 @@ class LocalStore:
         return medium
 
     def _ticket(self, rows: Rows) -> Ticket:
-        """Raises MediaError where this store can't answer."""
+        """Reads the ticket of these rows. Raises MediaError where this store can't answer it."""
         try:
             ticket = _parse(rows.ticket)
         except ValueError as error:
@@ -278,7 +280,7 @@ def _version(ref: MediaRef) -> tuple[str, str, str]:
 
 
 def _still(ref: MediaRef, source: Source) -> None:
-    """Raises StaleTicket where the file that was read has changed meanwhile; bytes are what they were."""
+    """Raises StaleTicket where the file that was decoded has changed meanwhile; bytes in memory can't change."""
     if isinstance(source, str):
         check_ref(ref)
 
@@ -298,7 +300,7 @@ def _hashed(ref: MediaRef, source: Source) -> bytes:
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[range]:
-    """Neighbouring ones of rising numbers together."""
+    """Groups neighbouring numbers that rise by one."""
     for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         yield range(run[0], run[-1] + 1)
@@ -307,7 +309,7 @@ def _runs(numbers: Iterable[int]) -> Iterator[range]:
 def _map(
     threads: concurrent.futures.Executor | None, function: Callable[[Given], Found], items: Sequence[Given]
 ) -> list[Found]:
-    """Results in order, computed in threads if there are any."""
+    """Returns the function's results in the order of the items, computed in threads if there are any."""
     if threads is None or len(items) < 2:
         return [function(item) for item in items]
     return list(threads.map(function, items))

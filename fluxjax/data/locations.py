@@ -134,12 +134,12 @@ def version_of(path: str) -> str:
 
 
 def why(error: OSError) -> str:
-    """What an OSError says, in one line, without the name of the file."""
+    """Returns the text of an OSError, in one line, without the name of the file."""
     return error.strerror or str(error)
 
 
 def exists(path: str) -> bool:
-    """Raises OSError where a URL can't be reached."""
+    """Says whether there is a file or folder at a path. Raises OSError where a URL can't be reached."""
     if not is_url(path):
         return os.path.exists(path)
     system, place = filesystem(path)
@@ -148,7 +148,7 @@ def exists(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Raises OSError where a URL can't be reached."""
+    """Says whether a path is a folder. Raises OSError where a URL can't be reached."""
     if not is_url(path):
         return os.path.isdir(path)
     system, place = filesystem(path)
@@ -157,7 +157,7 @@ def is_folder(path: str) -> bool:
 
 
 def listed(folder: str, ending: str) -> list[str]:
-    """The files of a folder whose names end so, sorted. Raises OSError."""
+    """The files of a folder whose names end with `ending`, sorted. Raises OSError."""
     if not is_url(folder):
         return sorted(str(path) for path in pathlib.Path(folder).glob(f"*{ending}"))
     system, place = filesystem(folder)

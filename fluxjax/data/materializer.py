@@ -35,12 +35,12 @@ class Materialized:
 
 
 class Materializer:
-    """Fetches what is expected in the order of its use, `ahead` batches before their turn at most: who computes slowly
-    is not buried in pixels.
+    """Fetches the pixels of expected batches in the order of their use, `ahead` batches before their turn at most: a
+    slow trainer is not buried in pixels.
 
-    `fetch` is called from one thread of the materializer's own, but for what nobody expected; `note` hears of each
-    fetch: its start and end on `time.perf_counter`, and its bytes. Errors of `fetch` are raised by `read`; a MediaError
-    becomes a DataError, which names the file.
+    `fetch` is called from the materializer's thread; for a shadow that nobody expected, from the thread that reads it.
+    `note` hears of each fetch: its start and end on `time.perf_counter`, and its bytes. Errors of `fetch` are raised by
+    `read`; a MediaError becomes a DataError, which names the file.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Materializer:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="materialize")
 
     def expect(self, batches: Iterable[object]) -> None:
-        """These batches will be read, in this order. Those that are expected already stay where they are."""
+        """Says that these batches will be read, in this order. A batch that is expected already keeps its place."""
         with self._lock:
             for batch in batches:
                 fresh = [_Task(shadow) for shadow in shadows_of(batch) if id(shadow) not in self._tasks]
@@ -65,11 +65,11 @@ class Materializer:
             self._begin()
 
     def read(self, tree: Tree) -> Tree:
-        """The tree with arrays in the place of its shadows; waits for those that are on their way."""
+        """Returns the tree with arrays in the place of its shadows; waits for pixels that are on their way."""
         return jax.tree.map(lambda leaf: self._data(leaf) if isinstance(leaf, ShadowTensor) else leaf, tree)
 
     def forget(self, batches: Iterable[object]) -> None:
-        """Nobody will read these batches again: their pixels are let go, or not fetched."""
+        """Says that nobody will read these batches again: their pixels are let go, or not fetched."""
         with self._lock:
             for batch in batches:
                 for shadow in shadows_of(batch):
@@ -107,7 +107,7 @@ class Materializer:
         return data
 
     def _begin(self) -> None:
-        """Begins as many batches as may be ahead. The lock is held."""
+        """Begins to fetch as many batches as may be ahead. The caller holds the lock."""
         while self._coming and self._unread < self._ahead:
             tasks = self._coming.popleft()
             for task in tasks:
@@ -116,11 +116,11 @@ class Materializer:
             self._unread += 1
 
     def _seen(self, task: _Task) -> None:
-        """The first read of a batch makes room for another. The lock is held."""
+        """Notes the first read of a batch, which makes room for another. The caller holds the lock."""
         if task.batch is not None:
             self._unread = max(self._unread - 1, 0)
-            for other in task.batch:
-                other.batch = None
+            for sibling in task.batch:
+                sibling.batch = None
 
     def _materialized(self, shadow: ShadowTensor) -> np.ndarray:
         began = time.perf_counter()
@@ -139,7 +139,7 @@ class Materializer:
 
 
 class _Task:
-    """The way of one shadow's pixels. `batch` are those of its batch as long as none of it was read."""
+    """The fetch of one shadow's pixels. `batch` are all tasks of its batch, as long as none of the batch was read."""
 
     def __init__(self, shadow: ShadowTensor) -> None:
         self.shadow = shadow

@@ -32,7 +32,7 @@ class Slices:
 
     @classmethod
     def of(cls, medium: Medium, patch_bytes: int, slice_bytes: int) -> Slices:
-        """Slices of at most so many bytes, but for a single frame pair that has more."""
+        """Cuts a medium into slices of at most so many bytes, but for a single frame pair that has more."""
         _, rows, columns = medium.grid
         return cls(medium, max(1, slice_bytes // (rows * columns * patch_bytes)))
 
@@ -59,7 +59,7 @@ Key: TypeAlias = tuple[bytes, str, Medium, int]  # content, digest of the settin
 
 
 class MediaCache:
-    """Arrays (uint8) by key: the ones that were used least recently go to disk, or are forgotten. Thread-safe.
+    """Arrays (uint8) by key: the arrays that were used least recently go to disk, or are forgotten. Thread-safe.
 
     An array that was handed out stays what it is for whoever holds it.
     """
@@ -156,7 +156,7 @@ class KeyedLocks:
 
 
 class Recent(Generic[Value]):
-    """Values by key, of which the ones that were used least recently are forgotten. Thread-safe."""
+    """Values by key, of which those that were used least recently are forgotten. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -1,10 +1,10 @@
-"""What is known of media, kept between runs: their sizes, and what decoding them has shown.
+"""The index of known media, kept between runs: their sizes, and what decoding them has shown.
 
-A run that finds its media here touches none of their files. Whether a file is still the one that is known is told by
-its folder, of which the time of the last change (ctime) is read once: it changes with each file that is added, renamed
-or replaced. What it does not tell, a file that was written over in its place, is found out by whoever decodes the file
-(`StaleTicket`), as with URLs, which have no folders to ask. So old sizes may be believed, and cost an error that names
-the file; `forget` makes the next run look again. Never does a newer file give its pixels to an older ticket.
+A run that finds its media here touches none of their files. The folder tells whether a file is still the known one: its
+time of last change (ctime), which is read once, changes with each file that is added, renamed or replaced. It does not
+change where a file was written over in its place: whoever decodes that file finds out (`StaleTicket`), as with URLs,
+which have no folders to ask. So old sizes may be believed, and cost an error that names the file; `forget` makes the
+next run look again. A newer file never gives its pixels to an older ticket.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class MediaIndex:
         self._folders: dict[str, int] = {}  # times of their last change, from before any of their files was looked at
 
     def ref(self, media: Media) -> MediaRef:
-        """The reference of a medium: as it is known, without a look at its file, or else as `ref_of` makes it. Raises
-        MediaError as that does."""
+        """The reference of a medium: the known one, without a look at the medium's file, or else as `ref_of` makes it.
+        Raises MediaError as `ref_of` does."""
         if media.stamp or media.data is not None:
             return ref_of(media)
         path = local(media.path)
@@ -97,7 +97,8 @@ class MediaIndex:
         return known and known.facts
 
     def verdict(self, ref: MediaRef, settings: str) -> Verdict | None:
-        """What decoding showed by the settings of this digest: the medium, or why it can't be used. None: not known."""
+        """The result of decoding by the settings of this digest: the medium, or why it can't be used. None: not
+        known."""
         known = self._known(ref)
         for digest, said in known.verdicts if known else ():
             if digest == settings:
@@ -105,8 +106,8 @@ class MediaIndex:
         return None
 
     def medium(self, ref: MediaRef, settings: MediaSettings) -> tuple[Medium, bool] | None:
-        """The medium, and whether that is more than the word of a header; None where it is not known. Raises MediaError
-        for one that can't be used."""
+        """The medium, and whether decoding or counting its frames has confirmed it (else only its header says so); None
+        where it is not known. Raises MediaError for a medium that can't be used."""
         said = self.verdict(ref, settings.digest)
         if isinstance(said, MediaError):
             raise said
@@ -130,14 +131,14 @@ class MediaIndex:
         settings: str = "",
         verdict: Medium | MediaError | None = None,
     ) -> None:
-        """Adds what has been found out: facts, or a verdict by the settings of this digest."""
+        """Adds facts about a medium, or a verdict by the settings of this digest."""
         if isinstance(verdict, StaleTicket):
             self.forget(ref)
         else:
             self._file.update({_key_of(ref): self._change(ref, facts, settings, verdict)})
 
     def note_all(self, refs: Sequence[MediaRef], settings: str, found: Sequence[Ticket | MediaError]) -> None:
-        """Adds what a store has answered when it was asked to look at media."""
+        """Adds the answers of a store that was asked to look at media."""
         changes: dict[bytes, Change] = {}
         for ref, said in zip(refs, found, strict=True):
             verdict = said.medium if isinstance(said, Ticket) else said
@@ -153,7 +154,8 @@ class MediaIndex:
         self._file.close()
 
     def _change(self, ref: MediaRef, facts: Facts | None, settings: str, verdict: Verdict | None) -> Change:
-        """A change of the entry. Errors that another time may not have are not kept."""
+        """Returns the function that changes a medium's entry. Errors that may pass (`MediaUnavailable`) are not
+        kept."""
         folder = self._folders.get(parent(ref.path), _NEVER) if not is_url(ref.path) else _ALWAYS
         said = verdict.reason[:REASON] if isinstance(verdict, MediaError) else verdict
 
@@ -165,8 +167,8 @@ class MediaIndex:
             if facts is not None and (known is None or facts.counted or not known.counted):
                 known = facts
             if said is not None and not isinstance(verdict, MediaUnavailable):
-                others = tuple(item for item in verdicts if item[0] != settings)
-                verdicts = ((settings, said), *others)[:VERDICTS]
+                of_other_settings = tuple(item for item in verdicts if item[0] != settings)
+                verdicts = ((settings, said), *of_other_settings)[:VERDICTS]
             return _Entry(ref.stamp, folder or entry.folder, known, verdicts).pack()
 
         return change

@@ -39,7 +39,7 @@ def check_ref(ref: MediaRef) -> None:
 
 
 def read_ref(ref: MediaRef) -> Source:
-    """What decoders read: the path of a local file, or the bytes of a parquet cell or of a URL. Blocks.
+    """Returns the input of decoders: the path of a local file, or the bytes of a parquet cell or of a URL. Blocks.
 
     Raises StaleTicket where the file is not the one that was referred to, MediaError where it can't be read.
     """
@@ -57,7 +57,8 @@ def read_ref(ref: MediaRef) -> Source:
 
 
 def source_of(media: Media) -> Source:
-    """What decoders read of a medium that has no reference yet. Blocks. Raises MediaError."""
+    """Returns the input of decoders, as `read_ref` does, for a medium that has no reference yet. Blocks. Raises
+    MediaError."""
     if media.data is not None:
         return media.data
     if media.cell or is_url(media.path):

@@ -1,4 +1,4 @@
-"""Pixels that preprocessors handed out, kept near the devices: those of prompts that come, and those that were used.
+"""Pixels that preprocessors handed out, kept near the devices: those of coming prompts, and those of used prompts.
 
 FlexRL (section 4, "Prefetching and Asynchronous Materialization"). Without it, a prompt's pixels are asked for only
 when an engine wants them, and once more when it is trained on. Bytes are kept, a quarter of the floats they become.
@@ -28,7 +28,7 @@ _parse = functools.lru_cache(maxsize=4096)(Ticket.parse)
 
 @runtime_checkable
 class ByteStore(Protocol):
-    """Where pixels come from."""
+    """A source of pixels as bytes: preprocessors, or a store of this process."""
 
     @property
     def settings(self) -> MediaSettings: ...
@@ -40,7 +40,7 @@ class ByteStore(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class _KeptPatches:
-    """Patches of a ticket."""
+    """Patches of one ticket that are kept here, or on their way here."""
 
     rows: Rows
     size: int  # bytes
@@ -49,10 +49,10 @@ class _KeptPatches:
 
 
 class NearPixels:
-    """Has `limit` bytes of patches of the `store`, and fetches what it has not.
+    """Keeps up to `limit` bytes of patches, and fetches from the `store` what it does not have.
 
-    What is expected is fetched ahead, in order, as long as no more than half of the limit has been fetched so and not
-    asked for. Everything else makes room, what was used least recently first. Its methods are called from any thread.
+    Expected patches are fetched ahead, in order, as long as no more than half of the limit has been fetched so and not
+    asked for. All other patches make room, the least recently used first. The methods are called from any thread.
     """
 
     def __init__(self, store: ByteStore, limit: int) -> None:
@@ -71,24 +71,24 @@ class NearPixels:
         return self._used
 
     def expect(self, rows: Sequence[Rows]) -> None:
-        """These will be asked for next, behind what was expected before. Does not block."""
+        """Says that these rows will be asked for next, behind those that were expected before. Does not block."""
         with self._changed:
-            self._expected.update((each.ticket, each) for each in rows)
+            self._expected.update((ticket_rows.ticket, ticket_rows) for ticket_rows in rows)
             self._changed.notify_all()
 
     def pass_by(self, rows: Sequence[Rows]) -> None:
-        """These are expected no longer, whether anybody has asked for them or not. Does not block."""
+        """Says that these rows are no longer expected, whether anybody has asked for them or not. Does not block."""
         with self._changed:
-            for each in rows:
-                self._expected.pop(each.ticket, None)
-                if (kept := self._kept.get(each)) is not None:
+            for ticket_rows in rows:
+                self._expected.pop(ticket_rows.ticket, None)
+                if (kept := self._kept.get(ticket_rows)) is not None:
                     self._promise(kept, False)
             self._changed.notify_all()
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """The patches `[P, X]` (float32) of these rows. Raises what the store raises."""
         with self._changed:
-            covers = [self._cover(each) for each in rows]
+            covers = [self._cover(ticket_rows) for ticket_rows in rows]
             gaps = [piece for cover in covers for piece in cover if isinstance(piece, Rows)]
         fetched = self._store.fetch_bytes(gaps) if gaps else []
         with self._changed:
@@ -99,8 +99,8 @@ class NearPixels:
         pieces = [[next(came) if isinstance(piece, Rows) else piece for piece in cover] for cover in covers]
         settings = self._store.settings
         return [
-            settings.normalised(_parse(each.ticket).ref.kind, own[0] if len(own) == 1 else np.concatenate(own))
-            for each, own in zip(rows, pieces, strict=True)
+            settings.normalised(_parse(asked.ticket).ref.kind, parts[0] if len(parts) == 1 else np.concatenate(parts))
+            for asked, parts in zip(rows, pieces, strict=True)
         ]
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class NearPixels:
     # With the lock:
 
     def _cover(self, rows: Rows) -> list[np.ndarray | Rows]:
-        """These rows in pieces: patches where they are here, or will be at once; else rows, which are to be fetched."""
+        """Splits rows into pieces: patches where they are here, waiting for those on their way; else rows to fetch."""
         self._expected.pop(rows.ticket, None)
         self._changed.wait_for(lambda: all(kept.patches is not None for kept in self._near(rows)))
         cover: list[np.ndarray | Rows] = []
@@ -136,7 +136,7 @@ class NearPixels:
         return cover
 
     def _near(self, rows: Rows) -> list[_KeptPatches]:
-        """What is kept of these rows, in order."""
+        """The kept patches that overlap these rows, in order."""
         parts = self._parts.get(rows.ticket, ())
         return [kept for kept in parts if kept.rows.start < rows.stop and rows.start < kept.rows.stop]
 
@@ -163,7 +163,7 @@ class NearPixels:
             self._promised += kept.size if promised else -kept.size
 
     def _make_room(self, size: int) -> bool:
-        """Whether there is room for so many bytes, once others have left."""
+        """Forgets the least recently used patches until `size` bytes fit; returns False where they can't fit."""
         if self._closed or self._promised + size > self._limit:
             return False
         for kept in [kept for kept in self._kept.values() if not kept.promised]:
@@ -173,7 +173,8 @@ class NearPixels:
         return True
 
     def _fits(self) -> bool:
-        """Whether the next one that is expected may be fetched, or never will be."""
+        """Says whether the next expected patches may be taken from the queue: they fit, or are too large to ever be
+        fetched ahead."""
         size = self._size(next(iter(self._expected.values())))
         return self._promised + size <= self._limit // 2 or size > self._limit // 2
 
@@ -181,7 +182,7 @@ class NearPixels:
         return len(rows) * self._store.settings.patch_bytes
 
     def _begun(self) -> list[_KeptPatches]:
-        """What is fetched next: what is expected, as far as there is room."""
+        """Takes expected rows from the queue as far as there is room; returns the patches that are to be fetched."""
         begun: list[_KeptPatches] = []
         while self._expected and self._fits() and sum(kept.size for kept in begun) < QUESTION_BYTES:
             _, rows = self._expected.popitem(last=False)

@@ -75,7 +75,7 @@ class ParquetSource:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, object]:
-        """Leaves out what each process opens for itself."""
+        """The state to pickle, without what each process opens for itself."""
         return {name: value for name, value in vars(self).items() if name not in ("_files", "_cache", "_lock")}
 
     def __setstate__(self, state: dict[str, object]) -> None:

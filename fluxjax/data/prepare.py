@@ -75,8 +75,8 @@ class PromptLimits:
         )
 
     def refuse(self, prompt: Prompt, tokens: int, patches: int, largest_frame: int) -> SkippedPrompt | None:
-        """Why the prompt is skipped, if it needs too much: of `patches` that are dealt out in frame pairs of at most
-        `largest_frame`, each device must surely hold its own."""
+        """Returns why the prompt is skipped, if it needs too much: of `patches` that are dealt out in frame pairs of at
+        most `largest_frame`, each device must surely hold its share."""
         if tokens > self.tokens:
             detail = f"{tokens} tokens, at most {self.tokens} leave room to answer"
             return SkippedPrompt(prompt, "prompt too long", detail)
@@ -133,8 +133,8 @@ def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> S
 def _refused_undecoded(
     outline: Callable[..., PromptOutline], prompt: Prompt, limits: PromptLimits
 ) -> SkippedPrompt | None:
-    """Why a prompt is skipped that, by what its files say of themselves, needs too much. A header's word is checked:
-    `outline(count=True)` counts."""
+    """Returns why a prompt is skipped, where the headers of its media show that it needs too much. Such headers are
+    checked: `outline(count=True)` counts frames."""
     with contextlib.suppress(MediaError):  # decoding says better what is wrong
         for count in (False, True):
             sizes = outline(count=count)
@@ -285,7 +285,7 @@ class Preparer:
                 self._reading = None
 
     def _taken_at_once(self, count: int) -> list[Result] | None:
-        """The next items where they are there; a thread that brings them would wait for its turn to run."""
+        """Returns the next items where they are ready, without a thread, which would wait for its turn to run."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -325,7 +325,8 @@ class Preparer:
             self._proxy.expect(item.prompt.draw, item.inputs)
 
     def _pass_by(self, items: Iterable[Result], keep: int) -> None:
-        """These are handed out, or never will be. Those before the last `keep` were used by now, or never will be."""
+        """Notes that these prompts are handed out, or never will be. Prompts before the last `keep` of them were used
+        by now, or never will be."""
         if self._proxy is None:
             return
         self._handed.extend(item for item in items if isinstance(item, PreparedPrompt))

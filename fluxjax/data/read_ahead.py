@@ -1,7 +1,7 @@
-"""Items of an endless sequence, made in threads ahead of their use, and there when they are taken.
+"""Items of an endless sequence, made in threads ahead of their use, and ready when they are taken.
 
-Who takes finds them in a queue, and no next one is begun until all were handed over: threads that were woken would
-compete for the interpreter's lock with who takes. Grain's own iterator begins another with each that is taken.
+The taker finds them in a queue, and no further item is begun until all of a `take` were handed over: woken threads
+would compete with the taker for the interpreter's lock. Grain's own iterator begins another item with each one taken.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ReadAhead(Generic[Item]):
             threading.Thread(target=self._work, name="prepare", daemon=True).start()
 
     def there(self, count: int) -> bool:
-        """Whether `take(count)` returns at once."""
+        """Says whether `take(count)` returns at once."""
         return len(self._queue) >= count
 
     def take(self, count: int) -> list[Item]:
-        """The next items; waits for them."""
+        """Returns the next items, and waits for them."""
         with self._changed:
             self._make_to(self._taken + count)
             while len(self._queue) < count:
@@ -62,7 +62,7 @@ class ReadAhead(Generic[Item]):
         return items
 
     def close(self) -> list[Item]:
-        """Threads end once they come back from what they make, which is not waited for. Returns the items of which
+        """Ends the threads, each after the item that it is making, without waiting for that. Returns the items of which
         `ready` has heard and that nobody took."""
         with self._changed:
             self._closed = True
@@ -70,7 +70,7 @@ class ReadAhead(Generic[Item]):
             return list(self._queue)
 
     def _make_to(self, number: int) -> None:
-        """The lock is held."""
+        """Lets the threads make all items before `number`. The caller holds the lock."""
         if number > self._most:
             self._most = number
             self._changed.notify_all()
@@ -78,11 +78,11 @@ class ReadAhead(Generic[Item]):
     def _work(self) -> None:
         while (number := self._another()) is not None:
             try:
-                made = self._make(number)
+                item = self._make(number)
             except Exception as error:
-                made = error
+                item = error
             with self._changed:
-                self._made[number] = made
+                self._made[number] = item
                 self._line_up()
 
     def _another(self) -> int | None:
@@ -94,7 +94,7 @@ class ReadAhead(Generic[Item]):
             return self._begun - 1
 
     def _line_up(self) -> None:
-        """Puts into the queue what is next. The lock is held."""
+        """Puts the next items that are made into the queue. The caller holds the lock."""
         while not (self._closed or self._failed) and (number := self._taken + len(self._queue)) in self._made:
             item = self._made.pop(number)
             if isinstance(item, Exception):

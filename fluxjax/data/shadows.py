@@ -1,4 +1,4 @@
-"""Prompts with shadows in the place of pixels: a store looks at their media, and who computes fetches what it needs."""
+"""Prompts with shadows in the place of pixels: a store looks at their media, engines and trainer fetch the pixels."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .tickets import MediaRef, MediaStore, StaleTicket, Ticket
 
 @dataclasses.dataclass(frozen=True)
 class ProxyMedia:
-    """The media of prompts, as a process knows them that never has their pixels: the `index` says what is known of
-    them, the `store` decodes them, elsewhere perhaps. `near` fetches the pixels of prompts that come: of every
-    `among`-th, where as many processes generate."""
+    """The media of prompts in a process that prepares prompts without their pixels: the `index` says what is known of
+    media, the `store` decodes them, perhaps elsewhere. `near` fetches the pixels of coming prompts: of every
+    `among`-th, where `among` processes generate."""
 
     store: MediaStore
     index: MediaIndex
@@ -32,12 +32,13 @@ class ProxyMedia:
     among: int = 1
 
     def expect(self, draw: int, inputs: PromptInput) -> None:
-        """This prompt will be drawn next, behind those that were expected before. Does not block."""
+        """Says that this prompt will be drawn next, behind those that were expected before. Does not block."""
         if self.near is not None and draw % self.among == 0:
             self.near.expect(rows_of(inputs))
 
     def pass_by(self, inputs: PromptInput) -> None:
-        """Nobody will ask for this prompt's pixels first; they may be kept for who asks again."""
+        """Says that this prompt's pixels need not be fetched ahead any more; those that are here may be kept for a
+        later use."""
         if self.near is not None:
             self.near.pass_by(rows_of(inputs))
 
@@ -85,7 +86,7 @@ class ProxyMedia:
 
 
 def in_files(media: Sequence[Media]) -> bool:
-    """Whether all of these media are in files, so that tickets can name them."""
+    """Says whether all of these media are in files, so that tickets can name them."""
     return all(medium.data is None for medium in media)
 
 
@@ -96,8 +97,9 @@ def rows_of(inputs: PromptInput) -> tuple[Rows, ...]:
 
 
 def layout(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Ticket]) -> Callable[[], ModelInput]:
-    """Makes the model input of a tokenised prompt with these media, which are touched by nobody. This call and that
-    raise PromptError and ValueError where they do not fit together."""
+    """Returns a function that makes the model input of a tokenised prompt with these media, without touching their
+    files. This function and the returned one raise PromptError and ValueError where prompt and media do not fit
+    together."""
     if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
         raise ValueError(f"{wrong.ref.name} was preprocessed by other settings than those of this process")
     outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])

@@ -27,7 +27,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Prompt:
-        """Raises `RecordError` when this one record cannot be used."""
+        """Reads the prompt of a row. Raises `RecordError` when this one record cannot be used."""
         ...
 
     def texts(self) -> Iterator[str]:

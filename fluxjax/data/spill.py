@@ -37,7 +37,7 @@ class _SpilledFile:
 
 
 class SpillFolder:
-    """Arrays (uint8) by key, of `limit` bytes at most: the ones that were used least recently make room."""
+    """Arrays (uint8) by key, of `limit` bytes at most: the least recently used arrays make room."""
 
     def __init__(self, parent: str, limit: int) -> None:
         """Makes the folder in `parent`, or in the system's temporary one. Raises DataError where that can't be."""

@@ -51,7 +51,8 @@ def stamp_of(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """The patches of a medium, `[P, X]` in window order: by the settings of this digest it became `medium`."""
+    """The name of a medium's patches, `[P, X]` in window order. `settings` is the digest of the settings by which the
+    medium was decoded, `medium` what it became."""
 
     ref: MediaRef
     settings: str
@@ -76,7 +77,7 @@ class Ticket:
 
     @classmethod
     def parse(cls, word: str) -> Ticket:
-        """Raises ValueError for what is no ticket."""
+        """Reads a ticket from its word. Raises ValueError for what is no ticket."""
         try:
             kind, path, stamp, cell, settings, pairs, rows, columns, seconds, seekable = json.loads(word)
         except (ValueError, TypeError) as error:
@@ -88,7 +89,7 @@ class Ticket:
         return cls(MediaRef(kind, path, stamp, cell), settings, medium)
 
     def shadow(self, patch_values: int) -> ShadowTensor:
-        """What stands for the patches, of so many values each."""
+        """A shadow tensor in the place of the patches, which have `patch_values` values each."""
         return ShadowTensor.of(str(self), (self.num_patches, patch_values), np.float32)
 
 
@@ -99,7 +100,7 @@ class MediaStore(Protocol):
 
     @property
     def concurrency(self) -> int:
-        """How many threads that look at media keep all who decode busy."""
+        """The number of threads that must look at media at a time to keep all decoders busy."""
         ...
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:

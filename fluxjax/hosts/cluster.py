@@ -1,4 +1,5 @@
-"""What a cluster tells its processes about each other, in their environment."""
+"""The environment variables by which Open MPI and Slurm tell a process which processes there are, and which of them it
+is."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ FIRST_PORT, PORTS = 61440, 4096  # where JAX's own coordinator would be: above t
 
 
 def found(settings: DistributedConfig, environment: Mapping[str, str]) -> DistributedConfig:
-    """The settings, with what they leave open as Open MPI or Slurm says it: a rank of `mpirun`, a task of `srun` is a
-    process. Of one process where nobody says anything.
+    """Returns the settings, completed from the environment of Open MPI or Slurm: a rank of `mpirun` or a task of `srun`
+    is a process of the run. Without either, the run has one process.
 
-    Kubernetes and SkyPilot substitute what they know in a command line (deploy/): nothing has to be found there.
-    Raises ConfigError for an Open MPI that does not say where it was started."""
+    Kubernetes and SkyPilot substitute their values in the command line (deploy/): for them nothing is read here. Raises
+    ConfigError for an Open MPI that does not say where it was started.
+    """
     if settings.processes:
         return settings
     for look in (_open_mpi, _slurm):  # `mpirun` in an allocation of Slurm starts its daemons as tasks
@@ -40,7 +42,8 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Place | None:
-    """The coordinator is on the host where `mpirun` was started: rank 0 must run there, as it does by default."""
+    """Returns the place of this process under Open MPI. The coordinator is on the host where `mpirun` was started: rank
+    0 must run there, as it does by default."""
     ranks = int(environment.get("OMPI_COMM_WORLD_SIZE", "1"))
     if ranks < 2:
         return None
@@ -57,12 +60,12 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
 
 
 def _port(number: int) -> int:
-    """One that two jobs of a host share with little probability."""
+    """Returns a port for the job of this number, such that two jobs of a host rarely get the same one."""
     return FIRST_PORT + number % PORTS
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list of hosts as Slurm writes it: `a`, `a,b`, `node[001-004,007]`, `rack[2-3]node1`."""
+    """Returns the first host of a list as Slurm writes it: `a`, `a,b`, `node[001-004,007]`, `rack[2-3]node1`."""
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
     assert match is not None  # all of it may be empty
     return "".join(part or "" for part in match.groups())

@@ -1,6 +1,7 @@
-"""Prompts that were drawn, in all processes: each hears of them while they are answered, and prepares what it may need.
+"""Drawn prompts in all processes: each process is told of them while they are answered, and prepares those it may need.
 
-Who hears of them only when a step is trained on tokenises and lays out the step's prompts while all others wait.
+A process that heard of them only when a step is trained on would tokenise and lay out the step's prompts while all
+others wait.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Drawn = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]
 
 
 class ToldPrompts:
-    """The prompts of `source`, in process 0, of which it tells the others those whose pixels are elsewhere."""
+    """The prompts of `source`, in process 0, which tells the other processes of those whose pixels are elsewhere."""
 
     def __init__(self, source: Preparer, gang: Gang, place_of: PlaceOf) -> None:
         self._source, self._gang, self._place_of = source, gang, place_of
@@ -38,32 +39,32 @@ class ToldPrompts:
 
 
 def coming(prepared: Sequence[PreparedPrompt], place_of: PlaceOf) -> Coming:
-    """What others are told of these prompts."""
-    media = [(each.prompt.draw, told_media(each.inputs, place_of)) for each in prepared]
+    """Returns the order that tells other processes of these prompts; those with their pixels here are left out."""
+    media = [(ready.prompt.draw, told_media(ready.inputs, place_of)) for ready in prepared]
     return Coming([[draw, told] for draw, told in media if told is not None])
 
 
 class ComingPrompts:
-    """The prompts that another process was told of, laid out; the newest `most` that were not asked for."""
+    """Laid-out prompts of which process 0 has told this process; the newest `most` that were not asked for are kept."""
 
     def __init__(self, source: Preparer, most: int) -> None:
         self._source, self._most = source, most
         self._inputs: collections.OrderedDict[int, ModelInput] = collections.OrderedDict()  # by draw
 
     def hear(self, order: Coming) -> None:
-        """Lays them out. Raises what `Preparer.laid_out` raises."""
+        """Lays out the prompts of the order. Raises what `Preparer.laid_out` raises."""
         self._inputs |= self._source.laid_out({draw: [ticket for ticket, _ in told] for draw, told in order.media})
         while len(self._inputs) > self._most:
             self._inputs.popitem(last=False)
 
     def laid_out(self, tickets: Mapping[int, Sequence[str]]) -> dict[int, ModelInput]:
-        """As `Preparer.laid_out`; these won't be asked for again."""
+        """Returns the same as `Preparer.laid_out`, and forgets these prompts: nobody asks for them again."""
         known = {draw: self._inputs.pop(draw) for draw in tickets if draw in self._inputs}
         fit = {draw: inputs for draw, inputs in known.items() if tickets_of(inputs) == list(tickets[draw])}
         return fit | self._source.laid_out({draw: words for draw, words in tickets.items() if draw not in fit})
 
     def forget(self) -> None:
-        """The order of draws begins anew."""
+        """Forgets all prompts, because the order of draws begins anew."""
         self._inputs.clear()
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run, as each of them sees them: process 0 tells, the others do."""
+"""The processes of a run, as each of them sees them: process 0 gives orders, the others carry them out."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Gang:
-    """All processes that train together. Of one process it is trivial: nobody is told, nothing has to be brought
-    together. Orders are given from one thread at a time, and what they order is done by process 0, too."""
+    """All processes that train together. A gang of one process is trivial: it sends no orders and gathers nothing.
+    Orders are given from one thread at a time, and process 0 itself does what it orders, too."""
 
     def __init__(
         self, links: Links | None = None, progress_timeout: float = DistributedConfig().progress_timeout
     ) -> None:
-        """`progress_timeout`: see `DistributedConfig`. Process 0 is timed while it tells rows and hears of them, and
-        while weights are gathered: in what all compute together, the others are stuck where it is."""
+        """`progress_timeout`: see `DistributedConfig`. Process 0 is timed from telling rows until all processes agree,
+        and while weights are gathered: in collective work, the other processes are stuck where process 0 is."""
         self._links = links
         self._progress = Progress(links, progress_timeout) if links is not None else None
         self.process = links.process if links is not None else 0
@@ -61,7 +61,7 @@ class Gang:
 
     @property
     def links(self) -> Links | None:
-        """Those to the other processes; None where there are none."""
+        """The links to the other processes; None for a process that is alone."""
         return self._links
 
     @property
@@ -70,18 +70,18 @@ class Gang:
 
     @property
     def rank_here(self) -> int:
-        """How many processes with lower numbers share this one's ports."""
+        """The number of processes with lower numbers that share this process's ports."""
         return self._links.rank_here if self._links is not None else 0
 
     def tell(self, order: Order) -> None:
-        """Gives all other processes the same order. Raises LinkError where one has failed."""
+        """Sends all other processes the same order. Raises LinkError if a process has failed."""
         data = encoded(order)
         for process in range(1, self.processes):
             self._send(process, data)
 
     def tell_rows(self, rows: Sequence[Told], *, last: bool = True) -> None:
-        """Has each other process learn from its own rows, `rows[process]`, of a minibatch; behind the `last` of a
-        training step come the optimizer steps."""
+        """Sends every other process an order to learn from its own rows of a minibatch, `rows[process]`. The `last`
+        minibatch of a training step is followed by the optimizer steps."""
         self._number += self.complete
         self.complete = last
         if self._progress is not None:
@@ -93,7 +93,7 @@ class Gang:
         return f"step {self._number}, {self.watch.at}"
 
     def close(self) -> None:
-        """No limit counts any more."""
+        """Ends the time limit on progress."""
         if self._progress is not None:
             self._progress.close()
 
@@ -102,8 +102,8 @@ class Gang:
         self.bytes_told += self._links.send(process, *data)
 
     def orders(self) -> Iterator[Order]:
-        """What process 0 tells this one, to `End`. Raises LinkError where a process fails, OrderError for what is no
-        order."""
+        """Yields the orders of process 0 to this process, up to `End`. Raises LinkError if a process fails, OrderError
+        for bytes that are no order."""
         assert self._links is not None
         order: Order | None = None
         while not isinstance(order, End):
@@ -119,18 +119,20 @@ class Gang:
             with self._progress.of(place):
                 yield order
 
-    def collect(self, own: T) -> list[T]:
-        """What each process hands in, JSON values, by process; in process 0 only. All call it, and before a step."""
+    def collect(self, value: T) -> list[T]:
+        """Returns the `value` (JSON) of every process, by process, in process 0; in the others, their own value only.
+        All processes must call it, and before a step."""
         if self._links is None:
-            return [own]
+            return [value]
         if self.process:
-            self._links.send(0, json.dumps(own).encode())
-            return [own]
-        return [own, *(json.loads(self._links.receive(process)) for process in range(1, self.processes))]
+            self._links.send(0, json.dumps(value).encode())
+            return [value]
+        return [value, *(json.loads(self._links.receive(process)) for process in range(1, self.processes))]
 
-    def exchange(self, own: T) -> list[T]:
-        """The same, in every process."""
-        collected = self.collect(own)
+    def exchange(self, value: T) -> list[T]:
+        """Returns the `value` (JSON) of every process, by process, in all processes. All must call it, and before a
+        step."""
+        collected = self.collect(value)
         if self._links is None or self.alone:
             return collected
         if self.process:
@@ -140,8 +142,8 @@ class Gang:
         return collected
 
     def agree(self, config: Config, composition: Composition) -> None:
-        """Compares with all others what this process is about to run: its settings and the shapes of its arrays. Raises
-        LinkError, in all of them, where one differs: they would wait for one another for ever."""
+        """Compares the program that this process is about to run, its settings and the shapes of its arrays, with those
+        of all others. Raises LinkError, in all of them, where one differs: they would wait for one another for ever."""
         if self._links is None or self.alone:
             return
         mine = fingerprint(config, composition)
@@ -168,9 +170,9 @@ class Gang:
         return data.decode()
 
     def stepped(self, idle: float | None = None) -> None:
-        """This process has made the step whose rows were told last; once more for the same step, nothing happens. Each
-        other tells process 0 how the step went, which hears of it where it waits anyway: in `agree` and `whole`.
-        `idle`: see `HostStatus`. Raises LinkError where a process has failed."""
+        """Notes that this process has made the step whose rows were told last; a second call for the same step does
+        nothing. Every other process sends process 0 its status of the step, which process 0 reads where it waits
+        anyway: in `agree` and `whole`. `idle`: see `HostStatus`. Raises LinkError if a process has failed."""
         if self.alone or self._stepped == self._number:
             return
         self._stepped, self._stepped_at = self._number, time.perf_counter()
@@ -182,7 +184,8 @@ class Gang:
             self._links.send(0, encode_status(shifted(status, -self._stepped_at)))
 
     def statuses(self) -> list[HostStatus]:
-        """The newest of each process that this one knows of, by process: itself and, in process 0, the others."""
+        """Returns the newest known status of each process, by process: this one's and, in process 0, those of the
+        others."""
         return [status for _, status in sorted(self._statuses.items())]
 
     def _note(self, process: int, data: bytes) -> None:
@@ -192,7 +195,8 @@ class Gang:
         self._statuses = self._statuses | {status.process: status}  # another one: threads read it at any time
 
     def _hear_statuses(self) -> None:
-        """Those of the last step, in process 0: each other sent its own before it took part in what came behind."""
+        """Reads the statuses of the last step, in process 0: each other process sent its own before it took part in
+        what followed."""
         assert self._links is not None
         for process in range(1, self.processes):
             known = self._statuses.get(process)
@@ -200,8 +204,9 @@ class Gang:
                 self._note(process, self._links.receive(process))
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
-        """The weights that `make` returns, of the model or its adapters, as process 0 can hand them on: its own arrays,
-        whole. The others are told to take part, and make them, too. Alone: the weights as they are."""
+        """Returns the weights that `make` returns, of the model or its adapters, as process 0 can hand them on: whole
+        arrays in its own memory. Tells the other processes to call `make` and take part in gathering. A process that is
+        alone gets the weights as they are."""
         if self.alone:
             return make()
         assert self._progress is not None
@@ -213,15 +218,15 @@ class Gang:
 
 
 def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:
-    """Collective: one weight after the other is put together on every device, and copied to the host's memory where
-    it is to `keep`."""
+    """Gathers the weights one after the other on every device; if `keep`, returns copies in the host's memory.
+    Collective."""
     put_together = _on_every_device(mesh)
 
-    def one(weight: jax.Array) -> np.ndarray | None:
+    def bring(weight: jax.Array) -> np.ndarray | None:
         whole = jax.block_until_ready(put_together(weight))  # no device holds two of them
         return np.asarray(whole.addressable_data(0)) if keep else None
 
-    return jax.tree.map(one, params)
+    return jax.tree.map(bring, params)
 
 
 @functools.cache  # or each call would compile again
@@ -231,7 +236,8 @@ def _on_every_device(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def release(root: pathlib.Path = ROOT) -> str:
-    """What programs are made by: JAX, and every line of the packages that write them."""
+    """Returns a digest of everything that determines the compiled programs: the versions of JAX, and every line of the
+    packages that build them."""
     sources = sorted(path for room in ("fluxjax", "models", "sharding") for path in (root / room).rglob("*.py"))
     digest = hashlib.sha256(f"{jax.__version__} {importlib.metadata.version('jaxlib')}".encode())
     for path in sources:
@@ -240,11 +246,15 @@ def release(root: pathlib.Path = ROOT) -> str:
 
 
 def fingerprint(config: Config, composition: Composition) -> str:
-    """Equal in processes that would run the same programs on a step's rows."""
-    microbatches = sorted(composition.everywhere, key=lambda one: -1 if one.owner is None else one.owner)
+    """Returns a digest that is equal in processes that would run the same programs on a step's rows."""
+    microbatches = sorted(composition.everywhere, key=lambda micro: -1 if micro.owner is None else micro.owner)
     shapes = [
-        (one.owner, str(jax.tree.structure(one.batch)), [(x.shape, str(x.dtype)) for x in jax.tree.leaves(one.batch)])
-        for one in microbatches
+        (
+            micro.owner,
+            str(jax.tree.structure(micro.batch)),
+            [(x.shape, str(x.dtype)) for x in jax.tree.leaves(micro.batch)],
+        )
+        for micro in microbatches
     ]
     settings = {name: value for name, value in to_json(config).items() if name in ("model", "sharding", "algorithm")}
     parts = [release(), settings, own_code(config.algorithm), shapes]
@@ -262,8 +272,8 @@ class SharedComposer(Composer):
         place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE,
         expect: Callable[[Sequence[TrainBatch]], None] = lambda batches: None,
     ) -> None:
-        """`sizes` are the further arguments of `Composer`; `place_of` says which preprocessor holds what; `expect` is
-        told what this process will read, before the others agree."""
+        """`sizes` are the further arguments of `Composer`; `place_of` says which preprocessor holds the medium of a
+        ticket; `expect` is told which batches this process will read, before the others agree."""
         super().__init__(config, *sizes)
         self._gang, self._place_of, self._expect, self._settings = gang, place_of, expect, config
 
@@ -276,8 +286,8 @@ class SharedComposer(Composer):
         version: int | None = None,
         last: bool = True,
     ) -> Composition:
-        """This process's rows only. The others have been told theirs, so that the step must follow, or, if this is not
-        its `last` minibatch, another one; after an error nothing can."""
+        """Returns this process's rows only. The other processes have been told theirs by then, so that the step must
+        follow, or, if this is not its `last` minibatch, another minibatch; after an error nothing can follow."""
         watch = self._gang.watch
         if self._gang.complete:
             watch.begin()
@@ -295,13 +305,13 @@ class SharedComposer(Composer):
 
 
 def local_shards(processes: int) -> list[range]:
-    """The shards of the mesh that each process has."""
-    each = jax.device_count() // processes
-    return [range(process * each, (process + 1) * each) for process in range(processes)]
+    """Returns, for each process, the shards of the mesh that it has."""
+    count = jax.device_count() // processes
+    return [range(process * count, (process + 1) * count) for process in range(processes)]
 
 
 def check_across_processes(config: Config) -> None:
-    """Raises ConfigError for what does not work over several processes, by name."""
+    """Raises ConfigError, naming the settings, for settings that do not work over several processes."""
     refused = {
         "stream_trainer.enabled": config.stream_trainer.enabled,
         "speculative_sync.enabled": config.speculative_sync.enabled,

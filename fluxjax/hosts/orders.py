@@ -1,9 +1,9 @@
-"""What process 0 tells the others, and how it is written: typed, versioned, compact. Decisions travel, and the
-responses that a process trains on; never a prompt's media, and never a batch.
+"""The orders that process 0 sends to the other processes, and their encoding: typed, versioned, compact. They carry
+decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
 
 An order is msgpack: a dict with the protocol's version, the order's name and its fields. Arrays of numbers are the
-bytes of the smallest integers that hold them. The responses of a step come last, as they were written when they
-arrived (`base.response_bytes`): however many processes there are, process 0 only says which goes where.
+bytes of the smallest integers that hold them. The responses of a step come last, as they were written when they arrived
+(`base.response_bytes`): however many processes there are, process 0 only decides which goes where.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ UNKNOWN_PLACE = ""
 
 
 class OrderError(ValueError):
-    """Something else than an order of this protocol. The message says what."""
+    """The bytes are not an order of this protocol. The message says what they are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A run begins, whose folder, on a file system that all hosts share, has its configuration. Who knows the `token`
-    may use the engines of its processes."""
+    """A run begins. Its folder, on a file system that all hosts share, has its configuration. The `token` gives access
+    to the engines of its processes."""
 
     name: ClassVar[str] = "start"
     run_dir: str
@@ -56,8 +56,8 @@ class Begin:
 
 @dataclasses.dataclass(frozen=True)
 class Coming:
-    """These prompts were drawn: `media` is [draw, [[ticket, place], ...]] of each whose pixels are elsewhere. Some of
-    them will be in rows to learn from."""
+    """Prompts were drawn: `media` has [draw, [[ticket, place], ...]] for each prompt whose pixels are elsewhere. Some
+    of these prompts will be in rows to learn from."""
 
     name: ClassVar[str] = "coming"
     media: Sequence[Any]
@@ -66,8 +66,8 @@ class Coming:
 @dataclasses.dataclass(frozen=True)
 class Learn:
     """Lay out `rows`: a minibatch of the `number`-th training step of the run, whose optimizer steps are made when the
-    `last` one has come. `rows` and `responses` are what `told` returned. When they have come, `responses` is one run of
-    bytes."""
+    `last` minibatch has come. `rows` and `responses` are what `told` returned; in a decoded order, `responses` is one
+    run of bytes."""
 
     name: ClassVar[str] = "learn"
     number: int
@@ -103,7 +103,7 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """Say of which steps your part is in the `folder` of your host."""
+    """Report the steps whose part of the snapshot is in the `folder` of your host."""
 
     name: ClassVar[str] = "offer"
     folder: str
@@ -111,8 +111,8 @@ class Offer:
 
 @dataclasses.dataclass(frozen=True)
 class Restore:
-    """Take part in restoring the checkpoint of `step`, and go on from there; or your part of the snapshot in `folder`,
-    with the state of the data source that process 0 has in its own."""
+    """Take part in restoring the checkpoint of `step`, and go on from there. With `folder`, restore your part of the
+    snapshot in it instead; `source` is the state of the data source, which only process 0 has in its part."""
 
     name: ClassVar[str] = "restore"
     step: int
@@ -140,7 +140,8 @@ def encode(order: Order) -> bytes:
 
 
 def encoded(order: Order) -> list[bytes]:
-    """What `encode` joins. Responses are not copied: a process of many tells gigabytes of them."""
+    """Returns the pieces of bytes that `encode` joins. Responses are not copied: for many processes they are
+    gigabytes."""
     fields = {"protocol": PROTOCOL, "order": order.name, **vars(order)}
     if not isinstance(order, Learn):
         return [bytes(msgpack.Packer().pack(fields))]
@@ -151,7 +152,8 @@ def encoded(order: Order) -> list[bytes]:
 
 
 def decode(data: bytes) -> Order:
-    """Raises OrderError for what `encode` did not make, or another version of this program."""
+    """Returns the order in these bytes. Raises OrderError for bytes that `encode` did not make, or that another version
+    of this program made."""
     try:
         fields = msgpack.unpackb(data, strict_map_key=True)
         protocol, kind = fields.pop("protocol"), fields.pop("order")
@@ -174,21 +176,21 @@ Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows and the respons
 
 
 def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told:
-    """A share without its prompts' inputs, which the process that it is for reads by their draws. Where their pixels
-    are elsewhere, it is told the tickets of their media, and in which place each was found."""
+    """Returns a share as it is sent: without its prompts' inputs, which the receiving process reads by their draws. For
+    prompts whose pixels are elsewhere, it has the tickets of their media, and the place of each."""
     (rows,) = told_all([share], place_of)
     return rows
 
 
 def told_all(shares: Sequence[Share], place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> list[Told]:
-    """The same, of the shares of a step."""
+    """Returns every share of a step as it is sent: see `told`."""
     if shares[0].needed is None:  # rows, which all have the groups of the whole step
         return _told_rows(shares, ToldGroups(shares[0].groups, None, place_of))
     return [_told_plans(share, ToldGroups(share.groups, share.needed, place_of)) for share in shares]
 
 
 class ToldGroup(NamedTuple):
-    """A group as it is told, without its prompt's inputs: a row of values, for there may be thousands."""
+    """A group as it is sent, without its prompt's inputs: a tuple of values, because there may be thousands."""
 
     name: str
     draw: int
@@ -199,22 +201,23 @@ class ToldGroup(NamedTuple):
 
 
 class ToldGroups:
-    """Groups as they are told, and their responses one after the other: `first[item]` is the first of a group's."""
+    """Groups as they are sent, and their responses one after the other: `first[item]` is the index of the first
+    response of a group."""
 
     def __init__(self, groups: Sequence[TrainGroup], needed: frozenset[int] | None, place_of: PlaceOf) -> None:
-        """Groups that are not `needed` (None: all are) have no responses here."""
+        """Groups that are not `needed` (None: all are needed) have no responses here."""
         items = range(len(groups)) if needed is None else sorted(needed)
         whole = [groups[k] for k in items]
         self._told = dict(zip(items, (_told_group(group, place_of) for group in whole), strict=True))
-        columns = [group.columns for group in whole]
+        columns_of_groups = [group.columns for group in whole]
         counts = np.zeros(len(groups), np.int64)
-        counts[list(items)] = [len(each.data) for each in columns]
+        counts[list(items)] = [len(columns.data) for columns in columns_of_groups]
         self.first = np.cumsum(counts) - counts
-        self.responses: list[bytes] = list(chain.from_iterable(each.data for each in columns))
+        self.responses: list[bytes] = list(chain.from_iterable(columns.data for columns in columns_of_groups))
         self.facts = np.zeros(len(self.responses), _FACTS)
         if whole:
             self.facts["weight"] = np.concatenate([group.weights for group in whole])
-            self.facts["advantage"] = np.concatenate([each.advantages_G for each in columns])
+            self.facts["advantage"] = np.concatenate([columns.advantages_G for columns in columns_of_groups])
         self.facts["number"] = np.arange(len(self.responses)) - np.repeat(self.first, counts)
 
     def __getitem__(self, item: int) -> ToldGroup:
@@ -227,7 +230,7 @@ def _told_group(group: TrainGroup, place_of: PlaceOf) -> ToldGroup:
 
 
 def _told_rows(shares: Sequence[Share], groups: ToldGroups) -> list[Told]:
-    """Shares of rows. The responses stand in the order of the groups' pieces in them."""
+    """Returns shares of packed rows as they are sent. Responses are in the order of the pieces in the rows."""
     pieces = [list(chain(*chain(*chain(*(micro.shards for micro in _packed(share)))))) for share in shares]
     every = list(chain(*pieces))
     counts = [len(piece.responses) for piece in every]
@@ -237,10 +240,10 @@ def _told_rows(shares: Sequence[Share], groups: ToldGroups) -> list[Told]:
     ends = np.cumsum([0, *counts])[np.cumsum([0, *map(len, pieces)])].tolist()
     return [
         (
-            _rows_of(share, own, groups) | {"facts": facts[begin * _FACTS.itemsize : end * _FACTS.itemsize]},
+            _rows_of(share, share_pieces, groups) | {"facts": facts[begin * _FACTS.itemsize : end * _FACTS.itemsize]},
             responses[begin:end],
         )
-        for share, own, (begin, end) in zip(shares, pieces, pairwise(ends), strict=True)
+        for share, share_pieces, (begin, end) in zip(shares, pieces, pairwise(ends), strict=True)
     ]
 
 
@@ -268,7 +271,8 @@ def _rows_of(share: Share, pieces: Sequence[Piece], groups: ToldGroups) -> dict[
 
 
 def _told_plans(share: Share, groups: ToldGroups) -> Told:
-    """A share of what shard plans lay out. Groups are told whole, and the responses stand in their order."""
+    """Returns a share of planned microbatches as it is sent. Groups are sent whole, and responses are in their
+    order."""
     needed = share.needed
     assert needed is not None
     rows = {
@@ -285,8 +289,8 @@ def share_of(
     responses: Sequence[bytes] | bytes,
     inputs: Callable[[Mapping[int, MediaTold]], Mapping[int, PromptInput]],
 ) -> Share:
-    """The share that `told` was given; `inputs` returns those of prompts, by draw, for what was told of their media.
-    Raises OrderError for a prompt that it does not return, and for rows that are none."""
+    """Returns the share that `told` was given. `inputs` returns the inputs of prompts, by draw, from what was told of
+    their media. Raises OrderError for a prompt that `inputs` does not return, and for malformed rows."""
     try:
         groups = [group if isinstance(group, Mapping) else ToldGroup(*group) for group in rows["groups"]]
         media = {group.draw: _media(group) for group in groups if isinstance(group, ToldGroup)}
@@ -304,7 +308,8 @@ def share_of(
 
 
 def _rows(rows: Mapping[str, Any], told: Sequence[ToldGroup], data: bytes, inputs: Mapping[int, PromptInput]) -> Share:
-    """A share of rows. Responses that are not here leave no gap: those that are have new numbers in their group."""
+    """Returns a share of packed rows. Responses that were not sent leave no gap: the others get new numbers in their
+    group."""
     items, counts = rows["items"], rows["counts"]
     owners = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
     facts = np.frombuffer(rows["facts"], _FACTS)
@@ -313,9 +318,10 @@ def _rows(rows: Mapping[str, Any], told: Sequence[ToldGroup], data: bytes, input
         members[owners[k]].append(k)
     responses = _responses(data, [told[item].draw for item in owners])
     groups = tuple(
-        _group(group, inputs[group.draw], responses, facts, own) for group, own in zip(told, members, strict=True)
+        _group(group, inputs[group.draw], responses, facts, numbers)
+        for group, numbers in zip(told, members, strict=True)
     )
-    place = {k: number for own in members for number, k in enumerate(own)}
+    place = {k: number for numbers in members for number, k in enumerate(numbers)}
     ends = np.cumsum(counts).tolist()
     pieces = [
         Piece(item, tuple(place[k] for k in range(end - count, end)))
@@ -336,12 +342,12 @@ def _plans(
     data: bytes,
     inputs: Mapping[int, PromptInput],
 ) -> Share:
-    """A share of what shard plans lay out, of whole groups."""
+    """Returns a share of planned microbatches, with whole groups."""
     whole = {k: group for k, group in enumerate(told) if isinstance(group, ToldGroup)}
     facts = np.frombuffer(rows["facts"], _FACTS)
     responses = _responses(data, [group.draw for group in whole.values() for _ in range(group.responses)])
-    own = np.split(np.arange(len(responses)), np.cumsum([group.responses for group in whole.values()])[:-1])
-    members = dict(zip(whole, own, strict=True)) if whole else {}
+    numbers = np.split(np.arange(len(responses)), np.cumsum([group.responses for group in whole.values()])[:-1])
+    members = dict(zip(whole, numbers, strict=True)) if whole else {}
     groups = tuple(
         _group(group, inputs[group.draw], responses, facts, members[k].tolist())
         if isinstance(group, ToldGroup)
@@ -353,7 +359,7 @@ def _plans(
 
 
 def _responses(data: bytes, draws: Sequence[int]) -> list[Response]:
-    """The responses to these draws, one behind the other."""
+    """Returns the responses in `data`, one behind the other; `draws` has the draw of each."""
     found, at = [], 0
     for draw in draws:
         size = head_of(data, at).size
@@ -394,7 +400,7 @@ def _plan(told: Mapping[str, Any], groups: Sequence[TrainGroup]) -> PlannedRows:
 
 
 def _told_sizes(group: TrainGroup) -> dict[str, Any]:
-    """What the places of other groups depend on."""
+    """Returns the sizes of a group, on which the places of other groups depend."""
     where, which = group.inputs.shown
     begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # of runs
     counts = np.diff(np.append(begins, len(where)))
@@ -417,7 +423,7 @@ def _sizes(told: Mapping[str, Any]) -> TrainGroup:
 
 
 def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None:
-    """[ticket, place] of each medium in order; None where this process has the pixels."""
+    """Returns [ticket, place] of each medium of a prompt, in order; None where this process has the pixels."""
     patches = inputs.patches_PX
     if not isinstance(patches, ShadowTensor):
         return None
@@ -429,15 +435,15 @@ def _media(group: ToldGroup) -> MediaTold:
 
 
 def _group(
-    told: ToldGroup, inputs: PromptInput, responses: Sequence[Response], facts: np.ndarray, own: Sequence[int]
+    told: ToldGroup, inputs: PromptInput, responses: Sequence[Response], facts: np.ndarray, numbers: Sequence[int]
 ) -> TrainGroup:
-    """The group of the responses `own`, in order."""
-    samples = tuple(Sample(responses[k], Reward(0.0, False), float(facts["advantage"][k])) for k in own)
-    return TrainGroup(told.name, inputs, samples, facts["weight"][own], told.version, told.temperature)
+    """Returns the group made of the responses of these `numbers`, in order."""
+    samples = tuple(Sample(responses[k], Reward(0.0, False), float(facts["advantage"][k])) for k in numbers)
+    return TrainGroup(told.name, inputs, samples, facts["weight"][numbers], told.version, told.temperature)
 
 
 def _integers(values: Iterable[int] | np.ndarray) -> list[Any]:
-    """[dtype, least, bytes of the differences to the least]."""
+    """Returns [dtype, least value, bytes of the differences to the least value]."""
     array = values if isinstance(values, np.ndarray) else np.fromiter(values, np.int64)
     least = int(array.min(initial=0))
     dtype = np.min_scalar_type(int(array.max(initial=least)) - least).newbyteorder("<").str

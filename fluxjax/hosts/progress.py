@@ -1,4 +1,5 @@
-"""A process that is alive and does not come on: a deadlock, a collective that never ends. Heartbeats notice neither."""
+"""A watchdog for a process that is alive but makes no progress: a deadlock, a collective that never ends. Heartbeats
+notice neither."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _BEGUN, _ENDED = "progress/compiles", "progress/compiled"  # topics of `Links`
 
 
 class Compilations:
-    """How many programs this process compiles at the moment, as JAX says it."""
+    """Counts the programs that this process is compiling at the moment, by the events of JAX."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,13 +41,13 @@ class Compilations:
 
 @functools.cache
 def compilations() -> Compilations:
-    """Those of this process: a listener can't be taken back."""
+    """Returns the one counter of this process: listeners of JAX can't be removed."""
     return Compilations()
 
 
 class Progress:
-    """Ends all processes where this one is at the same piece of work for `limit` seconds (and `HEAD_START`, in process
-    0). Seconds in which it or another one compiles do not count: a process that compiles tells the others."""
+    """Ends all processes if this one is at the same piece of work for `limit` seconds (in process 0, `HEAD_START`
+    seconds more). Seconds in which any process compiles do not count: a process that compiles tells the others."""
 
     def __init__(self, links: Links, limit: float) -> None:
         self._links, self._limit = links, limit + (0.0 if links.process else HEAD_START)
@@ -56,11 +57,11 @@ class Progress:
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
 
     def begin(self, what: Callable[[], str]) -> None:
-        """This process is at a piece of work now; `what` says which, when it is asked."""
+        """Starts the clock for a piece of work; `what` is called for its description if the limit is reached."""
         self._work = time.monotonic(), what
 
     def end(self) -> None:
-        """It waits for the next one, as long as that takes."""
+        """Stops the clock: the process waits for its next piece of work, for as long as that takes."""
         self._work = None
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Joining the other processes of a run."""
+"""Joins the other processes of a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ GRACE = 5.0  # seconds in which a process ends itself when another has failed; t
 
 
 def join(settings: DistributedConfig) -> tuple[Gang, Links | None]:
-    """The gang of this process, and its links to the others; of one process where neither the settings nor the cluster
-    name others. Before JAX is used. Raises LinkError where they do not find each other: one may have died. Ends this
-    process with `LOST` where they have not after `start_timeout` seconds: a wait within JAX can't be given up."""
+    """Returns the gang of this process, and its links to the others; a gang of one process, without links, where
+    neither the settings nor the cluster name others. Must be called before JAX is used.
+
+    Raises LinkError if the processes do not find each other: one may have died. Ends this process with `LOST` if they
+    have not after `start_timeout` seconds, because a wait within JAX can't be given up.
+    """
     settings = found(settings, os.environ)
     if settings.processes == 1:
         return Gang(), None

@@ -1,4 +1,4 @@
-"""What a process tells process 0 of itself after each step: measured here, written as small, versioned msgpack."""
+"""The status that a process sends process 0 after each step: measured here, written as small, versioned msgpack."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepWatch:
         self._waited = 0.0
 
     def begin(self) -> None:
-        """A step begins. Forgets the stages of the step before."""
+        """Begins a step: forgets the stages of the step before."""
         self._stages = []
 
     @contextlib.contextmanager
@@ -45,11 +45,11 @@ class StepWatch:
         self._waited += time.perf_counter() - start
 
     def agreed(self) -> None:
-        """All are about to run the step's programs."""
+        """Notes that all processes are about to run the step's programs."""
         self._agreed = time.perf_counter()
 
     def status(self, process: int, step: int, idle: float | None) -> HostStatus:
-        """The step, which is done, as measured; forgets how long it waited."""
+        """Returns the measurements of the step, which is done; the time that it waited begins anew at 0."""
         now = time.perf_counter()
         waited, self._waited = self._waited, 0.0
         devices = jax.local_devices()
@@ -68,19 +68,19 @@ class StepWatch:
 
 
 def shifted(status: HostStatus, seconds: float) -> HostStatus:
-    """The same on a clock that is ahead by so many seconds."""
+    """Returns the status on a clock that is ahead by so many seconds."""
     stages = tuple(HostStage(stage.name, stage.start + seconds, stage.end + seconds) for stage in status.stages)
     return dataclasses.replace(status, stages=stages)
 
 
 def step_line(status: HostStatus) -> str:
-    """A step for the log of the process."""
+    """Returns the line that the log of the process has of a step."""
     stages = ", ".join(f"{stage.name} {stage.end - stage.start:.3f} s" for stage in status.stages)
     return f"step {status.step}: {stages}, waited {status.waited:.3f} s, {status.memory / 1e9:.2f} GB"
 
 
 def encode_status(status: HostStatus) -> bytes:
-    """The process itself is not written: who sends it is known."""
+    """Returns the status as bytes, without the number of the process: the receiver knows who sends it."""
     fields = dataclasses.asdict(status)
     del fields["process"]
     fields["stages"] = [dataclasses.astuple(stage) for stage in status.stages]
@@ -92,7 +92,8 @@ def is_status(data: bytes) -> bool:
 
 
 def decode_status(data: bytes, process: int) -> HostStatus:
-    """Raises OrderError for what `encode_status` did not make, or another version of this program."""
+    """Returns the status in these bytes. Raises OrderError for bytes that `encode_status` did not make, or that another
+    version of this program made."""
     try:
         fields = msgpack.unpackb(data.removeprefix(_MARK))
         protocol = fields.pop("protocol")

@@ -32,7 +32,7 @@ from .scoring import logprobs_of
 
 
 class ValueGradients(Gradients):
-    """Those of a critic's loss; `scores` and `logprobs` return values."""
+    """Gradients of a critic's loss; `scores` and `logprobs` return values in the place of log-probs."""
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
         return (values(model, inputs, walk),)
@@ -47,16 +47,17 @@ class ValueGradients(Gradients):
 
 
 class Critic(Learner):
-    """Abstract, and without memory, until `begin`."""
+    """The learner of the critic's weights. It is abstract, and takes no memory, until `begin`."""
 
     gradients_kind = ValueGradients
 
     def __init__(
         self, config: Config, policy: Decoder, *, mesh: Mesh | None = None, materializer: Materializer | None = None
     ) -> None:
-        """`policy` may be abstract. `mesh` and `materializer` are those of its learner."""
+        """`policy` may be abstract. `mesh` and `materializer` are those of the policy's learner."""
         optim = dataclasses.replace(config.optim, lr=config.critic.lr)
-        own = dataclasses.replace(config, optim=optim, lora=LoraConfig())  # all of it learns, whatever the policy does
+        # All of the critic learns, whatever the policy does.
+        critic_config = dataclasses.replace(config, optim=optim, lora=LoraConfig())
 
         def token_loss(
             values_BT: Array, _: Array, batch: TrainBatch, cfg: AlgorithmConfig
@@ -64,7 +65,7 @@ class Critic(Learner):
             return value_loss(values_BT, batch, config.critic.value_clip)
 
         self._value_loss = token_loss  # one object: another would have its programs compiled again
-        super().__init__(own, value_model(policy), token_loss, mesh=mesh, materializer=materializer)
+        super().__init__(critic_config, value_model(policy), token_loss, mesh=mesh, materializer=materializer)
 
     def begin(self, policy: Params, steps: int) -> None:
         """Begins RL of so many training steps with the policy's weights, and values that are all 0."""
@@ -73,12 +74,12 @@ class Critic(Learner):
         self.restart(steps)
 
     def restart(self, steps: int) -> None:
-        """As `reset`, for RL of so many training steps."""
+        """Begins RL anew, as `reset` does, for so many training steps: the weights stay."""
         self.reset(self._value_loss, steps=steps * self.config.algorithm.updates)
 
     def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
-        """As a learner's. Metrics: `loss`, `lr`, `grad_norm` before clipping, `trained_tokens`, `skipped_nonfinite`;
-        over trained tokens the means of those of `value_loss`."""
+        """Makes an optimizer step, as `Learner.update` does. Metrics: `loss`, `lr`, `grad_norm` before clipping,
+        `trained_tokens`, `skipped_nonfinite`; the means over trained tokens of the metrics of `value_loss`."""
         report = self._updated(grads, tally, last=last)
         names = ["lr", "grad_norm", "skipped_nonfinite", *sorted(tally.sums)]
         metrics = dict(zip(names, report.tolist(), strict=True))
@@ -91,18 +92,20 @@ class Critic(Learner):
         outcomes: Mapping[Key, float],
         costs: Sequence[np.ndarray] | None = None,
     ) -> "Judged":
-        """The minibatches of a step with values, returns and advantages of each token, before its first optimizer step.
+        """Returns the minibatches of a step with values, returns and advantages of each token, before the step's first
+        optimizer step.
 
         `outcomes` has the reward of each response by (draw, sample), `costs` what is taken off each token's reward, one
         flat array a composition."""
-        found = [logprobs_of(each, self.gradients, self.params) for each in compositions]
-        flat = [each.of_responses(one, np.float64) for each, one in zip(compositions, found, strict=True)]
+        found = [logprobs_of(composition, self.gradients, self.params) for composition in compositions]
+        pairs = zip(compositions, found, strict=True)
+        flat = [composition.of_responses(values_BT, np.float64) for composition, values_BT in pairs]
         return judged(compositions, flat, outcomes, costs, self.config.critic)
 
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """What a critic makes of a step. `means` has the mean advantage of each response that has a token."""
+    """A step as its critic judged it. `means` has the mean advantage of each response that has a token."""
 
     compositions: list[Composition]
     means: dict[Key, float]
@@ -116,14 +119,15 @@ def judged(
     costs: Sequence[np.ndarray] | None,
     settings: CriticConfig,
 ) -> Judged:
-    """See `Critic.judge`; `values` are flat, one array a composition. Every response lies here, whole."""
+    """Judges the minibatches of a step, see `Critic.judge`, by the critic's `values`: one flat array a composition.
+    Every response must be of this process, as a whole."""
     estimates = []
-    for number, (each, own) in enumerate(zip(compositions, values, strict=True)):
-        rewards = terminal_rewards(np.array([outcomes[key] for key in each.keys]), each.lengths)
+    for number, (composition, token_values) in enumerate(zip(compositions, values, strict=True)):
+        rewards = terminal_rewards(np.array([outcomes[key] for key in composition.keys]), composition.lengths)
         if costs is not None:
             rewards -= costs[number]
-        estimates.append(gae(rewards, own, each.lengths, settings.gamma, settings.gae_lambda))
-    returns = [estimate + own for estimate, own in zip(estimates, values, strict=True)]
+        estimates.append(gae(rewards, token_values, composition.lengths, settings.gamma, settings.gae_lambda))
+    returns = [estimate + token_values for estimate, token_values in zip(estimates, values, strict=True)]
     all_estimates, all_returns = np.concatenate(estimates), np.concatenate(returns)
     used = whitened(all_estimates) if settings.whiten else all_estimates
     metrics = {
@@ -134,18 +138,18 @@ def judged(
         "critic/advantage_std": float(all_estimates.std()),
     }
     done, means = [], {}
-    parts = np.split(used, np.cumsum([len(one) for one in estimates])[:-1])
-    for each, own, back, advantages in zip(compositions, values, returns, parts, strict=True):
-        fields = {"values_BT": own, "returns_BT": back, "advantages_BT": advantages}
-        done.append(each.replaced({name: each.scattered(flat) for name, flat in fields.items()}))
-        responses = np.repeat(np.arange(len(each.keys)), each.lengths)
-        sums = np.bincount(responses, advantages, minlength=len(each.keys))
-        means |= dict(zip(each.keys, (sums / np.maximum(each.lengths, 1)).tolist(), strict=True))
+    parts = np.split(used, np.cumsum([len(estimate) for estimate in estimates])[:-1])
+    for composition, token_values, back, advantages in zip(compositions, values, returns, parts, strict=True):
+        fields = {"values_BT": token_values, "returns_BT": back, "advantages_BT": advantages}
+        done.append(composition.replaced({name: composition.scattered(flat) for name, flat in fields.items()}))
+        responses = np.repeat(np.arange(len(composition.keys)), composition.lengths)
+        sums = np.bincount(responses, advantages, minlength=len(composition.keys))
+        means |= dict(zip(composition.keys, (sums / np.maximum(composition.lengths, 1)).tolist(), strict=True))
     return Judged(done, means, metrics)
 
 
 def critic_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a critic's optimizer steps in a training step, by names of their own."""
+    """The metrics of a critic's optimizer steps in a training step, by names that begin with `critic/`."""
     merged = of_all_updates(updates)
     kept = [name for name in merged if name not in ("trained_tokens", "updates", "seconds/idle")]
     return {f"critic/{name}": merged[name] for name in kept}

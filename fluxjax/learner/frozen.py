@@ -1,4 +1,4 @@
-"""Training of adapters beside weights that stay as they are: which, and how these weights are recognised later."""
+"""Training of adapters beside frozen weights: which adapters, and how the frozen weights are recognised later."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _fingerprints(mesh: Mesh) -> jax.stages.Wrapped:
 
 
 def _of(weight: Array) -> Array:
-    """The sum of the bits, each number of which counts by an odd factor of its place: sums of integers depend on no
-    order, and an odd factor loses no bit."""
+    """The sum of a weight's numbers, read as integers, each times an odd factor that depends on its place: sums of
+    integers depend on no order, and an odd factor loses no bit."""
     factors = jnp.ones(weight.shape, jnp.uint32)
     for axis in range(weight.ndim):
         places = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)

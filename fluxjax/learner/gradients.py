@@ -88,7 +88,7 @@ class Gradients:
         )
 
     def on(self, devices: Sequence[Any]) -> Gradients:
-        """The same on other devices of this process."""
+        """Returns the same programs for other devices of this process."""
         mesh = make_mesh(devices=devices)
         return type(self)(
             self._config,
@@ -113,7 +113,7 @@ class Gradients:
         return self.strategy.shard_trained(grads), jax.device_put(tally, NamedSharding(self.mesh, P()))
 
     def merged(self, params: Params) -> Params:
-        """The parameters as engines and files have them: without adapters, these added to the weights beside them."""
+        """The parameters as engines and files have them: adapters are added to the weights that they stand beside."""
         if not self._config.lora.rank:
             return params
         weights = low_rank.adapted(params, self.strategy.specs)
@@ -121,12 +121,12 @@ class Gradients:
         return unflatten_dict(by_path(low_rank.plain(params)) | by_path(changed))
 
     def accumulate(self, params: Params, microbatches: Sequence[Microbatch]) -> Outcome:
-        """(gradients, tally) summed over the microbatches, laid out like the parameters that are trained.
+        """Returns (gradients, tally) summed over the microbatches, laid out like the parameters that are trained.
 
-        All devices compute those without an owner together first. Then each device computes those that it owns, at its
-        own pace (`sharding.odc`), which is waited for; of those of other processes, shapes are enough. Raises
-        ValueError without a microbatch, or if the devices do not divide its rows; `sharding.odc.OdcError` for a device
-        that fails alone; DataError where pixels that are elsewhere can't be had.
+        All devices compute the microbatches without an owner together first. Then each device computes the microbatches
+        that it owns, at its own pace (`sharding.odc`), and all are waited for; of microbatches that other processes
+        own, shapes are enough. Raises ValueError without a microbatch, or if the devices do not divide its rows;
+        `sharding.odc.OdcError` for a device that fails alone; DataError where pixels that are elsewhere can't be had.
         """
         if not microbatches:
             raise ValueError("an optimizer step needs at least one microbatch")
@@ -200,8 +200,8 @@ class Gradients:
         return jitted if compiled is None else compiled.result()
 
     def logprobs(self, params: Params, inputs: PackedTokens) -> Scores:
-        """(log-probability of each token, entropy of its distribution), `[B, T]` float32. Meaningless where a token has
-        no predecessor."""
+        """Returns (log-probability of each token, entropy of its distribution), `[B, T]` float32. Both are meaningless
+        where a token has no predecessor."""
         placed = self._place(inputs, inputs)
         return self._program("logprobs", self._logprobs, placed)(params, placed)
 
@@ -245,7 +245,7 @@ class Gradients:
         return self.strategy.place(self._read(batch))
 
     def _expect(self, microbatches: Sequence[Microbatch]) -> None:
-        """Pixels of these are fetched while others are computed."""
+        """Has the pixels of these microbatches fetched while earlier ones are computed."""
         if self._materializer is not None:
             self._materializer.expect(microbatch.batch for microbatch in microbatches)
 
@@ -337,13 +337,13 @@ def on_every_device(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def _owned(microbatches: Sequence[Microbatch]) -> tuple[list[int], list[TrainBatch], list[int]]:
-    """(indices, batches, owners) of the microbatches that have an owner."""
+    """Returns (indices, batches, owners) of the microbatches that have an owner."""
     owned = [(i, m.batch, m.owner) for i, m in enumerate(microbatches) if m.owner is not None]
     return [i for i, _, _ in owned], [batch for _, batch, _ in owned], [owner for _, _, owner in owned]
 
 
 def _row_dims(batch: TrainBatch | PackedTokens) -> Any:
-    """Rows and patches are the first dimension of everything but the rotary positions."""
+    """The dimension of rows, or patches, in each array of a batch: the first, but the second in rotary positions."""
 
     def dimension(path: tuple, _: Any) -> int:
         return 1 if getattr(path[-1], "name", "") == "positions_3BT" else 0

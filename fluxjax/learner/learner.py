@@ -143,20 +143,20 @@ class Learner:
         return self.gradients.merged(self.params)
 
     def adopt(self, adapters: Mapping[tuple[str, ...], np.ndarray]) -> None:
-        """Goes on from these adapters, by path, in the place of new ones."""
-        self.params = self.with_own(self.gradients.strategy.shard_trained(unflatten_dict(dict(adapters))))
+        """Sets the adapters to these, by path, to train them further."""
+        self.params = self.with_trained(self.gradients.strategy.shard_trained(unflatten_dict(dict(adapters))))
 
-    def own(self, params: Params) -> Params:
-        """What differs from the weights that training began with, of the learner's parameters or an earlier state of
-        them: all, or, where there are adapters, these."""
+    def trained(self, params: Params) -> Params:
+        """Returns the trained weights among the learner's parameters, or an earlier state of them: the adapters, or,
+        where there are none, all weights. All else is as it was when training began."""
         return self.gradients.strategy.trained(params)
 
-    def with_own(self, own: Params) -> Params:
-        """The parameters of which `own` is what differs."""
-        return self.gradients.strategy.with_trained(self.params, own)
+    def with_trained(self, trained: Params) -> Params:
+        """Returns the learner's parameters with `trained` in the place of their trained weights."""
+        return self.gradients.strategy.with_trained(self.params, trained)
 
     def _fresh_opt_state(self) -> Any:
-        trained = self.own(self.params)
+        trained = self.trained(self.params)
         if self._abstract:
             return with_shardings(jax.eval_shape(self._optimizer.init, trained), self._opt_shardings)
         return self._init(trained)
@@ -166,13 +166,13 @@ class Learner:
         compiled yet: `accumulate`, `update`, `logprobs`."""
         programs = self.gradients.lowered(self.params, batch)
         grads, tally = programs["accumulate"].out_info
-        grads = with_shardings(grads, self.own(self.gradients.strategy.shardings))
+        grads = with_shardings(grads, self.trained(self.gradients.strategy.shardings))
         tally = on_every_device(tally, self.mesh)
-        return programs | {"update": self._apply.lower(self.own(self.params), grads, self.opt_state, tally)}
+        return programs | {"update": self._apply.lower(self.trained(self.params), grads, self.opt_state, tally)}
 
     def step(self, microbatches: Sequence[Microbatch], *, last: bool = True) -> dict[str, float]:
-        """One optimizer step over the sum of the microbatches' losses. Blocks until it is done. `last`: of its training
-        step, which then counts as a version.
+        """Makes one optimizer step over the sum of the microbatches' losses. Blocks until it is done. `last` says that
+        it is the last one of its training step, which then counts as a version.
 
         Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics
         over trained tokens; for tokens that an engine generated, `importance.metrics`; for those that it generated
@@ -191,42 +191,42 @@ class Learner:
         return metrics
 
     def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
-        """The optimizer step with the gradients of a whole step, which are donated. Metrics and `last` are those of
-        `step`."""
+        """Makes the optimizer step with the gradients of a whole step, which are donated. Metrics and `last` are those
+        of `step`."""
         return _metrics(tally, self._updated(grads, tally, last=last))
 
     def _updated(self, grads: Params, tally: Tally, *, last: bool) -> np.ndarray:
         """Makes the optimizer step; returns its report."""
-        trained, self.opt_state, report = self._apply(self.own(self.params), grads, self.opt_state, tally)
-        self.params = self.with_own(trained)
+        trained, self.opt_state, report = self._apply(self.trained(self.params), grads, self.opt_state, tally)
+        self.params = self.with_trained(trained)
         self.version += last
         return np.asarray(report)
 
     def rest(self) -> None:
-        """Counts a training step that leaves the weights as they are."""
+        """Counts a training step that leaves the weights unchanged."""
         self.version += 1
 
     def accumulate(self, microbatches: Sequence[Microbatch]) -> Outcome:
-        """See `Gradients.accumulate`."""
+        """Computes `Gradients.accumulate` under the learner's parameters."""
         return self.gradients.accumulate(self.params, microbatches)
 
     def logprobs(self, inputs: PackedTokens, params: Params | None = None) -> Scores:
-        """See `Gradients.logprobs`; under the learner's parameters or others of the same layout (a frozen
+        """Computes `Gradients.logprobs` under the learner's parameters, or under others of the same layout (a frozen
         reference)."""
         return self.gradients.logprobs(self.params if params is None else params, inputs)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the rest of training depends on, as a pytree of arrays for a checkpoint; of frozen weights,
-        which are built anew from what they came from, only what they are recognised by."""
+        """Everything that the rest of training depends on, as a pytree of arrays for a checkpoint. Of frozen weights,
+        which a resumed run reads or draws again, it has only a fingerprint by which they are recognised."""
         everywhere = NamedSharding(self.mesh, P())
         # Not `device_put`: of several processes, that would wait for the others to see that they put the same.
         version = jax.make_array_from_callback((), everywhere, lambda _: np.int32(self.version))
-        state = {"params": self.own(self.params), "opt_state": self.opt_state, "version": version}
+        state = {"params": self.trained(self.params), "opt_state": self.opt_state, "version": version}
         return state if self._base is None else state | {"base": self._base}
 
     def forget(self) -> None:
         """Becomes an abstract learner, but for frozen weights, to make room for the arrays of `load_state`."""
-        self.params, self.opt_state = self.with_own(like(self.own(self.params))), like(self.opt_state)
+        self.params, self.opt_state = self.with_trained(like(self.trained(self.params))), like(self.opt_state)
         self._abstract = True
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class Learner:
                 "back the folder that the run began with"
             )
         self._abstract = False
-        self.params = self.with_own(self.gradients.strategy.shard_trained(state.pop("params")))
+        self.params = self.with_trained(self.gradients.strategy.shard_trained(state.pop("params")))
         leaves, tree = jax.tree.flatten(state.pop("opt_state"))
         for number, sharding in enumerate(jax.tree.leaves(self._opt_shardings)):
             leaves[number] = jax.block_until_ready(jax.device_put(leaves[number], sharding, may_alias=False))
@@ -247,7 +247,7 @@ class Learner:
         self.version = int(state.pop("version"))
 
     def _compile_update(self) -> None:
-        """The optimizer's programs."""
+        """Makes the optimizer's programs."""
         strategy, replicated = self.gradients.strategy, NamedSharding(self.mesh, P())
         shardings, abstract = strategy.trained(strategy.shardings), strategy.trained(strategy.abstract)
         self._opt_shardings = optax.tree_utils.tree_map_params(

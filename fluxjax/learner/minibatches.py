@@ -20,8 +20,9 @@ def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
 
 def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of a training step out of those of its optimizer steps: sums of tokens, seconds and skipped steps;
-    the last learning rate; the largest of maxima; of all else the mean, weighted by trained tokens, over the optimizer
-    steps that have it. `updates` says how many they are. Those of a single one are as they are."""
+    the last learning rate; the largest of maxima; of all other metrics the mean, weighted by trained tokens, over the
+    optimizer steps that have it. `updates` is the number of optimizer steps. The metrics of a single optimizer step
+    stay unchanged."""
     if len(updates) == 1:
         return dict(updates[0])
     merged = {"updates": float(len(updates))}

@@ -41,7 +41,7 @@ from .scoring import in_turn, logprobs_of, needs_scores, shaped, with_scores
 
 @runtime_checkable
 class OnDevices(Protocol):
-    """An engine, as far as training knows it."""
+    """An engine as training knows it: only its devices matter."""
 
     @property
     def devices(self) -> Sequence[Any]:
@@ -73,7 +73,7 @@ class Portion:
 
 
 class PolicyTrainer:
-    """A training step over scored groups: advantages, packing, log-probs that the loss needs, learner.
+    """Makes training steps over scored groups: advantages, packing, log-probs that the loss needs, optimizer steps.
 
     Gradients of some groups may be computed before, on the devices of `engines` that were lent."""
 
@@ -91,10 +91,10 @@ class PolicyTrainer:
         critic: Critic | None = None,
     ) -> None:
         """`composer` is for the devices of the learner's mesh; `reference` are the weights of the KL term, if any, and
-        `on_reference` is told those that take their place; `algorithm` replaces the one that `config` names; `weights`
-        returns what engines are given, where that is not what the learner has; `replay` has groups that steps train on
-        again; `critic` is for algorithms that have one. Raises ConfigError for an algorithm that can't have what
-        `config` asks for."""
+        `on_reference` is called with the weights that take their place; `algorithm` replaces the one that `config`
+        names; `weights` returns the weights for engines, where these are not the learner's parameters; `replay` has
+        groups that steps train on again; `critic` is for algorithms that have one. Raises ConfigError for an algorithm
+        that can't have what `config` asks for."""
         self._config, self._learner, self._composer, self._reference = config, learner, composer, reference
         self._engines, self._weights = engines, weights
         self._algorithm = algorithm or find_algorithm(config.algorithm)
@@ -202,8 +202,8 @@ class PolicyTrainer:
             metrics.append({**learner.step(composition.everywhere, last=last), **found})
         if resting:
             learner.rest()
-        own = of_all_updates(metrics) if metrics else {}
-        return together(compositions), own | (self._judged | critic_metrics(of_critic) if of_critic else {})
+        of_policy = of_all_updates(metrics) if metrics else {}
+        return together(compositions), of_policy | (self._judged | critic_metrics(of_critic) if of_critic else {})
 
     def _compute(self, portion: Portion, place: _Place) -> None:
         """The gradients of a portion."""
@@ -212,8 +212,8 @@ class PolicyTrainer:
         portion.outcome = place.gradients.accumulate(place.params, portion.composition.microbatches)
 
     def _composed(self, portions: Sequence[Portion], place: _Place) -> list[Composition]:
-        """The microbatches of each portion for the devices of `place`, with all that the loss reads. Where that changes
-        advantages, those of the portions' groups are new."""
+        """The microbatches of each portion for the devices of `place`, with all that the loss reads. Where advantages
+        depend on log-probs or on the critic, the portions' groups get new ones."""
         chosen = only_taught if self._algorithm.coupled else list
         options = {"skip_idle": self._skip_idle, "version": place.version}
         compositions = [
@@ -240,11 +240,12 @@ class PolicyTrainer:
         compositions: Sequence[Composition],
         kl: Sequence[np.ndarray] | None,
     ) -> Sequence[Composition]:
-        """The critic's advantages; those of the portions' samples are then the means over their tokens."""
+        """Returns the minibatches with the critic's advantages. The samples of the portions get the mean advantage of
+        their tokens."""
         assert self._critic is not None
         samples = [sample for part in portions for group in part.groups for sample in group.samples]
         outcomes = {(sample.response.draw, sample.response.sample): sample.advantage for sample in samples}
-        costs = None if kl is None else [self._config.algorithm.kl_coefficient * each for each in kl]
+        costs = None if kl is None else [self._config.algorithm.kl_coefficient * token_kls for token_kls in kl]
         judged = self._critic.judge(compositions, outcomes, costs)
         self._judged = judged.metrics
         for part in portions:
@@ -266,7 +267,7 @@ class PolicyTrainer:
         return advantages
 
     def _renew_reference(self) -> None:
-        """Where it is time, the reference becomes the policy as it is now."""
+        """Makes the current policy the reference, where the configuration says so for this version."""
         learner = self._learner
         if self._config.algorithm.renews_reference(learner.version):
             self._reference = learner.params
@@ -276,7 +277,7 @@ class PolicyTrainer:
                 self._on_reference(learner.params)
 
     def _place(self, engines: Sequence[int] = ()) -> _Place:
-        """The devices of these engines, with the newest weights; none given: the learner's."""
+        """The devices of these engines, with the newest weights; without engines, the learner's devices."""
         learner = self._learner
         devices = tuple(dict.fromkeys(device for number in engines for device in self._engines[number].devices))
         if not devices or set(devices) == set(learner.mesh.devices.flat):
@@ -293,7 +294,7 @@ class PolicyTrainer:
 
 
 def check_algorithm(config: Config, algorithm: RLAlgorithm, processes: int = 1) -> None:
-    """Raises ConfigError for settings under which the algorithm can't be computed, and for a number of processes."""
+    """Raises ConfigError for settings, or a number of processes, under which the algorithm can't be computed."""
     if algorithm.coupled and not config.algorithm.kl_coefficient:
         raise ConfigError(
             f"algorithm.name = {config.algorithm.label} compares with a reference: algorithm.kl_coefficient must be "
@@ -334,7 +335,7 @@ def less_kl(group: Group, kl: Mapping[Key, float], coefficient: float) -> Group:
 
 
 def advantaged(group: Group, advantages: Mapping[Key, float]) -> Group:
-    """The group with these advantages."""
+    """The group with these advantages, given by (draw, sample)."""
     return with_advantages(group, [advantages[s.response.draw, s.response.sample] for s in group.samples])
 
 
@@ -352,8 +353,8 @@ def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
 
 
 def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
-    """One portion of all of their groups. Its outcome, if any of them has one, is on the mesh of `gradients`; theirs
-    are donated. Those without an outcome count for the normaliser only."""
+    """Joins portions into one. Its outcome, if any portion has one, is on the mesh of `gradients`; the portions'
+    outcomes are donated. A portion without an outcome counts for the normaliser only."""
     size = sum(portion.size for portion in portions)
     composition: Composition | None = None
     total: Outcome | None = None

@@ -31,7 +31,7 @@ class _KeptGroup:
 
     @property
     def size(self) -> float:
-        """The mean magnitude of its advantages."""
+        """The mean magnitude of the group's advantages."""
         return float(np.mean([abs(sample.advantage) for sample in self.group.samples]))
 
 
@@ -44,15 +44,16 @@ class ReplayBuffer:
 
     @classmethod
     def of(cls, config: ReplayConfig) -> ReplayBuffer | None:
-        """An empty one; None where nothing is replayed."""
+        """Returns an empty buffer; None where nothing is replayed."""
         return cls(config) if config.share else None
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def choose(self, fresh: int, version: int) -> tuple[list[Group], dict[int, PreparedPrompt]]:
-        """The groups to replay in a step with so many fresh ones, which trains weights of this version; by draw, with
-        their prompts. Each of them counts as replayed once more, and those that are too old are let go."""
+        """Returns the groups to replay in a step that trains weights of this version on `fresh` fresh groups, in the
+        order of their draws, and their prompts by draw. Each of them counts as replayed once more; groups that are too
+        old are let go."""
         self._let_go(version)
         wanted = int(fresh * self._config.share / (1.0 - self._config.share) + 1e-9)
         chosen = sorted(self._kept.values(), key=self._rank)[:wanted]
@@ -62,8 +63,8 @@ class ReplayBuffer:
         return [kept.group for kept in chosen], {kept.group.prompt.draw: kept.prepared for kept in chosen}
 
     def keep(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], version: int) -> None:
-        """These were trained on, and the weights are of this version now. Groups without an advantage teach nothing
-        again; where there is no room, the oldest go."""
+        """Keeps groups that were trained on, for the weights that are now of this version. Groups without an advantage
+        would teach nothing again and are not kept; where there is no room, the oldest groups go."""
         for group in groups:
             versions = [v for sample in group.samples for v in sample.response.versions]
             if versions and any(sample.advantage != 0.0 for sample in group.samples):
@@ -74,7 +75,7 @@ class ReplayBuffer:
         self._kept = dict(oldest_first[max(len(oldest_first) - self._config.groups, 0) :])
 
     def _let_go(self, version: int) -> None:
-        """Groups that can't be replayed any more, at this version or later."""
+        """Removes the groups that can't be replayed any more, at this version or later."""
         self._kept = {
             draw: kept
             for draw, kept in self._kept.items()
@@ -101,7 +102,7 @@ class ReplayBuffer:
         """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw; groups whose prompt it lacks,
         because it can't be prepared any more, are let go."""
         kept = [_from_json(saved, prepared[saved["draw"]]) for saved in _groups(state) if saved["draw"] in prepared]
-        self._kept = {one.group.prompt.draw: one for one in kept}
+        self._kept = {kept_group.group.prompt.draw: kept_group for kept_group in kept}
 
 
 def draws_of(state: SavedState) -> list[int]:
@@ -110,12 +111,12 @@ def draws_of(state: SavedState) -> list[int]:
 
 
 def replay_metrics(fresh: Sequence[Group], replayed: Sequence[Group], version: int, kept: int) -> dict[str, float]:
-    """What a step that trains weights of this version has of fresh and replayed groups.
+    """Returns the metrics of fresh and replayed groups in a step that trains weights of this version.
 
-    `replay/share`: of the step's groups; `replay/age` and `replay/age_max`: versions that the replayed tokens are
-    behind; `replay/kept`: groups in the buffer after the step. Where some are replayed, `staleness/lag_mean` and
-    `staleness/lag_max` are here again, of the fresh ones alone: how far generation lies behind. Fresh groups whose
-    advantages are all 0 are left out, if there are others.
+    `replay/share`: the share of the step's groups that are replayed; `replay/age` and `replay/age_max`: versions that
+    the replayed tokens are behind; `replay/kept`: groups in the buffer after the step. Where groups are replayed,
+    `staleness/lag_mean` and `staleness/lag_max` are here again, of the fresh groups alone: how far generation lies
+    behind. Fresh groups whose advantages are all 0 are left out of these, unless all fresh groups are such.
     """
     metrics = {"replay/share": len(replayed) / (len(fresh) + len(replayed)), "replay/kept": float(kept)}
     if not replayed:

@@ -26,8 +26,8 @@ Judging: TypeAlias = Callable[[Sequence[Composition], Sequence[np.ndarray] | Non
 
 def logprobs_of(composition: Composition, gradients: Gradients, weights: Params) -> list[np.ndarray]:
     """The log-probs of these weights, `[B, T]` of each microbatch of this process."""
-    own = gradients.scores(weights, composition.everywhere)[: len(composition.microbatches)]
-    return [own_rows(scores[0]) for scores in own if scores is not None]
+    found = gradients.scores(weights, composition.everywhere)[: len(composition.microbatches)]
+    return [own_rows(scores[0]) for scores in found if scores is not None]
 
 
 def needs_scores(config: Config, algorithm: RLAlgorithm) -> bool:
@@ -46,15 +46,15 @@ def with_scores(
     rewarded: Rewarded | None = None,
     judging: Judging | None = None,
 ) -> list[Composition]:
-    """The minibatches of a step with the log-probs that their loss reads: of the reference weights, if there are any,
-    and of `params`, for weights and ratios of whole responses and where these weights will have changed before the last
-    optimizer step. `rewarded` returns the advantages of responses whose KL, in nats, is taken off their reward;
-    `judging`, of who has a critic, sets advantages instead."""
+    """Returns the minibatches of a step with the log-probs that their loss reads: those of the reference weights, if
+    there are any; and those of `params`, for importance weights and ratios of whole responses, and where these
+    parameters will have changed before the last optimizer step. `rewarded` returns the advantages of responses whose
+    KL, in nats, is taken off their reward; with a critic, `judging` sets the advantages instead."""
     settings, scored = config.algorithm, list(compositions)
     if reference is not None:
-        scored = [with_reference(each, logprobs_of(each, gradients, reference)) for each in scored]
+        scored = [with_reference(composition, logprobs_of(composition, gradients, reference)) for composition in scored]
     needed = needs_scores(config, algorithm)
-    proximal = [logprobs_of(each, gradients, params) for each in scored] if needed else []
+    proximal = [logprobs_of(composition, gradients, params) for composition in scored] if needed else []
     if judging is not None:
         paired = zip(scored, proximal, strict=True) if settings.kl_in_reward else None
         scored = list(judging(scored, paired and [token_kl(*pair, settings.kl_estimator) for pair in paired]))
@@ -62,27 +62,27 @@ def with_scores(
         return scored
     if settings.kl_in_reward and rewarded is not None and judging is None:
         kl: dict[Key, float] = {}
-        for each, logprobs in zip(scored, proximal, strict=True):
-            kl |= response_kl(each, logprobs, settings.kl_estimator)
+        for composition, logprobs in zip(scored, proximal, strict=True):
+            kl |= response_kl(composition, logprobs, settings.kl_estimator)
         advantages = rewarded(kl)
-        scored = [with_advantages(each, advantages) for each in scored]
+        scored = [with_advantages(composition, advantages) for composition in scored]
     done = []
-    for each, logprobs in zip(scored, proximal, strict=True):
+    for composition, logprobs in zip(scored, proximal, strict=True):
         if settings.importance.whole:
-            each = with_importance(each, logprobs, settings.importance)
+            composition = with_importance(composition, logprobs, settings.importance)
         if settings.updates > 1:
-            each = with_proximal(each, logprobs)
+            composition = with_proximal(composition, logprobs)
         if algorithm.response_ratios:
-            each = with_policy_ratios(each, logprobs, settings.importance.decoupled)
-        done.append(each)
+            composition = with_policy_ratios(composition, logprobs, settings.importance.decoupled)
+        done.append(composition)
     return done
 
 
 def in_turn(
     compositions: Sequence[Composition], learner: Learner, config: Config, algorithm: RLAlgorithm
 ) -> Iterator[tuple[Composition, bool]]:
-    """The scored minibatches of a training step in the order of its optimizer steps; with the last one, True. Each is
-    read by the policy as it is in its turn, where its loss has ratios of whole responses."""
+    """Yields the scored minibatches of a training step in the order of its optimizer steps, each with whether it is the
+    last. Where the loss has ratios of whole responses, they are those of the policy when the minibatch is yielded."""
     settings = config.algorithm
     updates = list(compositions) * settings.epochs
     for number, composition in enumerate(updates, 1):
@@ -93,7 +93,7 @@ def in_turn(
 
 
 def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:
-    """The batch with all fields that `with_scores` fills in, for who compiles a program; only shapes count."""
+    """The batch with all fields that `with_scores` fills in, for compiling a program; only their shapes are right."""
     further = {
         "proximal_logprobs_BT": config.algorithm.updates > 1,
         "policy_log_ratios_BT": algorithm.response_ratios,

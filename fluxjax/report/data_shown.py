@@ -1,4 +1,4 @@
-"""Where the pixels of a run come from, as users see it: a step's numbers, a few words, a row for each preprocessor."""
+"""The sources of a run's pixels, as users see them: a step's numbers, a few words, a row for each preprocessor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..data.materializer import Materialized
 
 
 class DataMetrics:
-    """What a step's metrics say of pixels, from step to step."""
+    """Computes a step's metrics of pixels: bytes and seconds of fetches, decoding, caches, preprocessors."""
 
     def __init__(self) -> None:
         self._known = time.perf_counter()  # when the stats were those of the last step
@@ -26,8 +26,9 @@ class DataMetrics:
     def since_last(
         self, moved: Materialized, stats: StoreStats, known: float, preprocessors: Sequence[PreprocessorStatus]
     ) -> dict[str, float]:
-        """By their names in `metrics.jsonl`. `moved` and `stats` are totals since the run was started, of `stats` as
-        they were `known`, by `time.perf_counter`: a rate stays until more is known."""
+        """Returns the metrics since the last step, by their names in `metrics.jsonl`. `moved` and `stats` are totals
+        since the run was started; `known` is when `stats` were as given, by `time.perf_counter`: the rate of frames
+        stays until newer stats are known."""
         (moved_before, stats_before) = self._moved, self._stats
         self._moved, self._stats = moved, stats
         size, fetching = moved.bytes - moved_before.bytes, moved.fetching - moved_before.fetching

@@ -136,8 +136,8 @@ class Display:
         shown = {}
         if "reward/mean" in metrics:
             shown["reward"] = f"{metrics['reward/mean']:.3f}"
-            each = [f"{k.removeprefix('accuracy/')} {v:.0%}" for k, v in metrics.items() if k.startswith("accuracy/")]
-            shown["sampled"] = ", ".join(each)
+            accuracies = {k: v for k, v in metrics.items() if k.startswith("accuracy/")}
+            shown["sampled"] = ", ".join(f"{k.removeprefix('accuracy/')} {v:.0%}" for k, v in accuracies.items())
         elif "loss" in metrics:
             shown["loss"] = f"{metrics['loss']:.3f}"
         if self._eval:

@@ -15,12 +15,12 @@ MOST = 16  # lines; of more processes, the slowest are shown
 
 
 def slowest(hosts: Sequence[HostStatus]) -> HostStatus:
-    """The one that the others wait for: see `HostStatus.own`."""
-    return max(hosts, key=lambda host: host.own)
+    """The process that the other processes wait for: see `HostStatus.own_seconds`."""
+    return max(hosts, key=lambda host: host.own_seconds)
 
 
 def host_lines(hosts: Sequence[HostStatus]) -> list[str]:
-    """A line each, to be printed."""
+    """A line for each process, to be printed."""
     lines = []
     for host in _shown(hosts):
         numbers = " | ".join(f"{name} {text}" for name, text in _numbers(host).items())
@@ -30,7 +30,7 @@ def host_lines(hosts: Sequence[HostStatus]) -> list[str]:
 
 
 class HostTable:
-    """A row each, as they are whenever the terminal is drawn; nothing where a run has one process."""
+    """A row for each process, as it is whenever the terminal is drawn; nothing where a run has one process."""
 
     def __init__(self, hosts: Callable[[], Sequence[HostStatus]]) -> None:
         self._hosts = hosts
@@ -51,7 +51,8 @@ class HostTable:
 
 
 def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
-    """The stages of their last step as bars of the Gantt picture, a lane each; none of who has not told of it yet."""
+    """The stages of the last step as bars of the Gantt picture, a lane for each process; a process that has not told of
+    that step yet has none."""
     return [
         Span(stage.name, f"process {host.process}", stage.start, stage.end, step)
         for host in hosts
@@ -61,20 +62,20 @@ def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
 
 
 def host_metrics(hosts: Sequence[HostStatus]) -> dict[str, float]:
-    """What a step's metrics say of all processes together; nothing of a run of one."""
+    """Returns a step's metrics of all processes together; none where the run has one process."""
     if not hosts:
         return {}
     return {
         "hosts/processes": float(len(hosts)),
         "hosts/slowest": float(slowest(hosts).process),
-        "hosts/own_seconds_max": max(host.own for host in hosts),
-        "hosts/own_seconds_mean": sum(host.own for host in hosts) / len(hosts),
+        "hosts/own_seconds_max": max(host.own_seconds for host in hosts),
+        "hosts/own_seconds_mean": sum(host.own_seconds for host in hosts) / len(hosts),
         "hosts/memory_bytes_max": float(max(host.memory for host in hosts)),
     }
 
 
 def host_records(hosts: Sequence[HostStatus]) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` says of each process, under `hosts`."""
+    """Returns the records of the processes in `metrics.jsonl`, under `hosts`."""
     return [
         {
             "process": host.process,
@@ -85,14 +86,14 @@ def host_records(hosts: Sequence[HostStatus]) -> list[dict[str, Any]]:
             "prepare_seconds": round(host.prepared, 6),
             "train_seconds": round(host.trained, 6),
             "wait_seconds": round(host.waited, 6),
-            "own_seconds": round(host.own, 6),
+            "own_seconds": round(host.own_seconds, 6),
         }
         for host in hosts
     ]
 
 
 def _shown(hosts: Sequence[HostStatus]) -> list[HostStatus]:
-    chosen = sorted(hosts, key=lambda host: -host.own)[:MOST]
+    chosen = sorted(hosts, key=lambda host: -host.own_seconds)[:MOST]
     return sorted(chosen, key=lambda host: host.process)
 
 

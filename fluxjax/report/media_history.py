@@ -1,4 +1,4 @@
-"""Who had which medium when, from the books of `coordinator.places`: bars for pictures."""
+"""The history of media on preprocessors, from the books of `coordinator.places`, as bars for pictures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..coordinator.places import MediumStage, Transition
 
 @dataclasses.dataclass(frozen=True)
 class MediumBar:
-    """A place looked at a medium, or (`held`) had it decoded, for a while. `row` counts media in the order in which
-    they were first wanted; times are those of the history."""
+    """A time in which a preprocessor (`place`) looked at a medium, or (`held`) had it decoded. `row` counts media in
+    the order in which they were first wanted; `start` and `end` are on the clock of the history."""
 
     row: int
     place: str
@@ -22,10 +22,11 @@ class MediumBar:
 
 
 def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
-    """The bars of a history up to `end`, those that are open included. What began before the history does is left out.
+    """The bars of a history up to `end`, with those that are still open. A bar that began before the history is left
+    out.
 
-    A place holds what it has looked at until it is lost or nobody asks for it any more: what it has no room for, it
-    decodes again, of which the books know nothing.
+    A place counts as holding a medium that it has looked at until the place is lost or nobody asks for the medium any
+    more: media that it has no room for it decodes again, of which the books know nothing.
     """
     rows: dict[str, int] = {}
     looks: dict[str, tuple[str, float]] = {}  # by key: the place, and since when
@@ -39,8 +40,8 @@ def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
     for key, place, stage, now in history:
         if not key:
             for begun in (looks, holds) if stage is MediumStage.LOST else ():
-                for gone in [other for other, (holder, _) in begun.items() if holder == place]:
-                    close(begun, gone, now)
+                for lost in [medium for medium, (holder, _) in begun.items() if holder == place]:
+                    close(begun, lost, now)
             continue
         rows.setdefault(key, len(rows))
         close(looks, key, now)
@@ -58,8 +59,8 @@ def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
 
 
 def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float, later: float) -> list[Span]:
-    """A lane for each place: when it had media to look at, within the time of `spans`, whose clock is `later` seconds
-    ahead of that of the history, which ends at `end`."""
+    """Returns a lane for each place: the times in which it had media to look at, within the time of `spans`. The clock
+    of `spans` is `later` seconds ahead of that of the history, which ends at `end`."""
     if not spans:
         return []
     first, last = min(span.start for span in spans), max(span.end for span in spans)

@@ -1,4 +1,4 @@
-"""The picture of who held what when: media over time, in the colours of the preprocessors."""
+"""The picture of media over time, in the colours of the preprocessors that looked at them and held them."""
 
 import pathlib
 import random
@@ -64,7 +64,7 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
 
 
 def _corners(bars: Sequence[MediumBar], height: int, origin: float) -> np.ndarray:
-    """[bars, 4, 2]: the rectangle of each, as high as so many rows."""
+    """The rectangles of bars, as high as so many rows: their corners, `[bars, 4, 2]`."""
     sizes = np.array([(bar.start - origin, bar.end - origin, bar.row // height * height) for bar in bars]).reshape(
         -1, 3
     )

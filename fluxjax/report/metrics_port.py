@@ -18,7 +18,7 @@ TOKEN = "FLUXJAX_TOKEN"
 
 
 class MetricsPort:
-    """Serves a registry until it is closed. With FLUXJAX_TOKEN in the environment to those only that send it as
+    """Serves a registry until it is closed; with FLUXJAX_TOKEN in the environment, only to clients that send it as
     `Authorization: Bearer`."""
 
     def __init__(self, registry: prometheus_client.CollectorRegistry, host: str, port: int) -> None:

@@ -73,7 +73,7 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def of_steps(spans: Sequence[Span]) -> list[Span]:
-    """What belongs to complete steps. Evaluations, which dwarf them, are left out."""
+    """The spans of complete steps. Evaluations, which dwarf steps, are left out."""
     last = max((span.end for span in spans if span.name == "sync"), default=0.0)
     return [span for span in spans if span.name != "eval" and span.start < last]
 

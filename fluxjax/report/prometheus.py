@@ -93,7 +93,7 @@ _HOST_METRICS: Mapping[str, tuple[str, Callable[[HostStatus], float]]] = {
     "prepare_seconds": ("planning, reading media and laying out the last step", lambda host: host.prepared),
     "train_seconds": ("programs of the last step, waiting for others within them included", lambda host: host.trained),
     "wait_seconds": ("standing still before the programs of the last step", lambda host: host.waited),
-    "own_seconds": ("what others may have waited for in the last step", lambda host: host.own),
+    "own_seconds": ("what others may have waited for in the last step", lambda host: host.own_seconds),
 }
 
 

@@ -72,5 +72,5 @@ def to_message(result: Any) -> list[Any]:
 
 
 def from_message(values: Sequence[Any]) -> Reward | RewardFailure:
-    """A failure is an answer that was none."""
+    """Reads the answer that `to_message` wrote. Returns a RewardFailure where the message is that of a failure."""
     return RewardFailure(Failing.INVALID, values[0]) if len(values) == 1 else Reward(*values)

@@ -1,4 +1,4 @@
-"""CallSlots in which rewards of one kind are called: as many at the same time as its `concurrency`; others wait."""
+"""Slots in which rewards of one kind are called: as many calls at a time as its `concurrency`; further calls wait."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Usage(NamedTuple):
-    """`waited` is the most calls that waited at once, `busy` the share of their time that calls took."""
+    """The use of slots: `waited` is the most calls that waited at once, `busy` the share of slots' time in calls."""
 
     waited: int
     busy: float
 
 
 class CallSlots:
-    """The slots of one kind, and how much they are used. All of it happens on the run's event loop."""
+    """The slots of one kind of rewards, and how much they are used. All of it happens on the run's event loop."""
 
     def __init__(self, concurrency: int) -> None:
         self.concurrency = concurrency
@@ -30,7 +30,7 @@ class CallSlots:
         self._used = False
 
     @contextlib.asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def slot(self) -> AsyncIterator[None]:
         """Waits for a slot and holds it."""
         semaphore = self._of_this_loop()
         self._waiting += 1
@@ -49,7 +49,7 @@ class CallSlots:
             semaphore.release()
 
     def usage(self) -> Usage | None:
-        """Returns how much the slots were used since it was asked before; None where there was no call."""
+        """Returns how much the slots were used since the last call of this method; None where no reward was called."""
         now = time.monotonic()
         busy = self._busy + sum(now - max(begin, self._since) for begin in self._began.values())
         usage = Usage(self._most, busy / max((now - self._since) * self.concurrency, 1e-9))

@@ -27,13 +27,13 @@ class Caller(Protocol):
 
 
 class LocalCaller:
-    """Calls a reward in this process: what blocks in a daemon thread, users' coroutines in their own loop, coroutines
-    of this package in the run's, where the engines are. A call that takes too long is left behind."""
+    """Calls a reward in this process: a blocking function in a daemon thread, users' coroutines in a loop of their own,
+    coroutines of this package in the run's loop, where the engines are. A call that takes too long is left behind."""
 
     def __init__(self, reward: Any, seconds: float, loop: UsersLoop) -> None:
         self._callee, self._seconds, self._loop = Callee.of(reward), seconds, loop
-        own = str(getattr(reward, "__module__", "")).startswith("fluxjax.")
-        self._in_run_loop = getattr(reward, "in_run_loop", own)
+        built_in = str(getattr(reward, "__module__", "")).startswith("fluxjax.")
+        self._in_run_loop = getattr(reward, "in_run_loop", built_in)
 
     async def call(self, completions: Sequence[Completion]) -> list[Any]:
         result = await self._result(*self._callee.arguments(completions))
@@ -70,7 +70,7 @@ class ProcessCaller:
 
     def __init__(self, found: FoundReward, bounds: RewardKindConfig) -> None:
         self._pool = WorkerPool(
-            "fluxjax.rewards.in_worker:made",
+            "fluxjax.rewards.in_worker:scoring_function",
             bounds.concurrency,
             seconds=bounds.seconds,
             memory_gib=bounds.memory_gib,

@@ -79,8 +79,8 @@ def chosen(text: str, options: Mapping[str, str]) -> set[str]:
     known = set(options) or set(LETTERS)
     if (match := _BEGINS.match(text)) and match[1].upper() in known:
         rest = text[match.end() :]
-        others = _letters(rest, known) | _named(normalise(rest), options)
-        return {match[1].upper()} | others
+        further = _letters(rest, known) | _named(normalise(rest), options)
+        return {match[1].upper()} | further
     return _letters(text, known) | _named(plain, options)
 
 

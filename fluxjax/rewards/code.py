@@ -85,7 +85,7 @@ class CodeReward:
         )
 
     def take_counts(self) -> dict[str, float]:
-        """Returns what happened since it was called before, by the names of metrics behind `rewards/`."""
+        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
         counts = {f"code/{name}": float(self._counts[name]) for name in ("runs", "timed_out", "killed")}
         self._counts.clear()
         return counts

@@ -29,7 +29,7 @@ _TEXTS = ("tests", "setup", "entry_point")
 
 @dataclasses.dataclass(frozen=True)
 class CodeTask:
-    """What a response's code is tested with: `tests`, or pairs of `inputs` and `outputs`."""
+    """The tests that a response's code must pass: `tests`, or pairs of `inputs` and `outputs`."""
 
     tests: str = ""
     setup: str = ""

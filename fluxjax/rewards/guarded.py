@@ -49,7 +49,7 @@ class PacesItself(Protocol):
     """A reward that ends within its time by itself, with a reason of its own."""
 
     def call_within(self, seconds: float) -> None:
-        """Is told how long a call may take."""
+        """Takes in how many seconds a call may take."""
         ...
 
 
@@ -58,7 +58,7 @@ class Counts(Protocol):
     """A reward that counts what it does."""
 
     def take_counts(self) -> Mapping[str, float]:
-        """Returns what happened since it was called before, by the names of metrics behind `rewards/`."""
+        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
         ...
 
 
@@ -79,7 +79,7 @@ class RewardGuard:
         stays = callee.asynchronous or ":" not in found.name or hasattr(found.value, "state_dict")
         stays = stays or found.name.startswith("__main__:")  # no other process can import it
         if stays or not bounds.processes:
-            return self.of_object(found.name, found.made(), failures)
+            return self.of_object(found.name, found.build(), failures)
         return self._guarded(found.name, None, callee.batched, kind, ProcessCaller(found, bounds), failures)
 
     def of_object(self, name: str, reward: Any, failures: Failures) -> GuardedReward:
@@ -107,7 +107,7 @@ class RewardGuard:
         slots = self.slots[kind]
 
         async def in_a_slot(completions: Sequence[Completion]) -> list[Any]:
-            async with slots.one():
+            async with slots.slot():
                 return await caller.call(completions)
 
         async def alone(completion: Completion) -> Any:

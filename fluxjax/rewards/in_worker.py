@@ -10,11 +10,11 @@ from .answers import RewardFailure, as_batch, to_message
 from .named import Callee, find_reward
 
 
-def made(reward: Mapping[str, Any]) -> Callable[[bytes], list[Any]]:
-    """Returns the function that scores completions by a reward, `name` and `arguments`, which is made here, once.
+def scoring_function(reward: Mapping[str, Any]) -> Callable[[bytes], list[Any]]:
+    """Returns the function that scores completions by the reward of this `name` and `arguments`, which is built once.
 
-    It takes them as the run pickled them, and returns an answer for each as plain values, or one reason that is true of
-    all: the run takes no objects from a user's code."""
+    The function takes completions as the run pickled them, and returns an answer for each as plain values, or for all
+    the one reason why they have none: the run takes no objects from a user's code."""
     callee = Callee.of(find_reward(reward["name"], arguments=reward["arguments"]))
 
     def scored(completions: bytes) -> list[Any]:

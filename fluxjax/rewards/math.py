@@ -62,7 +62,8 @@ class MathAnswer:
         )
 
     async def score(self, completion: Completion) -> Reward:
-        """Raises what `WorkerPool.call` does, but for a comparison that takes too long: the answer is to blame."""
+        """Scores a completion. Raises what `WorkerPool.call` does, but for a comparison that takes too long: the answer
+        is to blame."""
         given = explicit_answer(completion.text)
         if given is None and not self.only_marked:
             given = last_number(completion.text)
@@ -86,7 +87,7 @@ class MathAnswer:
         return _RIGHT if equal else _WRONG
 
     def take_counts(self) -> dict[str, float]:
-        """Returns what happened since it was called before, by the names of metrics behind `rewards/`."""
+        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
         counts = {f"math/{name}": float(self._counts[name]) for name in ("compared", "timed_out", "gave_up")}
         self._counts.clear()
         return counts

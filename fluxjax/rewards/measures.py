@@ -13,7 +13,7 @@ from .failures import Failures
 
 
 class Measures:
-    """What rewards did since the last step. Built-in rules, which take no time, are not measured."""
+    """Measures of all rewards since the last step. Built-in rules, which take no time, are not measured."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class Measures:
         failures: Sequence[Failures],
         counting: Sequence[Callable[[], Mapping[str, float]]] = (),
     ) -> None:
-        """`counting` return what rewards count themselves, since they were called before."""
+        """`counting` are functions that return what rewards have counted themselves since their last call."""
         self._slots, self._failures, self._counting = slots, failures, counting
         self._seconds: list[float] = []  # that the responses scored since the last step waited for their reward
         self._open = 0

@@ -48,14 +48,14 @@ SHAPES = "a function, or an object with score(completion) or compute(prompts, re
 
 @dataclasses.dataclass(frozen=True)
 class FoundReward:
-    """What a name stands for: a reward, or the class of one, which is `made` when it is needed."""
+    """The reward that a name stands for, or its class, of which `build` makes an object when it is needed."""
 
     name: str
     field: str  # of the configuration, in messages
     value: Any
     arguments: Mapping[str, Any]
 
-    def made(self) -> Any:
+    def build(self) -> Any:
         """Returns the reward. Raises `ConfigError` where its class refuses the arguments."""
         if not self.arguments and not inspect.isclass(self.value):
             return self.value
@@ -90,12 +90,12 @@ def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None =
 
 
 def find_reward(name: str, field: str = "reward", arguments: Mapping[str, Any] | None = None) -> Any:
-    """Returns the reward of this name, made if it is a class. Raises `ConfigError` as `find` does."""
-    return find(name, field, arguments).made()
+    """Returns the reward of this name; of a class, an object. Raises `ConfigError` as `find` does."""
+    return find(name, field, arguments).build()
 
 
 def is_reward(value: Any) -> bool:
-    """Says whether it is a reward, or the class of one."""
+    """Says whether a value is a reward, or the class of one."""
     methods = any(callable(getattr(value, method, None)) for method in ("score", "compute"))
     return methods or (callable(value) and not inspect.isclass(value)) or _callable_class(value)
 
@@ -105,7 +105,7 @@ def _callable_class(value: Any) -> bool:
 
 
 def _own_reward(module: str) -> Callable[[Any], bool]:
-    """Says of a value whether it may be meant as a reward of this module."""
+    """Returns the function that says whether a value may be meant as a reward of this module."""
     return lambda value: (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module
 
 

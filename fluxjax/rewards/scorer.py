@@ -96,7 +96,7 @@ class Scorer:
         return self._begun[draw]
 
     def metrics(self) -> dict[str, float]:
-        """Returns what rewards did since it was called before, by the names in `metrics.jsonl`; see `Measures`."""
+        """Returns what rewards did since the last call, by the names in `metrics.jsonl`; see `Measures`."""
         return self._measures.since_last()
 
     # --- state ----------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Scorer:
             rewards.load_state_dict(state.get("held_out", {}).get(name, {}))
 
     def _apart(self) -> Iterator[tuple[str, WeightedSum]]:
-        """The held-out rewards that are others than in training."""
+        """The rewards of held-out prompts, of those sources where they are not the rewards of training."""
         for name, rewards in self._held_out.items():
             if rewards is not self._training[name]:
                 yield name, rewards

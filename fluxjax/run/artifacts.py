@@ -1,4 +1,5 @@
-"""What a run leaves in its folder: the trained model, pictures, and what rollout servers start from."""
+"""The files that a run leaves in its folder: the trained model, pictures, and a checkpoint that rollout servers start
+from."""
 
 import pathlib
 
@@ -20,21 +21,22 @@ from .pixels import Pixels
 
 
 def export(model: Decoder, processor: Processor, folder: pathlib.Path) -> None:
-    """Writes a Hugging Face folder."""
+    """Writes model and processor as a Hugging Face folder."""
     models.save(model, folder)
     processor.save(folder)
 
 
 def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pathlib.Path, gang: Gang) -> None:
-    """Writes the adapters, where there are any, as PEFT has them."""
+    """Writes the LoRA adapters, if the model has any, in the format of PEFT."""
     lora = lora_of(config)
     if lora is not None:
-        adapters = gang.whole(lambda: learner.own(learner.params), learner.mesh, adapters=True)
+        adapters = gang.whole(lambda: learner.trained(learner.params), learner.mesh, adapters=True)
         save_adapters(model.config, adapters, folder, lora, config.model.path)
 
 
 def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
-    """A folder that rollout servers can start from. Their weights come later, so any will do."""
+    """Returns a folder that rollout servers can start from. Its weights do not matter: servers get those of the run
+    before they generate."""
     if config.model.path:
         return pathlib.Path(config.model.path)
     folder = run_dir / "servers" / "model"
@@ -50,8 +52,8 @@ def write_pictures(
     pool: EnginePool | FleetPool,
     pixels: Pixels,
 ) -> None:
-    """Writes how the run learned, where the time of its last steps went, and who held which medium when. `metrics` is
-    the run's `metrics.jsonl`."""
+    """Writes three pictures: the learning curve, the timeline of the last steps, and which preprocessor held which
+    medium when. `metrics` is the run's `metrics.jsonl`."""
     controls = {"blind": summary.blind, "chance": summary.chance}
     pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
     if stages := pictures.of_steps(timeline.spans()):  # a run that was complete before keeps its picture

@@ -44,7 +44,7 @@ from .memory_check import settled_remat
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """What trains, on the devices of all processes."""
+    """The objects that train, on the devices of all processes of the run."""
 
     model: Decoder  # abstract: its weights are the learner's, and go with the first step
     learner: Learner
@@ -67,10 +67,10 @@ def build_learning(
     links: Links | None = None,
     materializer: Materializer | None = None,
 ) -> Learning:
-    """Returns the learner, with the weights that `config` names, and what composes its batches. `token_loss` replaces
-    that of the configured algorithm; `links` are those to other processes; `materializer` brings pixels that are
-    elsewhere. With `note`, which is told how that goes, it is checked that training fits into the devices, and
-    `config.sharding.remat` settled. Raises `ConfigError`."""
+    """Returns the learner, with the weights that `config` names, and the composer of its batches. `token_loss` replaces
+    that of the configured algorithm; `links` are those to other processes; `materializer` fetches pixels that are
+    elsewhere. If `note` is given, the function checks that training fits into the devices, tells `note` how that goes,
+    and settles `config.sharding.remat`. Raises `ConfigError`."""
     try:
         mesh = make_mesh(config.sharding.devices)
     except MeshError as error:
@@ -95,7 +95,7 @@ def build_learning(
 
 
 def build_critic(config: Config, model: Decoder, learner: Learner, materializer: Materializer | None) -> Critic:
-    """The critic of an algorithm that has one, on the learner's mesh; without weights until RL begins."""
+    """Returns the critic of an algorithm that has one, on the learner's mesh; it has no weights until RL begins."""
     return Critic(config, model, mesh=learner.mesh, materializer=materializer)
 
 
@@ -106,9 +106,9 @@ def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None
 
 
 def build_weights(config: Config, sizes: AnyConfig, mesh: Mesh | None = None) -> Decoder:
-    """Returns the model, with float32 master weights, which are read or drawn one by one and go straight to where
-    training on `mesh` wants them (None: to one device); so that a large one has room, this process gives freed memory
-    back from now on. Raises `ConfigError` for a checkpoint that can't be read."""
+    """Returns the model, with float32 master weights. They are read or drawn one by one and go straight to where
+    training on `mesh` wants them (None: to one device). To leave room for a large model, this process gives freed
+    memory back to the system from now on. Raises `ConfigError` for a checkpoint that can't be read."""
     if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
         give_back_large_blocks()
     places = None if mesh is None else functools.partial(shardings, mesh=mesh, rules=ShardingRules())
@@ -121,7 +121,7 @@ def build_weights(config: Config, sizes: AnyConfig, mesh: Mesh | None = None) ->
 
 
 def check_reference(config: Config) -> None:
-    """Raises `ConfigError` for a reference, where there is one, that is no checkpoint folder."""
+    """Raises `ConfigError` if the configuration names a reference that is not a checkpoint folder."""
     path = config.algorithm.reference if config.algorithm.kl_coefficient else ""
     if path and (why := why_missing(pathlib.Path(path))):
         raise ConfigError(f"algorithm.reference: {why}")
@@ -181,7 +181,8 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
 
 
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:
-    """Returns how responses are sampled: by `config.rollout`, up to an end token, never a media token."""
+    """Returns the settings with which responses are sampled: those of `config.rollout`, up to an end token, never a
+    media token."""
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
@@ -237,6 +238,6 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
 def training_prompts(
     config: Config, sources: Mapping[str, Source], processor: Processor, proxy: ProxyMedia | None = None
 ) -> Preparer:
-    """The prompts of RL, in the order of their draws; `proxy` as of `Preparer`."""
+    """Returns the prompts of RL, in the order of their draws; `proxy` is that of `Preparer`."""
     weights = {name: config.data.sources[name].weight for name in sources}
     return Preparer(processor, PromptLoader(sources, weights, config.seed), config, proxy=proxy)

@@ -80,7 +80,7 @@ class Callbacks:
         self._callbacks, self._trainer = tuple(callbacks), trainer
 
     def tell(self, hook: Callable[..., None], *event: object) -> None:
-        """Calls `hook`, a method of `Callback`, of each of them, an earlier one first."""
+        """Calls `hook`, a method of `Callback`, on every callback, in the order in which they were given."""
         for callback in self._callbacks:
             getattr(callback, hook.__name__)(self._trainer, *event)
 
@@ -107,8 +107,8 @@ class Reporter(Observer):
         pixels: Callable[[], Mapping[str, float]] = dict,
         rewards: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`timeline` gets a lane for each process of `gang`; `pixels` gives the numbers `data/...` of a step, `rewards`
-        its numbers `rewards/...`."""
+        """`timeline` gets a lane for each process of `gang`; `pixels` returns the metrics `data/...` of a step,
+        `rewards` the metrics `rewards/...`."""
         self._settings, self._run_dir = settings, run_dir
         self._summary, self._metrics, self._display = summary, metrics, display
         self._decode, self._callbacks = decode, callbacks
@@ -146,7 +146,7 @@ class Reporter(Observer):
         self._callbacks.tell(Callback.on_step, step, report.groups, metrics)
 
     def _server_metrics(self) -> dict[str, float]:
-        """Those of rollout servers, where there are any; their tokens are those of evaluations, too."""
+        """Returns the metrics of the rollout servers, if there are any; their tokens include those of evaluations."""
         servers = self._servers()
         if not servers:
             return {}
@@ -160,8 +160,8 @@ class Reporter(Observer):
         }
 
     def _host_metrics(self, hosts: Sequence[HostStatus]) -> dict[str, float]:
-        """Those of the processes of the run together, where there are several. `hosts/bytes_told`: by process 0 to all
-        others since the last step."""
+        """Returns the metrics over all processes of the run, if there are several. `hosts/bytes_told` counts the bytes
+        that process 0 has sent to all others since the last step."""
         if not hosts:
             return {}
         before, self._told = self._told, self._gang.bytes_told

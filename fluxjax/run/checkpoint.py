@@ -57,13 +57,14 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def holds(self, part: str) -> bool:
-        """Says whether the newest complete checkpoint, if there is one, has arrays of this name."""
+        """Returns True if the newest complete checkpoint, if there is one, has arrays of this name."""
         step = self.latest()
         metadata = None if step is None else self._manager.item_metadata(step)["arrays"]
         return metadata is not None and part in metadata.tree
 
     def newest(self) -> int:
-        """As `latest`, when what is being written is complete. Raises `ResumeError` where there is none."""
+        """Returns the same step as `latest`, once a write under way is complete. Raises `ResumeError` if there is no
+        checkpoint."""
         self.wait()
         step = self.latest()
         if step is None:
@@ -95,8 +96,8 @@ class Checkpoints:
         return True
 
     def write(self, step: int, arrays: PyTree, state: dict[str, Any]) -> None:
-        """As `save`, for who knows that it may. Collective, where there are several processes; the `state` is that of
-        process 0."""
+        """Starts writing, like `save`, for a caller that has asked `may_save`. Collective, where there are several
+        processes; the `state` is that of process 0."""
         args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
         try:
             self._manager.save(step, args=args, force=True)
@@ -192,8 +193,8 @@ _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for what Orbax logs of a write that failed: hundreds of lines of tracebacks from each of its threads and
-    from asyncio, in which the one line of `_note_failure` would be lost."""
+    """Returns False for what Orbax logs of a write that failed: hundreds of lines of tracebacks from each of its
+    threads and from asyncio, in which the one line of `_note_failure` would be lost."""
     trace = record.exc_info[2] if record.exc_info else None
     while trace is not None:
         if f"{os.sep}orbax{os.sep}" in trace.tb_frame.f_code.co_filename:

@@ -33,7 +33,7 @@ class HeldOutEvaluator:
 def held_out_prompts(
     sources: Mapping[str, Source], count: int, preparer: Preparer, count_skip: Callable[[str], None]
 ) -> dict[str, list[PreparedPrompt]]:
-    """The first `count` of each source that can be used. Raises DataError for a source of which none can be."""
+    """Returns the first `count` usable prompts of each source. Raises DataError for a source that has none."""
     prompts = {}
     for name, source in sources.items():
         rows = range(min(count, len(source)))

@@ -51,7 +51,8 @@ _REMEMBERED = 4  # steps whose prompts are laid out before it is known whether t
 
 
 class Follower:
-    """Everything that this process needs of a run whose folder process 0 has made."""
+    """A training process other than process 0: it holds its own share of the learner, prompts and media, and carries
+    out the orders of process 0. The run folder exists already."""
 
     def __init__(self, config: Config, gang: Gang, run_dir: pathlib.Path, token: str) -> None:
         self._config, self._gang, self._run_dir = config, gang, run_dir
@@ -82,7 +83,8 @@ class Follower:
             gang.collect(self._engines.addresses)
 
     def close(self) -> None:
-        """Waits for checkpoints under way, and ends threads; snapshots are of no use any more."""
+        """Waits for checkpoints under way, ends threads, and removes the snapshots of this host, which are of no use
+        any more."""
         snapshot_folder.remove(self._run_dir, pathlib.Path(self._config.checkpoint.snapshot_folder))
         if self._engines is not None:
             self._engines.close()
@@ -91,7 +93,7 @@ class Follower:
         self._learner.gradients.close()
 
     def obey(self, order: Order) -> None:
-        """Raises what the parts raise."""
+        """Carries out one order of process 0. Raises what the parts that carry it out raise."""
         match order:
             case Begin():
                 self._begin(order.phase)
@@ -102,7 +104,9 @@ class Follower:
                 self._learn(order)
             case Gather():
                 learner = self._learner
-                brought(learner.own(learner.params) if order.adapters else learner.weights(), learner.mesh, keep=False)
+                brought(
+                    learner.trained(learner.params) if order.adapters else learner.weights(), learner.mesh, keep=False
+                )
             case Save():
                 self._checkpoints.write(order.step, arrays_of(self._learner, self._reference), {})
             case Snapshot():
@@ -146,7 +150,7 @@ class Follower:
         self._gang.stepped(learner.idle)
 
     def _train(self, minibatches: Sequence[Composition]) -> None:
-        """What `PolicyTrainer.train` computes of a training step."""
+        """Computes this process's share of one training step, as `PolicyTrainer.train` does in process 0."""
         learner, config, algorithm = self._learner, self._config, self._algorithm
         scored = with_scores(minibatches, learner.gradients, learner.params, self._reference, config, algorithm)
         for composition, last in in_turn(scored, learner, config, algorithm):
@@ -180,10 +184,12 @@ class Follower:
 
 
 def follow(gang: Gang, impl: object = None) -> None:
-    """Trains along in the run that process 0 begins, until it says that the run is over. `impl` is this process's own
-    `algorithm.impl`, which, as an object, is not in the run's folder. Logs to
+    """Takes part in the training of the run that process 0 begins, until process 0 says that the run is over.
+
+    `impl` is this process's own `algorithm.impl`, which, as an object, is not in the run's folder. Logs to
     `RUN/processes/process-N.log`; serves metrics of its own where `report.prometheus_port` says so. Raises ConfigError
-    where this host does not see the run's folder, or the port is taken."""
+    if this host does not see the run's folder, or the port is taken.
+    """
     orders = gang.orders()
     start = next(orders)
     if not isinstance(start, Start):
@@ -208,6 +214,7 @@ def _metrics_port(config: Config, gang: Gang) -> PrometheusPort:
 
 
 def prometheus_port(config: Config, gang: Gang) -> int:
-    """`report.prometheus_port`, or the next ones where several processes share the ports of a host; 0: none."""
+    """Returns the Prometheus port of this process: `report.prometheus_port`, or one of the next ones where several
+    processes share a host; 0: none."""
     port = config.report.prometheus_port
     return port + gang.rank_here if port else 0

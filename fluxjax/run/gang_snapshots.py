@@ -16,8 +16,8 @@ from .snapshots import Snapshots
 
 
 class GangSnapshots:
-    """Orders are given before the work, and each process does its own. Nothing is touched before the first method is
-    called."""
+    """Takes the snapshots of all processes, and restores them. Process 0 gives each order before it does its own part,
+    and every process works alone. Nothing on disk is touched before the first method is called."""
 
     def __init__(self, settings: CheckpointConfig, run_dir: pathlib.Path, gang: Gang) -> None:
         self._every, self._base = settings.snapshot_every, pathlib.Path(settings.snapshot_folder)
@@ -26,7 +26,8 @@ class GangSnapshots:
         self._own = Snapshots(gang.process, gang.processes)
 
     def newest(self, abstract: PyTree) -> int:
-        """The newest step of which each process has its part; -1: there is none, or snapshots are off."""
+        """Returns the newest step of which every process still has its part; -1: there is none, or snapshots are
+        off."""
         folder = snapshot_folder.named(self._run_dir) if self._every else None
         if folder is None:
             return -1
@@ -42,7 +43,7 @@ class GangSnapshots:
         return step, self._own.restore(self._folder, abstract, step, make_room), state
 
     def begin(self) -> None:
-        """The run begins otherwise than from a snapshot: those that are there count no more."""
+        """Begins a history that does not start from a snapshot: removes the existing snapshots."""
         self.remove()
         if self._every:
             self._folder = snapshot_folder.begun(self._run_dir, self._base)
@@ -52,5 +53,5 @@ class GangSnapshots:
         self._own.write(self._folder, step, arrays, state)
 
     def remove(self) -> None:
-        """Removes those of this host. The other processes remove theirs when the run is over."""
+        """Removes the snapshots of this host. The other processes remove theirs when the run is over."""
         snapshot_folder.remove(self._run_dir, self._base)

@@ -1,4 +1,4 @@
-"""What `python -m fluxjax.train` does once its command line is read."""
+"""Runs training once the command line of `python -m fluxjax.train` is read."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ USER_ERRORS = (
 
 
 def main(config: Config) -> int:
-    """Trains; returns the exit status: 0 if complete or stopped on request, 2 for an error that the user can mend. Of
-    several processes, each ends when one does: with `LOST`, where the reason is another's."""
+    """Trains. Returns the exit status: 0 if the run is complete or was stopped on request, 2 for an error that the user
+    can mend. Of several processes, each ends when one does; the status is `LOST` where another process is the
+    reason."""
     use_compile_cache()
     links: Links | None = None
     try:

@@ -54,7 +54,8 @@ def settled_remat(
 
 
 def _room(config: Config) -> DeviceRoom | None:
-    """What a device may hold; None where nobody asked, or nobody knows."""
+    """Returns the memory that training may use on a device; None if the check is turned off, or the memory is not
+    known."""
     if not config.sharding.preflight:
         return None
     device = jax.local_devices()[0]

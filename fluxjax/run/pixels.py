@@ -1,4 +1,5 @@
-"""The pixels of a process: who decodes them, and who brings them to batches and engines."""
+"""The pixels of a process: the media store that decodes them, and the materializer that brings them to batches and
+engines."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ from ..runtime.preprocessors import Preprocessors
 
 
 class Pixels:
-    """A store of media and a materializer, of one process. Where `data.loader` is central, and for text-only models,
-    there are none: prompts have their pixels.
+    """The media store and the materializer of one process. Where `data.loader` is central, and for text-only models, it
+    has neither: prompts have their pixels.
 
-    Processes of a run make theirs at the same time, since they tell each other the addresses of their preprocessors.
+    The processes of a run create it at the same time, because they tell each other the addresses of their
+    preprocessors.
     """
 
     def __init__(
@@ -45,8 +47,8 @@ class Pixels:
         token: str,
         note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
     ) -> None:
-        """`token` is that of the run; `note` hears when slices were fetched, and how many bytes. Raises DataError for
-        preprocessors that can't be started."""
+        """`token` is that of the run; `note` is told the start, the end and the bytes of each fetch. Raises DataError
+        if the preprocessors can't be started."""
         self.store: FlightStore | LocalStore | None = None
         self.materializer: Materializer | None = None
         self.proxy: ProxyMedia | None = None  # what prompts are prepared by
@@ -82,7 +84,7 @@ class Pixels:
     ) -> FlightStore:
         data = config.data
         folder = run_dir / "preprocessors"
-        own = Preprocessors(
+        preprocessors = Preprocessors(
             data.preprocessors,
             # Processes share the run's folder, and each finds the addresses of its preprocessors in their logs.
             folder if gang.alone else folder / f"process-{gang.process}",
@@ -91,64 +93,71 @@ class Pixels:
             token=token,
             prefix="" if gang.alone else f"process-{gang.process}-",
         )
-        self._open.callback(own.close)
+        self._open.callback(preprocessors.close)
         addresses: dict[str, str] = {}
-        for told in gang.exchange(own.addresses):
+        for told in gang.exchange(preprocessors.addresses):
             addresses |= told
-        store = FlightStore(addresses, processor.settings, token, lease_seconds=data.lease_seconds, silent=own.restart)
+        store = FlightStore(
+            addresses,
+            processor.settings,
+            token,
+            lease_seconds=data.lease_seconds,
+            silent=preprocessors.restart,
+        )
         self._open.callback(store.close)
-        own.tell(store)
+        preprocessors.tell(store)
         self._watch = self._open.enter_context(contextlib.closing(PreprocessorWatch(store)))
         return store
 
     def expect(self, batches: Iterable[object]) -> None:
-        """Pixels of these are fetched from now on, in this order."""
+        """Begins to fetch the pixels of these batches, in this order."""
         if self.materializer is not None:
             self.materializer.expect(batches)
 
     def read(self, tree: Tree) -> Tree:
-        """A pytree, such as a batch or a prompt's `vision`, with its pixels."""
+        """Returns a pytree, such as a batch or a prompt's `vision`, with its pixels in the place of shadows."""
         return tree if self.materializer is None else self.materializer.read(tree)
 
     def place_of(self, ticket: str) -> str:
-        """The preprocessor that holds what the ticket names, if any is known to."""
+        """Returns the preprocessor that holds the medium of the ticket; empty if none is known."""
         return self.store.holder(ticket) if isinstance(self.store, FlightStore) else UNKNOWN_PLACE
 
     def hear(self, media: Iterable[tuple[str, str]]) -> None:
-        """Process 0 has found these tickets in these places."""
+        """Takes note of (ticket, place) pairs from process 0: each place holds the medium of its ticket."""
         if isinstance(self.store, FlightStore):
             for ticket, place in media:
                 if place != UNKNOWN_PLACE:
                     self.store.hint(ticket, place)
 
     def state_dict(self) -> dict[str, Any]:
-        """Who holds what, as JSON values."""
+        """Returns the media that are being looked at and the preprocessor that holds each medium, as JSON values."""
         return self.store.state_dict() if isinstance(self.store, FlightStore) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What was being looked at when `state` was taken is looked at again."""
+        """Restores `state`: the media that were being looked at when it was taken are looked at again."""
         if isinstance(self.store, FlightStore) and state:
             self.store.load_state_dict(state)
 
     # --- what users see of it, in process 0 ------------------------------------------------------
 
     def begin(self) -> None:
-        """The run begins to ask for prompts."""
+        """Notes that the run begins to ask for prompts."""
         self._began = time.perf_counter()
         if self._watch is not None:
             self._watch.start()
 
     def begin_steps(self) -> None:
-        """What was before, such as a warm start, belongs to no step."""
+        """Begins to count for the steps: what was fetched before them, such as by a warm start, belongs to no step."""
         first, self._first_batch = self._first_batch, None
         self.metrics()
         self._first_batch = first
 
     def metrics(self) -> dict[str, float]:
-        """The numbers `data/...` of `metrics.jsonl` since the last call; none where there are no shadows.
+        """Returns the metrics `data/...` of `metrics.jsonl` since the last call; none where there are no shadows.
 
-        Preprocessors are those of all processes, and what they say is seconds old; what is fetched, waited for, and
-        decoded without preprocessors, is of this process."""
+        Counts of preprocessors are summed over all processes, and a few seconds old. Counts of what is fetched, waited
+        for, or decoded without preprocessors are of this process alone.
+        """
         if self.store is None or self.materializer is None:
             return {}
         stats, known = StoreStats(), time.perf_counter()
@@ -162,18 +171,18 @@ class Pixels:
         return metrics
 
     def preprocessors(self) -> list[PreprocessorStatus]:
-        """All preprocessors, as they are as far as is known."""
+        """Returns the last known status of every preprocessor."""
         return [] if self._watch is None else self._watch.statuses()
 
     def lanes(self, spans: Sequence[Span]) -> list[Span]:
-        """A lane of the Gantt picture for each preprocessor, within the time of these spans of the others."""
+        """Returns a lane of the Gantt picture for each preprocessor, within the time that `spans` covers."""
         if not isinstance(self.store, FlightStore):
             return []
         now = time.monotonic()
         return look_lanes(self.store.history(), spans, now, time.perf_counter() - now)
 
     def draw(self, file: pathlib.Path) -> None:
-        """Draws which preprocessor held what when; nothing where there are none."""
+        """Draws which preprocessor held which medium when; draws nothing if there are no preprocessors."""
         if isinstance(self.store, FlightStore) and (history := self.store.history()):
             media_picture(history, time.monotonic(), file)
 

@@ -28,22 +28,25 @@ def make_pool(
     logs: pathlib.Path,
     fetch: Fetch | None = None,
 ) -> EnginePool | FleetPool:
-    """What process 0 has. `model` may be abstract; `checkpoint` makes a folder that servers can start from, and `token`
-    is for the engines of the other processes. With `fetch`, prompts may have their pixels elsewhere: all processes must
-    have one, then. Raises what the pools raise."""
+    """Returns the engines that process 0 uses: those of its own process, those of all processes, or rollout servers.
+
+    `model` may be abstract. `checkpoint` makes a folder that servers can start from, and `token` is for the engines of
+    the other processes. With `fetch`, prompts may have their pixels elsewhere: then all processes must have a `fetch`.
+    Raises what the pools raise.
+    """
     if config.rollout.engine is not RolloutEngine.JAX:
         return FleetPool(config, model, checkpoint(), logs, fetch=fetch)
     if gang.alone:
         return EnginePool(config, model, fetch=fetch)
-    own = serve_engines(config, model, processor, gang, token, fetch)
-    addresses = [*itertools.chain.from_iterable(gang.collect(own.addresses))]
-    return SharedPool(config, model, own, addresses, logs, token, fetch=fetch, shadows=fetch is not None)
+    servers = serve_engines(config, model, processor, gang, token, fetch)
+    addresses = [*itertools.chain.from_iterable(gang.collect(servers.addresses))]
+    return SharedPool(config, model, servers, addresses, logs, token, fetch=fetch, shadows=fetch is not None)
 
 
 def serve_engines(
     config: Config, model: Decoder, processor: Processor, gang: Gang, token: str, fetch: Fetch | None = None
 ) -> EngineServers:
-    """The engines of this process, one of several, for all of them."""
+    """Starts the engines of this process, one of several, as servers that process 0 uses for all of them."""
     links = gang.links
     assert links is not None
     try:

@@ -17,9 +17,9 @@ FOLDER = "processes"
 
 @contextlib.contextmanager
 def process_log(run_dir: pathlib.Path, gang: Gang) -> Iterator[None]:
-    """Writes what this process logs to `run_dir/processes/process-N.log`, behind what is there: notes of its own,
-    warnings of libraries, a line a step, and the error that ends its body. The terminal gets the warnings as before.
-    Nothing where the process is alone. Raises OSError if the file cannot be written."""
+    """Writes what this process logs to `run_dir/processes/process-N.log`, appended to what the file holds: its own
+    notes, warnings of libraries, a line a step, and the error that ends the body of the `with`. The terminal gets the
+    warnings as before. Does nothing where the process is alone. Raises OSError if the file cannot be written."""
     if gang.alone:
         yield
         return
@@ -29,9 +29,9 @@ def process_log(run_dir: pathlib.Path, gang: Gang) -> Iterator[None]:
     notes = logging.getLogger(__name__.partition(".")[0])
     root = logging.getLogger()
     terminal = root.handlers or [logging.lastResort or logging.StreamHandler()]  # lastResort: while there is no other
-    levels = {each: each.level for each in [notes, *terminal]}
-    for each in terminal:
-        each.setLevel(max(each.level, logging.WARNING))
+    levels = {logger_or_handler: logger_or_handler.level for logger_or_handler in [notes, *terminal]}
+    for terminal_handler in terminal:
+        terminal_handler.setLevel(max(terminal_handler.level, logging.WARNING))
     notes.setLevel(logging.INFO)
     before, root.handlers = root.handlers, [*terminal, handler]
     try:
@@ -43,6 +43,6 @@ def process_log(run_dir: pathlib.Path, gang: Gang) -> Iterator[None]:
         raise
     finally:
         root.handlers = before
-        for each, level in levels.items():
-            each.setLevel(level)
+        for logger_or_handler, level in levels.items():
+            logger_or_handler.setLevel(level)
         handler.close()

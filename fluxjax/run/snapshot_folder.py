@@ -1,6 +1,6 @@
-"""Where the snapshots of a run lie: a folder in the memory of each host, which a file in the run's folder names.
+"""The place of a run's snapshots: a folder in the memory of each host, which a file in the run's folder names.
 
-In it, each process of the run has a file a step, under its last name when it is complete.
+In it, each process of the run has one file a step, which gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ _FILE = re.compile(r"(\d+)\.(\d+)-of-(\d+)")
 
 
 def begun(run_dir: pathlib.Path, base: pathlib.Path) -> pathlib.Path:
-    """Names another folder in `base` from now on, and returns it: what lies in those before is of another history."""
+    """Chooses a new folder in `base` for snapshots, writes its name to the run folder, and returns it: earlier folders
+    belong to another history of the run."""
     folder = base / f"{_prefix(run_dir)}{secrets.token_hex(8)}"
     replace_text(run_dir / NAMED, str(folder))
     return folder
 
 
 def named(run_dir: pathlib.Path) -> pathlib.Path | None:
-    """The folder that `begun` named last, if any."""
+    """Returns the folder that `begun` named last; None if there is none."""
     with contextlib.suppress(OSError):
         return pathlib.Path((run_dir / NAMED).read_text())
     return None
 
 
 def file_of(folder: pathlib.Path, step: int, process: int, processes: int) -> pathlib.Path:
-    """The file of one process of so many."""
+    """Returns the snapshot file of one process, of `processes`."""
     return folder / f"{step}.{process}-of-{processes}"
 
 
 def found(folder: pathlib.Path, processes: int) -> dict[int, set[int]]:
-    """The processes, of so many, whose files of a step are complete on this host; by step."""
+    """Returns, by step, which of `processes` processes have a complete file on this host."""
     steps: dict[int, set[int]] = {}
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
@@ -49,17 +50,18 @@ def found(folder: pathlib.Path, processes: int) -> dict[int, set[int]]:
 
 
 def newest(run_dir: pathlib.Path, processes: int) -> int:
-    """The newest step of which all the processes, all on this host, have a snapshot; -1: there is none."""
+    """Returns the newest step of which all processes, all on this host, have a snapshot; -1: there is none."""
     folder = named(run_dir)
     steps = {} if folder is None else found(folder, processes)
     return max((step for step, there in steps.items() if len(there) == processes), default=-1)
 
 
 def remove_others(folder: pathlib.Path) -> None:
-    """Removes what earlier histories of the same run, and killed runs in the same run folder, have left."""
-    for other in folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*"):
-        if other != folder:
-            shutil.rmtree(other, ignore_errors=True)
+    """Removes the snapshot folders that earlier histories of the same run, and killed runs in the same run folder, have
+    left."""
+    for earlier in folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*"):
+        if earlier != folder:
+            shutil.rmtree(earlier, ignore_errors=True)
 
 
 def remove(run_dir: pathlib.Path, base: pathlib.Path) -> None:

@@ -36,16 +36,16 @@ _MARGIN = 2**20  # bytes beside the arrays
 
 
 class Snapshots:
-    """Those of one process: of the newest two steps, since at the newest another process may have failed to write. A
-    file is a line of JSON, the shards of each array, and a checksum of all that."""
+    """The snapshots of one process: of the newest two steps, since another process may have failed to write the newest.
+    A file is a line of JSON, the shards of each array, and a checksum of all that."""
 
     def __init__(self, process: int = 0, processes: int = 1) -> None:
         self._process, self._processes = process, processes
         self._warned = False  # since a snapshot was written
 
     def write(self, folder: pathlib.Path, step: int, arrays: PyTree, state: Mapping[str, Any] | None = None) -> None:
-        """Writes this process's part of `arrays`, and `state`, JSON values; one in the place of the oldest. When it
-        returns, the arrays may be donated. Where it can't be written, which is no reason to end a run, that is
+        """Writes this process's part of `arrays`, and `state`, JSON values, in the place of the oldest snapshot. When
+        it returns, the arrays may be donated. A snapshot that can't be written is no reason to end a run: that is
         logged."""
         try:
             self._write(folder, step, arrays, state)
@@ -78,15 +78,17 @@ class Snapshots:
             raise
 
     def _keep_newest(self, folder: pathlib.Path) -> None:
-        """Of this process's files. All have the step before in full, or this one would not have come to the next."""
-        own = self._steps(folder)
-        kept = self._file(folder, max(own)) if own else None
+        """Removes all files of this process but the newest. Every process has the step before in full, or this process
+        would not have come to the next step."""
+        steps = self._steps(folder)
+        kept = self._file(folder, max(steps)) if steps else None
         for path in folder.glob(f"*.{self._process}-of-{self._processes}*"):
             if path != kept:
                 path.unlink()
 
     def steps(self, folder: pathlib.Path, abstract: PyTree) -> list[int]:
-        """The steps whose part is here and undamaged, and fits this process's devices; `abstract` as for `restore`."""
+        """Returns the steps whose part is here, is undamaged, and fits this process's devices; `abstract` as for
+        `restore`."""
         layout = _layout(abstract)
         return [step for step in sorted(self._steps(folder)) if _is_sound(self._file(folder, step), layout)]
 
@@ -94,7 +96,7 @@ class Snapshots:
         self, folder: pathlib.Path, abstract: PyTree, step: int, make_room: Callable[[], None] = lambda: None
     ) -> PyTree:
         """Returns the arrays of one of `steps`. `abstract` is a pytree of `ShapeDtypeStruct` with shardings;
-        `make_room` is called before any array is read. Raises ResumeError where one can't be."""
+        `make_room` is called before any array is read. Raises ResumeError if an array can't be read."""
         leaves, tree = jax.tree.flatten(abstract)
         try:
             with self._file(folder, step).open("rb") as stream:
@@ -106,7 +108,7 @@ class Snapshots:
         return jax.tree.unflatten(tree, arrays)
 
     def state(self, folder: pathlib.Path, step: int) -> Any:
-        """What was written beside the arrays of one of `steps`."""
+        """Returns the `state` that was written beside the arrays of one of `steps`."""
         with self._file(folder, step).open("rb") as stream:
             return json.loads(stream.readline())["state"]
 
@@ -119,14 +121,15 @@ class Snapshots:
 
 
 def _own(array: jax.Array) -> Iterator[jax.Array]:
-    """What the devices of this process hold of it, each part once, in the order of `_places`."""
+    """Yields the shards of `array` on the devices of this process, each distinct shard once, in the order of
+    `_places`."""
     held = {str(shard.index): shard.data for shard in array.addressable_shards}
     for index in _places(array):
         yield held[index]
 
 
 def _places(array: jax.Array | jax.ShapeDtypeStruct) -> dict[str, list[Device]]:
-    """The parts that this process's devices have of it, by index: on which devices each is."""
+    """Returns the devices of this process that hold each distinct shard of `array`, by the index of the shard."""
     places: dict[str, list[Device]] = {}
     for device, index in array.sharding.addressable_devices_indices_map(array.shape).items():
         places.setdefault(str(index), []).append(device)
@@ -134,7 +137,7 @@ def _places(array: jax.Array | jax.ShapeDtypeStruct) -> dict[str, list[Device]]:
 
 
 def _layout(tree: PyTree) -> str:
-    """Equal where a process holds the same parts of the same arrays, of as many devices."""
+    """Returns a digest that is equal where a process holds the same shards of the same arrays, on as many devices."""
     arrays = [
         (jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype), [(k, len(d)) for k, d in _places(leaf).items()])
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -161,7 +164,7 @@ def _read(stream: io.BufferedReader, like: jax.ShapeDtypeStruct) -> jax.Array:
         if stream.readinto(_bytes(data)) != data.nbytes:
             raise ValueError("it ends early")
         where = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
-        shards += [jax.block_until_ready(jax.device_put(data, each, may_alias=False)) for each in where]
+        shards += [jax.block_until_ready(jax.device_put(data, place, may_alias=False)) for place in where]
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
 
 

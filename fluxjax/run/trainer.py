@@ -389,8 +389,8 @@ class FluxTrainer:
         return result
 
     def _resume(self) -> None:
-        """Loads where the run goes on, if it does. What was loaded before is loaded again, for what `fit` was given:
-        steps, intervals, prompts."""
+        """Loads the state from which the run goes on, if it resumes one. Loads it again even if it is loaded already,
+        for the steps, intervals and prompts that `fit` was given."""
         checkpoint = self.checkpoints.latest()
         abstract = abstract_arrays(self.learner, self.config, self.critic)
         snapshot = self.snapshots.newest(abstract) if self._loaded is None else -1
@@ -505,12 +505,12 @@ class FluxTrainer:
         return SharedComposer(self.gang, *sizes, place_of=self.pixels.place_of, expect=self.pixels.expect)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """For the runtime: starts a checkpoint; see `runtime.ports.Checkpointer`."""
+        """Starts a checkpoint, for the runtime; see `runtime.ports.Checkpointer`."""
         with self.summary.stage("checkpoint"):
             self._save(step, state)
 
     def snapshot(self, step: int, state: dict[str, Any]) -> None:
-        """As `save`, in the memory of the hosts."""
+        """Saves like `save`, but in the memory of the hosts."""
         with self.summary.stage("checkpoint"):
             self.snapshots.write(step, arrays_of(self.learner, self.reference, self.critic), self._whole_state(state))
 
@@ -521,7 +521,7 @@ class FluxTrainer:
             self.checkpoints.write(step, arrays, self._whole_state(state))
 
     def _run_state(self) -> dict[str, Any]:
-        """As the runtime takes it."""
+        """Returns the state of the run as the runtime takes it."""
         return {
             "coordinator": self.coordinator.state_dict(),
             "source": self.source.state_dict(),

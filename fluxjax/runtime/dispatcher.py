@@ -1,7 +1,7 @@
 """Keeps connections with preprocessors, and has them look at media: the threads and the clock of `coordinator.places`.
 
-The part of FlexRL's Proxy Dataloader that dispatches (section 4). Each place has a thread that keeps a connection with
-it, and some that carry what it is to look at; whoever wants to know waits.
+It is the part of FlexRL's Proxy Dataloader that dispatches (section 4). Each place has a thread that keeps a connection
+with it, and some threads that ask it to look at media; callers that want the answers wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to r
 
 
 def medium_key(ref: MediaRef) -> str:
-    """The key of the books: a medium in a version of its file. The settings are one and the same."""
+    """Returns the key of a medium in `Places`: it names a version of the medium's file. The media settings are the same
+    for all keys."""
     return json.dumps(ref_words(ref), ensure_ascii=False)
 
 
@@ -43,7 +44,7 @@ class _Want:
 
 
 class PlaceSeat:
-    """A place, whether there or not. Guarded by the dispatcher's lock, which `changed` shares."""
+    """A place, connected or not. Guarded by the dispatcher's lock, which `changed` shares."""
 
     def __init__(self, name: str, address: str, lock: Any) -> None:
         self.name, self.address = name, address
@@ -63,7 +64,7 @@ class PlaceSeat:
 
 
 class Dispatcher:
-    """Has places look at media. `lock` guards `places`, the books, and `seats`, the places by name."""
+    """Has places look at media. `lock` guards the books, `places`, and the places by name, `seats`."""
 
     def __init__(
         self,
@@ -86,7 +87,8 @@ class Dispatcher:
         self._start(self._watch, name="flight-watch")
 
     def look(self, refs: Sequence[MediaRef]) -> list[Outcome]:
-        """What each of these media is, in this order. Raises DataError where there are no places."""
+        """Returns the outcome of looking at each of these media, in this order. Raises DataError where there are no
+        places."""
         keys = [medium_key(ref) for ref in refs]
         with self.lock:
             wants: dict[str, _Want] = {}
@@ -103,7 +105,7 @@ class Dispatcher:
         return [outcome for key in keys if (outcome := wants[key].outcome) is not None]
 
     def moved(self, place: str, address: str) -> None:
-        """The place is at this address now; it may be a new one."""
+        """Notes the address of a place; the place may be new."""
         with self.lock:
             seat = self.seats.get(place)
             if seat is None:
@@ -116,8 +118,8 @@ class Dispatcher:
             seat.changed.notify_all()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over who held what, as far as these places are there within a few seconds; and has looked at again
-        what was being looked at."""
+        """Takes over from `state` which place held which medium, for places that are connected within a few seconds;
+        media that were being looked at are looked at again."""
         deadline = time.monotonic() + _GREETING
         with self.lock:
             while not all(seat.link for seat in self.seats.values()) and time.monotonic() < deadline:
@@ -125,7 +127,7 @@ class Dispatcher:
             self._carry_out(self.places.load_state_dict(state, time.monotonic()))
 
     def fail(self, reason: str) -> None:
-        """Nothing will go on: whoever asks gets a DataError."""
+        """Ends all work for this reason: every caller gets a DataError."""
         with self.lock:
             self._failure = self._failure or reason
             self._settled.notify_all()
@@ -142,12 +144,12 @@ class Dispatcher:
     # With the lock:
 
     def wait(self) -> None:
-        """Waits until something may have changed. Raises DataError where nothing will."""
+        """Waits until something may have changed. Raises what `check` raises."""
         self.check()
         self._settled.wait(0.5)
 
     def check(self) -> None:
-        """Raises DataError where nothing goes on."""
+        """Raises DataError if no work can go on: the dispatcher is closed or has failed, or no place can answer."""
         if self._closed:
             raise DataError("the media store is closed")
         if self._failure:
@@ -161,7 +163,8 @@ class Dispatcher:
             raise DataError(f"no preprocessor answers for {alone:.0f} s: {reasons or 'there are no addresses'}")
 
     def lose(self, seat: PlaceSeat, link: FlightPlace, reason: str) -> None:
-        """Somebody had trouble with this connection, which may be another one by now."""
+        """Gives up the connection `link`, with which a caller had trouble; does nothing if the place has another one by
+        now."""
         if seat.link is link:
             self._unlink(seat, reason)
             self._carry_out(self.places.place_lost(seat.name, time.monotonic()))
@@ -220,7 +223,7 @@ class Dispatcher:
         seat.queue.clear()
         seat.counts["lost"] += 1
         seat.changed.notify_all()
-        if not any(other.link for other in self.seats.values()):
+        if not any(peer.link for peer in self.seats.values()):
             self._alone_since = time.monotonic()
 
     # Threads:
@@ -235,7 +238,7 @@ class Dispatcher:
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def _watch(self) -> None:
-        """Looks after leases."""
+        """Ends leases that have run out."""
         with self.lock:
             while not self._closed:
                 self._carry_out(self.places.tick(time.monotonic()))
@@ -268,7 +271,7 @@ class Dispatcher:
                     pause = min(_LONGEST_PAUSE, 2 * pause)
 
     def _reached(self, address: str) -> tuple[FlightPlace | None, str, str]:
-        """A connection that was greeted, or why there is none: a reason that may pass, or one that won't."""
+        """Returns (a greeted connection or None, a reason that may pass, a reason that is final)."""
         link: FlightPlace | None = None
         try:
             link = FlightPlace(address, self._settings, self._token)
@@ -281,7 +284,8 @@ class Dispatcher:
             return None, "" if refused else str(error), str(error) if refused else ""
 
     def _carry(self, seat: PlaceSeat, link: FlightPlace) -> None:
-        """Asks a place to look at what is queued for it, and hears its answers, as long as this connection lasts."""
+        """Asks a place to look at the media queued for it, and handles its answers, as long as this connection
+        lasts."""
         while True:
             with self.lock:
                 seat.changed.wait_for(lambda: self._closed or seat.link is not link or seat.queue)
@@ -318,5 +322,5 @@ class Dispatcher:
 
 
 def named(addresses: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
-    """Addresses by the name of their place: where there are no names, the address itself."""
+    """Returns addresses by the names of their places; where there are no names, the address is the name."""
     return addresses if isinstance(addresses, Mapping) else {address: address for address in addresses}

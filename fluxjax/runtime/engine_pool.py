@@ -24,8 +24,8 @@ from ..config import Config, ConfigError, Policy, RolloutEngine
 
 
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
-    """The engines of a run on these devices of each of its processes: as configured, or one a server, or as many as
-    there are accelerators for."""
+    """Returns the number of engines of a run that has these devices in each of its processes: as configured, one a
+    server, or as many as there are accelerators for."""
     if config.policy.engines:
         return config.policy.engines
     if config.rollout.engine is not RolloutEngine.JAX:
@@ -38,10 +38,10 @@ def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> 
 class EnginePool:
     """The embedded `ports.Engines`. `engines` is one list that changes; its first engine is always the same.
 
-    Engines of one device take turns on the devices that there are; engines of several need so many of their own. Raises
-    `ConfigError` where there are too few, where half of the engines are lent to training and their devices could not
-    hold what is trained on, and for a profile of another model. `model` may be abstract, as of `JaxEngine`; `fetch` is
-    its, too.
+    Engines of one device take turns on the devices that there are; engines of several devices need devices of their
+    own. `model` may be abstract, and `fetch` be None, as for `JaxEngine`. Raises `ConfigError` if there are too few
+    devices, if half of the engines are lent to training and their devices could not hold what is trained on, and for a
+    profile of another model.
     """
 
     def __init__(self, config: Config, model: Decoder, *, fetch: Fetch | None = None) -> None:
@@ -98,12 +98,12 @@ class EnginePool:
 
     @property
     def _a_device(self) -> int:
-        """The most engines that share a device."""
+        """The most engines that share one device."""
         return -(-len(self.devices) // len(set(self.devices)))
 
     async def set_parallelism(self, degree: int) -> Sequence[JaxEngine]:
-        """Makes engines on `degree` devices each, awake, which serve what the first engine does. Engines that are too
-        many are closed first, so that no device holds the weights of two engines that it did not have before."""
+        """Makes engines on `degree` devices each, awake, with the weights that the first engine serves. Surplus engines
+        are closed first, so that no device holds the weights of two engines unless it did before."""
         dealt = deal(self.devices, degree)
         if not dealt:
             raise ValueError(f"{len(self.devices)} devices make no engine of {degree}")
@@ -121,12 +121,12 @@ class EnginePool:
 
 
 def deal(devices: Sequence[Any], degree: int) -> list[tuple[Any, ...]]:
-    """The devices of each engine that they make whole."""
+    """Returns the devices of each engine, `degree` of them; devices that make no whole engine are left out."""
     return [tuple(devices[start : start + degree]) for start in range(0, len(devices) - degree + 1, degree)]
 
 
 def degrees(config: Config, devices: int) -> list[int]:
-    """The degrees that engines may have on so many devices."""
+    """Returns the degrees that engines may have on so many devices."""
     parallelism = config.parallelism
     if not parallelism.enabled:
         return [parallelism.degree]
@@ -135,8 +135,8 @@ def degrees(config: Config, devices: int) -> list[int]:
 
 
 def check_lent(config: Config, model: Decoder, devices: Sequence[Any]) -> None:
-    """Checks what training has when half of the engines are lent to it, at every degree that may come. Raises
-    `ConfigError`."""
+    """Checks that the devices of half of the engines, which are lent to training, can hold what is trained on, at every
+    degree that may come. Raises `ConfigError`."""
     vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
     a_device = -(-len(devices) // len(set(devices)))
     for degree in degrees(config, len(devices)):

@@ -1,5 +1,5 @@
-"""The embedded engines of one process of several, behind the routes of `rollout.serve`: process 0 has a fleet of those
-of all, its own included."""
+"""The embedded engines of one process of several, behind the HTTP routes of `rollout.serve`: process 0 has a fleet of
+the engines of all processes, its own included."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ GRACE = 10.0  # seconds in which they end
 
 
 class EngineServers:
-    """Engines on the devices of this process, one of `processes`, in a thread of their own. `model` may be abstract:
-    weights come by the routes. `addresses` are theirs, in order.
+    """Engines on the devices of this process, one of `processes`, served from a thread of their own. `model` may be
+    abstract: weights come over HTTP. `addresses` has the address of each engine.
 
-    They listen on `host`, for those who know `token`. `failed` is called, from their thread, when they can't go on.
-    With `fetch`, they take tickets in the place of pixels. Raises what `EnginePool` raises, and ValueError for a host
-    that is none of this machine's."""
+    The servers listen on `host`, for clients that know `token`. `failed` is called, from their thread, when they can't
+    go on. With `fetch`, they take tickets in the place of pixels. Raises what `EnginePool` raises, and ValueError for a
+    host that is none of this machine's.
+    """
 
     def __init__(
         self,
@@ -51,9 +52,9 @@ class EngineServers:
         failed: Callable[[str], None],
         fetch: Fetch | None = None,
     ) -> None:
-        own = copy.deepcopy(config)
-        own.policy.engines = engine_count(config, jax.local_devices(), processes) // processes
-        self._pool, dtype = EnginePool(own, model, fetch=fetch), config.model.compute_dtype.value
+        process_config = copy.deepcopy(config)
+        process_config.policy.engines = engine_count(config, jax.local_devices(), processes) // processes
+        self._pool, dtype = EnginePool(process_config, model, fetch=fetch), config.model.compute_dtype.value
         served = [RolloutServer(e, model.config, processor, dtype=dtype, token=token) for e in self._pool.engines]
         self._sockets = [bound_socket(host, 0) for _ in served]
         self._servers = [http_server(server.app) for server in served]
@@ -63,7 +64,7 @@ class EngineServers:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends them; what runs is lost. It may be called again."""
+        """Ends the servers; requests that run are lost. It may be called again."""
         for server in self._servers:
             server.should_exit = True
         self._thread.join(GRACE)
@@ -85,15 +86,15 @@ class EngineServers:
 
 
 class SharedPool(FleetPool):
-    """The engines of all processes, at these addresses, as process 0 has them; those of its `own` close with it. With
-    `shadows`, all of them were made with a `fetch`. Raises ConfigError for a way of weights that does not reach
-    them."""
+    """The engines of all processes, at these addresses, as process 0 uses them; closing it also closes `local_servers`,
+    those of process 0. `shadows` says that every engine was made with a `fetch`. Raises ConfigError for a weight route
+    that does not reach the servers."""
 
     def __init__(
         self,
         config: Config,
         model: Decoder,
-        own: EngineServers,
+        local_servers: EngineServers,
         addresses: Sequence[str],
         logs: pathlib.Path,
         token: str,
@@ -107,7 +108,7 @@ class SharedPool(FleetPool):
         fleet.policy.engines = len(addresses)
         fleet.weights.validate(fleet.rollout.engine, fleet.servers)
         super().__init__(fleet, model, logs, logs, token, fetch=fetch, shadows=shadows)
-        self._own = own
+        self._own = local_servers
 
     def close(self) -> None:
         super().close()

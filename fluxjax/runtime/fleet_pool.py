@@ -45,9 +45,9 @@ Result = TypeVar("Result")
 
 
 class FleetPool:
-    """The `ports.Engines` of servers. `model` may be abstract; `checkpoint` is a folder that servers can start from,
-    with any weights: those of the run come before they generate. Servers write to `logs`. Nothing runs before `start`,
-    or before the first use. Raises `ConfigError` where SGLang is wanted, but is not installed."""
+    """The `ports.Engines` of rollout servers. `model` may be abstract; `checkpoint` is a folder that servers can start
+    from, with any weights: servers get those of the run before they generate. Servers write their logs to `logs`. No
+    server runs before `start`, or before the first use. Raises `ConfigError` if SGLang is wanted, but not installed."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class FleetPool:
         fetch: Fetch | None = None,
         shadows: bool = False,
     ) -> None:
-        """`token` is that of the servers (empty: the environment's). Of prompts whose pixels are elsewhere, servers get
-        tickets (`shadows`), or what `fetch` has for these."""
+        """`token` is that of the servers (empty: the one in the environment). For prompts whose pixels are elsewhere,
+        servers get tickets if `shadows` is set, else the pixels that `fetch` returns."""
         self._fetch, self._shadows = fetch, shadows
         self._token = token or os.environ.get(TOKEN, "")
         rollout, servers = config.rollout, config.servers
@@ -101,7 +101,7 @@ class FleetPool:
         folders: SharedFolders,
         agents: Mapping[str, str],
     ) -> Fleet:
-        """The fleet whose servers have `degree` devices each."""
+        """Returns the fleet whose servers have `degree` devices each."""
         config, rollout, servers = self._config, self._config.rollout, self._config.servers
         vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
         alone = not config.parallelism.enabled
@@ -130,17 +130,18 @@ class FleetPool:
         )
 
     def _shared(self, seat: int) -> tuple[Device, ...]:
-        """The devices of this process on which the servers of a seat are."""
+        """Returns the devices of this process that the servers of a seat are on."""
         return self._devices[seat * self._degree : (seat + 1) * self._degree]
 
     async def set_parallelism(self, degree: int) -> Sequence[FleetEngine]:
-        """Has the servers of `degree` devices each awake, with the oldest weights that any server was to have, and all
-        others asleep. The first call starts the others, before those that are to be awake take their memory."""
-        for other in sorted(self._fleets.keys() - self._launched):
-            fleet = self._fleets[other]
+        """Wakes the servers of `degree` devices each, with the oldest weights that any server was to have, and puts all
+        others to sleep. The first call starts the servers of all other degrees, before those to be awake take their
+        memory."""
+        for unlaunched in sorted(self._fleets.keys() - self._launched):
+            fleet = self._fleets[unlaunched]
             await _done(fleet.call(fleet.ready()))
             await self._on_seats(fleet, fleet.sleep)
-            self._launched.add(other)
+            self._launched.add(unlaunched)
         if degree != self._degree:
             weights, before, self.fleet = self.fleet.oldest(), self.fleet, self._fleets[degree]
             await self._on_seats(before, before.sleep)
@@ -160,8 +161,8 @@ class FleetPool:
         await asyncio.gather(*(_done(fleet.call(order(seat))) for seat in range(fleet.seats)))
 
     def start(self, tell: Callable[[str], None]) -> None:
-        """Starts the servers, unless they have to wait for others that share their memory. `tell` hears of each that
-        comes up, is lost or comes back, from another thread."""
+        """Starts the servers, unless they have to wait for others that share their memory. `tell` is called, from
+        another thread, with a line for each server that comes up, is lost or comes back."""
         self._file.write()
         if len(self._fleets) == 1 and not self._config.servers.colocated:
             self.fleet.start()
@@ -173,7 +174,7 @@ class FleetPool:
             fleet.close()
 
     def servers(self) -> Sequence[ServerStatus]:
-        """The servers as they are now; from any thread."""
+        """Returns the status of each server now; may be called from any thread."""
         return [status for fleet in self._fleets.values() for status in fleet.servers()]
 
     def lanes(self, spans: Sequence[Span]) -> Sequence[Span]:
@@ -202,7 +203,7 @@ def _check_installed(config: Config) -> None:
 
 
 def _devices(config: Config, model: Decoder, count: int) -> tuple[Device, ...]:
-    """The devices of this process that the servers share. Raises `ConfigError` where there are too few."""
+    """Returns the devices of this process that the servers share. Raises `ConfigError` if there are too few."""
     if not config.servers.colocated:
         return ()
     devices = tuple(jax.local_devices())
@@ -270,14 +271,14 @@ def _route(config: Config, agents: Mapping[str, str], token: str) -> SyncRoute:
 
 
 def _saves_memory(config: Config) -> bool:
-    """SGLang servers sleep, and are not on a CPU, where there is no memory saver."""
+    """Returns True if SGLang servers must free their memory when asleep; on a CPU there is no memory saver."""
     flags = config.servers.flags
     on_cpu = "--device=cpu" in flags or ("--device", "cpu") in itertools.pairwise(flags)
     return (config.servers.colocated or config.parallelism.enabled) and not on_cpu
 
 
 def _flags(config: Config) -> tuple[str, ...]:
-    """What servers need to know of the run."""
+    """Returns the command line flags of a server, from the configuration of the run."""
     rollout, dtype = config.rollout, ("--dtype", config.model.compute_dtype.value)
     if rollout.engine is RolloutEngine.SGLANG:
         cache = ("--max-total-tokens", str(rollout.kv_tokens)) if rollout.kv_tokens else ()

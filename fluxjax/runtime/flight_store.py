@@ -32,7 +32,7 @@ Become: TypeAlias = Callable[[str, np.ndarray], np.ndarray]  # of a medium's kin
 
 
 class _Part(NamedTuple):
-    """Rows as one range of a question."""
+    """A range of a medium's rows, small enough for one question."""
 
     rows: Rows
     kind: str  # of the medium
@@ -46,12 +46,12 @@ class _Question(NamedTuple):
 
 
 class FlightStore:
-    """A `MediaStore` over the preprocessors at these addresses, HOST:PORT, by the name of their place (the address
-    itself, where there are no names).
+    """A `MediaStore` over the preprocessors at these addresses, HOST:PORT, by the names of their places (where there
+    are no names, the address is the name).
 
-    A place that does not answer for `lease_seconds` is lost: what was asked of it is asked of others, and it is used
-    again when it answers again. `silent` is called with its name, in a thread of the store's. DataError is raised where
-    no place answers for `patience` seconds, and at once where one refuses this client.
+    A place that does not answer for `lease_seconds` is lost: its questions go to other places, and it is used again
+    when it answers again. `silent` is called with its name, in a thread of the store. DataError is raised if no place
+    answers for `patience` seconds, and at once if a place refuses this client.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class FlightStore:
             return _LOOKS * max(len(self._dispatcher.seats), 1)
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """What each of these media is, in this order. Raises DataError where no place can say."""
+        """Returns a ticket or an error for each of these media, in this order. Raises DataError if no place can look at
+        them."""
         outcomes: list[Ticket | MediaError] = []
         for outcome in self._dispatcher.look(refs):
             if isinstance(outcome, DataError):
@@ -87,12 +88,13 @@ class FlightStore:
         return outcomes
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """The patches `[P, X]` (float32) of these rows, from the places that hold them. Raises MediaError: StaleTicket
-        for a file that has changed. Raises DataError where no place can give them."""
+        """Returns the patches `[P, X]` (float32) of these rows, from the places that hold them. Raises MediaError,
+        StaleTicket for a file that has changed; raises DataError if no place can give them."""
         return self._fetched(rows, self.settings.normalised)
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """The same as they travel, `[P, 3, n]` (uint8), read-only."""
+        """Returns the patches of these rows as they travel, `[P, 3, n]` (uint8), read-only. Raises what `fetch`
+        raises."""
         return self._fetched(rows, lambda kind, patches: patches)
 
     def _fetched(self, rows: Sequence[Rows], become: Become) -> list[np.ndarray]:
@@ -114,56 +116,57 @@ class FlightStore:
         ]
 
     def hint(self, ticket: str, place: str) -> None:
-        """Somebody says that this place holds the medium of this ticket."""
+        """Notes that this place holds the medium of this ticket, as another process says."""
         with self._lock:
             self._places.hold(medium_key(Ticket.parse(ticket).ref), place)
 
     def holder(self, ticket: str) -> str:
-        """The place that holds the medium of this ticket, for a `hint` elsewhere; empty where none is known."""
+        """Returns the place that holds the medium of this ticket, for a `hint` elsewhere; empty if none is known."""
         with self._lock:
             return self._places.holder(medium_key(Ticket.parse(ticket).ref))
 
     def moved(self, place: str, address: str) -> None:
-        """The place is at this address now; it may be a new one."""
+        """Notes the address of a place; the place may be new."""
         self._dispatcher.moved(place, address)
 
     def fail(self, reason: str) -> None:
-        """Nothing will go on: whoever asks gets a DataError."""
+        """Ends all work for this reason: every caller gets a DataError."""
         self._dispatcher.fail(reason)
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By place: whether it is `up`, how many `looks` it answered, `fetches` (ranges), their `bytes` and `seconds`,
-        how often it was `lost` and the `reason` why it is not there, and how many media are `queued` for it here."""
+        """Returns the statistics of each place, by name: `up`, the number of `looks` that it answered, `fetches`
+        (ranges), their `bytes` and `seconds`, how often it was `lost`, the `reason` why it is not connected, and how
+        many media are `queued` for it here."""
         with self._lock:
             return {name: seat.stats() for name, seat in self._dispatcher.seats.items()}
 
     def links(self) -> dict[str, FlightPlace | None]:
-        """The connection with each place, None with one that is not there; it may end at any time."""
+        """Returns the connection with each place, by name; None if there is none. A connection may end at any time."""
         with self._lock:
             return {name: seat.link for name, seat in self._dispatcher.seats.items()}
 
     def history(self) -> list[Transition]:
-        """Who looked at what, and held it, when; by `time.monotonic`."""
+        """Returns the last transitions of media and places, with times by `time.monotonic`."""
         with self._lock:
             return self._places.history()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is being looked at, and who holds what, as JSON values."""
+        """Returns the media that are being looked at and the place that holds each medium, as JSON values."""
         with self._lock:
             return self._places.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over who held what when `state` was taken, as far as these places are there, and has looked at again
-        what was being looked at, so that it is known when it is wanted."""
+        """Takes over from `state` which place held which medium, for places that are there. Media that were being
+        looked at are looked at again, so that the answers are known when they are wanted."""
         self._dispatcher.load(state)
 
     def close(self) -> None:
-        """Ends threads and connections; the preprocessors stay. Whoever still asks gets a DataError."""
+        """Ends threads and connections; the preprocessors stay. Callers that still wait get a DataError."""
         self._dispatcher.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _arrived(self, parts: Sequence[_Part], become: Become) -> dict[int, np.ndarray]:
-        """What the patches of each part become, by its number, whatever becomes of places meanwhile."""
+        """Returns the converted patches of every part, by its number; parts of a lost place are asked of others."""
         arrived: dict[int, np.ndarray] = {}
         fruitless = 0
         while len(arrived) < len(parts):
@@ -182,7 +185,7 @@ class FlightStore:
         return arrived
 
     def _questions(self, parts: Sequence[_Part], numbers: Sequence[int]) -> list[_Question]:
-        """Questions that bring all of these parts. Waits until there is a place."""
+        """Returns questions that together ask for these parts. Waits until there is a place."""
         with self._lock:
             self._dispatcher.check()
             while not self._places.living:
@@ -209,15 +212,15 @@ class FlightStore:
         self, parts: Sequence[_Part], questions: Sequence[_Question], become: Become
     ) -> list[list[np.ndarray] | Exception]:
         try:
-            others = [self._pool.submit(self._ask, parts, question, become) for question in questions[1:]]
-            return [self._ask(parts, questions[0], become), *(future.result() for future in others)]
+            futures = [self._pool.submit(self._ask, parts, question, become) for question in questions[1:]]
+            return [self._ask(parts, questions[0], become), *(future.result() for future in futures)]
         except (RuntimeError, concurrent.futures.CancelledError):  # of a pool that is shut down
             with self._lock:
                 self._dispatcher.check()
             raise
 
     def _ask(self, parts: Sequence[_Part], question: _Question, become: Become) -> list[np.ndarray] | Exception:
-        """What comes of a question: what the patches of each part become, or an error."""
+        """Asks one question. Returns the converted patches of each of its parts, or the error."""
         asked = [parts[number] for number in question.numbers]
         seat, begin = question.seat, time.perf_counter()
         slices: Sequence[np.ndarray] = ()

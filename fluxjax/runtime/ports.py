@@ -31,7 +31,7 @@ class RewardScorer(Protocol):
         ...
 
     def state_dict(self) -> State:
-        """Returns what of the rewards must be in a checkpoint."""
+        """Returns the part of the rewards' state that must be in a checkpoint."""
         ...
 
 
@@ -88,14 +88,15 @@ class Checkpointer(Protocol):
         ...
 
     def snapshot(self, step: int, state: State) -> None:
-        """The same in memory, which outlives this process only. What can't be kept is no error."""
+        """Saves the same state in memory, which outlives this process only. A snapshot that can't be kept is no
+        error."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """A step that is done: trained and published. `groups` are by draw and have their advantages; `seconds` is the wall
-    time of each of the step's stages."""
+    """A step that is trained and published. `groups` are by draw and have their advantages; `seconds` is the wall time
+    of each of the step's stages."""
 
     step: int
     version: int
@@ -105,7 +106,8 @@ class StepReport:
 
 
 class Observer:
-    """Override what you need. Called on the event loop between instructions: keep it short. Raising ends the run."""
+    """Hears what happens in a run: override the methods that you need. They are called on the event loop between
+    instructions: keep them short. Raising ends the run."""
 
     def on_step(self, report: StepReport) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Asks preprocessors how they are, in a thread of its own: one that is slow, or lost, delays nobody."""
+"""Asks preprocessors for their statistics, in a thread of its own: a slow or lost preprocessor delays nobody."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ _LEVELS = ("memory_bytes", "spilled_bytes", "queue_depth", "busy_workers")  # th
 
 
 class PlaceCounts:
-    """What a place has said of its store. Its counts go on where they were when it begins anew, and its levels end."""
+    """The statistics that a place has sent of its store. When the place is started anew, counts go on where they were;
+    levels, such as a queue's depth, are those of its present life only."""
 
     def __init__(self) -> None:
         self._ended = StoreStats()  # of its earlier lives, added up
         self._newest = StoreStats()
 
     def hear(self, said: StoreStats) -> None:
-        """It says this now. A count that has become less is one of a new life."""
+        """Takes in newly sent statistics. A count that has decreased shows that the place was started anew."""
         if any(getattr(said, count) < getattr(self._newest, count) for count in _counts()):
             self._ended = self._total
         self._newest = said
 
     def silent(self) -> None:
-        """It is not there now; it may come back as it was, or anew."""
+        """Sets the levels to 0: the place is not there now. It may come back as it was, or anew."""
         self._newest = dataclasses.replace(self._newest, **dict.fromkeys(_LEVELS, 0))
 
     @property
@@ -49,7 +50,7 @@ class PreprocessorWatch:
     """Asks all places of `store` in turn from `start` to `close`, in one thread."""
 
     def __init__(self, store: FlightStore, seconds: float = _POLL_SECONDS) -> None:
-        """Asks each of them every so many `seconds`."""
+        """Asks each place every `seconds` seconds."""
         self._store, self._seconds = store, seconds
         self._lock = threading.Lock()
         self._counts: dict[str, PlaceCounts] = {}  # by place
@@ -58,13 +59,14 @@ class PreprocessorWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """It may be called again."""
+        """Starts the thread; does nothing when called again."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="preprocessor-watch", daemon=True)
             self._thread.start()
 
     def statuses(self) -> list[PreprocessorStatus]:
-        """As far as is known. From any thread; never waits for a preprocessor."""
+        """Returns the last known status of every preprocessor. May be called from any thread; never waits for a
+        preprocessor."""
         with self._lock:
             said = {place: counts.stats for place, counts in self._counts.items()}
         return [
@@ -72,7 +74,8 @@ class PreprocessorWatch:
         ]
 
     def stats(self) -> tuple[StoreStats, float]:
-        """Those of all preprocessors together, and when they were asked, by `time.perf_counter`."""
+        """Returns the sum of the statistics of all preprocessors, and when one was last asked, by
+        `time.perf_counter`."""
         total = StoreStats()
         with self._lock:
             for counts in self._counts.values():
@@ -80,7 +83,7 @@ class PreprocessorWatch:
             return total, self._asked
 
     def close(self) -> None:
-        """Blocks for as long as one preprocessor may take, at most."""
+        """Ends the thread. Blocks for at most the time that one preprocessor may take to answer."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -102,7 +105,7 @@ class PreprocessorWatch:
 
 
 def _said(link: FlightPlace, digest: str) -> StoreStats | None:
-    """What a preprocessor says of its store for the settings of this digest."""
+    """Returns the statistics of a preprocessor's store for the settings of this digest; None if it does not answer."""
     try:
         said = link.stats(_MOST_SECONDS).get(digest, {})
         return StoreStats(**{name: said[name] for name in (*_counts(), *_LEVELS) if name in said})
@@ -114,8 +117,8 @@ def _counts() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(StoreStats) if field.name not in _LEVELS)
 
 
-def _sum(one: StoreStats, other: StoreStats, names: tuple[str, ...]) -> StoreStats:
-    return StoreStats(**{name: getattr(one, name) + getattr(other, name) for name in names})
+def _sum(first: StoreStats, second: StoreStats, names: tuple[str, ...]) -> StoreStats:
+    return StoreStats(**{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
 def _status(place: str, seen: Mapping[str, Any], said: StoreStats) -> PreprocessorStatus:

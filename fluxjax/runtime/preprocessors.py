@@ -27,7 +27,7 @@ _LONGEST_PAUSE = 5.0  # seconds before a preprocessor that dies again and again 
 
 @runtime_checkable
 class Listener(Protocol):
-    """Hears what becomes of preprocessors, in a thread of theirs; a `FlightStore` does."""
+    """Is told what becomes of preprocessors, in a thread of `Preprocessors`; a `FlightStore` is one."""
 
     def moved(self, place: str, address: str) -> None: ...
 
@@ -48,7 +48,7 @@ class _Preprocessor(LocalProcess):
         self._read = 0  # bytes of the log, up to which there is no address
 
     def start(self, now: float) -> None:
-        """Raises OSError."""
+        """Starts the process, on its last port if it had one. Raises OSError."""
         # Other processes know it at the port that it had; at any, where that one could not be had.
         port = self.address.rpartition(":")[2] or "0"
         self.address, self.since, self.due = "", now, None
@@ -56,7 +56,7 @@ class _Preprocessor(LocalProcess):
         self.begin([*self._words, f"--listen={self._listen}:{port}"], self._variables)
 
     def announced(self) -> str:
-        """The address, once the log has it."""
+        """Returns the address that the process has written to its log; empty if it has not yet."""
         with self.log.open("rb") as log:
             log.seek(self._read)
             for line in log:
@@ -69,11 +69,11 @@ class _Preprocessor(LocalProcess):
 
 
 class Preprocessors:
-    """So many processes of `python -m fluxjax.preprocess`, with the settings `data` of a run, each with its log
-    `preprocessor-K.log` in `folder`. `addresses` are theirs, by the names of their places; who knows `token` may use
-    them.
+    """`count` processes of `python -m fluxjax.preprocess`, with the settings `data` of a run, each with its log
+    `preprocessor-K.log` in `folder`. `addresses` has their addresses by the names of their places; `token` gives access
+    to them.
 
-    Blocks until all listen, on `host`. Raises DataError, with the end of the log, where one ends before, or does not
+    Blocks until all listen, on `host`. Raises DataError, with the end of the log, if one ends before, or does not
     listen after `start_seconds`. One that dies later is started again; one that dies more than `restarts` times in a
     row, each time within `steady_seconds`, ends the run: the listener's `fail` is called.
     """
@@ -126,12 +126,12 @@ class Preprocessors:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Those of the processes that run, by place."""
+        """The process ids of those that run, by place."""
         running = ((process.name, process.running) for process in self._all)
         return {name: process.pid for name, process in running if process is not None}
 
     def tell(self, listener: Listener) -> None:
-        """From now on, this one hears of new addresses, and of the end; first, of the addresses as they are."""
+        """Tells this listener of the current addresses, and from now on of new addresses and of failure."""
         with self._changed:
             self._listener = listener
             for process in self._all:
@@ -141,13 +141,13 @@ class Preprocessors:
                 listener.fail(self._failure)
 
     def restart(self, place: str) -> None:
-        """Ends a preprocessor that hangs; it is started again."""
+        """Kills a preprocessor that hangs; it is started again."""
         for process in self._all:
             if process.name == place:
                 process.send(signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends all of them. Blocks for a few seconds at most."""
+        """Ends all preprocessors. Blocks for a few seconds at most."""
         self._closing.set()
         self._thread.join()
 
@@ -178,7 +178,7 @@ class Preprocessors:
             if address := process.announced():
                 with self._changed:
                     process.address, process.since = address, now
-                    self._complete = self._complete or all(other.address for other in self._all)
+                    self._complete = self._complete or all(peer.address for peer in self._all)
                     self._changed.notify_all()
                     if self._listener is not None:
                         self._listener.moved(process.name, address)

@@ -137,7 +137,7 @@ class Runtime:
 
     @property
     def _step(self) -> int:
-        """The step under way."""
+        """The number of the step under way."""
         return self.coordinator.step + 1
 
     @_carry_out.of(messages.DrawPrompts)
@@ -258,7 +258,7 @@ class Runtime:
         self._asleep.update(numbers)
 
     async def _make_room(self) -> None:
-        """For what the trainer computes on its own devices."""
+        """Makes room for what the trainer computes on its own devices."""
         if self.colocated:
             with self.timeline.span("sync", "engines", self._step):
                 await self._rest(range(len(self.engines)))
@@ -386,7 +386,8 @@ class Runtime:
 
 
 def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
-    """Joins what was there of a response before and what came now; its bytes are written here, while others run."""
+    """Joins the earlier part of a response and the part that came now. Its bytes are written here, while other
+    responses run."""
     parts = chunks if begun is None else [begun, *chunks]
     last = chunks[-1]
     assert last.finish is not None

@@ -1,4 +1,4 @@
-"""Servers that join and leave a running job: a file in the run's folder names them, a line each."""
+"""Lets servers join and leave a running job, by a file in the run's folder that names them, one a line."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ServerFile:
         return complaints
 
     def _read(self, text: str) -> tuple[Mapping[str, str], list[str]]:
-        """(agents by servers, what can't be read)"""
+        """Returns the address of each server's agent, by server, and a complaint for each line that can't be read."""
         wanted: dict[str, str] = {}
         complaints: list[str] = []
         for number, line in enumerate(text.splitlines(), start=1):

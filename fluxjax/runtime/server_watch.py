@@ -141,6 +141,6 @@ def server_lanes(
     for span in down:
         start, end = max(span.start, first), min(span.end, last)
         if start < end:
-            step = max(other.step for other in spans if other.start <= start)
+            step = max(earlier.step for earlier in spans if earlier.start <= start)
             lanes.add(dataclasses.replace(span, start=start, end=end, step=step))
     return lanes.spans()

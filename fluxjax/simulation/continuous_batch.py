@@ -118,7 +118,8 @@ class Batch:
         return progress
 
     def horizon(self) -> int:
-        """Steps until a sample ends or the cache is full. A sample must run, and each have room for a token."""
+        """Returns the steps until a sample ends or the cache is full. A sample must run, and each have room for a
+        token."""
         marks = self._marks
         while marks[0][2].mark != marks[0][0]:
             heapq.heappop(marks)

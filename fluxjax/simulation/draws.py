@@ -22,7 +22,7 @@ def key(*names: int) -> int:
 
 
 def uniform(*names: int) -> float:
-    """A uniform number in (0, 1)."""
+    """Returns a uniform number in (0, 1)."""
     return ((key(*names) >> 12) + 0.5) * 2.0**-52
 
 
@@ -31,5 +31,5 @@ def exponential(mean: float, *names: int) -> float:
 
 
 def generator(*names: int) -> np.random.Generator:
-    """A stream of random numbers for these names alone."""
+    """Returns a stream of random numbers for these names alone."""
     return np.random.Generator(np.random.Philox(key=key(*names)))

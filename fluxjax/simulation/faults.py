@@ -64,7 +64,8 @@ class FaultPlan:
             count += 1
 
     def replies(self, draw: int, attempt: int, sample: int) -> tuple[float, ...]:
-        """Seconds after its end at which a response arrives: `(0.0,)` if all is well; none, late or two if not."""
+        """Returns the seconds after its end at which a response arrives: `(0.0,)` if all is well; none, a late one or
+        two if not."""
         rates = self.rates
         chance = rates.lost + rates.doubled + rates.late
         if not chance:
@@ -78,7 +79,7 @@ class FaultPlan:
         return (delay,) if dice < rates.lost + rates.late else (0.0, delay)
 
     def sync_delay(self, version: int, engine: int) -> float:
-        """Seconds that an engine takes longer than it should to load the weights of `version`."""
+        """Returns the seconds that an engine takes longer than it should to load the weights of `version`."""
         rates = self.rates
         if not rates.slow_sync or uniform(self.seed, _SYNC, version, engine) >= rates.slow_sync:
             return 0.0

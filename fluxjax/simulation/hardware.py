@@ -48,14 +48,15 @@ QWEN3_8B = ModelSizes("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936)
 
 
 def parameters(model: ModelSizes) -> float:
-    """Numbers in the weights; embedding and head are two matrices."""
+    """Returns the number of weights; embedding and head are two matrices."""
     return model.linear_flops() / 2 + model.vocabulary * model.width
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Seconds of one model's stages on one cluster. `utilisation` is that of training; `scale` makes every GPU so many
-    times as fast (compute and memory alike). Times on more GPUs are those on one, divided: nothing is lost to scale."""
+    """The seconds of one model's stages on one cluster. `utilisation` is that of training; `scale` makes every GPU so
+    many times as fast (compute and memory alike). Times on more GPUs are those on one, divided: nothing is lost to
+    scale."""
 
     model: ModelSizes
     utilisation: float = TRAIN_UTILISATION
@@ -67,8 +68,8 @@ class Hardware:
     # --- engines of `degree` GPUs -----------------------------------------------------------------------
 
     def step_seconds(self, batch: int, degree: int) -> float:
-        """Seconds of a decode step of `batch` samples, more than 0, without reading the cache: the weights are read, or
-        the FLOPs take longer; two all-reduces a layer; what the engine itself costs."""
+        """Returns the seconds of a decode step of `batch` samples, more than 0, without reading the cache: the weights
+        are read, or the FLOPs take longer; two all-reduces a layer; the engine's own overhead."""
         model, speed = self.model, self.scale * degree
         read = 2 * (parameters(model) - model.vocabulary * model.width) / (BANDWIDTH * BANDWIDTH_UTILISATION * speed)
         compute = batch * model.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * speed)
@@ -76,16 +77,17 @@ class Hardware:
         return max(read, compute) + (degree > 1) * 2 * model.layers * (ALL_REDUCE + reduced) + STEP
 
     def kv_seconds(self, degree: int) -> float:
-        """Seconds of reading one token of the cache, in a decode step."""
+        """Returns the seconds of reading one token of the cache, in a decode step."""
         return self.kv_bytes / (BANDWIDTH * BANDWIDTH_UTILISATION * self.scale * min(degree, self.model.kv_heads))
 
     def prefill_seconds(self, tokens: int, degree: int) -> float:
-        """Seconds of computing `tokens` tokens at once."""
+        """Returns the seconds of computing `tokens` tokens at once."""
         flops = tokens * self.model.linear_flops()
         return flops / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale * degree) + STEP
 
     def kv_limit(self, degree: int) -> int:
-        """Tokens that the cache holds, beside the weights. Raises ValueError where the weights don't fit."""
+        """Returns the tokens that the cache holds, beside the weights. Raises ValueError where the weights don't
+        fit."""
         room = degree * (self.memory_fraction * MEMORY - WORKSPACE) - 2 * parameters(self.model)
         if room <= 0:
             raise ValueError(f"{self.model.name} does not fit on {degree} GPUs")
@@ -93,15 +95,15 @@ class Hardware:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values of one token, all layers."""
+        """The bytes of the keys and values of one token, all layers."""
         return 2 * self.model.layers * self.model.kv_heads * self.model.head_size * self.model.value_bytes
 
     # --- the other stages -------------------------------------------------------------------------------
 
     def train_seconds(self, tokens: int, gpus: int, update: bool = True) -> float:
-        """Seconds of the gradients of `tokens` tokens (prompts and responses, every sample with its prompt) on `gpus`
-        GPUs, with the log-probs of the reference and of the policy before the step, and with `update`, the optimizer's
-        step."""
+        """Returns the seconds of the gradients of `tokens` tokens (prompts and responses, every sample with its prompt)
+        on `gpus` GPUs, with the log-probs of the reference and of the policy before the step, and with `update`, the
+        optimizer's step."""
         passes = 1 + BACKWARD + REFERENCE + OLD_LOGPROBS
         seconds = tokens * passes * self.model.linear_flops() / (PEAK_FLOPS * self.utilisation * self.scale * gpus)
         # The optimizer reads and writes 16 bytes of state a parameter.
@@ -109,12 +111,13 @@ class Hardware:
         return seconds + (optimizer if update else 0.0)
 
     def sync_seconds(self) -> float:
-        """Seconds until all engines have new weights: every host takes all of them in, all hosts at once."""
+        """Returns the seconds until all engines have new weights: every host takes all of them in, all hosts at
+        once."""
         return 2 * parameters(self.model) / NETWORK + SYNC
 
     def reward_seconds(self, task: str, tokens: int, sandbox: float = 0.0) -> float:
-        """Seconds of scoring a response of `tokens` tokens with its prompt on one worker: a rule, a sandbox that runs
-        for `sandbox` seconds unless it is stopped, or a judge's GPU. Raises KeyError for another task."""
+        """Returns the seconds of scoring a response of `tokens` tokens with its prompt on one worker: a rule, a sandbox
+        that runs for `sandbox` seconds unless it is stopped, or a judge's GPU. Raises KeyError for another task."""
         if task == "judge":
             return tokens * self.judge.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale) + JUDGE
         return {"math": MATH, "code": min(sandbox, SANDBOX_LIMIT)}[task]

@@ -24,7 +24,8 @@ class Model(enum.Enum):
 
 
 class Rewards(enum.Enum):
-    """When responses are scored, and by how much (Flexes, section 4.3)."""
+    """The scheduling of rewards: the time at which responses are scored, and their time-outs and GPUs (Flexes, section
+    4.3)."""
 
     SYNCHRONOUS = "synchronous"  # when nothing is generated any more, as in verl
     ASYNCHRONOUS = "asynchronous"  # each response as it ends

@@ -1,7 +1,7 @@
 """The reward stage of a simulated cluster: rules, sandboxes and judges, each a queue in front of some workers.
 
-When it begins and how long it may take is `SimulationConfig.rewards`: verl's way, Flexes' asynchronous rewards, or
-its reward scheduler (section 4.3). Of the scheduler:
+`SimulationConfig.rewards` sets when scoring begins and how long it may take: verl's way, Flexes' asynchronous rewards,
+or its reward scheduler (section 4.3). Of the scheduler:
 
 - A sandbox is stopped after min(max(2 s, 1.5 times the anchor), 30 s). The anchor is the longest run of a right
   response so far, of the same prompt, or where there is none yet, of any.

@@ -63,7 +63,7 @@ class Rollout:
 
     @property
     def seconds(self) -> float:
-        """Seconds so far in which a request was on an engine."""
+        """The seconds so far in which a request was on an engine."""
         return self._seconds + (self.clock.now - self._since if self._open else 0.0)
 
     @property
@@ -108,7 +108,8 @@ class Rollout:
             self.clock.after(self.settings.reply_limit, partial(self.post, failed))
 
     def _response(self, opened: Generation, progress: SampleProgress) -> Response:
-        """At the very moment of its last token a response is over, even if it is aborted."""
+        """Returns a sample's response. At the very moment of its last token a response is over, even if it is
+        aborted."""
         rid, sample, tokens, segments = progress
         finish = "length" if tokens >= self.work.max_new_tokens else "stop"
         finish = finish if tokens >= opened.samples.lengths[sample] else ABORTED

@@ -84,7 +84,8 @@ class Cluster:
         self._heard = 0.0  # when the last event came
 
     def run(self) -> messages.Finish:
-        """Until the coordinator is finished. Raises StuckError if that can't be, or what the coordinator raises."""
+        """Runs until the coordinator is finished. Raises StuckError if that can't be, or what the coordinator
+        raises."""
         self.clock.at(0.0, partial(self.post, messages.Started(0)))
         meet_incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
         self.clock.run()
@@ -95,7 +96,7 @@ class Cluster:
         return self.coordinator.finished
 
     def post(self, event: messages.Event) -> None:
-        """Something happened, now. Speculative sync learns from the time of it."""
+        """Hands the coordinator an event, now. Speculative sync learns from the time of it."""
         if self.config.speculative_sync.enabled:
             self._inbox.append(messages.Tick(self.clock.now))
         self._inbox.append(event)
@@ -153,7 +154,7 @@ class Cluster:
 
     @_carry_out.of(messages.Lend)
     def _lend(self, order: messages.Lend) -> None:
-        """Everything that ran there was parked before this, at once."""
+        """Lends the engines at once: everything that ran there was parked before this."""
         self.rollout.lend(set(order.engines))
         self.clock.after(0.0, partial(self.post, messages.Lent(order.engines)))
 
@@ -172,7 +173,8 @@ class Cluster:
     def _compute(
         self, step: int, groups: Sequence[Group], gpus: int, lanes: list[str], update: bool, then: Callable[[], None]
     ) -> None:
-        """Gradients on so many GPUs of sleeping engines; 0: on those that training has, or takes from all engines."""
+        """Computes gradients on so many GPUs of sleeping engines; 0: on those that training has, or takes from all
+        engines."""
         work, now = self.work, self.clock.now
         responses = sum(sample.response.num_tokens for group in groups for sample in group.samples)
         prompts = sum(work.prompt_tokens(group.prompt.draw) * len(group.samples) for group in groups)
@@ -257,8 +259,8 @@ class Cluster:
     # --- totals -------------------------------------------------------------------------------------
 
     def utilisation(self) -> dict[str, float]:
-        """Parts of the time of all GPUs so far. `busy`: the engine or the trainer that has the GPU works. `throughput`:
-        so, but an engine counts by the tokens that it decodes, over the most that it could."""
+        """Returns shares of the time of all GPUs so far. `busy`: the engine or the trainer that has the GPU works.
+        `throughput`: the same, but an engine counts by the tokens that it decodes, over the most that it could."""
         gpus, span = self.settings.gpus, max(self.clock.now, math.ulp(1.0))
         worked, decoded = self.rollout.fleet.utilisation()
         engines, trainer = self.settings.rollout_gpus / gpus, self.train_gpu_seconds / (gpus * span)

@@ -68,7 +68,7 @@ class Account:
         return {phase: sum(kinds.values()) for phase, kinds in self.phases().items()}
 
     def peak(self) -> tuple[str, float]:
-        """(the phase that needs most, its bytes)."""
+        """Returns (the phase that needs most, its bytes)."""
         totals = self.totals()
         phase = max(totals, key=lambda name: totals[name])
         return phase, totals[phase]
@@ -91,7 +91,7 @@ class Account:
         return account.with_temporaries("decode", share * self.temporaries["decode"])
 
     def with_devices(self, factor: float) -> Account:
-        """On `factor` times as many devices: what FSDP cuts becomes smaller."""
+        """The account on `factor` times as many devices: arrays that FSDP cuts become smaller."""
         kept = ("masters", "gradients", "moments", "reference", "merged", "critic")
         cut = {name: getattr(self, name) / factor for name in kept}
         return dataclasses.replace(self, **cut).with_temporaries("update", self.temporaries["update"] / factor)
@@ -113,7 +113,7 @@ class RowGrowth:
         return dataclasses.replace(account.with_temporaries("logprobs", scored), batch=share * account.batch)
 
     def largest(self, account: Account, usable: float, step: int = 256) -> int:
-        """The longest row with which all phases fit, in multiples of `step`; 0 if none does."""
+        """The tokens of the longest row with which all phases fit, a multiple of `step`; 0 if none fits."""
         low, high = 0, 1
         while high < 1 << 20 and self.account(account, high * step).bytes <= usable:
             low, high = high, 2 * high

@@ -72,7 +72,7 @@ class Verdict:
         return max(program.offloaded for program in self.programs.values())
 
     def answer(self) -> list[str]:
-        """Whether the run fits, and else which settings would, in lines."""
+        """Says in lines whether the run fits, and if not, with which settings it would."""
         phase, peak = self.account.peak()
         fits = "FITS" if self.fits else "DOES NOT FIT"
         lines = [f"{fits}: the peak is {in_gib(peak)} GiB ({phase}); JAX may use {self.room}."]
@@ -138,9 +138,10 @@ def check(
 ) -> Verdict:
     """Compiles the largest shape of each program for `devices`, each of which has `room`.
 
-    `layers`: so many decoder layers, and twice as many, are compiled, and what all need is extrapolated along a
-    straight line; 0, or half of the model's or more: all. With `sharding.remat` auto, the first of `REMATS` that fits
-    is taken. Without `longest_row`, a run that fits is compiled no further. `never_sampled` as of `RunShapes.of`.
+    `layers`: so many decoder layers, and twice as many, are compiled, and the needs of all layers are extrapolated
+    along a straight line; 0, or half of the model's or more: all are compiled. With `sharding.remat` auto, the first of
+    `REMATS` that fits is taken. Without `longest_row`, a run that fits is compiled no further. `never_sampled` is that
+    of `RunShapes.of`.
     Raises ConfigError for settings that can't work.
     """
     depth = model.text.num_layers
@@ -158,9 +159,9 @@ def check(
         programs.update(whole)
         return run, _account(run, programs, room)
 
-    quickest, *others = REMATS if config.sharding.remat is Remat.AUTO else [config.sharding.remat]
+    quickest, *smaller = REMATS if config.sharding.remat is Remat.AUTO else [config.sharding.remat]
     run, account = compiled(quickest, PROGRAMS if config.rollout.engine is RolloutEngine.JAX else PROGRAMS[:3])
-    for remat in others:
+    for remat in smaller:
         if account.totals()["accumulate"] <= room.usable:  # no other phase depends on it
             break
         run, account = compiled(remat, ["accumulate"])
@@ -190,7 +191,7 @@ def check(
 def _rows(
     run: RunShapes, few: int, first: Mapping[str, Compiled], programs: Mapping[str, Compiled], progress: Progress
 ) -> RowGrowth:
-    """How temporaries grow with a row, from rows of twice the configured length in `few` layers."""
+    """Measures how temporaries grow with a row, by rows of twice the configured length in `few` layers."""
     tokens = run.config.packing.tokens_per_row
     longer = copy.deepcopy(run.config)
     longer.packing.tokens_per_row = 2 * tokens
@@ -198,9 +199,9 @@ def _rows(
     grown = fewer.compiled(["accumulate"], progress)["accumulate"].temporaries
     slope = (grown - first["accumulate"].temporaries) / tokens
     # What the other layers add grows with the row, too, but for their gradients.
-    others = programs["accumulate"].temporaries - first["accumulate"].temporaries
-    others -= run.trained - fewer.trained
-    return RowGrowth(tokens, slope + max(others, 0.0) / tokens)
+    further_layers = programs["accumulate"].temporaries - first["accumulate"].temporaries
+    further_layers -= run.trained - fewer.trained
+    return RowGrowth(tokens, slope + max(further_layers, 0.0) / tokens)
 
 
 def _account(run: RunShapes, programs: Mapping[str, Compiled], room: DeviceRoom) -> Account:

@@ -14,8 +14,9 @@ SHIPPED = pathlib.Path(__file__).resolve().parent / "models"
 
 
 def model_sizes(config: Config, file: str = "") -> AnyConfig:
-    """The sizes in `file`, a Hugging Face config.json; by default the one in the folder `model.path`, or the shipped
-    one of that folder's name. Raises ConfigError where there is none, or for an architecture that is not supported."""
+    """Returns the sizes in `file`, a Hugging Face config.json; by default that of the folder `model.path`, or the
+    shipped one of that folder's name. Raises ConfigError where there is no such file, or for an architecture that is
+    not supported."""
     path = config.model.path
     shipped = SHIPPED / f"{pathlib.Path(path).name}.json"
     if file:

@@ -62,18 +62,19 @@ class Compiled:
         temporaries, offloaded = float(memory.temp_size_in_bytes), float(memory.host_temp_size_in_bytes)
         return Compiled(temporaries, results, traffic(hlo), seconds, bool(ATTENTION_CALL.search(hlo)), offloaded)
 
-    def either(self, other: Compiled) -> Compiled:
-        """What suffices for both, if they run one after the other."""
+    def either(self, following: Compiled) -> Compiled:
+        """Returns sizes that suffice for this program and a following one, which never run at the same time."""
         return dataclasses.replace(
             self,
-            temporaries=max(self.temporaries, other.temporaries),
-            results=max(self.results, other.results),
-            seconds=self.seconds + other.seconds,
-            triton=self.triton or other.triton,
+            temporaries=max(self.temporaries, following.temporaries),
+            results=max(self.results, following.results),
+            seconds=self.seconds + following.seconds,
+            triton=self.triton or following.triton,
         )
 
-    def beyond(self, other: Compiled, factor: float) -> Compiled:
-        """On the straight line from `self` (at 0) through `other` (at 1), at `factor`; nothing is below zero."""
+    def beyond(self, deeper: Compiled, factor: float) -> Compiled:
+        """Extrapolates along the straight line from `self` (at 0) through `deeper` (at 1) to `factor`; no size is below
+        zero."""
 
         def at(first: float, second: float) -> float:
             return max(first + factor * (second - first), 0.0)
@@ -83,18 +84,18 @@ class Compiled:
                 *map(
                     at,
                     dataclasses.astuple(self.traffic.get(kind, CollectiveTraffic())),
-                    dataclasses.astuple(other.traffic.get(kind, CollectiveTraffic())),
+                    dataclasses.astuple(deeper.traffic.get(kind, CollectiveTraffic())),
                 )
             )
-            for kind in {**self.traffic, **other.traffic}
+            for kind in {**self.traffic, **deeper.traffic}
         }
         return Compiled(
-            at(self.temporaries, other.temporaries),
-            at(self.results, other.results),
+            at(self.temporaries, deeper.temporaries),
+            at(self.results, deeper.results),
             kinds,
-            self.seconds + other.seconds,
+            self.seconds + deeper.seconds,
             self.triton,
-            at(self.offloaded, other.offloaded),
+            at(self.offloaded, deeper.offloaded),
         )
 
 
@@ -153,13 +154,13 @@ class RunShapes:
 
     @property
     def engines_a_device(self) -> int:
-        """Embedded engines that share the fullest device."""
+        """The number of embedded engines that share the fullest device."""
         if self.config.rollout.engine is not RolloutEngine.JAX:
             return 0
         return -(-engine_count(self.config, self.devices) * self.config.parallelism.degree // len(self.devices))
 
     def servers(self, usable: float) -> float:
-        """The bytes of a device that servers have while they are awake, of so many that are usable."""
+        """The bytes of a device that rollout servers have while they are awake, out of `usable` bytes."""
         servers = self.config.servers
         if self.engines_a_device or not servers.colocated:
             return 0.0
@@ -180,7 +181,7 @@ class RunShapes:
     @property
     def trained(self) -> float:
         """Bytes on the fullest device of the weights that are trained."""
-        return bytes_on_device(self.learner.own(self.learner.params))
+        return bytes_on_device(self.learner.trained(self.learner.params))
 
     @property
     def merged(self) -> float:
@@ -189,13 +190,14 @@ class RunShapes:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens in the cache of an engine."""
+        """The tokens that an engine's cache holds."""
         return self.engine.cache.k_LCKSH.shape[1] * PAGE_TOKENS
 
     def resident(self) -> dict[str, float]:
-        """Bytes on the fullest device of what stays through all of a step but the caches, by field of `Account`."""
+        """Bytes on the fullest device of all arrays that stay through a step, without the caches, by field of
+        `Account`."""
         params, settings, critic = self.learner.params, self.config.algorithm, self.critic
-        reference = params if settings.reference else self.learner.own(params)  # the rest is the learner's
+        reference = params if settings.reference else self.learner.trained(params)  # the rest is the learner's
         return {
             "masters": bytes_on_device(params),
             "moments": bytes_on_device(self.learner.opt_state),
@@ -205,7 +207,7 @@ class RunShapes:
         }
 
     def compiled(self, names: Sequence[str], progress: Progress) -> dict[str, Compiled]:
-        """These of the programs `accumulate`, `update`, `logprobs`, `prefill` and `decode`."""
+        """Compiles the programs of these `names`: of `accumulate`, `update`, `logprobs`, `prefill` and `decode`."""
         lowered: dict[str, jax.stages.Lowered] = {}
         with compiling_for(Target.of(self.devices[0])):
             if {"accumulate", "update", "logprobs"} & set(names):
@@ -240,14 +242,14 @@ def compiled_at_depth(
     progress: Progress,
     never_sampled: tuple[int, ...] | None = None,
 ) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
-    """(the programs of the model with `few` layers, those of all its layers); the latter are on the straight line
-    through `few` and twice as many, unless these are all."""
+    """Returns (the programs of the model with `few` layers, those of all its layers). The latter are extrapolated along
+    the straight line through `few` and twice as many layers, unless `few` are all."""
     depth = model.text.num_layers
     shallow = model if few == depth else with_layers(model, few)
     first = RunShapes.of(config, shallow, devices, never_sampled).compiled(names, progress)
     if few == depth:
         return first, first
-    twice = RunShapes.of(config, with_layers(model, 2 * few), devices).compiled(names, progress)
+    twice = RunShapes.of(config, with_layers(model, 2 * few), devices, never_sampled).compiled(names, progress)
     return first, {name: first[name].beyond(twice[name], (depth - few) / few) for name in names}
 
 
@@ -282,5 +284,5 @@ def bytes_on_device(tree: PyTree) -> float:
 
 
 def with_layers(model: AnyConfig, layers: int) -> AnyConfig:
-    """The same sizes with so many decoder layers."""
+    """Returns the sizes of the model with so many decoder layers."""
     return dataclasses.replace(model, text=dataclasses.replace(model.text, num_layers=layers), extra="{}")

@@ -72,7 +72,7 @@ def traffic(hlo: str) -> dict[str, CollectiveTraffic]:
 
 
 def _computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
-    """(name, lines) of every computation; the first line is its head."""
+    """Yields (name, lines) of every computation; the first line is its head."""
     head: list[str] = []
     for line in hlo.splitlines():
         if line.endswith("{") and not line.startswith(" "):
@@ -110,7 +110,7 @@ class _Computation:
 
     @property
     def calls(self) -> list[tuple[str, int]]:
-        """(computation, how often one run of this computation runs it)."""
+        """The calls of a run of this computation: (called computation, how often it runs)."""
         found = []
         for instruction in self.instructions:
             if instruction.operation not in (*_LOOPS, "async-start"):
@@ -138,8 +138,8 @@ class _Computation:
                 # A start has operands and results, but for all-reduce, whose two are of one size.
                 size = max(size, self.instructions[start].bytes - size)
             beside = self.instructions[start + 1 : place]
-            long = any(_takes_long(other) for other in beside)
-            written = sum(other.bytes for other in beside if other.operation == "fusion")
+            long = any(_takes_long(running) for running in beside)
+            written = sum(running.bytes for running in beside if running.operation == "fusion")
             exposed = 0.0 if long or written >= FASTER * size else 1.0
             found[kind] = found.get(kind, CollectiveTraffic()) + CollectiveTraffic(1.0, size, exposed, size * exposed)
         return found

@@ -1,4 +1,4 @@
-"""Devices that are not there: XLA compiles for them by a description of the GPU, and never runs anything.
+"""Devices that are not there: XLA compiles for them by a description of the GPU, and runs nothing on them.
 
 Two packages are needed, no GPU: `jax-cuda12-plugin` and `jax-cuda12-pjrt`, of the version of jaxlib.
 """
@@ -24,7 +24,7 @@ FOLDER = "FLUXJAX_AOT"  # names the folder of the plugin where it is not in the 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """So many hosts with so many devices each, all of one kind: `1x8xh100`."""
+    """A number of hosts with so many devices each, all of one kind: `1x8xh100`."""
 
     hosts: int
     devices_per_host: int
@@ -96,9 +96,9 @@ def find_plugin(folder: str = "") -> None:
     """
     jaxlib = importlib.metadata.version("jaxlib")
     folder = folder or os.environ.get(FOLDER, "")
-    made = ROOT / ".aot" / f"{jaxlib}-triton"
-    if not folder and made.is_dir():
-        folder = str(made)
+    installed = ROOT / ".aot" / f"{jaxlib}-triton"
+    if not folder and installed.is_dir():
+        folder = str(installed)
     where = folder or "this environment"
     if folder and not pathlib.Path(folder).is_dir():
         raise ConfigError(f"{folder}: no such folder; {_how(jaxlib)}")

@@ -1,4 +1,4 @@
-"""What a medium is, without its pixels: read from its header, or from its packets where a header isn't believed.
+"""Reads the facts of a medium without its pixels: from its header, or from its packets if a header isn't believed.
 
 Nothing is decoded but a video's first frame, which alone tells how it is turned.
 """
@@ -46,7 +46,7 @@ class Facts:
 
 
 def image_facts(source: Source, limits: DecodeLimits) -> Facts:
-    """Raises MediaError for a file that can't be used, as far as its header shows that."""
+    """The facts of an image by its header. Raises MediaError for a file that can't be used, as far as that shows."""
     with open_image(source, limits) as (file, content):
         width, height = file.size
         if width != height and _orientation(file, content) in LYING:
@@ -77,7 +77,7 @@ def _notes_behind_pixels(png: OpenFile) -> bool:
 
 
 def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:
-    """Reads all packets with `count`, or where the header has no number of frames or an impossible one.
+    """The facts of a video. Reads all packets with `count`, or where the header has no credible number of frames.
 
     Raises MediaError for a file that can't be used, as far as that shows without decoding it.
     """
@@ -111,7 +111,7 @@ def _count(
     container: InputContainer, stream: VideoStream, begin: int | None, name: str, limits: DecodeLimits
 ) -> tuple[int, float | None]:
     """The number of frames, and the seconds they last, going by the packets of the stream. Frames before `begin` refer
-    to what a recording that begins amid a group has not, and are not decoded."""
+    to frames that a recording which begins amid a group of pictures lacks, and are not decoded."""
     shown: list[tuple[int | None, int]] = []  # time and duration in ticks
     for packet in container.demux(stream):
         if is_shown(packet, stream.codec.canonical_name):

@@ -39,9 +39,11 @@ def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits
 
 
 def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
-    """Whether zeros end the last scan, or FFmpeg's decoder, told to be strict, finds what can't be the end of one:
-    libjpeg counts that as a warning, which Pillow doesn't pass on, nor has it an option to. That misses some holes, the
-    more the smaller they are, and all whose zeros happen to decode to the right number of blocks.
+    """Says whether zeros end the last scan of a JPEG file, or FFmpeg's decoder, told to be strict, finds bytes that
+    can't end a scan. libjpeg counts such bytes as a warning, which Pillow doesn't pass on, nor has it an option to.
+
+    Some holes are missed, the more the smaller they are, and all whose zeros happen to decode to the right number of
+    blocks.
     """
     if HOLE not in jpeg:
         return False

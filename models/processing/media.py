@@ -54,7 +54,7 @@ class MediaSettings:
 
     @classmethod
     def from_json(cls, fields: JsonObject) -> MediaSettings:
-        """Raises TypeError or ValueError for what `to_json` did not write."""
+        """Reads the settings that `to_json` wrote. Raises TypeError or ValueError for anything else."""
 
         def pixels(values: JsonObject) -> PixelSettings:
             return PixelSettings(**{**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])})
@@ -69,17 +69,17 @@ class MediaSettings:
 
     @property
     def digest(self) -> str:
-        """Equal for settings by which every file becomes the same patches."""
+        """A name of the settings, equal for those by which every file becomes the same patches."""
         return _digest(self)
 
     @property
     def patch_bytes(self) -> int:
-        """Values of a patch, a byte each before they are normalised."""
+        """The number of values of a patch, each of which is a byte before it is normalised."""
         return 3 * self.layout.temporal_patch_size * self.layout.patch_size**2
 
     def facts(self, kind: str, source: Source, *, count: bool = False) -> Facts:
-        """A medium by its header; with `count`, videos are read through, though not decoded. Raises MediaError for a
-        file that can't be used, as far as that shows."""
+        """The facts of a medium by its header; with `count`, videos are read through, though not decoded. Raises
+        MediaError for a file that can't be used, as far as that shows."""
         return image_facts(source, self.limits) if kind == "image" else video_facts(source, self.limits, count=count)
 
     def medium_of(self, kind: str, name: str, facts: Facts) -> Medium:
@@ -103,8 +103,9 @@ class MediaSettings:
         return Medium(kind, grid, seconds)
 
     def glance(self, kind: str, source: Source, *, count: bool = False) -> tuple[Medium, bool]:
-        """A medium by its header, and whether it is more than the word of a header; with `count`, videos are read
-        through, though not decoded. Raises MediaError for a file that can't be used, as far as that shows."""
+        """Returns a medium by its header, and whether that is certain: False where it rests on the word of a video's
+        header. With `count`, videos are read through, though not decoded. Raises MediaError for a file that can't be
+        used, as far as that shows."""
         facts = self.facts(kind, source, count=count)
         try:
             return self.medium_of(kind, source_name(source), facts), facts.counted
@@ -128,11 +129,11 @@ class MediaSettings:
         raise AssertionError("a medium ends what is loaded")
 
     def load_chunks(self, kind: str, source: Source, pairs_per_chunk: int) -> Iterator[Chunk | Medium | None]:
-        """What `load` returns in pieces of so many frame pairs, in order, of which one at a time is held here; the
-        medium is the last item.
+        """Yields the patches that `load` returns in chunks of so many frame pairs, in order, of which one at a time is
+        held here; the medium is the last item.
 
-        None voids all pieces so far: a video's header was wrong about its frames, and they come again from the first
-        one. Raises MediaError as `load` does, also behind pieces, which are void then.
+        None as an item voids all chunks so far: a video's header was wrong about its frames, and they come again from
+        the first one. Raises MediaError as `load` does, also behind chunks, which are void then.
         """
         if kind == "image":
             picture, name = load_image(source, self.limits), source_name(source)

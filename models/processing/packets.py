@@ -1,10 +1,10 @@
-"""What a packet of a video says undecoded: whether its frame is shown, and whether decoding can begin with it.
+"""Reads packets of a video undecoded: whether the frame of one is shown, and whether decoding can begin with it.
 
-A decoder that begins in the middle must give what one gives that has come from the start. A container's own mark of a
-key frame doesn't promise that: it may stand where a picture that is refreshed bit by bit begins to be (H.264's recovery
-points), what is needed to decode may have been said before, once, and the mark may be wrong. So it is read in the
-bitstream. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification (6.2), the
-AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
+A decoder that begins in the middle must give the frames that one gives which has come from the start. A container's
+own mark of a key frame doesn't promise that: it may stand where a picture that is refreshed bit by bit begins to be
+(H.264's recovery points), what is needed to decode may have been said before, once, and the mark may be wrong. So the
+bitstream is read for it. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream
+specification (6.2), the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class EntryPoints:
         return alone is not None and packet.is_keyframe and alone(bytes(packet))
 
     def _begins(self, data: bytes) -> bool:
-        """Says so of a codec of units, some of which say how to decode those behind them: all that have been, if not
-        the header's, have to be repeated."""
+        """Says whether decoding can begin with this packet of a codec whose packets consist of units. Some units say
+        how to decode those behind them: the packet has to repeat all that came so far, but for the header's."""
         kind_of, says_how, is_entry = _UNITS[self._codec]
         told, entry = set(), False
         for unit in units(data, self._length_bytes()):
@@ -108,7 +108,7 @@ def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
 
 
 def _mpeg_video(data: bytes) -> bool:
-    """A picture of its own behind a sequence header, without which matrices could be older ones."""
+    """Says whether a packet is an intra picture behind a sequence header, without which matrices could be older."""
     place = data.find(PICTURE)
     return data.startswith(SEQUENCE) and 0 < place < len(data) - 5 and data[place + 5] >> 3 & 7 == INTRA
 
@@ -118,13 +118,13 @@ def _vp8(data: bytes) -> bool:
 
 
 def _vp9(data: bytes) -> bool:
-    """A key frame that isn't one shown again."""
+    """Says whether a packet is a key frame, and not one that is shown again."""
     head = data[0] << 1 if data[0] >> 4 == 0b1011 else data[0]  # profile 3 has a bit more before these
     return data[0] >> 6 == 0b10 and head >> 2 & 0b11 == 0
 
 
 def _av1(data: bytes) -> bool:
-    """A key frame that is shown, behind a sequence header."""
+    """Says whether a packet is a key frame that is shown, behind a sequence header."""
     place, sequence = 0, False
     while place < len(data):
         head = data[place]

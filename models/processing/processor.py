@@ -1,4 +1,4 @@
-"""Text with media marks to a `ModelInput`: tokenise, decode media, expand placeholders, place features."""
+"""Turns text with media marks into a `ModelInput`: tokenises, decodes media, expands placeholders, places features."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Processor:
 
     @property
     def settings(self) -> MediaSettings:
-        """What pixels depend on besides their files."""
+        """The settings that pixels depend on, besides the files that they come from."""
         return MediaSettings(self.layout, self.image, self.video, self.frames, self.limits)
 
     @property
@@ -172,14 +172,14 @@ class Processor:
         return self.encode(text)
 
     def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> ModelInput:
-        """Like `prepare`, with `text` as the user's turn in the checkpoint's chat template, if it has one.
+        """The model input of `text` as the user's turn in the checkpoint's chat template, if it has one: see `prepare`.
 
         Raises PromptError for a `system` message where there is no template.
         """
         return self.prepare_ids(self.tokenise_chat(text, media, system=system), media)
 
     def tokenise_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> list[int]:
-        """Like `tokenise`, with `text` as the user's turn in the checkpoint's chat template, if it has one."""
+        """The ids of `text` as the user's turn in the checkpoint's chat template, if it has one: see `tokenise`."""
         if not self.chat_template:
             if system:
                 raise PromptError("this checkpoint has no chat template, which a system message needs")
@@ -218,8 +218,8 @@ class Processor:
     def outline(
         self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = (), *, count: bool = False
     ) -> PromptOutline:
-        """What `prepare_ids` gives, without pixels, from the headers of `media` alone; with `count`, videos are read
-        through, though not decoded. Raises what `prepare_ids` raises, as far as that shows."""
+        """The outline of what `prepare_ids` gives, without pixels, from the headers of `media` alone; with `count`,
+        videos are read through, though not decoded. Raises what `prepare_ids` raises, as far as that shows."""
         ids = np.array(token_ids, np.int32)
         self.check_placeholders(ids, [kind for kind, _ in media])
         found = [self.settings.glance(kind, source, count=count) for kind, source in media]
@@ -227,7 +227,7 @@ class Processor:
         return PromptOutline(ids, tuple(medium for medium, _ in found), self.layout.spatial_merge_size, certain)
 
     def outline_of(self, token_ids: Sequence[int], media: Sequence[Medium], *, certain: bool = True) -> PromptOutline:
-        """Like `outline`, of media that are known already. Raises PromptError where they aren't those of the ids."""
+        """The outline of ids and media that are known already. Raises PromptError where they don't fit together."""
         ids = np.array(token_ids, np.int32)
         self.check_placeholders(ids, [medium.kind for medium in media])
         return PromptOutline(ids, tuple(media), self.layout.spatial_merge_size, certain)
@@ -255,7 +255,7 @@ class Processor:
             )
 
     def prepare_ids(self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
-        """Like `prepare`, of a tokenised prompt that holds one unexpanded placeholder for each medium, in order."""
+        """The model input of a tokenised prompt that holds one unexpanded placeholder for each medium, in order."""
         ids = np.array(token_ids, np.int32)
         self.check_placeholders(ids, [kind for kind, _ in media])
         found: list[Medium] = []
@@ -268,8 +268,8 @@ class Processor:
         return self.lay_out(outline, np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None)
 
     def lay_out(self, outline: PromptOutline, patches_PX: np.ndarray | ShadowTensor | None = None) -> ModelInput:
-        """The model input of a prompt, whose media have these patches, each medium's in window order, or what stands
-        for them."""
+        """The model input of a prompt whose media have these patches, each medium's in window order. A shadow tensor
+        may stand for the patches."""
         ids, media = outline.token_ids, outline.media
         if not self.vision:
             positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids))).copy()

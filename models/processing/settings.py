@@ -102,10 +102,10 @@ def read_layout(config: JsonObject, default: PatchLayout) -> PatchLayout:
 
 def read_configs(folder: pathlib.Path) -> tuple[JsonObject, JsonObject]:
     """The image and the video processor's dictionaries of a checkpoint folder, found as transformers finds them."""
-    both = read_json(folder / "processor_config.json")
+    joint = read_json(folder / "processor_config.json")
     single = read_json(folder / "preprocessor_config.json")
-    image = both.get("image_processor") or single
-    video = both.get("video_processor") or read_json(folder / "video_preprocessor_config.json") or single
+    image = joint.get("image_processor") or single
+    video = joint.get("video_processor") or read_json(folder / "video_preprocessor_config.json") or single
     return image, video
 
 

@@ -42,7 +42,7 @@ class Slice:
 
 
 class _Note(NamedTuple):
-    """What is noted of a packet."""
+    """The notes that are taken of a packet."""
 
     time: int | None  # of its frame
     begin: int | None  # when decoding it begins
@@ -53,14 +53,14 @@ class _Note(NamedTuple):
     entry: bool  # whether decoding can begin here
 
     def fits(self, packet: Packet, codec: str) -> bool:
-        """Whether the packet is this one."""
+        """Says whether a packet is the one that was noted."""
         same = (packet.pts, packet.pos, packet.size) == (self.time, self.place, self.size)
         return same and is_shown(packet, codec) == self.shown
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What to decode."""
+    """The packets and frames to decode."""
 
     notes: list[_Note]  # of all packets
     first: int  # packet that is decoded
@@ -70,7 +70,7 @@ class _Plan:
 
 
 class _Unexpected(Exception):
-    """Something isn't as it should be: it can't be told which frames these are."""
+    """A stream differs from what was expected, so that it can't be told which of its frames are the wanted ones."""
 
 
 def load_slice(

@@ -64,7 +64,7 @@ class Video:
 
 
 def seconds_per_grid(seconds: float | None, frames: int, temporal_patch: int) -> float:
-    """The time that one frame pair stands for, of so many that were sampled. It doesn't matter for a single pair."""
+    """The time that a frame pair stands for, of so many `frames` that were sampled. It doesn't matter for one pair."""
     return temporal_patch * (seconds or 1.0) / frames
 
 
@@ -79,7 +79,7 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Which frames were sampled, of which time, and what helps to find them again."""
+    """The frames that were sampled, the duration of their video, and whether they can be found again by their time."""
 
     indices: np.ndarray  # of the sampled frames in the file
     seconds: float | None  # see `Video`
@@ -261,7 +261,7 @@ def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: 
 
 
 def increasing(times: Sequence[int | None]) -> bool:
-    """Whether there are timestamps, one for each frame, each later than the one before."""
+    """Says whether there are timestamps, one for each frame, each later than the one before."""
     known = [time for time in times if time is not None]
     return 0 < len(known) == len(times) and all(a < b for a, b in itertools.pairwise(known))
 

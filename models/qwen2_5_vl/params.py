@@ -36,6 +36,6 @@ def tensor_names(config: Qwen25VLConfig, weights: Weights) -> list[TensorName]:
     tower, decoder = PREFIXES[config.names]
     vision = config.vision
     size, frames = vision.patch_size, vision.temporal_patch_size
-    kernel, *others = name_weights(TOWER, tower, weights)
+    kernel, *tower_names = name_weights(TOWER, tower, weights)
     convolution = (vision.hidden_size, vision.in_channels, frames, size, size)
-    return [dataclasses.replace(kernel, disk_shape=convolution), *others, *decoder_names(weights, decoder)]
+    return [dataclasses.replace(kernel, disk_shape=convolution), *tower_names, *decoder_names(weights, decoder)]

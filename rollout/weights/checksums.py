@@ -40,7 +40,7 @@ class WeightsMismatch(RuntimeError):
 
 
 class Checksums:
-    """Those of the tensors of a safetensors file. Computed when first asked for, from any thread."""
+    """The checksums of the tensors of a safetensors file. Computed when first asked for, from any thread."""
 
     def __init__(self, file: pathlib.Path, kv_heads: int) -> None:
         self._file, self._kv_heads = file, kv_heads
@@ -49,8 +49,8 @@ class Checksums:
         self._expected = functools.cache(self._compute)
 
     def check(self, ranks: Sequence[Mapping[str, str]], server: str) -> None:
-        """Compares with what each rank of a server holds, under either kind of names. Raises WeightsMismatch, which
-        names server and tensor."""
+        """Compares the checksums with those of what each rank of a server holds, under either kind of names. Raises
+        WeightsMismatch, which names server and tensor."""
         as_served = len(ranks) > 1 or not set(self._names) <= ranks[0].keys()
         for rank, held in enumerate(ranks):
             options = [self._expected(as_served, len(ranks), rank, sha256)]
@@ -70,7 +70,7 @@ class Checksums:
         for name in sorted(self._names, key=_part):
             parts.setdefault(sglang_name(name) if as_served else name, []).append(name)
 
-        def one(names: Sequence[str]) -> str:
+        def checksum(names: Sequence[str]) -> str:
             with safe_open(self._file, framework="numpy") as tensors:
                 whole = [tensors.get_tensor(name) for name in names]
             if as_served:
@@ -78,7 +78,7 @@ class Checksums:
             return hashed(whole)
 
         with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="checksums") as threads:
-            return dict(zip(parts, threads.map(one, parts.values()), strict=True))
+            return dict(zip(parts, threads.map(checksum, parts.values()), strict=True))
 
     def _shard(self, name: str, tensor: np.ndarray, size: int, rank: int) -> np.ndarray:
         """The part of a tensor that a rank of SGLang holds."""
@@ -124,7 +124,7 @@ def sha256(parts: Sequence[np.ndarray]) -> str:
 
 
 def _part(name: str) -> tuple[str, int]:
-    """Sorts the parts of a joined tensor as SGLang does."""
+    """The key that sorts the parts of a joined tensor as SGLang does."""
     module = name.rsplit(".", 2)[-2]
     return sglang_name(name), _ORDER.get(module, 0)
 

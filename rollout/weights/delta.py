@@ -1,4 +1,4 @@
-"""What changed between two versions of the weights, without loss: XOR of their words, compressed by zstd.
+"""The changes between two versions of the weights, without loss: XOR of their words, compressed by zstd.
 
 After a small step, most weights are the same in bfloat16: the XOR is zeros with a few bits between. A delta is a folder
 `weight_v000007` in the layout of SGLang's `/pull_weights` (pull request 30367) and slime's disk deltas: an index like
@@ -67,7 +67,7 @@ def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base
 
 
 def _changed(old: pathlib.Path, new: pathlib.Path, name: str) -> tuple[int, bytes | None, str]:
-    """(bytes of the tensor, its compressed XOR or None where nothing changed, its checksum)."""
+    """Returns (bytes of the tensor, its compressed XOR or None where nothing changed, its checksum)."""
     with safe_open(old, framework="numpy") as before, safe_open(new, framework="numpy") as after:
         was, now = before.get_tensor(name), after.get_tensor(name)
     if (was.shape, was.dtype) != (now.shape, now.dtype):
@@ -110,8 +110,8 @@ def read_delta(folder: pathlib.Path) -> Delta | None:
     metadata = read_json(folder / INDEX).get("metadata", {})
     if "base_version" not in metadata:
         return None
-    if other := {key: metadata.get(key) for key, value in FORMAT.items() if metadata.get(key) != value}:
-        raise DeltaError(f"{folder}: a delta with {json.dumps(other)}; known is {json.dumps(FORMAT)}")
+    if unknown := {key: metadata.get(key) for key, value in FORMAT.items() if metadata.get(key) != value}:
+        raise DeltaError(f"{folder}: a delta with {json.dumps(unknown)}; known is {json.dumps(FORMAT)}")
     delta = Delta(folder, int(metadata["version"]), int(metadata["base_version"]))
     if delta.base >= delta.version or folder.name != folder_name(delta.version):
         raise DeltaError(f"{folder}: a delta from version {delta.base} to {delta.version}")
@@ -126,7 +126,7 @@ def tensors_of(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def open_weights(folder: pathlib.Path) -> safe_open:
-    """The open file of such a folder. Raises DeltaError where it is damaged or not there."""
+    """Opens the file of a checkpoint folder with one file. Raises DeltaError where it is damaged or not there."""
     try:
         return safe_open(folder / SINGLE, framework="numpy")
     except (OSError, SafetensorError) as error:

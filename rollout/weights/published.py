@@ -99,12 +99,12 @@ class SharedFolders:
         return Published(version, folder, Checksums(folder / SINGLE, self._config.text.num_kv_heads), size)
 
     def keep(self, wanted: Sequence[Published]) -> None:
-        """Removes all others but the newest before them, which a server that is coming up may be reading."""
+        """Removes all versions but `wanted` and the newest of the rest, which a server that comes up may be reading."""
         with self._lock:
-            others = [published for published, _ in self._written if published not in wanted]
-            for published in others[:-1]:
+            unwanted = [published for published, _ in self._written if published not in wanted]
+            for published in unwanted[:-1]:
                 shutil.rmtree(published.folder, ignore_errors=True)
-            self._written = [entry for entry in self._written if entry[0] not in others[:-1]]
+            self._written = [entry for entry in self._written if entry[0] not in unwanted[:-1]]
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
@@ -126,7 +126,7 @@ def check_shapes(served: Mapping[str, Any], params: Mapping[str, Any]) -> None:
 
 
 def scratch_folder() -> pathlib.Path:
-    """Where a host puts weights for its servers: memory, if there is a file system for it."""
+    """The folder in which a host puts weights for its servers: in memory, if there is a file system for it."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else pathlib.Path(tempfile.gettempdir())
 
 

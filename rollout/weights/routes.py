@@ -47,7 +47,7 @@ class SyncRoute:
         return wanted
 
     async def forget(self, client: ServerClient) -> None:
-        """The server's life has ended; it may be dead."""
+        """Drops what was kept for a life of a server that has ended; the server may be dead."""
 
     def close(self) -> None:
         """Removes what was prepared."""
@@ -108,7 +108,7 @@ class _ByTorch(Buckets):
             self._senders[client] = sender
 
     async def _greet(self, client: ServerClient, sender: TorchSender) -> None:
-        """Before the first bucket."""
+        """Prepares a new process and a server for their first bucket."""
 
     async def deliver(self, client: ServerClient, published: Published) -> None:
         try:
@@ -234,7 +234,7 @@ def buckets(tensors: Sequence[StoredTensor], size: int) -> list[list[StoredTenso
     """The tensors in order, as many together as take `size` bytes, or one."""
     parts: list[list[StoredTensor]] = [[]]
     for tensor in tensors:
-        if parts[-1] and sum(other.nbytes for other in parts[-1]) + tensor.nbytes > size:
+        if parts[-1] and sum(packed.nbytes for packed in parts[-1]) + tensor.nbytes > size:
             parts.append([])
         parts[-1].append(tensor)
     return parts
@@ -247,7 +247,7 @@ def _packed(folder: pathlib.Path, part: Sequence[StoredTensor]) -> str:
 
 
 async def _both(ours: Coroutine[Any, Any, None], theirs: Coroutine[Any, Any, None]) -> None:
-    """Two sides of one thing: where one fails, the other would wait for ever."""
+    """Runs both sides of a transfer: where one fails, the other would wait for ever, and is cancelled."""
     tasks = [asyncio.ensure_future(ours), asyncio.ensure_future(theirs)]
     try:
         await asyncio.gather(*tasks)

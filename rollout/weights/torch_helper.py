@@ -1,4 +1,4 @@
-"""What `torch_sender` has a process with PyTorch do: orders and answers are lines of JSON.
+"""The program that `torch_sender` runs in a process with PyTorch: orders and answers are lines of JSON.
 
 Nothing of this project is imported here, for the interpreter that has PyTorch may have none of it.
 
@@ -25,7 +25,7 @@ store = group = staged = None
 
 
 def flattened(file, names):
-    """The bytes of the tensors, one behind the other."""
+    """The tensors by name, and their bytes, one tensor behind the other."""
     with safe_open(file, framework="pt") as tensors:
         parts = [(name, tensors.get_tensor(name)) for name in names]
     return parts, torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in parts])
@@ -38,7 +38,7 @@ def listen(address):
 
 
 def join(name, backend, size):
-    """The names of the keys are those of SGLang's `init_custom_process_group`."""
+    """Joins a group as rank 0. The names of the keys are those of SGLang's `init_custom_process_group`."""
     global group
     device = "cpu" if backend == "gloo" else "cuda"
     keys = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
@@ -55,7 +55,7 @@ def broadcast(file, names):
 
 
 def share(file, names, ranks):
-    """Never run: it takes a GPU. The bucket stays where it is until the next one takes its place."""
+    """Puts a bucket on the GPU, where it stays until the next one takes its place. Never run: it takes a GPU."""
     global staged
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket

@@ -39,29 +39,29 @@ class TorchSender:
         self.group = f"fluxjax-{self._process.pid}-{id(self)}"  # a name that no other has
 
     async def ready(self) -> None:
-        """Raises SenderError where the interpreter has no PyTorch."""
+        """Waits for the process. Raises SenderError where the interpreter has no PyTorch."""
         await self._order({}, START)
 
     async def listen(self, address: str) -> int:
-        """The port of a store through which a group of processes is joined."""
+        """Opens a store through which a group of processes is joined; returns its port."""
         return int((await self._order({"do": "listen", "address": address}))["port"])
 
     async def join(self, group: str, backend: str, size: int) -> None:
-        """Returns when all others have joined."""
+        """Joins a group as rank 0; returns when all of its processes have joined."""
         await self._order({"do": "join", "name": group, "backend": backend, "size": size})
 
     async def broadcast(self, folder: pathlib.Path, names: Sequence[str]) -> None:
-        """These tensors of a checkpoint folder, as one bucket, to all of the group."""
+        """Sends these tensors of a checkpoint folder, as one bucket, to all of the group."""
         await self._order({"do": "broadcast", "file": str(folder / SINGLE), "names": names})
 
     async def share(self, folder: pathlib.Path, names: Sequence[str], ranks: int) -> list[str]:
-        """The same, on the GPU: what a server needs to find it there, for each of its ranks."""
+        """Puts such a bucket on the GPU; returns what a server needs to find it there, for each of its ranks."""
         return (await self._order({"do": "share", "file": str(folder / SINGLE), "names": names, "ranks": ranks}))[
             "handles"
         ]
 
     def kill(self) -> None:
-        """It may be called again."""
+        """Ends the process. It may be called again."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._words):
@@ -95,7 +95,7 @@ class TorchSender:
         return self._words.read()[-500:].decode(errors="replace").strip()
 
     def _exchange(self, order: dict[str, Any]) -> bytes:
-        """One line for one line; the first comes by itself."""
+        """Sends an order and reads the answer, a line each; the first answer comes without an order."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if order:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")

@@ -59,7 +59,7 @@ class VersionFolders:
         self._begin()
 
     def _begin(self) -> None:
-        """Versions have increasing numbers within a source."""
+        """Begins a source: versions have increasing numbers within one."""
         self.source = self._shared / f"{self._prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.source.mkdir(parents=True)
         self._end = weakref.finalize(self, shutil.rmtree, self.source, ignore_errors=True)
@@ -98,7 +98,7 @@ class VersionFolders:
         return True
 
     def _write_whole(self, folder: pathlib.Path, published: Published) -> None:
-        """An Orbax item of the tensors as servers read them, and their checksums."""
+        """Writes an Orbax item of the tensors as servers read them, and their checksums."""
         folder.mkdir()
         tensors = dict(tensors_of(published.folder))
         with ocp.PyTreeCheckpointer() as writer:
@@ -160,7 +160,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
 
 
 def pulled(local: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
-    """Where a host has what it pulled of a source: nothing else is ever written or removed below `local`."""
+    """The folder for what a host pulls of a source: nothing else is ever written or removed below `local`."""
     return local / f"{PLACE}{source.name}"
 
 
@@ -216,7 +216,7 @@ def _write(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) ->
 def _after(tensors: Iterator[tuple[str, np.ndarray]], deltas: Sequence[Delta]) -> Iterator[np.ndarray]:
     """The tensors with the deltas applied in order, some at a time in threads."""
 
-    def one(named: tuple[str, np.ndarray]) -> np.ndarray:
+    def updated(named: tuple[str, np.ndarray]) -> np.ndarray:
         name, tensor = named
         for delta in deltas:
             tensor = delta.apply(name, tensor)
@@ -225,7 +225,7 @@ def _after(tensors: Iterator[tuple[str, np.ndarray]], deltas: Sequence[Delta]) -
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pull") as threads:
         waiting: list[concurrent.futures.Future[np.ndarray]] = []
         for named in tensors:
-            waiting.append(threads.submit(one, named))
+            waiting.append(threads.submit(updated, named))
             if len(waiting) > AT_ONCE:
                 yield waiting.pop(0).result()
         for future in waiting:
@@ -250,7 +250,7 @@ def _restored(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def contents(folder: pathlib.Path) -> list[StoredTensor]:
-    """What a checkpoint folder with one file has, in its order."""
+    """The tensors of a checkpoint folder with one file, in its order, without their values."""
     with open_weights(folder) as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
     return [StoredTensor(name, tuple(s.get_shape()), DTYPES[s.get_dtype()]) for name, s in slices.items()]
@@ -263,7 +263,7 @@ def _versions(folder: pathlib.Path) -> dict[int, pathlib.Path]:
 
 
 def _machine() -> str:
-    """This host, start and container, where process ids mean what they mean here."""
+    """The name of this host, start and container: within it, process ids mean the same."""
     parts = [socket.gethostname().replace("-", "_")]
     for read in (lambda: pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()[:8],
                  lambda: "".join(filter(str.isdecimal, os.readlink("/proc/self/ns/pid")))):  # fmt: skip

@@ -24,7 +24,7 @@ class AttentionFit:
     per_launch: float
 
     def seconds(self, squares: Number, tokens: Number, channels: Number) -> Number:
-        """Seconds without the launch. `squares` is the sum of squared lengths."""
+        """The seconds without the launch. `squares` is the sum of squared lengths."""
         return channels * (self.per_square * squares + self.per_token * tokens)
 
 
@@ -49,8 +49,8 @@ def link_bytes(model: ModelSizes, tokens: Number, degree: int, node: int) -> tup
     the others of its group (in a group wider than a node, to other nodes: the rest is faster and at the same time), and
     the bytes that all devices of the group send to each other."""
     total = model.wire_bytes(degree) * tokens
-    others = degree - node if degree > node else degree - 1
-    return total * others / degree**2, total * (degree - 1) / degree
+    receivers = degree - node if degree > node else degree - 1
+    return total * receivers / degree**2, total * (degree - 1) / degree
 
 
 def fit_attention(runs: Mapping[tuple[int, int], float], model: ModelSizes) -> AttentionFit:

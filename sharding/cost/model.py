@@ -131,7 +131,7 @@ class CostModel:
 
     @staticmethod
     def from_json(text: str) -> CostModel:
-        """Raises CostError for anything that `to_json` did not write."""
+        """Reads what `to_json` wrote. Raises CostError for anything else."""
         try:
             raw = json.loads(text)
             parts = {"model": ModelSizes(**raw["model"]), "attention": AttentionFit(**raw["attention"])}

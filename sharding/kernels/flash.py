@@ -203,8 +203,8 @@ def tile_table(
 def tile_lists(
     active: Bool[Array, "B Q K"], whole: Bool[Array, "B Q K"]
 ) -> tuple[Int[Array, "B Q K"], Int[Array, "B Q 2"]]:
-    """For each line of the tables the places of its active tiles, those first that are not whole; and how many are not,
-    and how many there are. What stands in a list behind its end is never looked at."""
+    """Lists for each line of the tables the places of its active tiles, those first that are not whole; and counts how
+    many are not, and how many there are. What stands in a list behind its end is never looked at."""
     masked = active & ~whole
     several = masked.sum(axis=2, dtype=jnp.int32)
     place = jnp.where(whole, several[:, :, None] + jnp.cumsum(whole, axis=2), jnp.cumsum(masked, axis=2)) - 1

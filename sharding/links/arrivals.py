@@ -30,7 +30,7 @@ class Arrivals:
         self._idle = 0
 
     def wait(self, arrays: Sequence[jax.Array], hopeless: Callable[[], bool]) -> bool:
-        """True once all `arrays` are there; False soon after `hopeless()`, at once where `give_up` was called as well.
+        """Returns True once all `arrays` are there; False soon after `hopeless()`, at once if `give_up` was called too.
 
         Raises the error of the program or of the transfer that should have brought them.
         """

@@ -108,7 +108,7 @@ class Links:
         self.barrier("links")
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
-        """`arrays`, each on one local device and computed or not, can be fetched once, by one peer, under `key`.
+        """Offers `arrays`, each on one local device and computed or not, to be fetched once, by one peer, under `key`.
 
         Does not wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they
         have been fetched; whoever donates or deletes one before breaks the fetch.
@@ -130,9 +130,9 @@ class Links:
             raise ValueError(f"process {self.process} of {self.processes} can't fetch from process {process}")
         where = SingleDeviceSharding(device)
         # Nothing is sent for an empty array, and the transfer engine would wait for it for ever.
-        full = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=where) for each in like if each.size]
+        full = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=where) for spec in like if spec.size]
         came = iter(self._connections[process].pull(key, full) if full else ())
-        return [next(came) if each.size else jax.device_put(np.zeros(each.shape, each.dtype), device) for each in like]
+        return [next(came) if spec.size else jax.device_put(np.zeros(spec.shape, spec.dtype), device) for spec in like]
 
     def ready(self, arrays: Sequence[jax.Array]) -> None:
         """Returns when all `arrays` are there. Raises LinkError, or the error of the program that computes them."""
@@ -169,7 +169,7 @@ class Links:
             self._wires.send(process, {"kind": "count", "topic": topic})
 
     def counted(self, topic: str) -> int:
-        """How many notifications of `topic` have come so far."""
+        """Returns the number of notifications of `topic` that have come so far."""
         with self._news:
             return self._counts[topic]
 
@@ -230,8 +230,8 @@ class Links:
             raise self._error()
 
     def close(self) -> None:
-        """Ends in good order, behind a `barrier`: peers may still wait for what was offered. Not after a failure, which
-        ends in `leave`. A peer that closes is missed only by who waits for it."""
+        """Closes the links in good order, and tells the peers, whose waits fail only if they are for this process.
+        Call it behind a `barrier`, as peers may still wait for what was offered. A failure ends in `leave` instead."""
         with self._news:
             if self._closed or self._announced:
                 return
@@ -278,8 +278,8 @@ class Links:
         return bool(self._failure) or self._closed
 
     def _hopeless(self) -> bool:
-        """True if what has not come will never come. When a peer has closed, it may still be under way, or come from
-        another peer; but who closes has been through the last barrier, so it takes no longer than the time-out."""
+        """Returns True if what has not come will never come. When a peer has closed, it may still be under way, or come
+        from another peer; but who closes has been through the last barrier, so it takes no longer than the time-out."""
         late = time.monotonic() - self._timeout
         return self._over() or any(when < late for when in self._peers_closed.values())
 
@@ -344,9 +344,9 @@ _ending = threading.Lock()
 def leave(error: BaseException, links: Links | None = None, code: int = 1) -> NoReturn:
     """Ends this process with one line on standard error and exit status `code`, after telling the others.
 
-    At once and without Python's exit handlers, so files must be written before. Among the handlers is JAX's shutdown,
-    which waits for all processes, for dead ones until its heartbeat time-out (100 s), and then aborts. And a thread
-    that waits within JAX for arrays which never come aborts an interpreter that is about to end.
+    It ends at once and without Python's exit handlers, so files must be written before. Among the handlers is JAX's
+    shutdown, which waits for all processes, for dead ones until its heartbeat time-out (100 s), and then aborts. And a
+    thread that waits within JAX for arrays which never come aborts an interpreter that is about to end.
     """
     if links is not None:
         error = links.explain(error)

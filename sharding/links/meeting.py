@@ -40,7 +40,7 @@ class Card:
 
 
 def gather(mine: T) -> list[T]:
-    """Returns what every process gives, by process; through JSON. Collective. Raises LinkError when one has died."""
+    """Returns the `mine` of every process, in order, by way of JSON. Collective. Raises LinkError when one has died."""
     data = json.dumps(mine).encode()
     if len(data) > _WIDTH:
         raise LinkError(f"what this process is called takes {len(data)} bytes, more than {_WIDTH}; say a shorter host")
@@ -60,12 +60,12 @@ def place() -> str:
         return socket.gethostname()
 
 
-def own_address(others: Sequence[str]) -> str:
-    """Returns the IP address from which this host speaks to the first of `others` (host names) that has an address.
+def own_address(peer_hosts: Sequence[str]) -> str:
+    """Returns the IP address from which this host speaks to the first of `peer_hosts` (names) that has an address.
 
     Where none has, that of the default route; loopback on a host without one. Nothing is sent.
     """
-    for name in (*others, "192.0.2.1"):  # an address for documentation: it belongs to nobody
+    for name in (*peer_hosts, "192.0.2.1"):  # an address for documentation: it belongs to nobody
         try:
             found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
         except OSError:

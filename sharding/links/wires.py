@@ -40,7 +40,10 @@ class Wire:
         return cls(end, end.makefile("rb"), threading.Lock())
 
     def write(self, message: Message, *data: bytes) -> None:
-        """`message` has the length of all `data`, if there is any, as `bytes`. Nothing is copied to be sent."""
+        """Sends a message, and `data` behind it, if there is any: then the message has its length in all as `bytes`.
+
+        Nothing is copied to be sent.
+        """
         head = json.dumps(message).encode() + b"\n"
         missing = len(head) + int(message.get("bytes", 0))
         waiting: list[bytes | memoryview] = [head, *data]
@@ -56,7 +59,7 @@ class Wire:
                 waiting[: whole + 1] = [memoryview(waiting[whole])[sent:]]
 
     def read(self) -> tuple[Message, bytes] | None:
-        """The next message and its data; None at the end. Raises ValueError for one that is too long."""
+        """Returns the next message and its data; None at the end. Raises ValueError for one that is too long."""
         line = self.lines.readline(_LINE)
         if not line:
             return None
@@ -103,7 +106,7 @@ class Wires:
         threading.Thread(target=self._beat, name="link-heartbeat", daemon=True).start()
 
     def send(self, process: int, message: Message, *data: bytes) -> None:
-        """Never raises: that a peer is gone is known when all of its messages were heard, and said by `gone`."""
+        """Sends a message to a peer. Never raises: `gone` says it where a peer is gone, behind its last message."""
         try:
             self._wires[process].write(message, *data)
         except TimeoutError:  # its buffers have been full for the whole time-out, and half a line is written
@@ -112,7 +115,7 @@ class Wires:
             pass
 
     def tell_all(self, message: Message) -> None:
-        """To every peer; returns after two seconds although one of them reads nothing."""
+        """Sends a message to every peer; returns after two seconds although one of them reads nothing."""
         threads = [threading.Thread(target=self.send, args=(peer, message), daemon=True) for peer in self._wires]
         for thread in threads:
             thread.start()
@@ -121,7 +124,7 @@ class Wires:
             thread.join(max(end - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Nothing more is sent. Listens on until the peers close as well, for a socket closed earlier would reset the
+        """Ends sending. Goes on listening until the peers close as well, for a socket closed earlier would reset the
         connection, and a message under way be lost."""
         self._closed.set()
         for wire in self._wires.values():

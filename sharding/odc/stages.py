@@ -56,7 +56,7 @@ class Step:
 
     @property
     def learns(self) -> bool:
-        """True if there is a backward pass through the step."""
+        """Says whether there is a backward pass through the step."""
         return bool(self.stage.weights) or any(self.stage.active_in)
 
     @property
@@ -226,7 +226,7 @@ def _stack_name(paths: Sequence[str]) -> str:
 def _segment_name(paths: Sequence[str]) -> str:
     """The modules of these weights, but for those within another: `embedding, visual.patch_embed`."""
     modules = _ordered(path.rpartition(".")[0] or path for path in paths)
-    outer = [name for name in modules if not any(name.startswith(f"{other}.") for other in modules)]
+    outer = [name for name in modules if not any(name.startswith(f"{module}.") for module in modules)]
     return ", ".join(outer) or "inputs"
 
 

@@ -88,7 +88,8 @@ class MarkingWalk(Walk):
         step: Callable[[Module, PyTree, PyTree], tuple[PyTree, PyTree]],
         xs: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
-        """As `Walk.scan`, inside a `Trace`. Raises StageError for a `step` that returns something for every layer."""
+        """Marks a stack, inside a `Trace`, where `Walk.scan` runs it. Raises StageError for a `step` that returns
+        something for every layer."""
         graphdef, weights = nnx.split(layers)
         stacked, tree = jax.tree.flatten((weights, xs))
         first = jax.eval_shape(lambda leaves: [leaf[0] for leaf in leaves], stacked)

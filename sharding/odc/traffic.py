@@ -198,7 +198,7 @@ class Traffic:
         return self._links.fetch(self._devices[source].process_index, name, [like], self._devices[device])[0]
 
     def _name(self, kind: int, client: int, count: int, owner: int) -> int:
-        """Unique in the offering process. Raises ValueError where the 63 bits of a key are not enough."""
+        """The key of a transfer, unique in the offering process. Raises ValueError where its 63 bits are not enough."""
         name = 0
         for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
             if part >> bits:

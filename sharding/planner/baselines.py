@@ -12,7 +12,7 @@ EPS = 1e-9
 
 @planner
 def ulysses(problem: Problem, degree: int = 8) -> Placement:
-    """Every sequence on `degree` devices, longest (by work) first to the group with the least.
+    """Puts every sequence on `degree` devices, longest (by work) first to the group with the least.
 
     Raises PlanError for a degree that devices or heads forbid.
     """
@@ -24,13 +24,13 @@ def ulysses(problem: Problem, degree: int = 8) -> Placement:
 
 @planner
 def greedy(problem: Problem) -> Placement:
-    """Nothing sharded: longest (by work) first to the device with the least."""
+    """Shards nothing: longest (by work) first to the device with the least."""
     return [1] * len(problem.lengths_I), longest_first(problem.work_I, problem.num_devices)
 
 
 @planner
 def bucketing(problem: Problem) -> Placement:
-    """Nothing sharded: Karmarkar-Karp differencing over devices of verl's workload `24576 * length + length**2`, which
+    """Shards nothing: Karmarkar-Karp differencing over devices of verl's workload `24576 * length + length**2`, which
     stands for the whole of a 7B model rather than for attention. `work` and `cost` only describe the plan."""
     tokens = problem.lengths_I.astype(float)
     return [1] * len(tokens), karmarkar_karp(24576 * tokens + tokens**2, problem.num_devices)

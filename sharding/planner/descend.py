@@ -1,7 +1,7 @@
-"""From the largest groups down: which sequences stay on a whole group, and how its halves share the others.
+"""Places sequences from the largest groups down: some stay on a whole group, its two halves share the rest.
 
 At a group of `s` devices with some compute and memory left on each, a cheapest set of sequences stays on all `s`, such
-that the others can be dealt to the two halves with neither exceeding what its devices have left. That all stay is
+that the rest can be dealt to the two halves with neither exceeding what its devices have left. That all stay is
 always possible, so a plan always exists. Few sequences are dealt by enumeration of all left/right/both; many by
 differencing (Karmarkar-Karp, in two resources at once) down to a dozen entities and enumeration of those.
 """
@@ -86,15 +86,16 @@ class Descent:
         return all(work[i] <= compute and tokens[i] <= memory for i in members)
 
     def _price(self, i: int, size: int, have: Pair) -> float:
-        """Traffic that staying here adds to what the sequence needs anyway."""
+        """The traffic that a sequence needs on `size` devices beyond that on the fewest devices that can take it."""
         degree = 1
         while degree < size and (self.work[i] > degree * have[0] or self.tokens[i] > degree * have[1]):
             degree *= 2
         return self.tokens[i] * (self.weights[size.bit_length() - 1] - self.weights[degree.bit_length() - 1])
 
     def _cases(self, items: list[int], size: int, have: Pair, dust: Pair) -> tuple[np.ndarray, np.ndarray]:
-        """`[codes]`: cost of each left/right/both of `items` (inf where it does not fit), and the codes. Smaller ones
-        of `dust` (compute, memory) in all are taken for a fluid that evens out what it can."""
+        """Returns `[codes]`, the cost of each way to put `items` left, right or in both (inf where it does not fit),
+        and the codes. Smaller sequences, of `dust` (compute, memory) in all, count as a fluid that evens out what it
+        can."""
         is_left, is_right, stays, code = ternary(len(items))
         amounts = np.array([[self.work[i], self.tokens[i]] for i in items])
         price = np.array([self._price(i, size, have) for i in items])
@@ -131,16 +132,16 @@ class Descent:
             if stay in tried or (number < len(sets) and len(tried) > TRIES):
                 continue
             tried.append(stay)
-            others = [i for i in rest if i not in stay]
+            leave = [i for i in rest if i not in stay]
             less = self._less(stay, size, have)
-            if self._fit(others, size // 2, less):
-                uneven, left, right = self._halves(others, size, less)
+            if self._fit(leave, size // 2, less):
+                uneven, left, right = self._halves(leave, size, less)
                 if uneven <= 1:
                     return stay, left, right
         return rest, [], []
 
     def _halves(self, members: list[int], size: int, have: Pair) -> tuple[float, list[int], list[int]]:
-        """The most even two halves found, and how uneven: above 1, a half exceeds what it has."""
+        """Returns how uneven the most even halves found are (above 1, a half exceeds what it has), and these halves."""
         work, tokens = self._total(members)
         spare = max(size * have[0] - work, EPS), max(size * have[1] - tokens, EPS)
         return halves(members, self.work, self.tokens, *spare)

@@ -13,20 +13,20 @@ EPS = 1e-9
 
 @functools.cache
 def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(starts, codes, left, right, both): each of `count` things elsewhere (0), left (1), right (2) or in both halves
-    (3) of a group.
+    """Returns (starts, codes, left, right, in_both): each of `count` things elsewhere (0), left (1), right (2) or in
+    both halves (3) of a group.
 
     Ordered by the set of those that are here: the codes of set `m` (bit `i`: thing `i` is here) are
-    `[starts[m], starts[m + 1])`. `left` and `right` hold the share of a thing that each half computes, `both` is 1.0
-    where a thing stays in both.
+    `[starts[m], starts[m + 1])`. `left` and `right` hold the share of a thing that each half computes, `in_both` is
+    1.0 where a thing stays in both.
     """
     code = np.array(list(itertools.product(range(4), repeat=count)), np.int8).reshape(-1, count)
     here = ((code > 0) << np.arange(count)).sum(1)
     order = np.argsort(here, kind="stable")
     code, here = code[order], here[order]
-    both = (code == 3) * 1.0
+    in_both = (code == 3) * 1.0
     starts = np.searchsorted(here, np.arange(2**count + 1))
-    return starts, code, (code == 1) + both / 2, (code == 2) + both / 2, both
+    return starts, code, (code == 1) + in_both / 2, (code == 2) + in_both / 2, in_both
 
 
 class Exchange:
@@ -48,7 +48,7 @@ class Exchange:
             self._put(i, degrees[i], firsts[i])
 
     def run(self, max_degree: int, trials: int) -> None:
-        """Looks at no more than so many pairs of groups: a bound on work, not on time, so that plans are repeatable."""
+        """Looks at `trials` pairs of groups at most: a bound on work, not on time, so that plans are repeatable."""
         left, idle = trials, 0
         for offset in range(1, self.num_devices):
             for half in [2**k for k in range(max_degree.bit_length() - 1)]:
@@ -79,7 +79,7 @@ class Exchange:
         self.loads[first : first + degree] -= self.amounts[i] / degree
 
     def _deal(self, half: int, group: int, partner: int) -> bool | None:
-        """Deals anew what two groups of `2 * half` devices have. True if that helped, None if it could not."""
+        """Deals anew what two groups of `2 * half` devices have. Returns True if that helped, None if it could not."""
         size = 2 * half
         firsts = (group * size, partner * size)
         whole = [i for first in firsts for i in self.members[size, first]]

@@ -109,7 +109,7 @@ def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[P
 
 
 def _good(problem: Problem, placement: Placement) -> bool:
-    """True where no search is worth its time: loads are accepted, and the traffic is little or cannot be less."""
+    """Says whether a search is not worth its time: loads are accepted, and traffic is little or cannot be less."""
     compute, memory = largest(problem, placement)
     if compute > _accepted(problem) * (1 + EPS) or memory > problem.memory_limit * (1 + EPS):
         return False

@@ -231,7 +231,7 @@ def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> floa
 def balance_bound(
     lengths: Sequence[int], num_devices: int, limits: Limits, work: Sequence[float] | None = None
 ) -> float:
-    """No plan under `limits` has a smaller ratio of the largest to the mean compute load (`ShardPlan.balance`)."""
+    """A bound below the ratio of largest to mean compute load (`ShardPlan.balance`) of every plan under `limits`."""
     problem = pose(lengths, num_devices, limits, work)
     mean = float(problem.work_I.sum()) / num_devices
     return problem.least_compute / mean if mean else 1.0

@@ -75,7 +75,7 @@ class MicrobatchSchedule:
 
 
 def makespan(schedule: MicrobatchSchedule, barrier: str = "microbatch") -> float:
-    """When the last device is done, in the unit of `schedule.work`: all wait for the slowest at every barrier."""
+    """The time until all devices are done, in the unit of `schedule.work`: at a barrier, all wait for the slowest."""
     if barrier not in ("microbatch", "minibatch"):
         raise PlanError(f"barrier must be microbatch or minibatch, not {barrier!r}")
     loads = schedule.loads()

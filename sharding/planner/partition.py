@@ -37,8 +37,8 @@ def karmarkar_karp(
         overlap = max(len(left) + len(right) - count, 0)
         alone = len(right) - overlap  # bins of `right` that meet an empty one
         meet = [
-            (load + more, items + others)
-            for (load, items), (more, others) in zip(left[len(left) - overlap :], reversed(right[alone:]), strict=True)
+            (load + more, items + added)
+            for (load, items), (more, added) in zip(left[len(left) - overlap :], reversed(right[alone:]), strict=True)
         ]
         joined = sorted(left[: len(left) - overlap] + right[:alone] + meet, key=lambda bin: -bin[0])
         heapq.heappush(heap, (-_spread(joined, count), number, joined))
@@ -71,20 +71,20 @@ def swapped(
     while True:
         loads = np.bincount(bins_I, work_I, count)
         full = int(loads.argmax())
-        mine, others = np.flatnonzero(bins_I == full), np.flatnonzero(bins_I != full)
+        inside, outside = np.flatnonzero(bins_I == full), np.flatnonzero(bins_I != full)
         empty_handed = np.arange(0 if equal_size else count)
-        partner = np.concatenate([bins_I[others], empty_handed])  # an item of it in return, or nothing
-        if not len(mine) or not len(partner):
+        partner = np.concatenate([bins_I[outside], empty_handed])  # an item of it in return, or nothing
+        if not len(inside) or not len(partner):
             return bins_I.tolist()
-        given = work_I[mine][:, None] - np.concatenate([work_I[others], np.zeros(len(empty_handed))])[None]
+        given = work_I[inside][:, None] - np.concatenate([work_I[outside], np.zeros(len(empty_handed))])[None]
         fuller = np.maximum(loads[full] - given, loads[partner][None] + given)
         fuller[:, partner == full] = np.inf
         item, column = np.unravel_index(int(fuller.argmin()), fuller.shape)
         if not fuller[item, column] < loads[full] * (1 - 1e-12):
             return bins_I.tolist()
-        bins_I[mine[item]] = partner[column]
-        if column < len(others):
-            bins_I[others[column]] = full
+        bins_I[inside[item]] = partner[column]
+        if column < len(outside):
+            bins_I[outside[column]] = full
 
 
 def _spread(bins: Bins, count: int) -> float:

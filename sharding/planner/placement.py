@@ -57,8 +57,8 @@ def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
             if partner == fullest:
                 continue
             left = 2 * (1 + room) - loads[fullest] - loads[partner]
-            both = sorted(members[fullest] + members[partner])
-            _, *sides = halves(both, work, tokens, *np.maximum(left, room / 4).tolist())
+            pooled = sorted(members[fullest] + members[partner])
+            _, *sides = halves(pooled, work, tokens, *np.maximum(left, room / 4).tolist())
             new = np.array([amounts_I2[side].sum(0) for side in sides])
             if pressure_of(new).max() < max(pressure[fullest], pressure[partner]) - 1e-6:
                 for block, load, side in zip((fullest, partner), new, sides, strict=True):
@@ -92,7 +92,8 @@ def largest(problem: Problem, placement: Placement) -> tuple[float, float]:
 
 
 def score(problem: Problem, placement: Placement) -> Score:
-    """Smaller is better: what exceeds the limits of memory and compute (relative to them), then traffic."""
+    """Scores a placement, smaller is better: the excess over the limits of memory and compute (relative to them), then
+    traffic."""
     compute, memory = largest(problem, placement)
     over = [
         round(max(load / limit - 1, 0.0), 9) if limit else 0.0

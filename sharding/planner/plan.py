@@ -105,7 +105,7 @@ class ShardPlan:
         return _peak(self.memory())
 
     def summary(self) -> str:
-        """One line: sizes, balance, memory, how many sequences have which degree, what travels."""
+        """Describes the plan in a line: sizes, balance, memory, how many sequences have which degree, what travels."""
         degrees = np.array(self.degrees, int)
         kinds = ", ".join(f"{(degrees == p).sum()} at {p}" for p in sorted(set(self.degrees)))
         lengths = np.array(self.lengths, float)
@@ -125,7 +125,7 @@ class ShardPlan:
 
     @staticmethod
     def from_json(text: str) -> ShardPlan:
-        """Raises PlanError, naming what is missing, for anything that `to_json` did not write."""
+        """Reads what `to_json` wrote. Raises PlanError, naming what is missing, for anything else."""
         try:
             raw = json.loads(text)
             rounds = tuple(Round(r["degree"], tuple(map(tuple, r["groups"]))) for r in raw["rounds"])

@@ -280,12 +280,12 @@ def regrouped(problem: Problem, size: int) -> Placement | None:
     most = min(LONGEST, len(order)) + 1
     while True:
         most -= 1
-        longest, others = order[:most], order[most:]
+        longest, shorter = order[:most], order[most:]
         sums = np.zeros((2, 1))
         for i in longest:  # bit k of a subset's number stands for longest[k]
             sums = np.concatenate([sums, sums + amounts[:, [i]]], 1)
         # A subset fits a block if the other blocks can hold the rest.
-        least = amounts.sum(1) - (count - 1) * size - amounts[:, others].sum(1)
+        least = amounts.sum(1) - (count - 1) * size - amounts[:, shorter].sum(1)
         subsets = np.flatnonzero(((sums <= size + EPS) & (sums >= least[:, None] - EPS)).all(0))
         if len(subsets) <= SUBSETS:
             break
@@ -314,10 +314,10 @@ def regrouped(problem: Problem, size: int) -> Placement | None:
         degrees[longest[members]] = degree_KI[k, members]
         firsts[longest[members]] = first_KI[k, members] + block * size
         loads[:, block * size : (block + 1) * size] = held[k]
-    if len(others):
-        rest = amounts[:, None, others]
+    if len(shorter):
+        rest = amounts[:, None, shorter]
         found = beam(rest[0], rest[1], np.array([EVEN]), loads[None], weights_K, FEW)
-        degrees[others], firsts[others] = found[0][0], found[1][0]
+        degrees[shorter], firsts[shorter] = found[0][0], found[1][0]
     return degrees.tolist(), firsts.tolist()
 
 
@@ -329,14 +329,14 @@ def _cheapest(cost: np.ndarray, everything: int, count: int) -> list[int] | None
         halves, partner = np.full(len(cost), np.inf), np.zeros_like(number)
         subsets = np.flatnonzero(cost < np.inf)
         for subset in subsets:
-            other = subsets[(subsets & subset == 0) & (subsets > subset)]
-            total = cost[subset] + cost[other]
-            union = other | subset
+            disjoint = subsets[(subsets & subset == 0) & (subsets > subset)]
+            total = cost[subset] + cost[disjoint]
+            union = disjoint | subset
             better = total < halves[union]
             halves[union[better]], partner[union[better]] = total[better], subset
-    both = halves + halves[everything - number]
-    best = int(both.argmin())
-    if both[best] == np.inf:
+    paired = halves + halves[everything - number]
+    best = int(paired.argmin())
+    if paired[best] == np.inf:
         return None
     sides = [best, everything - best]
     return sides if count == 2 else [part for side in sides for part in (int(partner[side]), side - int(partner[side]))]

@@ -65,14 +65,14 @@ class ShapeBook:
     def choose(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> tuple[Sizes, Sizes | None]:
-        """(the sizes of buffers now, new ones that are to be compiled for later); without `ahead`, what `fit` says."""
+        """Returns (the sizes of buffers now, new sizes to compile for later); without `ahead`, (`fit`'s, None)."""
         sizes = self.fit(needs, caps, cost, devices, exact)
         if not self.ahead:
             return sizes, None
         new = not self.served[devices]
-        if not new and (devices, sizes) not in [(other, entry) for other, entry, _ in self.coming]:
+        if not new and (devices, sizes) not in [(number, entry) for number, entry, _ in self.coming]:
             return sizes, None
-        unready = [entry for other, entry, _ in self.coming if other == devices] + [sizes]
+        unready = [entry for number, entry, _ in self.coming if number == devices] + [sizes]
         ready = [entry for entry in self.holding(needs, caps, devices) if entry not in unready]
         if not ready:  # nothing is large enough: it is compiled now
             self.coming = [known for known in self.coming if known[:2] != (devices, sizes)]
@@ -84,8 +84,8 @@ class ShapeBook:
     def fit(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> Sizes:
-        """The sizes of buffers for so many devices: at least `needs`, each at most its cap (if it has one). `exact`:
-        just these, as long as there are places, but for the frame bound, which never shrinks."""
+        """The sizes of buffers for so many devices: at least `needs`, each at most its cap (if it has one). With
+        `exact`, they are `needs`, as long as there are places, but for the frame bound, which never shrinks."""
         usable, places = self._usable(needs, caps, devices), self.places(devices)
         # Entries of other settings (a resumed run may have smaller buffers, or another strategy) take no place.
         entries = self.entries[devices] = list(usable)
@@ -127,7 +127,7 @@ class ShapeBook:
         return self.slack * (1 + self.served.get(devices, 0) / SETTLED)
 
     def settled(self, devices: int) -> bool:
-        """Whether requests that no entry is large enough for have become rare: a new one would hardly be used again."""
+        """Says whether requests that no entry serves have become rare: a new entry would hardly be used again."""
         return self.served.get(devices, 0) >= max(3 * SETTLED, self.divided.get(devices, 0) + SETTLED // 2)
 
     def divide(self, devices: int) -> None:
@@ -146,11 +146,11 @@ class ShapeBook:
         return sorted({c for sizes in entries if least <= (c := sizes[BASE]) <= most})
 
     def full(self, devices: int) -> bool:
-        """Whether another entry for so many devices would be the last one."""
+        """Says whether another entry for so many devices would take their last place."""
         return len(self.entries.get(devices, [])) >= self.places(devices) - 1
 
     def _usable(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
-        """The entries within the caps, of the kind that is asked for: with a number of rows, or without."""
+        """The entries within the caps that have a number of rows if `needs` has one, and none if it has none."""
         kind = [sizes for sizes in self.entries.get(devices, []) if (GIVEN in sizes) == (GIVEN in needs)]
         return [sizes for sizes in kind if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
 
@@ -199,7 +199,7 @@ def _holding(entries: Sequence[Sizes], needs: Mapping[str, int]) -> list[Sizes]:
 
 
 def _cells(sizes: Mapping[str, int]) -> int:
-    """Tokens of a device."""
+    """The tokens of a device that buffers of these sizes hold."""
     return sizes[BASE] * sizes.get(GIVEN, 1)
 
 

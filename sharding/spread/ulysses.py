@@ -123,10 +123,10 @@ def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: in
     start = jnp.minimum(first, segments_T.shape[0] - budget)
     column = start + jnp.arange(budget)
     columns = RoundColumns(start, (column >= first) & (column < first + count))
-    both = jnp.stack([columns.read(segments_T), columns.read(branches_T)])
+    marks = jnp.stack([columns.read(segments_T), columns.read(branches_T)])
     if axes:
-        both = jax.lax.all_gather(both, axes, axis=1, tiled=True)
-    segments, branches = jnp.unstack(both)
+        marks = jax.lax.all_gather(marks, axes, axis=1, tiled=True)
+    segments, branches = jnp.unstack(marks)
     return View(columns, tiles.tile_list(segments, branches, tile), axes)
 
 

@@ -132,13 +132,13 @@ class NoRoom(Walk):
     prefill: int = 1000
     round: int = 1000
 
-    def each(self, layers, carry, step, xs):
+    def loop(self, layers, carry, step, xs):
         xs = list(xs)  # of a prefill: numbers; of a round, beside them: what a layer has cached, [B, K, entries, H]
         round = isinstance(xs[0], tuple)
         length, most = (xs[0][1][0].shape[2], self.round) if round else (carry.shape[1], self.prefill)
         if length >= most:
             raise MemoryError(f"no room for {length} entries")
-        return super().each(layers, carry, step, xs)
+        return super().loop(layers, carry, step, xs)
 
 
 @pytest.mark.parametrize(

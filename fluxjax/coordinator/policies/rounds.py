@@ -77,9 +77,9 @@ class Base:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Rounds(Base, abc.ABC):
-    """Subclasses say how a round begins, what happens in it, and which groups it trains on. While a round waits,
-    `stream` and `speculative` may train on what is complete. Nothing that is more than `max_staleness` versions old is
-    trained on."""
+    """The base of policies that train in rounds: subclasses define how a round begins, what happens in it, and which
+    groups it trains on. While a round waits, `stream` and `speculative` may train on complete groups. Nothing that is
+    more than `max_staleness` versions old is trained on."""
 
     stream: StreamTrainer | None = None
     speculative: SpeculativeSync | None = None
@@ -111,11 +111,11 @@ class Rounds(Base, abc.ABC):
 
     @abc.abstractmethod
     def _round(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Must not end the round while `coordinator.awaiting` something."""
+        """Returns the instructions within a round. Must not end the round while `coordinator.awaiting` something."""
 
     def _given_up(self, coordinator: Coordinator) -> bool:
-        """Returns whether a stop ends the round as it is: with dynamic sampling, its step may end late or never. What
-        is scored stays in the books; the resumed run goes on with it."""
+        """Returns whether a stop ends the round as it is: with dynamic sampling, its step may end late or never. Scored
+        groups stay in the books; the resumed run goes on with them."""
         dropped = coordinator.ledger.dropped.count
         return bool(coordinator.stop_reason and dropped and self._missing(coordinator) > 0)
 
@@ -160,7 +160,7 @@ class Rounds(Base, abc.ABC):
                 )
 
     def _other_degree(self, coordinator: Coordinator) -> int:
-        """Returns how many devices an engine is to have from now on; 0: no others than it has, or not yet."""
+        """Returns the number of devices that an engine is to have from now on; 0: no change, or not yet."""
         planner, ledger = coordinator.parallelism, coordinator.ledger
         if planner is None or planner.degree == coordinator.fleet.degree or self._in_round(coordinator):
             return 0
@@ -190,7 +190,7 @@ class Rounds(Base, abc.ABC):
         return {}
 
     def load_state_dict(self, state: SavedState) -> None:
-        """Nothing is restored: between rounds the books say it all."""
+        """Restores nothing: between rounds the books contain everything."""
         return
 
 
@@ -204,8 +204,9 @@ def generate(
     engines: Sequence[int] = (),
     avoid: int = -1,
 ) -> Sequence[messages.Instruction]:
-    """Generates for each entry, to the engine with the least predicted work (of `engines`; none given: of all)
-    that is not lent. Entries to `keep` go on with what there is of their responses, as many as they were begun with."""
+    """Generates for each entry, on the engine with the least predicted work (of `engines`; none given: of all) that is
+    not lent. Entries to `keep` go on with the parts of their responses that are there, as many as they were begun
+    with."""
     fleet = coordinator.fleet
     loads, requests = list(fleet.load), []
     for entry in entries:

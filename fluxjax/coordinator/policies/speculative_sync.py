@@ -29,7 +29,7 @@ class SpeculativeSync:
     _next: float = dataclasses.field(default=0.0, init=False)  # when to look again
 
     def reset(self) -> None:
-        """A round is over."""
+        """Ends a round."""
         self._next = 0.0
 
     def consult(self, coordinator: Coordinator, ready: Sequence[Entry]) -> Sequence[Instruction]:

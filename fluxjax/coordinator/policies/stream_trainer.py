@@ -27,7 +27,7 @@ class StreamTrainer:
     _looked: float = dataclasses.field(default=0.0, init=False)  # progress of the round at the last milestone
 
     def reset(self) -> None:
-        """A round is over."""
+        """Ends a round."""
         self._looked = 0.0
 
     def consult(self, coordinator: Coordinator, ready: Sequence[Entry]) -> Sequence[Instruction]:
@@ -44,7 +44,7 @@ class StreamTrainer:
         return [Accumulate(coordinator.step + 1, groups, tuple(sorted(coordinator.fleet.lent)))]
 
     def _scale_down(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """Algorithm 1, lines 14 to 21."""
+        """Decides whether half of the engines are lent to training: algorithm 1, lines 14 to 21."""
         settings, progress = self.settings, _progress(coordinator)
         if not settings.first <= progress <= settings.last or progress - self._looked < settings.every:
             return []

@@ -81,7 +81,8 @@ class TailBatching(Rounds):
         return self._close(coordinator, needed)
 
     def _close(self, coordinator: Coordinator, needed: int) -> Sequence[Instruction]:
-        """Nothing that still runs is waited for; of more groups than are needed, the lowest draws win."""
+        """Closes the round: nothing that still runs is waited for; of more groups than are needed, the lowest draws
+        win."""
         ledger = coordinator.ledger
         if self._held_unscored(coordinator):
             return []
@@ -106,7 +107,7 @@ class TailBatching(Rounds):
 
     def _share(self, coordinator: Coordinator, held: Sequence[Entry]) -> set[int]:
         """Returns the draws of the held groups that join this step. They are spread evenly over the steps in which they
-        are not too old; when the data ends, as many as there is room for."""
+        are not too old; when the data ends, as many join as there is room for."""
         needed, version = coordinator.settings.prompts_per_step, coordinator.version
         born = {entry.prompt.draw: version if entry.stage is PromptStage.DEFERRED else entry.born for entry in held}
         share = needed if coordinator.exhausted else 0
@@ -131,8 +132,8 @@ class TailBatching(Rounds):
         return sum(draw in entries and entries[draw].stage is not PromptStage.SCORED for draw in self.held)
 
     def _missing(self, coordinator: Coordinator) -> int:
-        own = self._needed(coordinator) - self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
-        return max(own, 0) + self._held_unscored(coordinator)
+        unscored = self._needed(coordinator) - self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
+        return max(unscored, 0) + self._held_unscored(coordinator)
 
     def _wanted(self, coordinator: Coordinator) -> int:
         """Returns how many prompts are to be under way in this round, beside those that are held."""

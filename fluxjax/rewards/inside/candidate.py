@@ -49,7 +49,7 @@ def _stands_alone(code: str, entry_point: str) -> bool:
 
 
 class Objects:
-    """What the code defines, and what its calls returned that is no plain data, by number. The module is number 0."""
+    """The objects that tests may name by number: the code's module (number 0), and results that are no plain data."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._objects: list[Any] = [module]

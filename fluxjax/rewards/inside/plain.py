@@ -31,8 +31,9 @@ def _refuse(value: Any) -> Any:
     raise NotPlain(f"of type {type(value).__name__}, which is no plain data")
 
 
-def encode(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
-    """Returns what `json` writes. Subclasses become the type they derive from; `other` encodes what is no plain data.
+def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
+    """Returns a value as `json` can write it. Subclasses become the type they derive from; `encode_object` encodes what
+    is no plain data.
 
     Raises `NotPlain`.
     """
@@ -49,57 +50,57 @@ def encode(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
+        return {"dict": [[encode(key, encode_object), encode(item, encode_object)] for key, item in value.items()]}
     if isinstance(value, (list, *_VIEWS)):
-        return _encode_items(value, other)
+        return _encode_items(value, encode_object)
     for name in ("tuple", "set", "frozenset", "deque"):
         if isinstance(value, _COLLECTIONS[name]):  # type: ignore[arg-type]  # of these four, the type itself
-            return {name: _encode_items(value, other)}
+            return {name: _encode_items(value, encode_object)}
     if isinstance(value, Iterator):
-        return {"iterator": _encode_items(value, other)}
+        return {"iterator": _encode_items(value, encode_object)}
     kind = type(value)
     if (kind.__module__, kind.__name__) in (("decimal", "Decimal"), ("fractions", "Fraction")):
         return {kind.__name__: str(value)}
     if kind.__module__ == "numpy":  # its arrays and numbers; `float64` is a float already
-        return encode(value.tolist(), other)
-    return other(value)
+        return encode(value.tolist(), encode_object)
+    return encode_object(value)
 
 
-def _encode_items(values: Iterable[Any], other: Callable[[Any], Any]) -> list[Any]:
+def _encode_items(values: Iterable[Any], encode_object: Callable[[Any], Any]) -> list[Any]:
     items = []
     for value in values:
         if len(items) == MOST_ITEMS and isinstance(values, Iterator):
             raise NotPlain(f"an iterator of more than {MOST_ITEMS} items")
-        items.append(encode(value, other))
+        items.append(encode(value, encode_object))
     return items
 
 
-def decode(data: Any, other: Callable[[int], Any] = _refuse) -> Any:
-    """Returns the value that `encode` was given; `other` decodes what its counterpart there encoded as `{"object": n}`.
+def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
+    """Returns the value that `encode` was given; `object_at(n)` returns what was encoded as `{"object": n}`.
 
     Raises `NotPlain` for anything that `encode` does not write.
     """
     if data is None or isinstance(data, bool | int | float | str):
         return data
     if isinstance(data, list):
-        return [decode(item, other) for item in data]
+        return [decode(item, object_at) for item in data]
     if not isinstance(data, dict) or len(data) != 1:
         raise NotPlain("not of this protocol")
     ((name, content),) = data.items()
     try:
         if name == "object":
-            return other(int(content))
-        return _decode(name, content, other)
+            return object_at(int(content))
+        return _decode(name, content, object_at)
     except (TypeError, ValueError, ArithmeticError, KeyError) as error:  # such as a list in a set
         raise NotPlain(f"not of this protocol: {type(error).__name__}") from error
 
 
-def _decode(name: str, content: Any, other: Callable[[int], Any]) -> Any:
+def _decode(name: str, content: Any, object_at: Callable[[int], Any]) -> Any:
     if name in _COLLECTIONS:
-        return _COLLECTIONS[name]([decode(item, other) for item in content])
+        return _COLLECTIONS[name]([decode(item, object_at) for item in content])
     match name:
         case "dict":
-            return {decode(key, other): decode(item, other) for key, item in content}
+            return {decode(key, object_at): decode(item, object_at) for key, item in content}
         case "int":
             return int(content, 16)
         case "complex":

@@ -23,7 +23,8 @@ class EngineModel:
         self._numbers = itertools.count()
 
     async def ask(self, question: Question) -> Answer:
-        """Raises RewardFailure for what the engine aborts, `EngineError` for what it refuses."""
+        """Asks the engine. Raises RewardFailure for a question that the engine aborts, `EngineError` for one that it
+        refuses."""
         processor = self._processor
         sampling = SamplingParams(
             max_new_tokens=question.max_tokens,
@@ -54,7 +55,7 @@ class StreamedJudgeModel:
         self._judge, self._processor = judge, processor
 
     async def ask(self, question: Question) -> Answer:
-        """Raises `EngineError` for what the judge refuses."""
+        """Asks the judge. Raises `EngineError` for a question that it refuses."""
         ids, ends = question_ids(self._processor, question), tuple(self._processor.eos_ids)
         (answer,) = await self._judge.generate([ids], question.max_tokens, ends)
         return Answer(self._processor.decode(answer), answer[-1] in ends)

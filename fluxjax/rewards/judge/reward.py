@@ -89,7 +89,8 @@ class Judge:
         return GenerateServer(endpoint, load_processor(self.tokenizer))
 
     def call_within(self, seconds: float) -> None:
-        """Is told how long a call of `score` may take. It gives up a little earlier: its own reason says more."""
+        """Takes in how long a call of `score` may take. The judge gives up a little earlier: its own reason says
+        more."""
         self._seconds = seconds - min(1.0, 0.2 * seconds)
 
     async def score(self, completion: Completion) -> Reward:
@@ -137,7 +138,7 @@ class Judge:
             log.warning("the judge gave %s: ...%r%s", why, text[-_SHOWN:], more)
 
     def take_counts(self) -> dict[str, float]:
-        """Returns what happened since it was called before, by the names of metrics behind `rewards/`."""
+        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
         counts = {f"judge/{name}": self._counts[name] for name in ("answers", "answer_seconds", "unparsed", "retries")}
         self._counts.clear()
         return counts

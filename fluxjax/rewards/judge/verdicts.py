@@ -36,7 +36,7 @@ class VerdictReader:
 
     @property
     def form(self) -> str:
-        """How the judge is to write its verdict; it has the field `{nonce}`."""
+        """The form in which the judge is to write its verdict, with the field `{nonce}`."""
         return _OBJECT if self._json else _LINE
 
     async def read(self, text: str, nonce: str) -> float | None:

@@ -76,7 +76,8 @@ class Bubblewrap:
 
     @contextlib.contextmanager
     def _prepared(self, job: SandboxJob, uid: int) -> Iterator[Command]:
-        """Its descriptors: the file in which bubblewrap writes how the job ended, the filter, and the job's files."""
+        """Prepares the command that runs a job, with its descriptors: the file in which bubblewrap writes how the job
+        ended, the filter of system calls, and the job's files."""
         with contextlib.ExitStack() as stack:
             descriptors = [stack.enter_context(_in_memory(content)) for content in (b"", self._filter)]
             options = ["--json-status-fd", str(descriptors[0]), "--seccomp", str(descriptors[1])]

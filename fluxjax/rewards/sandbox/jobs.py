@@ -1,4 +1,4 @@
-"""What a sandbox is asked to do, and what it says came out."""
+"""Jobs of sandboxes, their limits and their outcomes, and the protocol of a sandbox."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ class SandboxError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class SandboxLimits:
-    """What one job may use. A job that goes beyond is ended, and its outcome says so."""
+    """The most that one job may use. A job that goes beyond is ended, and its outcome says so."""
 
     seconds: float = 10.0  # of wall time
     cpu: float = 10.0  # seconds of CPU time of each of its processes, rounded up
@@ -57,8 +57,8 @@ class SandboxJob:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a job ended. `reason` is empty unless the sandbox ended it: `time`, `output`, `memory`, `files`, or `partner`
-    where the job that it was talking to had ended."""
+    """The end of a job. `reason` is empty unless the sandbox ended the job: `time`, `output`, `memory`, `files`, or
+    `partner` where the job that it was talking to had ended."""
 
     exit: int  # exit status; 128 + the signal's number if one ended it, as shells say it
     stdout: bytes = b""
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def signal(self) -> int:
-        """The number of the signal that ended it; 0: none did. A job can pretend this by its exit status."""
+        """The number of the signal that ended the job; 0: none did. A job can pretend this by its exit status."""
         return max(self.exit - 128, 0) if self.exit <= 128 + 64 else 0
 
 

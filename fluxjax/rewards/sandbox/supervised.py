@@ -65,7 +65,7 @@ class Process:
             raise
 
     def end(self, reason: str) -> None:
-        """Kills it; the first reason is the one that counts. Does nothing once it has ended by itself."""
+        """Kills the process; the first reason is the one that counts. Does nothing once it has ended by itself."""
         if self._process.returncode is None:
             self._reason = self._reason or reason
             _signal(os.killpg, self._process.pid, signal.SIGSTOP)  # it begins nothing more while they are counted
@@ -75,7 +75,7 @@ class Process:
             _signal(os.killpg, self._process.pid, signal.SIGKILL)
 
     async def outcome(self, stdin: bytes = b"") -> Outcome:
-        """Waits for its end, which comes within its limits. Kills it when cancelled."""
+        """Waits for the end of the process, which comes within its limits. Kills the process when cancelled."""
         output = bytearray(), bytearray()
         streams = self._process.stdout, self._process.stderr
         reading = [
@@ -83,7 +83,7 @@ class Process:
             for stream, kept in zip(streams, output, strict=True)
             if stream is not None
         ]
-        others = [asyncio.ensure_future(self._feed(stdin)), asyncio.ensure_future(self._look_after())]
+        attending = [asyncio.ensure_future(self._feed(stdin)), asyncio.ensure_future(self._look_after())]
         waiting = asyncio.ensure_future(self._process.wait())
         try:
             left = self._limits.seconds - (time.perf_counter() - self._began)
@@ -94,7 +94,7 @@ class Process:
             self.end("cancelled")
             await asyncio.wait({waiting, *reading}, timeout=_LINGER)
             seconds = time.perf_counter() - self._began
-            await _cancelled(*reading, *others, waiting)
+            await _cancelled(*reading, *attending, waiting)
             self._process._transport.close()  # type: ignore[attr-defined]  # of pipes that somebody still holds
         code = self._process.returncode
         return Outcome(

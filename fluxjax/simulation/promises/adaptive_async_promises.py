@@ -24,7 +24,8 @@ from .books import UNDER_WAY, Seen
 
 
 class AdaptiveAsyncPromises(Promises):
-    """The async ratio and the barriers are worked out once more, from the metrics of the steps."""
+    """Computes the async ratio and the barriers once more, from the metrics of the steps, and compares the run with
+    them."""
 
     def __init__(self, config: Config, settings: Settings) -> None:
         super().__init__(config, settings)
@@ -80,7 +81,8 @@ class AdaptiveAsyncPromises(Promises):
         super().said(instruction)
 
     def _parks(self, order: Park) -> None:
-        """A response that still runs when the run ends keeps what it has; one that became too old begins anew."""
+        """Checks that a response that still runs when the run ends keeps its tokens, and that one that became too old
+        begins anew."""
         if not (order.keep and (self.ending or self.books.stop)):
             seen = self.books.prompts[order.prompt.draw]
             late = not order.keep and seen.stage is PromptStage.SCORED and self._age(seen) > self.options.max_staleness
@@ -91,8 +93,8 @@ class AdaptiveAsyncPromises(Promises):
         return self.books.version - min(versions, default=self.books.version)
 
     def _chosen(self, order: Train) -> None:
-        """The step trains on the composer's choice of all scored groups, and on nothing while a prompt under way would
-        become too old by missing the step."""
+        """Checks that the step trains on the choice of `selection.compose` among all scored groups, and on nothing
+        while a prompt under way would become too old by missing the step."""
         books, settings = self.books, self.settings
         scored = [seen.group() for seen in books.at(PromptStage.SCORED)]
         wanted = compose(
@@ -111,17 +113,17 @@ class AdaptiveAsyncPromises(Promises):
         self.expect(not late, f"draws {late} become too old by missing this step")
 
     def _late(self) -> Sequence[int]:
-        """Draws under way that become too old by missing the next step."""
+        """Returns the draws under way that become too old by missing the next step."""
         return [seen.draw for seen in self.books.at(*UNDER_WAY) if seen.born < self.oldest]
 
     def _publishes(self, order: PublishWeights) -> None:
-        """All engines get new weights at once, or those that nothing runs on."""
+        """Checks that all engines get new weights at once, or those that nothing runs on."""
         wanted = () if self.options.interrupt else self._old()
         self.expect(set(order.engines) == set(wanted), f"engines {order.engines} get the new weights, not {wanted}")
 
     def _old(self) -> Sequence[int]:
-        """Engines that should serve the newest weights and don't; while responses run they need not, unless those are
-        interrupted."""
+        """Returns the engines that should serve the newest weights and don't; while responses run they need not, unless
+        those are interrupted."""
         books = self.books
         old = [engine for engine, version in enumerate(books.served) if version != books.version]
         return [e for e in old if self.options.interrupt or e not in books.running.values()]

@@ -28,14 +28,14 @@ from .books import UNDER_WAY, Books, Seen
 
 
 class Promises:
-    """One run, watched: tell `see` every event before, and every instruction after the coordinator was handed it, and
-    `wrong` has a line for each promise that was broken.
+    """Watches one run and checks the promises of its policy: hand `see` every event before, and every instruction after
+    the coordinator has it, and `wrong` has a line for each promise that was broken.
 
     A promise is checked at one of two moments. `said`: an instruction is said (`books` are as they were before it).
     `waits`: the coordinator has said all that it has to say and waits. Then something must be under way that will end,
     and nothing that was promised to be done at once may be left.
 
-    What a policy promises in figures are properties here, which subclasses override: `wanted`, `live`, `launched` and
+    The numbers that a policy promises are properties here, which subclasses override: `wanted`, `live`, `launched` and
     `oldest`.
     """
 
@@ -51,33 +51,33 @@ class Promises:
 
     @property
     def needed(self) -> int:
-        """Prompts of a step."""
+        """The number of prompts in a step."""
         return self.settings.prompts_per_step
 
     @property
     def wanted(self) -> int:
-        """Prompts that are to be under way, or wait to be trained on."""
+        """The number of prompts that are to be under way, or to wait to be trained on."""
         return self.needed
 
     @property
     def live(self) -> int:
-        """Prompts that are."""
+        """The number of prompts that are under way, or wait to be trained on."""
         return len(self.books.prompts)
 
     @property
     def launched(self) -> int:
-        """Responses that a group is begun with."""
+        """The number of responses that a group is begun with."""
         return self.settings.group_size
 
     @property
     def oldest(self) -> int:
         """The oldest weight version under which a waiting response may have begun and still goes on where it was; an
-        older one begins anew."""
+        older response begins anew."""
         return self.books.version
 
     @property
     def ending(self) -> bool:
-        """No further step will be begun."""
+        """True if no further step will be begun."""
         books = self.books
         return books.step >= self.settings.steps or (books.exhausted and not books.prompts)
 
@@ -86,12 +86,12 @@ class Promises:
             self.wrong.append(f"step {self.books.step + 1}: {promise}")
 
     def scheduled(self, name: str, otherwise: float) -> float:
-        """A value of this step."""
+        """Returns the value of a schedule at this step; `otherwise` if there is no such schedule."""
         schedule = self.schedules.get(name)
         return otherwise if schedule is None else schedule.value(self._progress)
 
     def _learn(self) -> None:
-        """Schedules learn by draws, whatever came first."""
+        """Has schedules learn from scored groups by draw, whichever was scored first."""
         scored, self._scored = sorted(self._scored, key=lambda group: group.prompt.draw), []
         for group in scored:
             for schedule in self.schedules.values():
@@ -119,7 +119,7 @@ class Promises:
                 schedule.observe(what.metrics)
 
     def heard(self, event: Event) -> None:
-        """For subclasses: `books` know the event."""
+        """Handles an event that `books` know already; for subclasses."""
 
     def said(self, instruction: Instruction) -> None:
         books = self.books
@@ -161,13 +161,14 @@ class Promises:
     # --- single promises ------------------------------------------------------------------------
 
     def _aborts(self, rid: str) -> None:
-        """Only what nobody needs: responses beyond those of a complete group, and what is left of a lost request."""
+        """Checks that only what nobody needs is aborted: responses beyond those of a complete group, and the rest of a
+        lost request."""
         seen = self.books.of(rid)
         lost = seen is not None and seen.stage is PromptStage.LOST and seen.request and seen.request.rid == rid
         self.expect(bool(lost) or rid in self.books.surplus, f"{rid} is aborted although it is needed")
 
     def _skips(self, order: Skip) -> None:
-        """Nothing is given up but what failed too often, and with dynamic sampling what has equal rewards."""
+        """Checks that only prompts are skipped that failed too often or, with dynamic sampling, have equal rewards."""
         seen = self.books.prompts[order.prompt.draw]
         if order.reason == NO_VARIANCE:
             allowed = self.dynamic and seen.stage is PromptStage.SCORED and not seen.varied()
@@ -192,7 +193,8 @@ class Promises:
 
     @property
     def left_out(self) -> str:
-        """The thing that must come before the next step and was not asked for yet; empty if there is none."""
+        """The evaluation or checkpoint that must come before the next step and was not asked for yet; empty if there is
+        none."""
         step, settings = self.books.step, self.settings
 
         def due(every: int) -> bool:
@@ -203,7 +205,7 @@ class Promises:
         return "a checkpoint" if step and due(settings.checkpoint_every) and step not in self.saved else ""
 
     def _generates(self, requests: Sequence[Request]) -> None:
-        """A lost prompt comes before all others, alone."""
+        """Checks that a lost prompt is generated before all others, alone."""
         books = self.books
         lost = [seen.draw for seen in books.at(PromptStage.LOST)]
         if lost:
@@ -228,7 +230,7 @@ class Promises:
             running += [engine] * request.n
 
     def launches(self, requests: Sequence[Request]) -> None:
-        """Waiting prompts are generated in this order: deferred ones, then new ones."""
+        """Checks that waiting prompts are generated in this order: deferred ones, then new ones."""
         draws = [request.prompt.draw for request in requests]
         waiting = [seen.draw for seen in self.waiting]
         self.expect(draws == waiting, f"draws {draws} are generated, {waiting} wait")
@@ -238,12 +240,12 @@ class Promises:
         return [*self.books.at(PromptStage.DEFERRED), *self.books.at(PromptStage.WAITING)]
 
     def usable(self) -> Sequence[int]:
-        """Engines that may get new requests."""
+        """Returns the engines that may get new requests."""
         return range(len(self.books.served))
 
     def _begins(self, seen: Seen, request: Request) -> None:
-        """A group is generated again, or goes on, as it was; else it is what the policy launches. All its tokens have
-        one temperature: that of the step in which it was begun."""
+        """Checks that a group is generated again, or goes on, as it was; else as the policy launches groups. All its
+        tokens have one temperature: that of the step in which it was begun."""
         before, attempt, size = seen.request, -1, (self.launched, self.settings.group_size)
         if before is not None:
             attempt = before.attempt
@@ -263,8 +265,8 @@ class Promises:
         self.expect(temperature == right, f"{request.rid} has temperature {temperature}, not {right}")
 
     def _finishes(self, order: Finish) -> None:
-        """A run ends when its steps are done, or its data is, or when it was told to; all in the right places were
-        evaluated and saved."""
+        """Checks that a run ends when its steps are done, its data is exhausted, or it was told to; everything due must
+        have been evaluated and saved."""
         books, steps = self.books, self.settings.steps
         self.expect(not (books.awaiting or books.count(*UNDER_WAY[:2])), "the run ends while something is under way")
         self.expect(order.step == books.step, f"{order.step} steps were done")

@@ -1,7 +1,8 @@
-"""Reads from a run's trace of events and instructions what became of every prompt, not looking into the coordinator.
+"""Reads from a run's trace of events and instructions what became of every prompt, without looking into the
+coordinator.
 
-These books are kept apart from the coordinator's `Ledger` on purpose: what a policy promises is checked with them, and
-a fault in the ledger must not hide itself.
+These books are kept apart from the coordinator's `Ledger` on purpose: a policy's promises are checked with them, and a
+fault in the ledger must not hide itself.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ class Seen:
         return self.prompt.draw
 
     def kept(self) -> tuple[Response | None, ...]:
-        """Each response as far as it is there; empty if there is nothing of any."""
+        """Returns the part of each response that is there; empty if no response has any."""
         n = self.request.n if self.request is not None else 0
         found = tuple(self.ended.get(i) or self.partial.get(i) for i in range(n))
         return found if any(found) else ()
@@ -46,7 +47,8 @@ class Seen:
 
 
 class Books:
-    """`hear` an event, `say` an instruction, in their order. `running` has the engine of every response under way."""
+    """The books of one run: `hear` an event, `say` an instruction, in their order. `running` has the engine of every
+    response under way."""
 
     def __init__(self, engines: int) -> None:
         self.prompts: dict[int, Seen] = {}  # by draw
@@ -62,14 +64,14 @@ class Books:
         self.finished = False
 
     def at(self, *stages: PromptStage) -> list[Seen]:
-        """The prompts at some stages, in draw order."""
+        """Returns the prompts at some stages, in draw order."""
         return [self.prompts[draw] for draw in sorted(self.prompts) if self.prompts[draw].stage in stages]
 
     def count(self, *stages: PromptStage) -> int:
         return sum(seen.stage in stages for seen in self.prompts.values())
 
     def of(self, rid: str) -> Seen | None:
-        """The prompt of a request or a response."""
+        """Returns the prompt of a request or a response."""
         return self.prompts.get(int(rid.partition(".")[0]))
 
     # --- events ---------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ class Books:
 
     @_hear.of(messages.Accumulated, messages.CheckpointSaved, messages.Evaluated, messages.Lent, messages.Tick)
     def _only_answered(self, event: messages.Event) -> None:
-        """Nothing else changes with it."""
+        """Notes only that the instruction is answered: nothing else changes with this event."""
 
     @_hear.of(messages.Started)
     def _started(self, event: messages.Started) -> None:
@@ -184,7 +186,7 @@ class Books:
         messages.SetParallelism,
     )
     def _only_awaited(self, order: messages.Instruction) -> None:
-        """Everything else changes with the answer."""
+        """Notes only that an answer is awaited: everything else changes with the answer."""
 
     @_say.of(messages.Generate)
     def _generate(self, order: messages.Generate) -> None:
@@ -250,5 +252,5 @@ class Books:
         seen.ended, seen.partial, seen.rewards = {}, {}, {}
 
     def _end(self, request: str) -> None:
-        """Nothing of a request runs any more."""
+        """Notes that nothing of a request runs any more."""
         self.running = {rid: engine for rid, engine in self.running.items() if rid.partition("/")[0] != request}

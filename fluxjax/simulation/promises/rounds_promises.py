@@ -30,8 +30,8 @@ _SCORED = (PromptStage.SCORED, PromptStage.TRAINING)
 
 
 class RoundPromises(Promises):
-    """A round is open from its first `DrawPrompts` or `Generate` to its `Train`. Nothing else begins in between, and
-    engines serve the newest weights in it."""
+    """Checks that training goes in rounds: a round is open from its first `DrawPrompts` or `Generate` to its `Train`,
+    nothing else begins in between, and engines serve the newest weights in it."""
 
     def __init__(self, config: Config, settings: Settings) -> None:
         super().__init__(config, settings)
@@ -44,16 +44,17 @@ class RoundPromises(Promises):
         self.dropped = 0  # groups of equal rewards, since the last step
 
     def goes_on(self) -> None:
-        """The coordinator waits in a round: subclasses say what must be under way then."""
+        """Checks what is under way while the coordinator waits in a round; for subclasses."""
 
     @property
     def given_up(self) -> bool:
-        """A stop ends the round as it is where groups were dropped: others for them may be long in coming."""
+        """True if a stop ends the round as it is, because groups were dropped: others for them may be long in
+        coming."""
         return bool(self.books.stop and self.dropped and self.short)
 
     @property
     def short(self) -> bool:
-        """Whether the round lacks groups."""
+        """True while the round lacks scored groups."""
         return self.books.count(*_SCORED) < self.needed
 
     def heard(self, event: Event) -> None:
@@ -69,8 +70,8 @@ class RoundPromises(Promises):
             if not self.open:
                 self.opens()
             self.expect(not self.given_up, "something begins although the run was stopped")
-            others = books.awaiting.keys() - {Accumulate, Lend}
-            self.expect(not others, "something begins while another job is under way")
+            jobs = books.awaiting.keys() - {Accumulate, Lend}
+            self.expect(not jobs, "something begins while another job is under way")
         super().said(instruction)
         match instruction:
             case Train():
@@ -132,12 +133,12 @@ class RoundPromises(Promises):
     # --- training before a round is over ----------------------------------------------------------
 
     def ready(self) -> Sequence[Seen]:
-        """Scored groups that this round will train on, whatever else becomes of it."""
+        """Returns the scored groups that this round will train on, whatever else becomes of it."""
         return self.books.at(PromptStage.SCORED)[: max(self.needed - self.books.count(PromptStage.TRAINING), 0)]
 
     @property
     def chunk(self) -> int:
-        """Groups that lent engines are given at once."""
+        """The number of groups that lent engines are given at once."""
         return self.config.stream_trainer.chunk or math.ceil(self.needed / 8)
 
     @property
@@ -149,7 +150,7 @@ class RoundPromises(Promises):
         return (over + sum(len(seen.ended) for seen in running)) / max(launched, 1)
 
     def _may_lend(self, stream: StreamTrainerConfig) -> None:
-        """Engines are lent at the first milestone where no cache can be too small."""
+        """Checks that engines are lent at the first milestone where no cache can be too small."""
         progress = self.progress
         due = stream.first <= progress <= stream.last and progress - self.looked >= stream.every
         if due and not self.books.lent:
@@ -180,7 +181,8 @@ class RoundPromises(Promises):
 
 
 class SynchronousPromises(RoundPromises):
-    """All prompts of a step are generated together, with as many responses as a group has, and all are trained on."""
+    """Checks that all prompts of a step are generated together, with as many responses as a group has, and all are
+    trained on."""
 
     def launches(self, requests: Sequence[Request]) -> None:
         super().launches(requests)
@@ -198,11 +200,12 @@ class SynchronousPromises(RoundPromises):
 
 
 class TailBatchingPromises(RoundPromises):
-    """Short rounds run in excess, long rounds train on what they left behind (Flexes, section 3). `kinds` are the kinds
-    of the rounds so far.
+    """Checks that short rounds run in excess, and long rounds train on what they left behind (Flexes, section 3).
+    `kinds` are the kinds of the rounds so far.
 
-    With `max_staleness`, what a long round finds deferred is generated beside the step's own prompts and `held`: a part
-    of it joins this step, and a part each of the next ones, until it is that many versions old."""
+    With `max_staleness`, prompts that a long round finds deferred are generated beside the step's own prompts and
+    `held`: a part of them joins this step, and a part each of the next ones, until they are that many versions old.
+    """
 
     def __init__(self, config: Config, settings: Settings) -> None:
         super().__init__(config, settings)
@@ -217,12 +220,12 @@ class TailBatchingPromises(RoundPromises):
         return self.kinds[-1] == "long"
 
     @property
-    def own(self) -> int:
-        """Groups of the step beside those that join it."""
+    def needed_anew(self) -> int:
+        """The number of groups that the step needs beside the held ones that join it."""
         return self.needed - len(self.joining & self.books.prompts.keys())
 
-    def others(self, *stages: PromptStage) -> Sequence[Seen]:
-        """What is at these stages and not held."""
+    def not_held(self, *stages: PromptStage) -> Sequence[Seen]:
+        """Returns the prompts at these stages that are not held."""
         return [seen for seen in self.books.at(*stages) if seen.draw not in self.held]
 
     @property
@@ -232,15 +235,15 @@ class TailBatchingPromises(RoundPromises):
 
     @property
     def short(self) -> bool:
-        return len(self.others(*_SCORED)) < self.own or bool(self.held_unscored)
+        return len(self.not_held(*_SCORED)) < self.needed_anew or bool(self.held_unscored)
 
     @property
     def wanted(self) -> int:
-        return self.own if self.long else math.ceil(self.eta("prompts") * self.own)
+        return self.needed_anew if self.long else math.ceil(self.eta("prompts") * self.needed_anew)
 
     @property
     def live(self) -> int:
-        return len(self.others(*UNDER_WAY, *_SCORED))
+        return len(self.not_held(*UNDER_WAY, *_SCORED))
 
     @property
     def launched(self) -> int:
@@ -248,14 +251,15 @@ class TailBatchingPromises(RoundPromises):
 
     @property
     def oldest(self) -> int:
-        """Only what ran on engines that were lent goes on."""
+        """The weight version from which a response goes on: only responses on engines that were lent do."""
         return self.books.version if self.books.lent else self.books.version + 1
 
     def eta(self, name: str) -> float:
         return self.scheduled(f"tail_{name}", getattr(self.config.tail_batching, name))
 
     def opens(self) -> None:
-        """A long round comes as soon as a step's worth of deferred prompts waits, and when the data ends."""
+        """Checks that a long round comes as soon as a step's worth of deferred prompts waits, and when the data
+        ends."""
         super().opens()
         deferred = self.books.count(PromptStage.DEFERRED)
         self.kinds.append("long" if deferred >= self.needed or self.books.exhausted else "short")
@@ -266,8 +270,8 @@ class TailBatchingPromises(RoundPromises):
         self.joining = self._share()
 
     def _share(self) -> set[int]:
-        """Held draws are trained on oldest first, in equal parts; before they are too old, and all that there is room
-        for once the data ends."""
+        """Returns the held draws that join this step: oldest first, in equal parts, before they are too old; once the
+        data ends, as many as there is room for."""
         here = [draw for draw in self.held if draw in self.books.prompts]
         oldest_first = sorted(here, key=lambda draw: (self.held[draw], draw))
         steps = [self.held[draw] + self.most - self.books.version + 1 for draw in oldest_first]  # left, with this one
@@ -277,12 +281,12 @@ class TailBatchingPromises(RoundPromises):
         return set(oldest_first[: min(part, self.needed)])
 
     def _won(self) -> int:
-        """Groups that count as complete."""
-        return len(self.others(*_SCORED, *(() if self.dynamic else (PromptStage.COMPLETE,))))
+        """Returns the number of groups that count as complete."""
+        return len(self.not_held(*_SCORED, *(() if self.dynamic else (PromptStage.COMPLETE,))))
 
     def launches(self, requests: Sequence[Request]) -> None:
-        """Those that will be held, at once; new prompts as they come; deferred ones, oldest first, in a long round or
-        when there are no new ones."""
+        """Checks the order of launches: prompts that will be held, at once; new prompts as they come; deferred ones,
+        oldest first, in a long round or when there are no new ones."""
         books, draws = self.books, [request.prompt.draw for request in requests]
         if held := [seen.draw for seen in books.at(PromptStage.DEFERRED) if seen.draw in self.held]:
             self.expect(draws == held, f"draws {draws} are launched, {held} are to be held")
@@ -318,18 +322,19 @@ class TailBatchingPromises(RoundPromises):
                 self.joining = set()
 
     def _puts_off(self, seen: Seen) -> None:
-        self.expect(self._won() >= self.own, f"draw {seen.draw} is put off before the round is won")
+        self.expect(self._won() >= self.needed_anew, f"draw {seen.draw} is put off before the round is won")
         self.expect(seen.draw not in self.held, f"draw {seen.draw} is put off although it is held")
         if seen.stage is PromptStage.RUNNING:
             self.expect(not self.long, f"draw {seen.draw} is cut off in a long round")
         if seen.stage is PromptStage.SCORED:
-            lower = [other for other in self.others(PromptStage.SCORED) if other.draw < seen.draw]
-            winners = len(lower) + len(self.others(PromptStage.TRAINING))
-            self.expect(winners >= self.own, f"draw {seen.draw} is put off for one that was drawn after it")
+            lower = [scored for scored in self.not_held(PromptStage.SCORED) if scored.draw < seen.draw]
+            winners = len(lower) + len(self.not_held(PromptStage.TRAINING))
+            self.expect(winners >= self.needed_anew, f"draw {seen.draw} is put off for one that was drawn after it")
 
     def _wins(self, order: Train) -> None:
-        """The first groups to be complete win; all other prompts are kept for a long round. Where something else had to
-        be awaited when the round was won (a draw, engines that were lent), more were complete then: any of those."""
+        """Checks that the first groups to be complete win, and that all other prompts are kept for a long round. If the
+        coordinator had to await something else when the round was won (a draw, engines that were lent), more groups
+        were complete then, and any of them may win."""
         books = self.books
         joining, later = self.joining & books.prompts.keys(), self.held.keys() - self.joining
         kept = {seen.draw for seen in books.at(PromptStage.DEFERRED)} | (later & books.prompts.keys())
@@ -338,14 +343,14 @@ class TailBatchingPromises(RoundPromises):
         self.expect(
             draws & self.held.keys() == joining, f"of those held, {sorted(joining)} are to join {sorted(draws)}"
         )
-        first = self.first if self.dynamic or self.lends else self.first[: self.own]
+        first = self.first if self.dynamic or self.lends else self.first[: self.needed_anew]
         self.expect(draws - joining <= set(first), f"draws {sorted(draws)} win, complete were first {first}")
 
     def goes_on(self) -> None:
         books = self.books
         if books.awaiting:
             return
-        if self._won() < self.own:
+        if self._won() < self.needed_anew:
             wait = books.exhausted and not books.count(PromptStage.DEFERRED)
             self.expect(wait or self.live >= self.wanted, f"{self.live} prompts are under way, not {self.wanted}")
             return
@@ -353,13 +358,13 @@ class TailBatchingPromises(RoundPromises):
             return
         running = books.count(PromptStage.RUNNING)
         self.expect(not running, f"{running} prompts are waited for although the round is won")
-        scored = len(self.others(*_SCORED))
-        pending = books.count(PromptStage.STOPPING) or scored < self.own
+        scored = len(self.not_held(*_SCORED))
+        pending = books.count(PromptStage.STOPPING) or scored < self.needed_anew
         self.expect(bool(pending), "nothing is trained although the round is won")
 
 
 class AprilPromises(RoundPromises):
-    """More prompts are under way than a step needs, and what is begun goes on."""
+    """Checks that more prompts are under way than a step needs, and that begun responses go on."""
 
     @property
     def oldest(self) -> int:
@@ -371,7 +376,8 @@ class AprilPromises(RoundPromises):
         return math.ceil(self.config.april.oversample * self.needed)
 
     def launches(self, requests: Sequence[Request]) -> None:
-        """Everything that waits, in the order of predicted lengths."""
+        """Checks that everything that waits is generated at once. The policy's order, by predicted lengths, is not
+        checked."""
         draws, waiting = {request.prompt.draw for request in requests}, {seen.draw for seen in self.waiting}
         self.expect(draws == waiting, f"draws {sorted(draws)} are generated, {sorted(waiting)} wait")
 

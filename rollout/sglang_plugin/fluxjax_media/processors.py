@@ -44,7 +44,7 @@ class GivenPatches(QwenVLImageProcessor):
         return await super().process_mm_data_async(image_data, input_text, request_obj, *args, **kwargs)
 
     def _given(self, entry: Any, kind: str) -> Any:
-        """What Hugging Face's processor would return for these media, if `entry` has our format."""
+        """The output of Hugging Face's processor for these media, if `entry` has our format, else `entry` itself."""
         if not isinstance(entry, str) or not entry.startswith(FORMAT):
             return entry
         entry = json.loads(entry[len(FORMAT) :])
