@@ -1,11 +1,10 @@
-"""Runs many followers in one process, which speak the wire protocol and compute nothing: run by `hosts_scripted.py`.
-Standard library only.
+"""Followers that speak the wire and compute nothing, many in one process: run by `hosts_scripted.py`. Standard library
+only.
 
     python benchmarks/hosts_follower.py '{"port": 1234, "secret": "...", "followers": 511}'
 
-Each follower connects to process 0, greets it as a process of the run does, reads what it is told, and answers every
-order with the line that standard input gave last. Followers stand for other machines, so that they take as little of
-this one as they can: the kernel drops bytes that nobody looks at.
+Each calls process 0, greets it as a process of the run does, reads what it is told, and answers every order with the
+line that standard input gave last.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ import time
 from typing import Any
 
 BEAT = 3.0  # seconds between two signs of life
-_LINES = 1 << 12  # bytes that are read where the next message begins
-_BUFFER = bytearray(1 << 20)
-_DROP = socket.MSG_TRUNC if sys.platform == "linux" else 0  # there, bytes of a stream are counted, but not copied
+_BUFFER = memoryview(bytearray(1 << 16))
 
 
 class Follower:
@@ -38,28 +35,26 @@ class Follower:
         self.socket.sendall(json.dumps(message).encode() + b"\n" + data)
 
     def read(self, answer: bytes) -> bool:
-        """Reads what has come, and answers an order that is complete. Returns False when the connection has ended."""
-        if self._missing:  # nearly always
-            count = self.socket.recv_into(_BUFFER, min(self._missing, len(_BUFFER)), _DROP)
+        """Takes what has come; answers an order that is complete. False at the end."""
+        count = self.socket.recv_into(_BUFFER)
+        if not count:
+            return False
+        if count < self._missing:  # nearly always: not a byte is looked at
             self._missing -= count
-            if count and not self._missing:
-                self._answer(answer)
-            return count > 0
-        piece = self.socket.recv(_LINES)
-        more = bool(piece)
+            return True
+        piece = bytes(_BUFFER[:count])
         while piece:
+            if self._missing:
+                taken = min(len(piece), self._missing)
+                self._missing, piece = self._missing - taken, piece[taken:]
+                if not self._missing:
+                    self.write({"kind": "data", "bytes": str(len(answer))}, answer)
+                continue
             head, newline, piece = piece.partition(b"\n")
             self._line += head
-            if not newline:
-                break
-            size, self._line = int(json.loads(self._line).get("bytes", 0)), b""
-            self._missing, piece = max(size - len(piece), 0), piece[size:]
-            if size and not self._missing:
-                self._answer(answer)
-        return more
-
-    def _answer(self, answer: bytes) -> None:
-        self.write({"kind": "data", "bytes": str(len(answer))}, answer)
+            if newline:
+                self._missing, self._line = int(json.loads(self._line).get("bytes", 0)), b""
+        return True
 
 
 def main(settings: dict[str, Any]) -> None:

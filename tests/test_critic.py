@@ -160,14 +160,20 @@ def vision_alone(heads, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("strategy", "devices", "degree"),
+    ("strategy", "devices", "degree", "share"),
     [
-        ("flex_ulysses", 8, 0),
+        ("flex_ulysses", 8, 0, True),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in [("fsdp", 1, 0), ("fsdp", 8, 0), ("ulysses", 8, 2), ("ulysses", 8, 8), ("odc", 2, 0)]
+            for case in [
+                ("flex_ulysses", 8, 0, False),
+                ("fsdp", 1, 0, True),
+                ("fsdp", 8, 0, False),
+                ("ulysses", 8, 2, False),
+                ("ulysses", 8, 8, True),
+                ("odc", 2, 0, True),
+            ]
         ),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_run_judged_by_a_rollout_server(checkpoint: pathlib.Path, tmp_path: pa
 def test_a_judge_that_dies_in_the_middle(max_failed: float, tmp_path: pathlib.Path) -> None:
     """All that it can't judge any more is a scored 0; too much of that ends the run with a checkpoint and one line."""
     with listening(str(ROOT / "tests" / "rewards" / "judge_server.py"), "0") as (address, process):
-        config = configuration(tmp_path, {"server": address}, 0.5, steps=STEPS if max_failed == 1 else 50)
+        config = configuration(tmp_path, {"server": address}, 4.0, steps=STEPS if max_failed == 1 else 50)
         config.rewards.max_failed = max_failed
         diary = Diary(process)
         with FluxTrainer(config) as trainer:

@@ -200,8 +200,7 @@ def test_a_process_that_does_not_come_is_waited_for_so_long(commands, missing, t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("frozen", [0, 1])
-@pytest.mark.parametrize("when", ["at once", "as they meet"])
+@pytest.mark.parametrize(("frozen", "when"), [(0, "at once"), (1, "as they meet")])
 def test_a_process_that_is_stopped_before_the_links_are_up_is_waited_for_so_long(commands, frozen, when, tmp_path):
     """Without a supervisor: the other one ends by itself."""
     port, processes = two_free_ports(), []

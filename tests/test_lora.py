@@ -145,8 +145,9 @@ def test_every_strategy_equals_one_device(strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [3, 8])
-@pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("devices", "remat"), [(3, "none"), (8, "none"), pytest.param(3, "layer", marks=pytest.mark.long)]
+)
 def test_any_number_of_devices_equals_one(devices, remat):
     """Weights that a mesh can't cut, or only in part, and a vision tower, which has no adapters."""
     config = adapted(make_config(rows=2))
