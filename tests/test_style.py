@@ -48,27 +48,25 @@ def test_variables_are_named_for_what_they_hold(folder):
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """The lines and names of all variables, parameters and functions, but for operands, as `__eq__` has them."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+    operands = set()
+    for node in ast.walk(tree):  # a function comes before its parameters
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
-            if not node.name.startswith("__") or node.name == "__init__":
-                arguments = node.args
-                yield from (
-                    (arg.lineno, arg.arg) for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-                )
-        elif isinstance(node, ast.Lambda):
-            yield from ((arg.lineno, arg.arg) for arg in node.args.args)
+            if node.name.startswith("__") and node.name != "__init__":
+                operands |= set(node.args.args)
+        elif isinstance(node, ast.arg) and node not in operands:
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
 
 
 def test_no_file_and_no_class_has_the_name_of_another():
-    found = collections.defaultdict(list)
+    bearers = collections.defaultdict(list)
     for path in files(*PACKAGES):
         place = str(path.relative_to(ROOT))
         if not path.name.startswith("__"):
-            found[path.name].append(place)
+            bearers[path.name].append(place)
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                found[node.name].append(place)
-    assert not {name: places for name, places in found.items() if len(places) > 1}
+                bearers[node.name].append(place)
+    assert not {name: found for name, found in bearers.items() if len(found) > 1}
