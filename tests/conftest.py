@@ -1,14 +1,12 @@
 """Strict defaults for every test: 8 CPU devices, strict dtype and rank promotion, warnings are errors (pyproject)."""
 
-import atexit
 import gc
 import math
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,11 +21,16 @@ if FEWER_PASSES not in FLAGS:
         FLAGS += f" {FEWER_PASSES}"
 os.environ["XLA_FLAGS"] = FLAGS.strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Modules, devices and subprocesses of a session share what they compile.
+# Processes and sessions share what they compile; the key of a program has XLA's version and the processor's features.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="fluxjax-xla-")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "fluxjax" / "xla-tests"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for program in CACHE.glob("*"):
+            if program.stat().st_mtime < time.time() - 30 * 24 * 3600:
+                program.unlink(missing_ok=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.03")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of subprocesses compiles all modules: 0.7 s
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also without an editable install

@@ -1,6 +1,8 @@
 """Programs on disk: what one device or process compiled, the others load."""
 
 import pathlib
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,20 +25,30 @@ def every_program():
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
+def named_anew(function: Callable) -> str:
+    """Gives the function a name that no earlier session has kept a program of."""
+    function.__name__ += uuid.uuid4().hex
+    return function.__name__
+
+
+def kept(name: str) -> list[pathlib.Path]:
+    return list(pathlib.Path(OPTIONS.jax_compilation_cache_dir).glob(f"jit_{name}-*-cache"))
+
+
 def test_what_one_device_compiled_the_others_load(every_program):
     assert share_between_devices()
 
     def found_by_all_devices(x):
         return jnp.sin(x) @ x, x.sum()
 
+    name = named_anew(found_by_all_devices)
     program = jax.jit(found_by_all_devices)
     x = np.arange(16, dtype=np.float32).reshape(4, 4)
     results = [program(jax.device_put(x, device)) for device in jax.devices()]
     for device, result in zip(jax.devices(), results, strict=True):
         assert all(part.devices() == {device} for part in result)
         jax.tree.map(np.testing.assert_array_equal, result, results[0])
-    kept = pathlib.Path(OPTIONS.jax_compilation_cache_dir).glob("jit_found_by_all_devices-*-cache")
-    assert len(list(kept)) == 1
+    assert len(kept(name)) == 1
 
 
 def test_programs_of_several_devices_are_told_apart(every_program):
@@ -45,11 +57,11 @@ def test_programs_of_several_devices_are_told_apart(every_program):
     def found_by_nobody_else(x):
         return x.sum()
 
+    name = named_anew(found_by_nobody_else)
     for devices in (jax.devices()[:2], jax.devices()[2:4]):
         place = jax.sharding.NamedSharding(jax.make_mesh((2,), ("i",), devices=devices), jax.P("i"))
         assert jax.jit(found_by_nobody_else)(jax.device_put(np.ones(4, np.float32), place)) == 4
-    kept = pathlib.Path(OPTIONS.jax_compilation_cache_dir).glob("jit_found_by_nobody_else-*-cache")
-    assert len(list(kept)) == 2
+    assert len(kept(name)) == 2
 
 
 def test_what_one_process_compiled_the_others_load(tmp_path, monkeypatch):

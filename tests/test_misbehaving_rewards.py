@@ -73,9 +73,17 @@ class Diary(Callback):
 
 def workers() -> list[str]:
     """The processes that score for this one."""
-    children = pathlib.Path("/proc/self/task").glob("*/children")
-    found = [pathlib.Path(f"/proc/{pid}/cmdline") for file in children for pid in file.read_text().split()]
-    return [text for file in found if "fluxjax.base.called_worker" in (text := file.read_text())]
+    children = [pid for file in pathlib.Path("/proc/self/task").glob("*/children") for pid in read_alive(file).split()]
+    lines = [read_alive(pathlib.Path(f"/proc/{pid}/cmdline")) for pid in children]
+    return [line for line in lines if "fluxjax.base.called_worker" in line]
+
+
+def read_alive(file: pathlib.Path) -> str:
+    """What /proc says of a thread or a process, which may end meanwhile."""
+    try:
+        return file.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def test_every_policy_is_tested():

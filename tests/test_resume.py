@@ -55,11 +55,9 @@ def test_the_reference_learns_something(reference):
 MOMENTS = {
     # name: (when to kill, the step of the newest checkpoint then; None: it depends on the machine)
     "in the warm start": (lambda run: logged(run, "warm_start", 3), []),
-    "as a step is logged": (lambda run: logged(run, "rl", 5), None),
     "while the first checkpoint is written": (lambda run: writing(run, 0), []),
     "while a checkpoint at the end of an epoch is written": (lambda run: writing(run, 3), None),
     "at the end of an epoch": (lambda run: lambda: 6 in checkpoint_steps(run), None),
-    "in the last step": (lambda run: logged(run, "rl", STEPS - 1), None),
     "after the last step": (lambda run: logged(run, "eval", STEPS), None),
 }
 
@@ -127,32 +125,19 @@ def test_a_complete_run_started_again_stays_as_it_is(commands, text, reference, 
     assert_same_run(run_dir, reference)
 
 
-def test_resumed_on_another_mesh(commands, text, reference, tmp_path):
-    """From one device to four: the checkpoint is the same, sums are taken in another order."""
+def test_resumed_on_another_mesh_with_another_strategy(commands, text, reference, tmp_path):
+    """From FSDP on one device to FlexUlysses on four: only places and the order of sums change."""
     run_dir = tmp_path / "run"
     shutil.copytree(reference, run_dir)
     shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
-    printed = commands.run(run_dir, TEXT, [*text, "--config.sharding.devices=4"], devices=4)
-    assert "on 4 devices" in printed
+    changed = ["--config.sharding.devices=4", "--config.sharding.strategy=flex_ulysses"]
+    assert "on 4 devices" in commands.run(run_dir, TEXT, [*text, *changed], devices=4)
     assert summary(run_dir)["resumed_from"] == [6] and summary(run_dir)["devices"] == 4
     mine, theirs = model_arrays(run_dir), model_arrays(reference)
     for name in mine:
         # Three steps of lr 5e-3 follow; float32 sums in another order differ by 1e-6, Adam's quotient of two
         # small numbers magnifies that.
         np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)
-
-
-def test_resumed_with_another_strategy(commands, text, reference, tmp_path):
-    """From FSDP on one device to FlexUlysses on four: only places and the order of sums change."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(reference, run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
-    changed = ["--config.sharding.devices=4", "--config.sharding.strategy=flex_ulysses"]
-    commands.run(run_dir, TEXT, [*text, *changed], devices=4)
-    assert summary(run_dir)["resumed_from"] == [6]
-    mine, theirs = model_arrays(run_dir), model_arrays(reference)
-    for name in mine:
-        np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)  # as above
 
 
 def test_sequences_spread_over_devices(commands, text, tmp_path):
