@@ -1,5 +1,6 @@
 """Strict defaults for every test: 8 CPU devices, strict dtype and rank promotion, warnings are errors (pyproject)."""
 
+import compileall
 import gc
 import math
 import os
@@ -30,9 +31,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
             if program.stat().st_mtime < time.time() - 30 * 24 * 3600:
                 program.unlink(missing_ok=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.03")
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of subprocesses compiles all modules: 0.7 s
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+if "PYTEST_XDIST_WORKER" not in os.environ:  # or each of hundreds of subprocesses compiles all modules: 0.7 s
+    for package in ("fluxjax", "models", "rollout", "sharding"):
+        compileall.compile_dir(ROOT / package, quiet=2)
+# They write none: of a process whose files are bounded, as some tests have it, Python 3.11 keeps half a module.
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 sys.path.insert(0, str(ROOT))  # also without an editable install
 
 from jaxtyping import install_import_hook  # noqa: E402

@@ -107,7 +107,8 @@ def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
     )
 
 
-def newest_of(data: bytes) -> int:
-    """The newest version in what `bytes_of` wrote; -1: there is no token."""
+def version_span_of(data: bytes) -> tuple[int, int]:
+    """The oldest and the newest version in what `bytes_of` wrote; -1 for both: there is no token."""
     _, _, runs, _, _ = _HEAD.unpack_from(data)
-    return max(struct.unpack_from(f"<{2 * runs}i", data, _HEAD.size)[::2], default=-1)
+    versions = struct.unpack_from(f"<{2 * runs}i", data, _HEAD.size)[::2]
+    return (min(versions), max(versions)) if versions else (-1, -1)

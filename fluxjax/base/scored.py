@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from .medium import Media
-from .response_bytes import bytes_of, head_of, numbers_of
+from .response_bytes import bytes_of, head_of, numbers_of, version_span_of
 
 _COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # in `ResponseNumbers`
 
@@ -100,6 +100,16 @@ class Response:
             if name not in _COLUMNS or "data" not in vars(self):
                 raise AttributeError(f"a response has no {name!r}", name=name, obj=self)
             return tuple(getattr(numbers_of(self.data), _COLUMNS[name]).tolist())
+
+    @property
+    def version_span(self) -> tuple[int, int]:
+        """The oldest and the newest version of its tokens; -1 for both: there is none."""
+        if self.is_packed:
+            return version_span_of(self.data)
+        versions = self.versions
+        if versions and versions.count(versions[0]) == len(versions):  # as most are: several times as fast
+            return versions[0], versions[0]
+        return min(versions, default=-1), max(versions, default=-1)
 
     @functools.cached_property
     def num_tokens(self) -> int:

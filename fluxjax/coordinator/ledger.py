@@ -164,9 +164,7 @@ class Ledger:
     def finish(self, response: Response, newest_version: int) -> None:
         """Enters a response that has ended. Raises `CoordinatorError` for a token of a version that was never
         published."""
-        versions = response.versions
-        # Most responses are of one version: to count it is several times as fast as to look for the largest.
-        newest = versions[0] if versions and versions.count(versions[0]) == len(versions) else max(versions, default=-1)
+        _, newest = response.version_span
         if newest > newest_version:
             raise CoordinatorError(
                 f"response {response.rid} has tokens of version {newest}, "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -247,7 +248,7 @@ class Processor:
         if not self.vision:
             return
         pad_of, ids = self._pads(), np.asarray(token_ids)
-        slots = np.flatnonzero(np.isin(ids, list(pad_of.values())))
+        slots = np.flatnonzero(_are_among(ids, pad_of.values()))
         if ids[slots].tolist() != [pad_of[kind] for kind in kinds]:
             raise PromptError(
                 f"the tokenised prompt has {len(slots)} media placeholders for {len(kinds)} media: "
@@ -277,7 +278,7 @@ class Processor:
         pad_of = self._pads()
         merge = outline.merge_size**2
         repeats = np.ones(len(ids), np.int64)
-        repeats[np.isin(ids, list(pad_of.values()))] = [math.prod(grid) // merge for grid in outline.grids]
+        repeats[_are_among(ids, pad_of.values())] = [math.prod(grid) // merge for grid in outline.grids]
         tokens_T = np.repeat(ids, repeats)
         positions_3T, next_position = rope_index(
             tokens_T,
@@ -294,9 +295,14 @@ class Processor:
             return ModelInput(tokens_T, positions_3T, feature_index_T, next_position)
         assert patches_PX is not None
         arrangement = arrange(outline.grids, self.layout)
-        feature_index_T[np.isin(tokens_T, list(pad_of.values()))] = arrangement.feature_order
+        feature_index_T[_are_among(tokens_T, pad_of.values())] = arrangement.feature_order
         vision = arranged(arrangement, patches_PX)
         return ModelInput(tokens_T, positions_3T, feature_index_T, next_position, vision)
+
+
+def _are_among(token_ids: np.ndarray, few: Iterable[int]) -> np.ndarray:
+    """Which of the tokens are among these few, at a fraction of what `np.isin` takes for so few."""
+    return functools.reduce(np.logical_or, [token_ids == token_id for token_id in few])
 
 
 def _token(entry: str | JsonObject | None) -> str:

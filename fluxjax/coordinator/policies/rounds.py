@@ -150,12 +150,10 @@ class Rounds(Base, abc.ABC):
         """Raises `CoordinatorError` for a token that is too old to be trained on."""
         oldest = coordinator.version - self.max_staleness
         for sample in (sample for group in groups for sample in group.samples):
-            versions = sample.response.versions
-            if versions and versions[0] >= oldest and versions.count(versions[0]) == len(versions):
-                continue  # all of one version, as most are: to count is faster than to look for the smallest
-            if min(versions, default=oldest) < oldest:
+            response = sample.response
+            if response.num_tokens and response.version_span[0] < oldest:
                 raise CoordinatorError(
-                    f"response {sample.response.rid} is of versions {sorted(set(versions))}, "
+                    f"response {response.rid} is of versions {sorted(set(response.versions))}, "
                     f"training needs {oldest} or newer"
                 )
 
