@@ -13,6 +13,7 @@ import threading
 from common import ROOT
 
 from sharding.links.meeting import Card, connect, listen
+from sharding.links.send_buffers import widen_send_buffers
 from sharding.links.wires import LinkError, Message, Wires
 
 
@@ -35,6 +36,7 @@ class ScriptedLinks:
             )
             card = Card("here", "127.0.0.1", port, "", secret)
             wires = connect(0, [card] * processes, door, timeout)
+        widen_send_buffers()  # as `Links` does
         self._wires = Wires(wires, timeout, self._heard, self._gone)
 
     def answer(self, line: str) -> None:
