@@ -8,6 +8,7 @@ difference between two runs is known to about a point only.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import json
@@ -96,8 +97,18 @@ def _more_strips(folder: pathlib.Path, strips: int) -> pathlib.Path:
     return folder / f"strips-{strips}" / "eval.jsonl"
 
 
-if __name__ == "__main__":
-    folder, strips = pathlib.Path(sys.argv[1]).resolve(), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    line = json.dumps(measure(folder, strips))
-    _file(folder, strips).write_text(line + "\n")
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=pathlib.Path, help="folder of a finished run")
+    parser.add_argument("strips", type=int, nargs="?", default=0, help="held-out strips (default: those of the run)")
+    options = parser.parse_args(argv)
+    folder = options.run.resolve()
+    if not (folder / "config.json").exists():
+        parser.error(f"{folder} is no run folder: it has no config.json")
+    line = json.dumps(measure(folder, options.strips))
+    _file(folder, options.strips).write_text(line + "\n")
     print(line)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

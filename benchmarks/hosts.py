@@ -121,13 +121,13 @@ def _controlled(team: Team, processes: int, options: argparse.Namespace) -> dict
     seconds = {name: spread([answer["seconds"][name] for answer in answers]) for name in answers[0]["seconds"]}
     parts = ("plan", "told", "send")
     whole = statistics.median(sum(answer["seconds"][part] for part in parts) for answer in answers)
-    size = statistics.median(answer["bytes"] for answer in answers)
+    size, told = statistics.median(answer["bytes"] for answer in answers), answers[0]["tokens_told"]
     return {
         "seconds": seconds,
         "share": round(whole / STEP_SECONDS, 5),
         "bytes": size,
         "bytes_a_process": round(size / (processes - 1)) if processes > 1 else 0,
-        "bytes_a_token": round(size / answers[0]["tokens_told"], 2) if processes > 1 else 0,
+        "bytes_a_token": round(size / told, 2) if told else 0,  # none: of few groups, process 0 may have all
         "tokens": answers[0]["tokens"],
     }
 
