@@ -1,6 +1,5 @@
 """Builds the model of a configuration, with shapes only or with random weights."""
 
-import functools
 import itertools
 import zlib
 from collections.abc import Callable
@@ -21,17 +20,9 @@ from .qwen2_5_vl.modeling import Qwen25VL
 
 def abstract(config: AnyConfig) -> Decoder:
     """The model with shapes (`jax.ShapeDtypeStruct`) for weights: counts parameters of any size, allocates nothing."""
-    return nnx.merge(*_abstract(config), copy=True)
-
-
-@functools.cache  # a run asks five times; a copy takes a hundredth of what tracing takes
-def _abstract(config: AnyConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    def build() -> Decoder:
-        if isinstance(config, Qwen25VLConfig):
-            return Qwen25VL(config, nnx.Rngs(0))
-        return Decoder(config, nnx.Rngs(0))  # a Qwen2 text model is the plain decoder
-
-    return nnx.split(nnx.eval_shape(build))
+    if isinstance(config, Qwen25VLConfig):
+        return nnx.eval_shape(lambda: Qwen25VL(config, nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))  # a Qwen2 text model is the plain decoder
 
 
 def create(config: AnyConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:

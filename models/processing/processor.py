@@ -301,7 +301,7 @@ class Processor:
 
 
 def _are_among(token_ids: np.ndarray, few: Iterable[int]) -> np.ndarray:
-    """Which of the tokens are among these few, at a fraction of what `np.isin` takes for so few."""
+    """Says which of the tokens are among these few, at a fraction of what `np.isin` takes for so few."""
     return functools.reduce(np.logical_or, [token_ids == token_id for token_id in few])
 
 
