@@ -152,7 +152,8 @@ def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, 
 
 
 @pytest.mark.long
-def test_a_gang_goes_on_from_its_snapshot(commands, two, tmp_path):
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
+def test_a_gang_goes_on_from_its_snapshot(commands, two, number, victim, tmp_path):
     """That of the step before the one in which a process failed, where the newest checkpoint is the first."""
     run_dir, memory = tmp_path / "run", tmp_path / "memory"
     memory.mkdir()
@@ -164,7 +165,7 @@ def test_a_gang_goes_on_from_its_snapshot(commands, two, tmp_path):
         while snapshot_folder.newest(run_dir, 2) < 2:
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.02)
-        os.kill(children(process.pid)[1], signal.SIGKILL)
+        os.kill(children(process.pid)[victim], number)
         status = process.wait(300)
     text = (tmp_path / "run.log").read_text()
     assert status == 0, text[-4000:]

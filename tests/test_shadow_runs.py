@@ -131,7 +131,7 @@ def test_a_run_with_preprocessors_that_is_killed(commands, sources, index, centr
     assert_same(run_dir, central)
 
 
-@pytest.mark.parametrize("strategy", ["flex_ulysses", "odc"])  # fsdp: tests/test_launch.py
+@pytest.mark.parametrize("strategy", ["fsdp", "flex_ulysses", "odc"])
 def test_two_processes_of_which_each_has_a_preprocessor(strategy, commands, sources, index, tmp_path):
     own: dict[str, object] = {
         "sharding__devices": 0,

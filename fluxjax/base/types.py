@@ -18,7 +18,6 @@ from models.inputs import AnyArray, PackedTokens, PromptInput
 
 from .medium import Media as Media
 from .medium import MediaKind as MediaKind
-from .response_bytes import version_span_of
 from .scored import Completion as Completion
 from .scored import Prompt as Prompt
 from .scored import Response as Response
@@ -54,7 +53,7 @@ class Columns(NamedTuple):
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "Columns":
         responses = [sample.response for sample in samples]
-        numbers = [(response.sample, response.num_tokens, version_span_of(response.data)[1]) for response in responses]
+        numbers = [(response.sample, response.num_tokens, response.version_span[1]) for response in responses]
         return cls(
             responses[0].draw if responses else -1,
             np.array(numbers, np.int64).reshape(-1, 3),
