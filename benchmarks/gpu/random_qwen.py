@@ -29,7 +29,7 @@ from sharding.weights import ShardingRules, map_weights, on_first_device, shardi
 
 SHAPE = {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
          "num_attention_heads": 12, "num_key_value_heads": 2}  # fmt: skip
-TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 PEAK = 989e12  # FLOP/s of an H100 or H200 in bfloat16, without sparsity
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
@@ -93,6 +93,12 @@ def text_input(ids: np.ndarray) -> ModelInput:
     tokens = len(ids)
     positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, tokens))
     return ModelInput(ids, positions, np.full(tokens, -1, np.int32), tokens)
+
+
+def bandwidth() -> float:
+    """The bytes a second of the first device's memory, as its maker says; those of an H100 for an unlisted device."""
+    kind = jax.devices()[0].device_kind
+    return next((speed for name, speed in BANDWIDTHS.items() if name in kind), BANDWIDTHS["H100"])
 
 
 def memory(device: Any) -> dict[str, float]:
