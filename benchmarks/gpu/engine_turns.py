@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +59,7 @@ class Calls:
 
     def full_rounds(self, samples: int) -> list[tuple[Call, float]]:
         """The rounds that decode so many samples and that a round follows, each with the seconds until that begins."""
-        pairs = zip(self.calls, self.calls[1:], strict=False)
+        pairs = itertools.pairwise(self.calls)
         return [(call, after.began - call.began) for call, after in pairs if call.samples == after.samples == samples]
 
     def program_seconds(self, plan: RoundPlan, repeats: int = 10) -> float:

@@ -2,7 +2,8 @@
 pre-flight's.
 
 Weights are float32 and computed with in bfloat16; a step is one microbatch, a packed row of 8 segments, and the update.
-A first case computes layers again in the backward pass, a second one keeps all activations of a shorter row.
+A first case computes layers again in the backward pass. A second one keeps all activations of a shorter row: about 46
+GiB, for which moments in bfloat16 make room.
 
 MFU = (6 N T + A) / (seconds * 989e12) with N weights (the embedding counts once, as the head), T tokens and
 A = 12 * layers * heads * head_dim * pairs: two products forward and four backward, 2 FLOPs each, over the pairs of
@@ -59,10 +60,14 @@ def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
     from gpu import random_qwen
 
     from fluxjax.algorithms import find_algorithm
+    from fluxjax.config import DType, Remat
     from sharding.target import Target
 
     config, device = learner.config, learner.mesh.devices.flat[0]
     config.packing.tokens_per_row, config.sharding.remat = tokens, remat
+    if remat is not Remat.LAYER:
+        config.optim.moments_dtype = DType.BFLOAT16
+    learner.opt_state = None  # its place is free for the new one
     learner.reset(find_algorithm(config.algorithm).token_loss)  # other settings: other programs
     steps = random_qwen.microbatches(config, learner.text, SEGMENTS)
     before = random_qwen.memory(device)
