@@ -12,6 +12,7 @@ ever, and so is all where `FLUXJAX_TESTS_FORK=0`.
 from __future__ import annotations
 
 import array
+import atexit
 import ctypes
 import json
 import os
@@ -56,8 +57,14 @@ class ForkServer:
         here, there = socket.socketpair()
         with there:
             command = [sys.executable, __file__, str(there.fileno())]
-            subprocess.Popen(command, cwd=ROOT, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
-        return cls(here)
+            process = subprocess.Popen(command, cwd=ROOT, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+        server = cls(here)
+        atexit.register(server.end, process)
+        return server
+
+    def end(self, process: subprocess.Popen) -> None:
+        self._connection.close()
+        process.wait()
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
         """Says whether a fork with this environment is like a process that began with it."""
