@@ -18,6 +18,14 @@ ROOT = BENCHMARKS.parent
 sys.path[:0] = [str(ROOT), str(BENCHMARKS), str(ROOT / "tests" / "sharding")]
 
 
+class CheckError(AssertionError):
+    """A figure is not what it must be. `figures` are all that its check found."""
+
+    def __init__(self, why: str, figures: Mapping[str, Any]) -> None:
+        super().__init__(why)
+        self.figures = figures
+
+
 class Figures:
     """The figures of a part. All that are known are printed whenever some are added: if the part is stopped, they
     are not lost."""
@@ -35,7 +43,8 @@ class Figures:
         try:
             self.add(**{name: measure()})
         except Exception as error:
-            self.add(**{name: {"error": f"{type(error).__name__}: {error}"[:500]}})
+            known = error.figures if isinstance(error, CheckError) else {}
+            self.add(**{name: {**known, "error": f"{type(error).__name__}: {error}"[:500]}})
             self.failed = True
             traceback.print_exc()
 
