@@ -1,8 +1,8 @@
 """Measures attention over packed rows of Qwen2.5-7B beside cuDNN and PyTorch, and other settings of our kernels.
 
 The cases: one sequence, many, prompts with branches, and a long row (forward only). cuDNN and PyTorch compute the same
-sequences as a batch under a causal mask; they have no branches. The settings of the forward pass and of the gradients
-of keys and values are those of `sharding.kernels.flash.launch_of` (`chosen`) and others, at one sequence.
+sequences as a batch under a causal mask; they have no branches. Each kernel is timed at one sequence
+under the settings of `sharding.kernels.flash.launch_of` (`chosen`) and others.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ import part
 
 import attention as packed  # isort: skip  # benchmarks/attention.py, which `part` puts in front of this file
 
-SETTINGS = {  # (queries, keys, warps, stages)
+# Queries, keys, warps and stages: those that ptxas fits into registers, or nearly.
+SETTINGS = {
     "forward": [
-        (128, 128, 8, 2),
-        (128, 128, 8, 3),
         (128, 64, 8, 2),
         (128, 64, 8, 4),
-        (128, 64, 4, 3),
-        (64, 64, 4, 3),
-        (64, 128, 4, 3),
         (128, 32, 8, 4),
+        (128, 128, 8, 2),
+        (128, 128, 8, 3),
+        (64, 64, 4, 3),
+        (64, 64, 4, 4),
+        (64, 32, 4, 4),
     ],
     "key_gradients": [
-        (64, 128, 8, 2),
-        (64, 64, 8, 2),
-        (64, 64, 4, 2),
-        (32, 128, 8, 3),
-        (32, 128, 4, 2),
-        (32, 64, 4, 3),
         (16, 128, 8, 3),
-        (64, 128, 8, 1),
+        (16, 128, 8, 4),
+        (32, 128, 8, 3),
+        (32, 64, 8, 3),
+        (32, 64, 4, 3),
+        (64, 64, 8, 2),
+        (64, 64, 8, 3),
+        (64, 128, 8, 2),
     ],
+    "query_gradients": [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
 }
 
 
@@ -95,16 +97,13 @@ def _settings(kernel: str, case: packed.Case) -> dict[str, object]:
     segments, chosen_for = mask.segments, flash.launch_of
     out, lse = jax.jit(lambda *qkv: flash.forward(*qkv, segments, None, True))(q, k, v)
 
-    def forward(*arrays: jax.Array) -> object:  # q, k, v, segments
-        return flash.forward(*arrays, None, True)[0]
+    arrays = (q, k, v, segments) if kernel == "forward" else (q, k, v, out, lse, dout, segments)
 
-    def key_gradients(*arrays: jax.Array) -> object:  # the kernel of the queries' gradients is unused, and left out
-        return flash.backward(*arrays, None, True)[1:]
-
-    function, arrays = {
-        "forward": (forward, (q, k, v, segments)),
-        "key_gradients": (key_gradients, (q, k, v, out, lse, dout, segments)),
-    }[kernel]
+    def function(*arrays: jax.Array) -> object:
+        if kernel == "forward":
+            return flash.forward(*arrays, None, True)[0]
+        query_gradients, *key_gradients = flash.backward(*arrays, None, True)
+        return query_gradients if kernel == "query_gradients" else key_gradients  # an unused kernel is left out
 
     def compiled(launch: flash.Launch | None) -> concurrent.futures.Future[Callable[..., object]]:
         """The program under some settings: settings are looked up while it is traced, the rest takes a thread."""

@@ -74,7 +74,7 @@ class Results:
         self._lines.append(f"{name:10} left out: {left:.0f} s were left")
 
     def table(self) -> str:
-        """What this run found, for a reader."""
+        """Returns the lines for a reader about the parts of this run."""
         return "\n".join([*self._lines, f"results: {self._path}"])
 
 

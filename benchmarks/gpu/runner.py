@@ -23,7 +23,7 @@ TRY_FLAGS = "import jax; jax.devices()"  # a process whose XLA does not know a f
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a part ended. A part that was stopped may have both, figures and an error."""
+    """The end of a part. A part that was stopped may have both, figures and an error."""
 
     seconds: float
     figures: dict[str, Any] | None  # the last JSON object that it printed
