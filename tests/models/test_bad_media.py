@@ -7,7 +7,7 @@ import wave
 import av
 import numpy as np
 import pytest
-from media_files import decoded, moving_frames, turn, write_video
+from media_files import decoded, moving_frames, write_video
 from PIL import Image
 
 from models.processing import MediaError, tiny
@@ -48,14 +48,6 @@ def test_media_errors_cross_process_boundaries():
     assert (error.path, error.reason, str(error)) == ("a.png", "no such file", "a.png: no such file")
 
 
-def test_truncated_image(tmp_path):
-    path = tmp_path / "a.png"
-    Image.fromarray(moving_frames(1, 64, 64)[0]).save(path)
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(MediaError, match=r"a\.png: cannot be decoded as an image"):
-        load_image(str(path))
-
-
 def test_one_pixel(tmp_path, processor):
     Image.new("RGB", (1, 1), (255, 0, 0)).save(tmp_path / "a.png")
     prepared = processor.prepare("<image>?", [("image", str(tmp_path / "a.png"))])
@@ -63,27 +55,6 @@ def test_one_pixel(tmp_path, processor):
     assert len(patches) == 4  # 16 x 16 pixels, all of that colour
     expected = (np.array([1, 0, 0]) - processor.image.mean) / processor.image.std
     np.testing.assert_allclose(patches, np.broadcast_to(expected[:, None], patches.shape), rtol=1e-5)
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied(tmp_path, orientation):
-    """As `transformers.image_utils.load_image` does; PNG, so that the pixels compare exactly."""
-    upright = moving_frames(1, 24, 40)[0]
-    image = Image.fromarray(upright)
-    undo = {
-        1: None,
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_90,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_270,
-    }[orientation]
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    (image if undo is None else image.transpose(undo)).save(tmp_path / "a.png", exif=exif)
-    np.testing.assert_array_equal(pixels_of(tmp_path / "a.png"), upright)
 
 
 def test_exif_rotated_jpeg_equals_transformers(tmp_path):
@@ -96,62 +67,12 @@ def test_exif_rotated_jpeg_equals_transformers(tmp_path):
     np.testing.assert_array_equal(ours, np.asarray(image_utils.load_image(str(tmp_path / "a.jpg"))))
 
 
-def test_palette_and_grey(tmp_path):
-    colours = Image.fromarray(moving_frames(1, 24, 40)[0]).quantize(8)
-    colours.save(tmp_path / "p.png")
-    np.testing.assert_array_equal(pixels_of(tmp_path / "p.png"), np.asarray(colours.convert("RGB")))
-    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    Image.fromarray(grey).save(tmp_path / "l.png")
-    np.testing.assert_array_equal(pixels_of(tmp_path / "l.png"), np.repeat(grey[..., None], 3, axis=2))
-
-
-def test_transparency_is_laid_over_white(tmp_path):
-    rgba = np.zeros((8, 8, 4), np.uint8)
-    rgba[:4, :, 0], rgba[:4, :, 3] = 200, 255
-    rgba[4:, :, 1] = 77  # hidden colour that must not show
-    Image.fromarray(rgba, "RGBA").save(tmp_path / "a.png")
-    result = pixels_of(tmp_path / "a.png")
-    assert (result[:4] == [200, 0, 0]).all() and (result[4:] == 255).all()
-
-
-def test_sixteen_bits_keep_their_greys(tmp_path):
-    """Pillow's own conversion would clip everything above 255 to white."""
-    values = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
-    Image.fromarray(values).save(tmp_path / "a.png")
-    result = pixels_of(tmp_path / "a.png")
-    np.testing.assert_array_equal(result[..., 0], (values >> 8).astype(np.uint8))
-
-
-def test_pixels_without_a_range_are_refused(tmp_path):
-    Image.fromarray(np.full((8, 8), 3.5, np.float32)).save(tmp_path / "a.tiff")
-    with pytest.raises(MediaError, match="no defined white"):
-        load_image(str(tmp_path / "a.tiff"))
-
-
-def test_cmyk_jpeg(tmp_path):
-    Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(tmp_path / "a.jpg", quality=95)  # red
-    assert (abs(pixels_of(tmp_path / "a.jpg").astype(int) - [255, 0, 0]) < 12).all()
-
-
-def test_animation_gives_its_first_frame(tmp_path):
-    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "lime", "blue")]
-    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
-    assert (pixels_of(tmp_path / "a.gif") == [255, 0, 0]).all()
-
-
 def test_extreme_aspect_ratio(tmp_path, processor):
     Image.new("RGB", (1000, 4)).save(tmp_path / "a.png")
     with pytest.raises(MediaError, match=r"a\.png: the aspect ratio of 1000 x 4 pixels is above 200"):
         processor.prepare("<image>?", [("image", str(tmp_path / "a.png"))])
     Image.new("RGB", (800, 4)).save(tmp_path / "b.png")  # exactly 200: allowed
     assert len(processor.prepare("<image>?", [("image", str(tmp_path / "b.png"))])) > 2
-
-
-def test_mp4_cut_off_does_not_open(tmp_path):
-    path = write_video(tmp_path / "a.mp4", moving_frames(16, 64, 96))
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])  # the index stands at the end
-    with pytest.raises(MediaError, match=r"a\.mp4: cannot be opened as a video"):
-        load_video(str(path), LAYOUT, PIXELS, FRAMES)
 
 
 def test_mp4_cut_off_behind_its_index_fails_in_mid_decode(tmp_path):
@@ -161,17 +82,7 @@ def test_mp4_cut_off_behind_its_index_fails_in_mid_decode(tmp_path):
         load_video(str(path), LAYOUT, PIXELS, FRAMES)
 
 
-def test_zeroed_middle_fails_in_mid_decode(tmp_path):
-    path = write_video(tmp_path / "a.mp4", moving_frames(16, 64, 96))
-    data = bytearray(path.read_bytes())
-    middle = len(data) // 2
-    data[middle - 1500 : middle] = bytes(1500)
-    path.write_bytes(data)
-    with pytest.raises(MediaError, match=r"a\.mp4: .*(after \d+ frames|damaged)"):
-        load_video(str(path), LAYOUT, PIXELS, FRAMES)
-
-
-@pytest.mark.parametrize("promised", [2, 10, 13, 500])
+@pytest.mark.parametrize("promised", [2, 13])
 def test_header_frame_count_differs_from_the_decoded_one(tmp_path, promised):
     """12 frames; an AVI header says otherwise. What counts is what decodes."""
     path = write_video(tmp_path / "a.avi", moving_frames(12, 32, 48), fps=12, codec="mpeg4")
@@ -215,15 +126,6 @@ def test_neither_rate_nor_timestamps_is_an_error(tmp_path, monkeypatch):
         load_video(str(path), LAYOUT, PIXELS, FrameSettings(fps=2))
 
 
-def test_rotated_video_stands_upright(tmp_path):
-    """A phone's portrait video: lying frames and a display matrix."""
-    path = write_video(tmp_path / "a.mp4", moving_frames(8, 32, 64))
-    lying = load_video(str(path), LAYOUT, PIXELS, FRAMES).frames
-    turn(path, 90)
-    upright = load_video(str(path), LAYOUT, PIXELS, FRAMES).frames
-    np.testing.assert_array_equal(upright, np.rot90(lying, -1, axes=(1, 2)))
-
-
 def test_single_frame_and_sound_without_picture(tmp_path):
     path = write_video(tmp_path / "a.mp4", moving_frames(1, 32, 48))
     assert load_video(str(path), LAYOUT, PIXELS, FrameSettings(fps=2)).frames.shape[0] == 1
@@ -234,9 +136,3 @@ def test_single_frame_and_sound_without_picture(tmp_path):
         sound.writeframes(bytes(16000))
     with pytest.raises(MediaError, match="cannot be opened as a video: it has none of the formats"):
         load_video(str(tmp_path / "a.wav"), LAYOUT, PIXELS, FRAMES)
-
-
-def test_playlists_do_not_reach_beyond_files(tmp_path):
-    (tmp_path / "a.m3u8").write_text("#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n#EXT-X-ENDLIST\n")
-    with pytest.raises(MediaError, match=r"a\.m3u8"):
-        load_video(str(tmp_path / "a.m3u8"), LAYOUT, PIXELS, FRAMES)
