@@ -1,5 +1,6 @@
 """Rewards of code: the shapes of tasks, cheats that are worth nothing, and time-outs that adapt."""
 
+import ast
 import asyncio
 import json
 import pathlib
@@ -30,9 +31,8 @@ def reward():
 
 
 def completion(task, text, id="1"):
-    return Completion(
-        Prompt(id, "code", "?", json.dumps(task)), textwrap.dedent(text) if text.startswith("\n") else text
-    )
+    text = textwrap.dedent(text) if text.startswith("\n") else text
+    return Completion(Prompt(id, "code", "?", json.dumps(task)), text)
 
 
 def score(reward, task, text):
@@ -494,8 +494,6 @@ def test_code_is_found_in_a_response(text, entry_point, code):
 
 def test_sources_of_the_inside_need_nothing_but_python():
     """They run where this project is not installed."""
-    import ast
-
     folder = pathlib.Path(__file__).parents[2] / "fluxjax" / "rewards" / "inside"
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

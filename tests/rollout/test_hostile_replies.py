@@ -105,17 +105,7 @@ def test_what_happens_on_the_way_does_not_show(pair: Servers, here: JaxEngine) -
 
 
 # At the first tokens, between two events, at the last ones, and behind them.
-SOME = (
-    "status 503",
-    "another id",
-    "log-prob NaN",
-    "tokens that change",
-    "cut",
-    "closed",
-    "early stop",
-    "few versions",
-    "twice",
-)
+SOME = ("status 503", "another id", "tokens that change", "cut", "closed", "early stop", "few versions", "twice")
 
 
 def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) -> None:
@@ -127,7 +117,7 @@ def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) 
         version = engines[0].stats().version
         await asyncio.gather(*(exact(seat, here, asked(n=2, seed=seed), version) for seed, seat in enumerate(engines)))
 
-    with fleet_over(pair) as engines:
+    with fleet_over(pair, dataclasses.replace(OPTIONS, patience=30.0)) as engines:
         run(publish(engines, here, 0))
         for kind in SOME:
             pair.reset()
@@ -145,7 +135,7 @@ def test_a_request_that_is_lost_too_often_says_why(pair: Servers, here: JaxEngin
             await collect(engines[0].generate(asked(n=1, tokens=40, temperature=0.0)), 1)
 
     for attempts, kinds in ((1, KINDS), (3, ["cut"])):
-        with fleet_over(pair, dataclasses.replace(OPTIONS, attempts=attempts, interval=64)) as engines:
+        with fleet_over(pair, dataclasses.replace(OPTIONS, patience=30.0, attempts=attempts, interval=64)) as engines:
             run(publish(engines, here, 0))
             for kind in kinds:
                 if kind != "twice":  # then it has ended
