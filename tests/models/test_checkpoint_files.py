@@ -56,8 +56,8 @@ def edit_config(folder: pathlib.Path, **changes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [qwen2_config(), vl_config(tie_word_embeddings=True)])
-def test_what_was_saved_is_loaded(config, tmp_path) -> None:
+def test_what_was_saved_is_loaded(tmp_path) -> None:
+    config = vl_config(tie_word_embeddings=True)
     model = models.create(config, seed=2)
     models.save(model, tmp_path)
     again = models.load(tmp_path)

@@ -106,16 +106,6 @@ def test_slices_of_real_videos(shared, name):
         np.testing.assert_array_equal(using.load_pairs(path, medium, first, last), whole[first * size : last * size])
 
 
-def test_large_frames_become_the_same_however_many_threads_convert_them(tmp_path):
-    """`load` converts those of large videos in threads."""
-    pictures = moving_frames(24, 722, 1282)
-    path = str(write_video(tmp_path / "a.mp4", pictures))
-    using = dataclasses.replace(SETTINGS, video=PixelSettings(256, 1000 * 1000))
-    medium, whole = using.load("video", path)
-    size = medium.grid[1] * medium.grid[2]
-    np.testing.assert_array_equal(using.load_pairs(path, medium, 7, 9), whole[7 * size : 9 * size])
-
-
 def test_bytes_and_images(tmp_path):
     data = x264(tmp_path / "a.mp4").read_bytes()
     medium, whole = SETTINGS.load("video", data)

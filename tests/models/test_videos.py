@@ -120,15 +120,6 @@ def test_an_odd_number_of_frames_repeats_the_last():
     np.testing.assert_array_equal(patches, same)
 
 
-def test_bytes_are_read_like_files(tmp_path):
-    path = write_video(tmp_path / "a.mp4", moving_frames(8, 32, 48))
-    frames = FrameSettings(num_frames=4)
-    from_file = load_video(str(path), SMALL, SMALL_PIXELS, frames)
-    from_bytes = load_video(path.read_bytes(), SMALL, SMALL_PIXELS, frames)
-    np.testing.assert_array_equal(from_file.frames, from_bytes.frames)
-    assert from_file.seconds == from_bytes.seconds == 1.0
-
-
 def test_threads_of_large_videos_decode_the_same(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.mp4", moving_frames(24, 64, 96))
     frames = FrameSettings(num_frames=8)
