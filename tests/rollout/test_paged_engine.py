@@ -7,7 +7,19 @@ import asyncio
 
 import numpy as np
 import pytest
-from rollout_cases import HANG, LONGEST, TEXT, TOLERANCE, VL, assert_logprobs, build, engine, media_prompt, request, run
+from rollout_cases import (
+    HANG,
+    LONGEST,
+    TEXT,
+    VL,
+    assert_equal,
+    assert_logprobs,
+    build,
+    engine,
+    media_prompt,
+    request,
+    run,
+)
 from rollout_cases import text_prompt as text
 from test_pages import small_chunks
 
@@ -26,13 +38,6 @@ COMPANY = [
 def assert_empty(serving: JaxEngine) -> None:
     pool = serving._scheduler.pool
     assert pool.free == pool.total and not any(pool.holders)
-
-
-def assert_equal(answers, expected) -> None:
-    for group, alone in zip(answers, expected, strict=True):
-        assert [(a.ids, a.finish) for a in group] == [(e.ids, e.finish) for e in alone]
-        for answer, other in zip(group, alone, strict=True):
-            np.testing.assert_allclose(answer.logprobs, other.logprobs, rtol=0, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ import dataclasses
 import itertools
 import pathlib
 import shutil
-from collections.abc import Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import rollout_cases
+from fleet_cases import run
 from protocol_cases import (
     LONGEST,
     Subject,
@@ -46,7 +47,6 @@ from rollout.weights.delta import tensors_of
 from rollout.weights.published import Published
 from rollout.weights.routes import Buckets, SharedMemory
 
-Result = TypeVar("Result")
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
 LONG = [pytest.mark.slow, pytest.mark.long]
 # All rules hold for a model that reads text and media; the text models have only those of their tokens and weights.
@@ -74,10 +74,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(autouse=True)
 def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_cases, "LONGEST", LONGEST)  # of the forward pass that answers are compared with
-
-
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    return asyncio.run(asyncio.wait_for(work, rollout_cases.HANG))
 
 
 async def begun(engine: Subject) -> None:

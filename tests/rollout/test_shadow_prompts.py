@@ -21,6 +21,7 @@ from rollout_cases import (
     TEXT,
     TOLERANCE,
     VL,
+    assert_equal,
     assert_logprobs,
     build,
     collect,
@@ -58,13 +59,6 @@ PROMPTS = {
 def asked(prompts, tokens: int = 5):
     how = {"max_new_tokens": tokens, "forbidden_ids": WORDS}
     return [request(name, prompt, n=1 + i % 3, seed=i, **how) for i, (name, prompt) in enumerate(prompts.items())]
-
-
-def assert_equal(answers, expected) -> None:
-    for group, alone in zip(answers, expected, strict=True):
-        assert [(a.ids, a.finish) for a in group] == [(e.ids, e.finish) for e in alone]
-        for answer, other in zip(group, alone, strict=True):
-            np.testing.assert_allclose(answer.logprobs, other.logprobs, rtol=0, atol=TOLERANCE)
 
 
 def assert_idle(serving: JaxEngine) -> None:
