@@ -128,7 +128,7 @@ def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) 
 @pytest.mark.long
 def test_a_request_that_is_lost_too_often_says_why(pair: Servers, here: JaxEngine) -> None:
     async def work(engines: list[FleetEngine], kind: str, attempts: int) -> None:
-        said = STREAM_FAULTS.get(kind) or EVENT_FAULTS[kind][2]
+        said = STREAM_FAULTS.get(kind) or EVENT_FAULTS[kind][1]
         for proxy in pair.proxies:
             proxy.forever = Fault(kind, at=1 if kind == "tokens that change" else 0)
         with pytest.raises(EngineError, match=f"lost {attempts} times?: .*http://127.0.0.1:[0-9]+.*({said})"):

@@ -157,22 +157,23 @@ def test_24_a_request_without_pixels_is_lost_alone(monkeypatch, expected, most, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_24_pixels_that_are_not_finite_or_have_another_shape_lose_their_request(value):
+def test_24_pixels_that_are_not_finite_or_have_another_shape_lose_their_request():
     there = Elsewhere()
-    odd = there.shadow(PROMPTS["image"], "odd")
-    there._patches["odd.0"][3, 3] = value
+    odd, bright = (there.shadow(PROMPTS["image"], name) for name in ("odd", "bright"))
+    there._patches["odd.0"][3, 3], there._patches["bright.0"][3, 3] = np.nan, np.inf
     short = there.shadow(PROMPTS["images"], "short")
     there._patches["short.0"] = there._patches["short.0"][:-4]
 
     async def scenario():
         serving = engine(build(VL), fetch=there.fetch)
         streams = [
-            collect(serving.generate(request(f"{i}", p, max_new_tokens=3)), 1) for i, p in enumerate((odd, short))
+            collect(serving.generate(request(f"{i}", p, max_new_tokens=3)), 1)
+            for i, p in enumerate((odd, bright, short))
         ]
-        first, second = await asyncio.gather(*streams, return_exceptions=True)
+        first, second, third = await asyncio.gather(*streams, return_exceptions=True)
         assert "patches 0 to 64 of odd.0 have NaN or infinity" in str(first)
-        assert "ShadowError: rows 0 to 80 of short.0 came as float32[76, 96], not float32[80, 96]" in str(second)
+        assert "patches 0 to 64 of bright.0 have NaN or infinity" in str(second)
+        assert "ShadowError: rows 0 to 80 of short.0 came as float32[76, 96], not float32[80, 96]" in str(third)
 
     asyncio.run(asyncio.wait_for(scenario(), HANG))
 
