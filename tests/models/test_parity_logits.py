@@ -1,4 +1,4 @@
-"""Whole logits, log-probabilities and gradients equal those of `transformers`, 1e-4 absolute in float32.
+"""Logits, log-probabilities, gradients and features of media equal those of `transformers`, 1e-4 absolute in float32.
 
 `pytest -rP` shows the largest error of each comparison.
 """
@@ -15,6 +15,7 @@ import models
 from models.config import RopeConfig
 from models.decoder import logits, logprobs
 from models.hf import tensor_names
+from models.processing.vision_input import pack_patches, pad
 from sharding.walk import Walk
 
 tied_or_not = pytest.mark.parametrize("vl", [False, True], ids=["untied", "tied"], indirect=True, scope="module")
@@ -144,3 +145,28 @@ def test_scaled_rotary_embeddings(tmp_path, name: str, kind: str) -> None:
         models.split(pair.model)[1],
     )
     assert worst(compute(unscaled, logits, asked.inputs), reference) > 100 * TOLERANCE
+
+
+# Frames larger than a window, cut windows at the edges, several frame pairs, several media.
+GRIDS = ((1, 6, 10), (3, 4, 6), (1, 4, 4), (2, 10, 8))
+
+
+@pytest.mark.parametrize("bounded", [True, False], ids=["bound known", "bound unknown"])
+def test_vision_tower(vl: Pair, bounded: bool) -> None:
+    """Raster-ordered patches in, raster-ordered features out; padding at the end changes nothing."""
+    count = sum(int(np.prod(grid)) for grid in GRIDS)
+    patches_PX = np.random.default_rng(0).normal(size=(count, 96)).astype(np.float32)
+    vision, order = pack_patches(patches_PX, GRIDS, vl.model.config.vision)  # type: ignore[union-attr]
+    vision = pad(vision, 512)
+    if not bounded:
+        vision = dataclasses.replace(vision, frame_bound=0)
+    ours = jax.jit(lambda vision: vl.model.visual(Walk(), vision))(vision)  # type: ignore[union-attr]
+    assert np.isfinite(ours).all()
+    with torch.no_grad():
+        reference = vl.reference.model.visual(
+            torch.as_tensor(patches_PX), grid_thw=torch.as_tensor(GRIDS)
+        ).pooler_output
+    error = worst(np.asarray(ours[: count // 4])[order], reference)
+    print("max error", error)
+    assert reference.abs().max() > 0.3
+    assert error < TOLERANCE
