@@ -287,8 +287,8 @@ def test_14_weights_that_are_not_finite_are_refused_and_the_old_ones_go_on(expec
     limited(scenario())
 
 
-@pytest.mark.parametrize("device", [0, 3])
-def test_14_weights_are_looked_at_where_they_lie(device):
+@pytest.mark.parametrize(("device", "value"), [(0, np.nan), (3, -np.inf)])
+def test_14_weights_are_looked_at_where_they_lie(device, value):
     mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
     params = jax.tree.map(np.array, models.split(build(TEXT))[1])
 
@@ -298,7 +298,7 @@ def test_14_weights_are_looked_at_where_they_lie(device):
         return jax.device_put(x, jax.NamedSharding(mesh, axes))
 
     whole = jax.tree.map(spread, params)
-    params["embedding"]["table"][:, device * params["embedding"]["table"].shape[1] // 4] = np.nan
+    params["embedding"]["table"][:, device * params["embedding"]["table"].shape[1] // 4] = value
     broken = jax.tree.map(spread, params)
     check_finite(whole, None)  # compiles
     with jax.transfer_guard_device_to_device("disallow_explicit"):
