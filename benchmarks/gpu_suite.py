@@ -42,38 +42,38 @@ class Part:
 
 PARTS = {
     "machine": Part(
-        60, 25, "bf16 product 680-790 TFLOP/s; copy 2.9-3.0 TB/s; 14 arrays 0.3-0.6 ms; empty call 20-40 us"
+        60, 10, "bf16 product 680-790 TFLOP/s; copy 2.9-3.0 TB/s; 14 arrays 0.3-0.6 ms; empty call 20-40 us"
     ),
-    "kernels": Part(150, 75, "errors: bf16 <= 0.012, f32 <= 2e-5 of the largest value; equal bits twice"),
+    "kernels": Part(150, 70, "errors: bf16 <= 0.012, f32 <= 2e-5 of the largest value; equal bits twice"),
     "attention": Part(
         150,
-        90,
+        50,
         "1 x 16384: forward 300-350 TFLOP/s (5.5-6.4 ms), backward 190-240 (20-25 ms), cuDNN forward 620-650; "
         "16 x 1024: forward 220-270; branches within 15 % of that by allowed pairs",
     ),
     "head": Part(
-        80, 35, "fused: forward 40 ms (450 TFLOP/s), backward 105 (340); portable: forward 55-70, backward 150+"
+        80, 20, "fused: forward 40 ms (450 TFLOP/s), backward 105 (340); portable: forward 55-70, backward 150+"
     ),
     "train": Part(
         150,
-        120,
+        75,
         "compiling 25-45 s; remat=layer 470-520 ms, 32-35k tokens/s, MFU 31-36 %; remat=none MFU 39-44 %; "
         "peak memory within 5 % of the pre-flight's arguments and temporaries (36-38 GiB)",
     ),
     "engine": Part(
         140,
-        110,
+        60,
         "64 slots: 5.5-7 ms a token, 9-11k tokens/s, 25 % of the floor of 1.7 ms; 8 slots: 2.5-3.2 ms, floor 1.1; "
         "2-4 ms of the host a round of 4 tokens",
     ),
     "trace": Part(
-        60,
-        40,
+        75,
+        50,
         "training: matrix products 60-65 %, attention 10-15, element-wise 15-20, head 13; "
         "decoding: 525 kernels and 3 waits of the host a token",
     ),
     "loop": Part(
-        75, 60, "20-40 s of compiling, then 0.15-0.35 s a step, GPU busy < 15 %; log-probabilities differ by < 1e-4"
+        240, 200, "20-40 s of compiling, then 0.15-0.35 s a step, GPU busy < 15 %; log-probabilities differ by < 1e-4"
     ),
 }
 
