@@ -72,9 +72,10 @@ class Launch:
 
 
 def launch_of(kernel: str, dtype: Any, head: int, capability: int) -> Launch:
-    """The settings of a kernel: the largest tiles that ptxas fits into registers. No GPU has timed them, but for bfloat16
-    heads of 128 on an H100 (`benchmarks/results/gpu_h100.json`): there, `key_gradients` is a fifth quicker with tiles that
-    spill some registers.
+    """The settings of a kernel: the largest tiles that ptxas fits into registers.
+
+    A GPU has timed those of bfloat16 heads of 128 on Hopper only (`benchmarks/results/gpu_h100.json`). There,
+    `key_gradients` is a fifth quicker with tiles that spill some registers.
 
     Tensor cores of Hopper and of data centres' Blackwell read shared memory, of which there is also more (227 KiB; on
     the smallest of the others 99), and leave more registers to the rest.
