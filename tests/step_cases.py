@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from packing_cases import MODEL, compose, make_config, make_groups
+from packing_cases import TEXT, compose, make_config, make_groups
 
 import models
 from fluxjax.algorithms import find_algorithm, grpo
@@ -18,7 +18,6 @@ from fluxjax.config import AlgorithmConfig, Config, Importance, ImportanceConfig
 from fluxjax.learner.critic import Critic
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
-from models.config import Qwen2Config
 from sharding.mesh import make_mesh
 
 CONTENTS = [[5], [9], [4], [12]]
@@ -28,7 +27,6 @@ TOKEN = ImportanceConfig(Importance.TRUNCATE, high=1.3, decay=0.9, decoupled=Tru
 SEQUENCE = ImportanceConfig(
     Importance.MASK, ImportanceLevel.SEQUENCE, low=0.8, high=1.1, decay=0.9, decoupled=True, normalize=True
 )
-TEXT = Qwen2Config(text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=())))
 LAYOUTS = {
     "one row": (1, {"tokens_per_row": 128}),
     "rows": (1, {"tokens_per_row": 24, "rows": 8, "share": False}),

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from learner_cases import assert_equal, outcome, random_groups, tiny
-from packing_cases import MODEL, compose, make_config
+from packing_cases import MODEL, TEXT, compose, make_config
 from step_cases import (
     ALGORITHM_CASES,
-    TEXT,
     VERSION,
     config_for,
     critic_for,

@@ -3,11 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from packing_cases import compose
+from packing_cases import TEXT, compose
 from step_cases import (
     LAYOUTS,
     SEQUENCE,
-    TEXT,
     TOKEN,
     VERSION,
     config_for,

@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from step_cases import TEXT, VERSION, WIDE, key_of, near_policy, samples_of, trained, trainer_of
+from packing_cases import TEXT
+from step_cases import VERSION, WIDE, key_of, near_policy, samples_of, trained, trainer_of
 
 import models
 from fluxjax.algorithms import grpo
