@@ -96,11 +96,11 @@ def test_any_number_of_devices_equals_one(kind, devices, remat):
     """Packed for that many devices, with other rows, padding and microbatches than on one, whatever is computed
     again."""
     want, want_metrics, want_params = on_one_device(kind)
-    config = config_for(rows=2, **SMOOTH)
+    config = config_for(rows=1 if devices == 2 else 2, **SMOOTH)
     config.sharding.remat = Remat(remat)
     learner = Learner(config, tiny(kind), grpo.token_loss, mesh=make_mesh(devices))
     batches = microbatches_for(kind, config, devices)
-    assert len(batches) > (1 if devices < 4 else 0)
+    assert len(batches) > 1 or devices > 2, "microbatches add up"
     assert_close(gradients(learner, batches), want)
     for seed in range(3):
         metrics = learner.step(microbatches_for(kind, config, devices, seed))
