@@ -76,14 +76,24 @@ def build(case):
     return [[*content] for content, _ in case], lengths
 
 
-@settings(deadline=None, max_examples=100)
-@given(case=st.one_of(short_text, long_text), **options)
+@settings(deadline=None, max_examples=50)
+@given(case=short_text, **options)
 def test_every_response_to_text_is_there_once(case, seed, devices_degree, share, balance):
-    """Only what is too long and what fills is collective."""
+    check(case, None, seed, devices_degree, share, balance)
+
+
+@settings(deadline=None, max_examples=50)
+@given(case=short_vision, **options)
+def test_every_response_to_media_is_there_once(case, seed, devices_degree, share, balance):
+    check(case, MODEL.vision, seed, devices_degree, share, balance)
+
+
+@pytest.mark.long
+@settings(deadline=None, max_examples=60)
+@given(case=long_text, **options)
+def test_only_what_is_too_long_and_what_fills_is_collective(case, seed, devices_degree, share, balance):
     composition = check(case, None, seed, devices_degree, share, balance)
-    if composition is None:
-        return
-    for plan in plans(composition):
+    for plan in plans(composition) if composition else ():
         rows, needed = np.zeros(devices_degree[0]), np.zeros(devices_degree[0])
         for n, p, first in zip(plan.lengths, plan.degrees, plan.firsts, strict=True):
             rows[first : first + p] += n / p
@@ -92,9 +102,9 @@ def test_every_response_to_text_is_there_once(case, seed, devices_degree, share,
         assert needed.any() and rows.max() < needed.max() + 1  # chunks are rounded up to a token
 
 
-@settings(deadline=None, max_examples=80)
-@given(case=st.one_of(short_vision, long_vision), **options)
-def test_every_response_to_media_is_there_once(case, seed, devices_degree, share, balance):
+@settings(deadline=None, max_examples=40)
+@given(case=long_vision, **options)
+def test_media_keep_within_their_buffers_too(case, seed, devices_degree, share, balance):
     check(case, MODEL.vision, seed, devices_degree, share, balance)
 
 
