@@ -19,10 +19,12 @@ TOLERANCE = 1e-5  # float32, of the largest magnitude in each array
 
 
 @functools.cache
-def tiny(heads: tuple[int, int]):
-    text = dataclasses.replace(MODEL.text, num_heads=heads[0], num_kv_heads=heads[1])
-    model = models.create(dataclasses.replace(MODEL, text=text), seed=1)
-    graphdef, params = models.split(model)
+def tiny(heads: tuple[int, int] | None = None, config=MODEL):
+    """A model with weights large enough that attention is not uniform: then every gradient is well above rounding."""
+    if heads is not None:
+        text = dataclasses.replace(config.text, num_heads=heads[0], num_kv_heads=heads[1])
+        config = dataclasses.replace(config, text=text)
+    graphdef, params = models.split(models.create(config, seed=1))
     rng = np.random.default_rng(2)
     noise = lambda w: jnp.asarray(np.asarray(w) + 0.1 * rng.normal(size=w.shape).astype(np.float32))  # noqa: E731
     return models.merge(graphdef, jax.tree.map(noise, params))
@@ -54,17 +56,22 @@ def outcome(learner: Learner, composition):
     return tally, jax.tree.map(np.asarray, grads), unpack(composition, [one[0] for one in scores if one is not None])
 
 
-def assert_equal(got, want) -> None:
-    (tally, grads, scores), (want_tally, want_grads, want_scores) = got, want
+def assert_close(got, want, relative=TOLERANCE, least=1e-30) -> None:
+    """Every leaf to `relative` of its largest magnitude."""
 
-    def close(path, a, b, least=1e-30) -> None:
+    def close(path, a, b) -> None:
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         scale = np.abs(b).max(initial=least)
-        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * scale, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(a, b, rtol=0, atol=relative * scale, err_msg=jax.tree_util.keystr(path))
 
+    jax.tree_util.tree_map_with_path(close, got, want)
+
+
+def assert_equal(got, want) -> None:
+    (tally, grads, scores), (want_tally, want_grads, want_scores) = got, want
     # Tallies are sums over tokens of terms of about one and either sign, which may cancel.
-    jax.tree_util.tree_map_with_path(functools.partial(close, least=1.0), tally.sums, want_tally.sums)
-    jax.tree_util.tree_map_with_path(close, grads, want_grads)
+    assert_close(tally.sums, want_tally.sums, least=1.0)
+    assert_close(grads, want_grads)
     assert scores.keys() == want_scores.keys()
     for key in scores:
         np.testing.assert_allclose(scores[key], want_scores[key], atol=TOLERANCE * 5, rtol=0)  # nats, of about 5
@@ -74,3 +81,9 @@ def alone(heads, groups, prepared):
     config = make_config(tokens_per_row=128, rows=32, patches=2048)
     composition = compose(groups, prepared, config, vision=MODEL.vision)
     return outcome(learner(heads, 1), composition)
+
+
+@functools.cache
+def alone_of(heads: tuple[int, int], seed: int):
+    """What one device computes of random groups."""
+    return alone(heads, *random_groups(seed))

@@ -1,5 +1,6 @@
 """Small groups with real patch and position layouts, and a tiny Qwen2.5-VL configuration, for packing tests."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, 
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
 from fluxjax.config import Config
-from models.config import Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput
 from models.processing.vision_input import pack_patches
 from models.qwen2_5_vl.positions import rope_index
@@ -42,6 +43,8 @@ MODEL = Qwen25VLConfig(
     vision_start_token_id=START,
     vision_end_token_id=END,
 )
+
+TEXT = Qwen2Config(text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=())))
 
 # What a prompt is made of: numbers are runs of text tokens, tuples are media of a grid (frame pairs, rows, columns).
 Content = list[int | tuple[int, int, int]]

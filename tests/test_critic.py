@@ -7,22 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from learner_cases import assert_equal, outcome, random_groups, tiny
-from packing_cases import MODEL, compose, make_config
+from packing_cases import MODEL, TEXT, compose, make_config
+from step_cases import (
+    ALGORITHM_CASES,
+    VERSION,
+    config_for,
+    critic_for,
+    flat,
+    key_of,
+    near_policy,
+    samples_of,
+    trained,
+    trainer_of,
+)
 from test_algorithms import TOLERANCE, finite_differences, make_batch
-from test_importance_steps import LAYOUTS, TEXT, VERSION, config_for, key_of, near_policy, samples_of
 
 import models
 from fluxjax.algorithms import PPO, RLAlgorithm, grpo
 from fluxjax.algorithms.ppo import value_loss
-from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import unpack
-from fluxjax.config import AlgorithmConfig, Config, ConfigError, ImportanceConfig, KlEstimator, Schedule, Strategy, cli
-from fluxjax.learner.critic import Critic
+from fluxjax.config import AlgorithmConfig, Config, ConfigError, ImportanceConfig, KlEstimator, Strategy, cli
 from fluxjax.learner.learner import Learner
-from fluxjax.learner.policy_trainer import PolicyTrainer, check_algorithm, portion
+from fluxjax.learner.policy_trainer import check_algorithm, portion
 from models.decoder import hidden_states, merge, split
 from sharding.mesh import make_mesh
 from sharding.walk import Walk
@@ -96,18 +103,6 @@ def test_what_is_not_trained_may_be_anything():
 # --- the model -------------------------------------------------------------------------------------
 
 
-def critic_for(config: Config, policy, mesh, seed: int | None = 0) -> Critic:
-    """A critic that has begun; with `seed` its head is drawn, so that values are of about one."""
-    learner = Learner(config, policy, grpo.token_loss, mesh=mesh)
-    critic = Critic(config, policy, mesh=learner.mesh)
-    critic.begin(learner.params, config.steps)
-    if seed is not None:
-        table = critic.params["head"]["table"]
-        drawn = np.random.default_rng(seed).normal(size=table.shape).astype(np.float32) / np.sqrt(table.shape[1])
-        critic.params = {**critic.params, "head": {"table": jax.device_put(drawn, table.sharding)}}
-    return critic
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_value_is_the_row_times_the_state_before_the_token(tied):
     groups, prepared, _ = near_policy()
@@ -115,7 +110,8 @@ def test_a_value_is_the_row_times_the_state_before_the_token(tied):
     sizes = dataclasses.replace(TEXT, text=dataclasses.replace(TEXT.text, tie_word_embeddings=tied))
     policy = models.create(sizes, seed=1)
     composition = compose(groups, prepared, config, version=VERSION)
-    critic = critic_for(config, policy, make_mesh(1))
+    learner = Learner(config, policy, grpo.token_loss, mesh=make_mesh(1))
+    critic = critic_for(config, policy, learner)
     got = unpack(composition, [critic.logprobs(batch.inputs)[0] for batch in composition.batches])
     row = np.asarray(critic.params["head"]["table"])[0]
     for batch in composition.batches:  # as the policy's hidden states have it
@@ -124,7 +120,7 @@ def test_a_value_is_the_row_times_the_state_before_the_token(tied):
         want = np.take_along_axis(whole @ row, np.maximum(predecessor, 0), axis=1)
     for key, value in unpack(composition, [want]).items():
         np.testing.assert_allclose(got[key], value, atol=1e-5)
-    fresh = critic_for(config, policy, make_mesh(1), None)
+    fresh = critic_for(config, policy, learner, None)
     assert not np.asarray(fresh.logprobs(composition.batches[0].inputs)[0]).any(), "it begins without an opinion"
     assert "head" in critic.params and len(jax.tree.leaves(critic.params)) == len(
         jax.tree.leaves(split(policy)[1])
@@ -147,91 +143,40 @@ def with_targets(composition, seed):
     return composition.replaced({"values_BT": drawn(0), "returns_BT": drawn(1)})
 
 
-@functools.cache
-def vision_critic(heads, devices):
-    return critic_for(make_config(), tiny(heads), make_mesh(devices))
-
-
-@functools.cache
-def vision_alone(heads, seed):
-    groups, prepared = random_groups(seed)
-    config = make_config(tokens_per_row=128, rows=32, patches=2048)
-    return outcome(vision_critic(heads, 1), with_targets(compose(groups, prepared, config, vision=MODEL.vision), seed))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "devices", "degree", "share"),
+    ("strategy", "devices", "share"),
     [
-        ("flex_ulysses", 8, 0, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [
-                ("flex_ulysses", 8, 0, False),
-                ("fsdp", 1, 0, True),
-                ("fsdp", 8, 0, False),
-                ("ulysses", 8, 2, False),
-                ("ulysses", 8, 8, True),
-                ("odc", 2, 0, True),
-            ]
-        ),
+        ("flex_ulysses", 8, True),
+        pytest.param("fsdp", 8, False, marks=pytest.mark.long),
+        pytest.param("odc", 2, False, marks=pytest.mark.long),
     ],
 )
-def test_values_loss_and_gradients_equal_one_device(strategy, devices, degree, share):
-    heads, seed = (8, 2), 7
-    groups, prepared = random_groups(seed)
+def test_values_loss_and_gradients_equal_one_device(strategy, devices, share):
     config = make_config(tokens_per_row=64, rows=4, patches=128, share=share)
-    config.sharding.strategy, config.sharding.max_degree = Strategy(strategy), degree
-    composition = compose(
-        groups, prepared, config, devices, vision=MODEL.vision, text=tiny(heads).config.text, version=VERSION
-    )
-    got = outcome(vision_critic(heads, devices), with_targets(composition, seed))
+    config.sharding.strategy, config.sharding.max_shapes = Strategy(strategy), 2
+    got = vision_outcome(config, devices)
     assert got[0].sums["loss"] > 0.1
-    assert_equal(got, vision_alone(heads, seed))
+    assert_equal(got, vision_alone())
+
+
+def vision_outcome(config, devices):
+    """What a critic of the vision model computes of random groups."""
+    policy, seed = tiny((8, 2)), 5
+    groups, prepared = random_groups(seed)
+    learner = Learner(make_config(), policy, grpo.token_loss, mesh=make_mesh(devices))
+    composition = compose(
+        groups, prepared, config, devices, vision=MODEL.vision, text=policy.config.text, version=VERSION
+    )
+    return outcome(critic_for(make_config(), policy, learner), with_targets(composition, seed))
+
+
+@functools.cache
+def vision_alone():
+    return vision_outcome(make_config(tokens_per_row=128, rows=32, patches=2048), 1)
 
 
 # --- whole steps -----------------------------------------------------------------------------------
-
-
-def trainer_of(layout="one row", algorithm=None, referred=False, **critic_settings):
-    """A trainer, its learner and its critic, whose first values are of about one."""
-    devices, laid = LAYOUTS[layout]
-    config = config_for(ImportanceConfig(), **laid)
-    config.algorithm = algorithm or AlgorithmConfig.of("ppo", minibatches=2, epochs=2)
-    for name, value in critic_settings.items():
-        setattr(config.critic, name, value)
-    config.optim.schedule, config.steps = Schedule.LINEAR, 20
-    policy, mesh = models.create(TEXT, seed=1), make_mesh(devices)
-    learner = Learner(config, policy, PPO().token_loss, mesh=mesh)
-    learner.version = VERSION
-    critic = critic_for(config, policy, mesh)
-    reference = jax.tree.map(lambda weight: 0.9 * weight, learner.params) if referred else None
-    composer = Composer(config, devices, text=learner.text)
-    return PolicyTrainer(config, learner, composer, reference, critic=critic), learner, critic
-
-
-@functools.cache
-def trained(layout="one row", **further):
-    trainer, learner, critic = trainer_of(layout, **further)
-    groups, prepared, _ = near_policy()
-    return trainer.train(0, groups, prepared), learner, critic
-
-
-def flat(learner):
-    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(learner.params)])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["rows", "fsdp", "flex_ulysses", "odc"])
-def test_no_layout_changes_a_step(layout):
-    (want, alone, critic), (got, spread, spread_critic) = trained(), trained(layout)
-    same = [key for key in want.metrics if not key.startswith(("packing/", "sharding/"))]
-    assert {"critic/loss", "critic/explained_variance", "critic/grad_norm", "critic/clip_fraction"} <= set(same)
-    assert {k: got.metrics[k] for k in same} == pytest.approx({k: want.metrics[k] for k in same}, rel=1e-4, abs=1e-5)
-    np.testing.assert_allclose(flat(spread), flat(alone), rtol=0, atol=2e-6)
-    np.testing.assert_allclose(flat(spread_critic), flat(critic), rtol=0, atol=2e-6)
-    given = {key_of(s): s.advantage for g in want.groups for s in g.samples}
-    assert {key_of(s): s.advantage for g in got.groups for s in g.samples} == pytest.approx(given, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -239,9 +184,9 @@ def test_no_layout_changes_a_step(layout):
 def test_advantages_are_those_of_the_values_before_the_step(in_reward):
     """Each response by itself, by the sums of their definition, then whitened over the step; KL token by token."""
     settings = {"kl_coefficient": 0.3, "kl_estimator": KlEstimator.K1, "kl_in_reward": in_reward}
-    trainer, _, critic = trainer_of(
-        algorithm=AlgorithmConfig.of("ppo", minibatches=2, **settings), referred=True, gamma=0.9, gae_lambda=0.8
-    )
+    algorithm = AlgorithmConfig.of("ppo", minibatches=2, **settings)
+    trainer, _ = trainer_of(algorithm, referred=True, critic={"gamma": 0.9, "gae_lambda": 0.8})
+    critic = trainer._critic
     groups, prepared, own = near_policy()
     config, place = trainer._config, trainer._place()
     parts = [
@@ -290,7 +235,8 @@ def test_advantages_are_those_of_the_values_before_the_step(in_reward):
 
 @pytest.mark.slow
 def test_the_policy_rests_while_the_critic_warms_up():
-    trainer, learner, critic = trainer_of(warmup_steps=VERSION + 2)
+    trainer, learner = trainer_of(ALGORITHM_CASES["ppo twice"], falling=20, critic={"warmup_steps": VERSION + 2})
+    critic = trainer._critic
     groups, prepared, _ = near_policy()
     first, value = flat(learner), flat(critic)
     for step in range(2):
@@ -320,7 +266,8 @@ class Centred(RLAlgorithm):
 
 @pytest.mark.slow
 def test_own_algorithms_may_have_a_critic():
-    trainer, _, _ = trainer_of(algorithm=AlgorithmConfig(impl=Centred()), gae_lambda=1.0, whiten=False)
+    algorithm = AlgorithmConfig(impl=Centred())
+    trainer, _ = trainer_of(algorithm, critic={"gae_lambda": 1.0, "whiten": False})
     groups, prepared, _ = near_policy()
     [composition] = trainer._composed(
         [portion(Centred().advantages(groups, AlgorithmConfig()), prepared, trainer._config)], trainer._place()
@@ -332,16 +279,14 @@ def test_own_algorithms_may_have_a_critic():
     }
 
 
-@settings(deadline=None, max_examples=3)
 @pytest.mark.long
-@given(st.randoms())
-def test_the_order_of_groups_does_not_count(random):
+def test_the_order_of_groups_does_not_count():
     groups, prepared, _ = near_policy()
-    _, learner, critic = trained()
-    trainer, again, again_critic = trainer_of()
-    trainer.train(0, random.sample(groups, len(groups)), prepared)
+    _, learner, critic = trained("ppo twice")
+    trainer, again = trainer_of(ALGORITHM_CASES["ppo twice"], falling=20)
+    trainer.train(0, [groups[i] for i in (2, 0, 3, 1)], prepared)
     np.testing.assert_allclose(flat(again), flat(learner), rtol=0, atol=1e-6)
-    np.testing.assert_allclose(flat(again_critic), flat(critic), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(flat(trainer._critic), flat(critic), rtol=0, atol=1e-6)
 
 
 # --- settings --------------------------------------------------------------------------------------

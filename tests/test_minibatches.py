@@ -1,7 +1,6 @@
-"""Several optimizer steps a training step: what each is made of, and that no layout changes where they lead."""
+"""Several optimizer steps a training step: what each is made of. `test_layout_steps` has them on several devices."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packing_cases import compose
+from step_cases import ALGORITHM_CASES, TOKEN, VERSION, flat, learner_of, near_policy, trained, trainer_of
 from test_algorithms import group, random_case
-from test_importance_steps import LAYOUTS, TEXT, VERSION, config_for, near_policy
 
-import models
 from fluxjax.algorithms import grpo, importance
 from fluxjax.algorithms.loss import clipped_surrogate, dual_clipped
-from fluxjax.batch.composer import Composer
 from fluxjax.batch.loss_inputs import with_proximal
-from fluxjax.config import AlgorithmConfig, ConfigError, Importance, ImportanceConfig, Schedule, cli
+from fluxjax.config import AlgorithmConfig, ConfigError, ImportanceConfig, cli
 from fluxjax.config.cli import remarks
-from fluxjax.learner.learner import Learner
 from fluxjax.learner.minibatches import minibatches, of_all_updates
-from fluxjax.learner.policy_trainer import PolicyTrainer
-from sharding.mesh import make_mesh
 
 PPO = ImportanceConfig()
-DECOUPLED = ImportanceConfig(Importance.TRUNCATE, high=1.3, decay=0.9, decoupled=True)
 
 
 # --- dual clip ----------------------------------------------------------------------------------
@@ -95,9 +88,9 @@ def test_the_proximal_policy_is_the_stored_one():
     batch = jax.tree.map(jnp.asarray, batch)
     moved = dataclasses.replace(batch, proximal_logprobs_BT=logprobs - 0.25)
     trained = batch.loss_weights_BT != 0
-    log_ratio, _ = importance.correction(logprobs, batch, DECOUPLED)
+    log_ratio, _ = importance.correction(logprobs, batch, TOKEN)
     assert not np.asarray(log_ratio).any()
-    log_ratio, weight = importance.correction(logprobs, moved, DECOUPLED)
+    log_ratio, weight = importance.correction(logprobs, moved, TOKEN)
     np.testing.assert_allclose(log_ratio, np.where(trained, 0.25, 0.0), atol=1e-6)
     ratio = np.exp(logprobs - 0.25 - batch.behaviour_logprobs_BT)
     np.testing.assert_allclose(weight, np.where(trained, np.minimum(ratio, 1.3), 0.0), rtol=1e-5)
@@ -109,53 +102,24 @@ def test_the_proximal_policy_is_the_stored_one():
 # --- whole steps ----------------------------------------------------------------------------------
 
 
-def settings_for(cfg, layout="one row", minibatches=2, epochs=2):
-    devices, layout = LAYOUTS[layout]
-    config = config_for(cfg, **layout)
-    config.algorithm.minibatches, config.algorithm.epochs = minibatches, epochs
-    config.optim.schedule, config.steps = Schedule.LINEAR, 10
-    return config, devices
-
-
-def new_learner(config, devices):
-    learner = Learner(config, models.create(TEXT, seed=1), grpo.token_loss, mesh=make_mesh(devices))
-    learner.version = VERSION
-    return learner
-
-
-@functools.cache
-def trained(decoupled: bool, layout: str = "one row", minibatches: int = 2, epochs: int = 2):
-    config, devices = settings_for(DECOUPLED if decoupled else PPO, layout, minibatches, epochs)
-    groups, prepared, _ = near_policy()
-    learner = new_learner(config, devices)
-    composer = Composer(config, devices, text=learner.text)
-    metrics = PolicyTrainer(config, learner, composer, None).train(0, groups, prepared).metrics
-    return metrics, learner
-
-
-def same_params(one, other, tolerance):
-    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_a_step_equals_its_optimizer_steps_by_hand(decoupled):
+@pytest.mark.parametrize(("case", "decoupled"), [("grpo twice", False), ("token weights twice", True)])
+def test_a_step_equals_its_optimizer_steps_by_hand(case, decoupled):
     """Two epochs of two minibatches, each laid out for itself, around the log-probs of the first weights."""
-    metrics, got = trained(decoupled)
-    config, devices = settings_for(DECOUPLED if decoupled else PPO)
+    step, got, _ = trained(case)
+    metrics, want = step.metrics, learner_of(ALGORITHM_CASES[case], falling=20)
+    config = want.config
     groups, prepared, _ = near_policy()
     groups = grpo.advantages(groups, config.algorithm)
-    want = new_learner(config, devices)
     draws = sorted(one.prompt.draw for one in groups)
     parts = [[one for one in groups if one.prompt.draw in draws[first::2]] for first in (0, 1)]
     compositions = [compose(part, prepared, config, version=VERSION) for part in parts]
     scored = [with_proximal(c, [want.logprobs(batch.inputs)[0] for batch in c.batches]) for c in compositions]
     steps = [want.step(composition.everywhere) for _ in range(2) for composition in scored]
-    same_params(got, want, 0.0 if not decoupled else 1e-7)
+    np.testing.assert_allclose(flat(got), flat(want), rtol=0, atol=0.0 if not decoupled else 1e-7)
     assert (got.version, want.version) == (VERSION + 1, VERSION + 4)
     assert metrics["updates"] == 4.0 and metrics["lr"] == steps[-1]["lr"]
-    assert metrics["lr"] == pytest.approx(config.optim.lr * (1 - 3 / 40))  # the schedule counts optimizer steps
+    assert metrics["lr"] == pytest.approx(config.optim.lr * (1 - 3 / 80))  # the schedule counts optimizer steps
     assert metrics["trained_tokens"] == sum(step["trained_tokens"] for step in steps)
     assert metrics["packing/microbatches"] == 2.0
     if decoupled:
@@ -164,26 +128,14 @@ def test_a_step_equals_its_optimizer_steps_by_hand(decoupled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("decoupled", "layout"),
-    [
-        pytest.param(True, "fsdp", id="fsdp"),
-        pytest.param(False, "odc", id="odc", marks=pytest.mark.long),
-        pytest.param(True, "flex_ulysses", id="flex_ulysses", marks=pytest.mark.long),
-    ],
-)
-def test_devices_do_not_change_several_optimizer_steps(decoupled, layout):
-    (want, alone), (got, spread) = trained(decoupled), trained(decoupled, layout)
-    same = [key for key in want if not key.startswith(("packing/", "sharding/"))]
-    assert {key: got[key] for key in same} == pytest.approx({key: want[key] for key in same}, rel=1e-4, abs=1e-5)
-    same_params(spread, alone, 2e-6)
-
-
-@pytest.mark.slow
 def test_more_epochs_go_further_and_more_minibatches_elsewhere():
-    ends = [trained(True, minibatches=m, epochs=e)[1].params for m, e in ((1, 1), (1, 2), (2, 1), (2, 2))]
-    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)]) for params in ends]
-    distances = [np.linalg.norm(a - b) for i, a in enumerate(flat) for b in flat[:i]]
+    ends = [flat(trained("token weights twice")[1])]
+    for times in ({}, {"epochs": 2}, {"minibatches": 2}):
+        cfg = AlgorithmConfig(importance=TOKEN, **times)
+        trainer, learner = trainer_of(cfg, falling=20)
+        trainer.train(0, *near_policy()[:2])
+        ends.append(flat(learner))
+    distances = [np.linalg.norm(a - b) for i, a in enumerate(ends) for b in ends[:i]]
     assert min(distances) > 1e-3
 
 

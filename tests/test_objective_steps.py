@@ -1,58 +1,27 @@
 """Whole training steps of what needs more than a batch: ratios of responses, KL in the reward, changing references."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
-from test_importance_steps import LAYOUTS, TEXT, VERSION, config_for, key_of, near_policy, samples_of
+from packing_cases import TEXT
+from step_cases import VERSION, WIDE, key_of, near_policy, samples_of, trained, trainer_of
 
 import models
-from fluxjax.algorithms import find_algorithm, grpo
-from fluxjax.batch.composer import Composer
+from fluxjax.algorithms import grpo
 from fluxjax.config import AlgorithmConfig, ConfigError, ImportanceConfig, KlEstimator
-from fluxjax.learner.learner import Learner
-from fluxjax.learner.policy_trainer import PolicyTrainer, portion
+from fluxjax.learner.policy_trainer import portion
 from fluxjax.run.build import check_reference, first_reference
-from sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.slow
 
 
-def trainer_of(algorithm: AlgorithmConfig, layout="one row", referred=False, **further):
-    """A trainer and its learner; the reference's weights are 0.9 times the policy's."""
-    devices, laid = LAYOUTS[layout]
-    config = config_for(algorithm.importance, **laid)
-    config.algorithm = algorithm
-    learner = Learner(
-        config, models.create(TEXT, seed=1), find_algorithm(algorithm).token_loss, mesh=make_mesh(devices)
-    )
-    learner.version = VERSION
-    reference = jax.tree.map(lambda weight: 0.9 * weight, learner.params) if referred else None
-    composer = Composer(config, devices, text=learner.text)
-    return PolicyTrainer(config, learner, composer, reference, **further), learner
-
-
-def flat(learner):
-    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(learner.params)])
-
-
 # --- ratios of responses ---------------------------------------------------------------------------
-
-WIDE = AlgorithmConfig.of("gspo", clip_low=0.1, clip_high=0.15)
-
-
-@functools.cache
-def gspo(layout: str, epochs: int = 1, decoupled: bool = False):
-    cfg = dataclasses.replace(WIDE, epochs=epochs, importance=ImportanceConfig(decoupled=decoupled))
-    trainer, learner = trainer_of(cfg, layout)
-    groups, prepared, _ = near_policy()
-    return trainer.train(0, groups, prepared), learner
 
 
 def test_gspo_has_the_ratios_of_whole_responses():
-    step, _ = gspo("one row")
+    step = trained("gspo")[0]
     groups, _, own = near_policy()
     advantages = {key_of(s): s.advantage for g in grpo.advantages(groups, WIDE) for s in g.samples}
     ratios, losses, lengths, clips = [], [], [], []
@@ -70,23 +39,14 @@ def test_gspo_has_the_ratios_of_whole_responses():
     assert 0 < step.metrics["clip_fraction"] < 1
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["fsdp", pytest.param("flex_ulysses", marks=pytest.mark.long), pytest.param("odc", marks=pytest.mark.long)],
-)
-def test_gspo_on_several_devices(layout):
-    (want, alone), (got, spread) = gspo("one row", 2), gspo(layout, 2)
-    same = [key for key in want.metrics if not key.startswith(("packing/", "sharding/"))]
-    assert {k: got.metrics[k] for k in same} == pytest.approx({k: want.metrics[k] for k in same}, rel=1e-4, abs=1e-5)
-    np.testing.assert_allclose(flat(spread), flat(alone), rtol=0, atol=2e-6)
-
-
 def test_gspo_scores_the_policy_again_before_each_optimizer_step():
-    once, _ = gspo("one row")
-    assert gspo("one row", 2)[0].metrics["ratio"] != pytest.approx(once.metrics["ratio"], abs=1e-4)
-    around, _ = gspo("one row", 1, True)
-    assert around.metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
-    assert gspo("one row", 2, True)[0].metrics["ratio"] != pytest.approx(1.0, abs=1e-4)
+    assert trained("gspo twice")[0].metrics["ratio"] != pytest.approx(trained("gspo")[0].metrics["ratio"], abs=1e-4)
+    ratios = []
+    for epochs in (1, 2):
+        cfg = dataclasses.replace(WIDE, epochs=epochs, importance=ImportanceConfig(decoupled=True))
+        ratios.append(trainer_of(cfg)[0].train(0, *near_policy()[:2]).metrics["ratio"])
+    assert ratios[0] == pytest.approx(1.0, abs=1e-6)
+    assert ratios[1] != pytest.approx(1.0, abs=1e-4)
 
 
 # --- the reference -----------------------------------------------------------------------------------

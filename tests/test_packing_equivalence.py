@@ -5,7 +5,6 @@ Float32, the tiny Qwen2.5-VL of `packing_cases`, groups with images, videos, bot
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,97 +142,55 @@ def case(policy):
     return near, prepared, references
 
 
-@functools.cache
-def _alone_results():
-    return {}
-
-
 def alone_results(policy, case, aggregation):
-    if aggregation not in _alone_results():
-        groups, prepared, references = case
-        batches, keys = [], []
-        for group in groups:
-            for sample in group.samples:
-                response = sample.response
-                if response.token_ids:
-                    weight = weight_of(aggregation, len(response.token_ids), limits().rollout.max_new_tokens)
-                    key = (response.draw, response.sample)
-                    prompt = prepared[response.draw].inputs
-                    batches.append(alone(group, sample, prompt, weight, references[key]))
-                    keys.append((key, len(prompt), len(response.token_ids)))
-        total, gradients, outputs = run(policy, batches)
-        per_token = {
-            key: tuple(np.asarray(values)[0, start : start + length] for values in output)
-            for (key, start, length), output in zip(keys, outputs, strict=True)
-        }
-        _alone_results()[aggregation] = total, gradients, per_token
-    return _alone_results()[aggregation]
+    groups, prepared, references = case
+    batches, keys = [], []
+    for group in groups:
+        for sample in group.samples:
+            response = sample.response
+            if response.token_ids:
+                weight = weight_of(aggregation, len(response.token_ids), limits().rollout.max_new_tokens)
+                key = (response.draw, response.sample)
+                prompt = prepared[response.draw].inputs
+                batches.append(alone(group, sample, prompt, weight, references[key]))
+                keys.append((key, len(prompt), len(response.token_ids)))
+    total, gradients, outputs = run(policy, batches)
+    per_token = {
+        key: tuple(np.asarray(values)[0, start : start + length] for values in output)
+        for (key, start, length), output in zip(keys, outputs, strict=True)
+    }
+    return total, gradients, per_token
 
 
 def fill_reference(composition, references):
-    shapes = [batch.loss_weights_BT.shape for batch in composition.batches]
-    edges = np.cumsum([0, *[np.prod(shape) for shape in shapes]])
-    flat = np.zeros(edges[-1], np.float32)
-    flat[composition.cells] = np.concatenate([references[key] for key in composition.keys])
-    arrays = [flat[start:stop].reshape(shape) for start, stop, shape in zip(edges, edges[1:], shapes, strict=False)]
-    return with_reference(composition, arrays)
+    return with_reference(composition, composition.scattered(np.concatenate([references[k] for k in composition.keys])))
 
 
-def shards_of(batch, num_shards):
-    """What each device sees of a batch: its rows and its patches."""
-
-    def part(x, axis):
-        return np.split(x, num_shards, axis)
-
-    inputs = batch.inputs
-    for shard in range(num_shards):
-        rows: dict[str, Any] = {
-            field.name: part(getattr(inputs, field.name), 1 if "3BT" in field.name else 0)[shard]
-            for field in dataclasses.fields(PackedTokens)
-            if field.name not in ("vision", "spread", "temperatures_BT")
-        }
-        vision = jax.tree.map(lambda x, shard=shard: part(x, 0)[shard], inputs.vision)
-        targets = {
-            field.name: part(values, 0)[shard]
-            for field in dataclasses.fields(TrainBatch)
-            if field.name != "inputs" and (values := getattr(batch, field.name)) is not None
-        }
-        yield TrainBatch(PackedTokens(**rows, vision=vision), **targets)
-
-
-def assert_equal_step(policy, case, batches, composition, aggregation=LossAggregation.TOKEN_MEAN):
+@pytest.mark.parametrize(
+    ("aggregation", "share"),
+    [
+        (LossAggregation.TOKEN_MEAN, True),
+        (LossAggregation.SEQUENCE_MEAN, False),
+        (LossAggregation.CONSTANT, True),
+    ],
+)
+def test_packed_equals_alone(policy, case, aggregation, share):
+    groups, prepared, references = case
+    config = limits(share)
+    config.algorithm.loss_aggregation = aggregation
+    composition = fill_reference(compose(groups, prepared, config, vision=MODEL.vision), references)
+    assert len(composition.batches) > 1
     expected_loss, expected_gradients, per_token = alone_results(policy, case, aggregation)
-    loss, gradients, outputs = run(policy, batches)
+    loss, gradients, outputs = run(policy, composition.batches)
     assert abs(loss - expected_loss) < TOLERANCE * max(1.0, abs(expected_loss))
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(expected_gradients), strict=True
     ):
         scale = max(float(jnp.abs(b).max()), 1e-3)
         np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * scale, err_msg=jax.tree_util.keystr(path))
-    if len(outputs) == len(composition.batches):
-        for place, name in enumerate(("logprobs", "entropies")):
-            for key, values in unpack(composition, [output[place] for output in outputs]).items():
-                np.testing.assert_allclose(values, per_token[key][place], atol=TOLERANCE, err_msg=f"{name} {key}")
-
-
-@pytest.mark.parametrize("aggregation", LossAggregation)
-@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared_prompts"])
-def test_packed_equals_alone(policy, case, share, aggregation):
-    groups, prepared, references = case
-    config = limits(share)
-    config.algorithm.loss_aggregation = aggregation
-    composition = fill_reference(compose(groups, prepared, config, vision=MODEL.vision), references)
-    assert_equal_step(policy, case, composition.batches, composition, aggregation)
-
-
-@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared_prompts"])
-def test_shards_and_microbatches_equal_alone(policy, case, share):
-    groups, prepared, references = case
-    config = limits(share)
-    composition = fill_reference(compose(groups, prepared, config, 2, vision=MODEL.vision), references)
-    assert len(composition.batches) > 1
-    parts = [part for batch in composition.batches for part in shards_of(batch, 2)]
-    assert_equal_step(policy, case, parts, composition)
+    for place, name in enumerate(("logprobs", "entropies")):
+        for key, values in unpack(composition, [output[place] for output in outputs]).items():
+            np.testing.assert_allclose(values, per_token[key][place], atol=TOLERANCE, err_msg=f"{name} {key}")
 
 
 def test_a_prompt_is_computed_once_for_its_group(case):

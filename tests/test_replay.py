@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_cases import Commands, assert_same_bits, assert_same_run, flags, letters, logged, model_arrays, signal_when
 from shadow_run_cases import media
+from step_cases import VERSION, flat, near_policy, trainer_of
 from test_algorithms import group
-from test_importance_steps import VERSION, near_policy
-from test_objective_steps import flat, trainer_of
 
 from fluxjax.base.types import PreparedPrompt
 from fluxjax.config import AlgorithmConfig, ConfigError, ImportanceConfig, ReplayConfig, ReplayOrder, cli

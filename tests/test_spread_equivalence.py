@@ -1,29 +1,31 @@
-"""Sequences spread over 8 devices, by any plan: loss, gradients and log-probs of one device to 1e-5 (float32)."""
+"""Sequences spread over devices by any plan, and microbatches that devices compute alone (ODC): loss, gradients and
+log-probs of one device to 1e-5 (float32), and training that ends where FSDP ends."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from learner_cases import alone, assert_equal, learner, outcome, random_groups, tiny
-from packing_cases import MODEL, compose, make_config, make_groups
+from learner_cases import alone, alone_of, assert_equal, learner, outcome, random_groups, tiny
+from packing_cases import MODEL, compose, make_config, make_groups, owners
 
+import models
 from fluxjax.algorithms import grpo
 from fluxjax.batch import spreading
 from fluxjax.batch.composer import Composer
-from fluxjax.config import ConfigError, Strategy, cli
+from fluxjax.config import Balance, ConfigError, Strategy, cli
 from fluxjax.learner.learner import Learner
+from models.config import Qwen2Config
 from sharding.cost import CostModel
 from sharding.mesh import make_mesh
 from sharding.planner.plan import ShardPlan, rounds
+from sharding.spread.shapes import ShapeBook
 
-DEVICES = 8
-HEADS = [(28, 4), (40, 8), (4, 1)]  # as in Qwen2.5-VL 7B and 32B; and fewer than devices
-both_ways = pytest.mark.parametrize(
-    "share", [pytest.param(True, id="shared"), pytest.param(False, id="plain", marks=pytest.mark.long)]
-)
+DEVICES, HEADS = 8, (8, 2)
+FSDP, ULYSSES, FLEX, ODC = Strategy.FSDP, Strategy.ULYSSES, Strategy.FLEX_ULYSSES, Strategy.ODC
+HYBRID: dict[str, Any] = {"hybrid": True, "devices_per_host": 2}
+SHAPES = ShapeBook(2)  # few: every one is compiled on every device
 
 
 @pytest.fixture(autouse=True)
@@ -46,64 +48,81 @@ def random_plan(seed: int, max_degree: int, devices: int = DEVICES):
     return plan
 
 
-def spread_config(strategy=Strategy.FLEX_ULYSSES, share=True, max_degree=0):
+def spread_config(strategy=FLEX, share=True, **sharding):
     config = make_config(tokens_per_row=64, rows=4, patches=128, share=share)
     config.sharding.strategy = strategy
-    config.sharding.max_degree = max_degree
+    for name, value in sharding.items():
+        setattr(config.sharding, name, value)
     return config
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}-{heads[1]}")
-@given(seed=st.integers(0, 2**20), share=st.booleans())
-@settings(deadline=None, max_examples=1)
-def test_any_plan_equals_one_device(heads, seed, share):
-    groups, prepared = random_groups(seed)
-    config = spread_config(share=share)
-    with pytest.MonkeyPatch.context() as patch:
-        degree = min(heads[0], DEVICES)
-        patch.setattr(spreading, "planner", lambda *_: (degree, random_plan(seed, degree)))
-        composition = compose(groups, prepared, config, DEVICES, vision=MODEL.vision, text=tiny(heads).config.text)
-    assert_equal(outcome(learner(heads, DEVICES), composition), alone(heads, groups, prepared))
+def composed(config, seed, devices=DEVICES, heads=HEADS, shapes=None):
+    text = tiny(heads).config.text
+    return compose(*random_groups(seed), config, devices, vision=MODEL.vision, text=text, shapes=shapes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "degree", "share"),
+    ("strategy", "devices", "share", "degree"),
     [
-        ("flex_ulysses", 0, True),
-        ("ulysses", 2, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [
-                ("flex_ulysses", 0, False),
-                ("ulysses", 1, False),
-                ("ulysses", 4, True),
-                ("ulysses", 8, False),
-            ]
-        ),
+        (FLEX, 8, True, 0),
+        (ULYSSES, 8, False, 2),
+        # Six devices are three replicas of two: degrees stay at two, features and exports within their replica, even
+        # if responses to one image are in several.
+        pytest.param(FLEX, 6, False, 0, marks=pytest.mark.long),
     ],
 )
-def test_every_strategy_equals_one_device(strategy, degree, share):
-    heads = (8, 2)
-    groups, prepared = random_groups(7)
-    config = spread_config(Strategy(strategy), share, degree)
-    composition = compose(groups, prepared, config, DEVICES, vision=MODEL.vision, text=tiny(heads).config.text)
-    if strategy == "ulysses":
-        assert {one for batch in composition.batches for one, _ in batch.inputs.spread.rounds} == {degree}
-    assert_equal(outcome(learner(heads, DEVICES), composition), alone(heads, groups, prepared))
+def test_every_strategy_equals_one_device(strategy, devices, share, degree):
+    composition = composed(spread_config(strategy, share, max_degree=degree), 7, devices)
+    degrees = {degree for batch in composition.batches for degree, _ in batch.inputs.spread.rounds}
+    assert degrees == {2} if degree else degrees <= ({1, 2} if devices == 6 else {1, 2, 4, 8})
+    assert_equal(outcome(learner(HEADS, devices), composition), alone_of(HEADS, 7))
 
 
 @pytest.mark.long
-@both_ways
-def test_replicas_are_never_spanned(share):
-    """Six devices are three replicas of two: degrees stay at two, features and exports within their replica, even if
-    responses to one image are in several."""
-    groups, prepared = random_groups(3)
-    config = spread_config(share=share)
-    composition = compose(groups, prepared, config, 6, vision=MODEL.vision, text=tiny((8, 2)).config.text)
-    assert {degree for batch in composition.batches for degree, _ in batch.inputs.spread.rounds} <= {1, 2}
-    assert_equal(outcome(learner((8, 2), 6), composition), alone((8, 2), groups, prepared))
+@pytest.mark.parametrize(
+    ("heads", "seed", "share"),
+    [((28, 4), 7, False), ((4, 1), 3, True)],  # as in Qwen2.5-VL 7B; and fewer than devices
+)
+def test_any_plan_equals_one_device(heads, seed, share, monkeypatch):
+    degree = min(heads[0], DEVICES)
+    monkeypatch.setattr(spreading, "planner", lambda *_: (degree, random_plan(seed, degree)))
+    composition = composed(spread_config(share=share), seed, heads=heads)
+    assert_equal(outcome(learner(heads, DEVICES), composition), alone_of(heads, seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("devices", "balance", "share", "hybrid"),
+    [(3, Balance.LB_MICRO, False, {}), (4, Balance.LB_MINI, True, HYBRID)],
+)
+def test_devices_that_compute_alone_equal_one(devices, balance, share, hybrid):
+    """Images, videos and text, in microbatches of very different sizes."""
+    config = spread_config(ODC, share, balance=balance, **hybrid)
+    composition = composed(config, 7, devices, shapes=SHAPES)
+    assert set(owners(composition)) == set(range(devices))
+    found = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(devices))
+    assert_equal(outcome(found, composition), alone_of(HEADS, 7))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_sequences_longer_than_a_device_are_computed_by_several():
+    """A device holds 32 tokens; the longest sequence takes two of four, and a short one fills a third meanwhile. Then
+    each of four goes its own way. In the deterministic mode all of it ends in the same bits."""
+    config = spread_config(ODC, deterministic=True, max_degree=2)
+    config.packing.tokens_per_row = config.rollout.max_sequence_tokens = 16
+    config.packing.rows_per_device, config.packing.patches_per_device = 2, 64
+    composition = composed(config, 58, 4, shapes=SHAPES)
+    assert owners(composition) == (None, 0, 1, 2, 3)
+    assert composition.microbatches[0].layout.plan.degrees == (2, 1)
+    one = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(4))
+    first = outcome(one, composition)
+    assert_equal(first, alone_of(HEADS, 58))
+    again, tally = one.accumulate(composition.microbatches)
+    assert_close((again, tally), (first[1], first[0]), 0)
+    step = one.step(composition.microbatches[:1])
+    assert step["seconds/idle"] == 0 and one.version == 1  # no device has anything of its own
 
 
 @pytest.mark.long
@@ -136,27 +155,62 @@ def test_a_calibration_decides_what_is_spread(tmp_path):
         compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
 
 
+def assert_close(got, want, tolerance):
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance)
+
+
 @pytest.mark.long
 def test_strategies_may_change_between_steps():
     """Parameters and optimizer state have one layout: a run that changes its strategy at every step ends as FSDP."""
-    heads, order = (8, 2), [Strategy.FSDP, Strategy.FLEX_ULYSSES, Strategy.ULYSSES, Strategy.FSDP]
-    config = spread_config()
-    config.optim.eps = 1e-2  # Adam divides by tiny second moments, which would turn rounding into whole steps
+    order = [(FLEX, {}), (ODC, {"hybrid": False}), (FSDP, {}), (ULYSSES, {}), (ODC, HYBRID)]
     ends = []
-    for strategies in ([Strategy.FSDP] * len(order), order):
-        one = Learner(config, tiny(heads), grpo.token_loss, mesh=make_mesh(DEVICES))
+    for steps in ([(FSDP, {})] * len(order), order):
+        config = spread_config(deterministic=True)
+        config.optim.eps = 1e-2  # Adam divides by tiny second moments, which would turn rounding into whole steps
+        one = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(4))
         metrics = []
-        for seed, strategy in enumerate(strategies):
-            config.sharding.strategy = strategy
-            groups, prepared = random_groups(seed)
-            composition = compose(groups, prepared, config, DEVICES, vision=MODEL.vision, text=tiny(heads).config.text)
-            metrics.append(one.step(composition.microbatches))
+        for seed, (strategy, hybrid) in zip((0, 11, 0, 11, 0), steps, strict=True):
+            for name, value in {"strategy": strategy, **hybrid}.items():
+                setattr(config.sharding, name, value)
+            vars(one.gradients).pop("odc", None)  # as a new process would begin
+            composition = composed(config, seed, 4, shapes=SHAPES if strategy is ODC else None)
+            found = one.step(composition.microbatches)
+            assert (strategy is ODC) == ("seconds/idle" in found)
+            metrics.append({name: value for name, value in found.items() if name != "seconds/idle"})
         ends.append((one.params, metrics))
     (want, want_metrics), (got, got_metrics) = ends
     for mine, theirs in zip(got_metrics, want_metrics, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+    assert_close(got, want, 1e-5)
+
+
+@pytest.mark.long
+def test_fifty_steps_coincide_with_fsdp():
+    """A text model learns from responses of 1 to 40 tokens."""
+    model = models.create(Qwen2Config(text=tiny((4, 2)).config.text), seed=3)
+    curves = []
+    for strategy in (FSDP, ODC):
+        config = spread_config(strategy, deterministic=True)
+        config.optim.lr, config.optim.eps = 3e-3, 1e-4
+        config.optim.warmup_steps = 0
+        one = Learner(config, model, grpo.token_loss, mesh=make_mesh(2))
+        losses = []
+        for step in range(50):
+            rng = np.random.default_rng(step % 5)
+            lengths = np.minimum(rng.lognormal(2.0, 1.0, 6).astype(int) + 1, 40).tolist()
+            groups, prepared = make_groups([[3]] * 6, [[n] for n in lengths], seed=step % 5)
+            composition = compose(groups, prepared, config, 2, text=model.config.text, shapes=SHAPES)
+            losses.append(one.step(composition.microbatches)["loss"])
+        curves.append(np.array(losses))
+    fsdp, odc = curves
+    assert np.abs(fsdp[-5:] - fsdp[:5]).max() > 0.3  # it learned something, so that the curves could have parted
+    np.testing.assert_allclose(odc, fsdp, rtol=0, atol=1e-3)
+
+
+def test_hosts_that_the_mesh_can_not_be_cut_into_are_refused():
+    with pytest.raises(ConfigError, match=r"sharding\.devices_per_host is 8: no group of 8 devices"):
+        Learner(spread_config(ODC, hybrid=True), tiny(HEADS), grpo.token_loss, mesh=make_mesh(4))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +230,7 @@ def test_a_degree_that_can_not_be_is_refused_before_anything_runs(degree, device
 def test_a_sequence_longer_than_all_devices_is_refused():
     groups, prepared = make_groups([[1100]], [[3]])
     config = make_config(tokens_per_row=32, rows=4)
-    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    config.sharding.strategy = FLEX
     with pytest.raises(ConfigError, match=r"sequence 0 has 1103 tokens, but 8 devices hold 1024"):
         compose(groups, prepared, config, DEVICES, text=tiny((8, 2)).config.text)
 
@@ -190,7 +244,7 @@ def test_media_that_no_device_can_hold_are_refused():
 def test_more_than_one_microbatch_when_memory_asks_for_it():
     groups, prepared = make_groups([[60]] * 40, [[4]] * 40)
     config = make_config(tokens_per_row=64, rows=2)
-    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    config.sharding.strategy = FLEX
     composition = compose(groups, prepared, config, DEVICES, text=tiny((8, 2)).config.text)
     assert len(composition.batches) > 1 and len(composition.keys) == 40
     assert all(batch.inputs.tokens_BT.shape[1] <= 128 for batch in composition.batches)

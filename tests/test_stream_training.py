@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
-from packing_cases import MODEL, make_config, make_groups
+from learner_cases import tiny
+from packing_cases import TEXT, make_config, make_groups
 
-import models
 from fluxjax.algorithms import RLAlgorithm, grpo
 from fluxjax.algorithms.loss import normaliser, response_weights
 from fluxjax.base.types import Group
@@ -18,12 +17,10 @@ from fluxjax.batch.composer import Composer
 from fluxjax.config import Config, ImportanceLevel, LossAggregation, Strategy
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
-from models.config import Qwen2Config
 from sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.slow
 
-TEXT = Qwen2Config(text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=())))
 LENGTHS = [[3, 1, 6], [4, 4, 2], [2, 5, 7], [6, 3, 1], [8, 2, 9], [1, 2, 3], [0, 5, 2]]
 VERSION = 8  # the newest that tokens are of
 TOLERANCE = 1e-6  # of the largest magnitude in each array
@@ -32,15 +29,6 @@ TOLERANCE = 1e-6  # of the largest magnitude in each array
 @dataclasses.dataclass
 class Engine:
     devices: tuple
-
-
-@functools.cache
-def tiny():
-    model = models.create(TEXT, seed=1)
-    graphdef, params = models.split(model)
-    rng = np.random.default_rng(2)
-    noise = lambda w: jax.numpy.asarray(np.asarray(w) + 0.1 * rng.normal(size=w.shape).astype(np.float32))  # noqa: E731
-    return models.merge(graphdef, jax.tree.map(noise, params))
 
 
 def config_for(aggregation: LossAggregation, strategy: Strategy = Strategy.FSDP) -> Config:
@@ -53,7 +41,7 @@ def config_for(aggregation: LossAggregation, strategy: Strategy = Strategy.FSDP)
 
 def trainer(config: Config, devices: int = 4, reference: bool = False) -> PolicyTrainer:
     """On four devices; two engines on the first two of them."""
-    learner = Learner(config, tiny(), grpo.token_loss, mesh=make_mesh(devices))
+    learner = Learner(config, tiny(None, TEXT), grpo.token_loss, mesh=make_mesh(devices))
     learner.version = VERSION
     engines = [Engine((device,)) for device in jax.devices()[:2]]
     frozen = jax.tree.map(lambda weight: 0.9 * weight, learner.params) if reference else None
