@@ -67,7 +67,7 @@ def test_processes_that_are_ended_and_killed(commands, text, reference, tmp_path
     assert not (run_dir / "summary.json").exists()
     newest = checkpoint_steps(run_dir)[-1]
     commands.run(run_dir, TEXT, text)
-    assert summary(run_dir)["resumed_from"] == [stopped["steps"], newest]
+    assert summary(run_dir)["resumed_from"] == sorted({stopped["steps"], newest}), "checkpoints have it"
     assert_same_run(run_dir, reference)
     assert not list((run_dir / "checkpoints").glob("*tmp*"))
 
@@ -92,9 +92,9 @@ def test_killed_again_and_again(text, reference, monkeypatch, tmp_path):
     killed("--config.checkpoint.every=0", at=[DiesAt("on_step", 2)])
     killed("--config.data.workers=2", at=[DiesAt("on_step", 5)])
     killed("--config.data.workers=1", at=[DiesAt("on_evaluation", STEPS)])
-    assert checkpoints[:3] == [[], [0], [0, 3]]
+    assert checkpoints == [[], [0], [0, 3], [0, 3]]
     trained(run_dir, TEXT, text)
-    assert summary(run_dir)["resumed_from"] == [0, 3, checkpoints[3][-1]]
+    assert summary(run_dir)["resumed_from"] == [0, 3]
     assert_same_run(run_dir, reference)
     trained(run_dir, TEXT, text)  # it is complete, and stays as it is
     assert summary(run_dir)["resumed_from"][-1] == STEPS
