@@ -24,8 +24,13 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+    from sharding.kernels.attention import Mask
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
@@ -34,7 +39,8 @@ TINY_TOKENS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`sequences` of `length` tokens each, packed into one row."""
+    """`sequences` of `length` tokens each, packed into one row; behind each stand its `branches`, of `branch_length`
+    tokens, which see it and themselves."""
 
     name: str
     sequences: int
@@ -43,11 +49,19 @@ class Case:
     kv_heads: int
     head_size: int = 128
     causal: bool = True
+    branches: int = 0
+    branch_length: int = 0
+
+    @property
+    def segment(self) -> int:
+        """The tokens of a sequence and its branches."""
+        return self.length + self.branches * self.branch_length
 
     @property
     def flops(self) -> float:
         """Floating-point operations of a forward pass."""
         pairs = self.length * (self.length + 1) / 2 if self.causal else self.length**2
+        pairs += self.branches * self.branch_length * (self.length + (self.branch_length + 1) / 2)
         return 4.0 * self.sequences * pairs * self.heads * self.head_size
 
 
@@ -93,63 +107,102 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     from sharding.cost.tables import TABLE3_MS
 
     runs, kernel = ours(case, "bfloat16" if jax.default_backend() == "gpu" else "float32")
-    runs |= torch_runs(case)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()  # compiles
-    for _ in range(repeats):
-        for name, run in runs.items():
-            started = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - started)
-    middle = {name: statistics.median(times) for name, times in seconds.items()}
     figures: dict[str, Any] = {"name": case.name, "heads": f"{case.heads}/{case.kv_heads}", "kernel": kernel}
-    for prefix in ("", "torch_") if "torch_forward" in middle else ("",):
-        forward = middle[f"{prefix}forward"]
-        backward = max(middle[f"{prefix}both"] - forward, 1e-9)
-        figures |= {f"{prefix}forward_ms": round(1e3 * forward, 3), f"{prefix}backward_ms": round(1e3 * backward, 3)}
-        figures[f"{prefix}forward_tflops"] = round(case.flops / forward / 1e12, 3)
-        figures[f"{prefix}backward_tflops"] = round(2.5 * case.flops / backward / 1e12, 3)
+    figures |= rates(case, runs | torch_runs(case), repeats)
     if (paper := TABLE3_MS.get((case.sequences, case.length))) and case.heads == 64:
         figures["paper_ms"] = paper
     return figures
 
 
-def ours(case: Case, dtype: str) -> tuple[dict[str, Callable[[], object]], str]:
-    """Returns functions that run the forward pass, or forward and backward pass, of `sharding.kernels.attention`, and
-    the name of the kernel that it chooses."""
+def rates(case: Case, runs: Mapping[str, Callable[[int], object]], repeats: int, calls: int = 1) -> dict[str, float]:
+    """The milliseconds and rates of functions `{PREFIX}forward` and `{PREFIX}both`, which take turns. Each runs a pass
+    so many times before it waits: more than one `calls` where a pass is not much longer than its start."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run(1)  # compiles
+    for _ in range(repeats):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run(calls)
+            seconds[name].append((time.perf_counter() - started) / calls)
+    middle = {name: statistics.median(times) for name, times in seconds.items()}
+    figures = {}
+    for prefix in [name.removesuffix("forward") for name in runs if name.endswith("forward")]:
+        forward = middle[f"{prefix}forward"]
+        figures[f"{prefix}forward_ms"] = round(1e3 * forward, 3)
+        figures[f"{prefix}forward_tflops"] = round(case.flops / forward / 1e12, 3)
+        if f"{prefix}both" in middle:
+            backward = max(middle[f"{prefix}both"] - forward, 1e-9)
+            figures[f"{prefix}backward_ms"] = round(1e3 * backward, 3)
+            figures[f"{prefix}backward_tflops"] = round(2.5 * case.flops / backward / 1e12, 3)
+    return figures
+
+
+def row(case: Case, dtype: str) -> tuple[tuple[jax.Array, ...], Mask]:
+    """Returns random queries, keys, values and gradients of the output, and the mask of the row."""
     import jax
     import jax.numpy as jnp
+
+    from sharding.kernels.attention import Mask
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = tuple(
+        jax.random.normal(key, (1, case.sequences * case.segment, heads, case.head_size), dtype)
+        for key, heads in zip(keys, (case.heads, case.kv_heads, case.kv_heads, case.heads), strict=True)
+    )
+    segments = jnp.repeat(jnp.arange(1, case.sequences + 1, dtype=jnp.int32), case.segment)[None]
+    if not case.branches:
+        return arrays, Mask(segments, causal=case.causal)
+    lengths = jnp.asarray([case.length, *[case.branch_length] * case.branches])
+    branches = jnp.tile(jnp.repeat(jnp.arange(case.branches + 1, dtype=jnp.int32), lengths), case.sequences)[None]
+    return arrays, Mask(segments, branches, case.causal)
+
+
+def ours(case: Case, dtype: str) -> tuple[dict[str, Callable[[int], object]], str]:
+    """Returns functions that run the forward pass, or forward and backward pass, of `sharding.kernels.attention`, and
+    the name of the kernel that it chooses."""
 
     from sharding.kernels import flash
     from sharding.kernels.attention import Mask, attention
 
-    keys = jax.random.split(jax.random.key(0), 4)
-    tokens = case.sequences * case.length
-    q, k, v, dout = (
-        jax.random.normal(key, (1, tokens, heads, case.head_size), dtype)
-        for key, heads in zip(keys, (case.heads, case.kv_heads, case.kv_heads, case.heads), strict=True)
-    )
-    segments = jnp.repeat(jnp.arange(1, case.sequences + 1, dtype=jnp.int32), case.length)[None]
+    arrays, mask = row(case, dtype)
 
-    @jax.jit
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attention(q, k, v, Mask(segments, causal=case.causal))
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, branches: jax.Array | None) -> jax.Array:
+        return attention(q, k, v, Mask(segments, branches, case.causal))
 
-    @jax.jit
-    def forward_and_backward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        out, pull = jax.vjp(forward, q, k, v)
+    kernel = "triton" if flash.chosen(*arrays) else "portable"
+    return jax_runs(attend, arrays, mask.segments, mask.branches), kernel
+
+
+def jax_runs(
+    attend: Callable[..., jax.Array], arrays: Sequence[jax.Array], *rest: jax.Array | None
+) -> dict[str, Callable[[int], object]]:
+    """Returns functions that run the forward pass, or forward and backward pass, of `attend(q, k, v, *rest)`; the
+    arrays are q, k, v and the gradient of the output. None is a constant of a program, which XLA would fold."""
+    import jax
+
+    def forward_and_backward(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, *rest: jax.Array | None):
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *rest), q, k, v)
         return out, *pull(dout)
 
-    kernel = "triton" if flash.chosen(q, k, v) else "portable"
-    wait = jax.block_until_ready
+    def repeated(function: Callable[..., object], *arrays: jax.Array) -> Callable[[int], object]:
+        compiled = jax.jit(function)
+
+        def run(calls: int) -> object:
+            result = None
+            for _ in range(calls):
+                result = compiled(*arrays)
+            return jax.block_until_ready(result)
+
+        return run
+
     return {
-        "forward": lambda: wait(forward(q, k, v)),
-        "both": lambda: wait(forward_and_backward(q, k, v)),
-    }, kernel
+        "forward": repeated(attend, *arrays[:3], *rest),
+        "both": repeated(forward_and_backward, *arrays, *rest),
+    }
 
 
-def torch_runs(case: Case) -> dict[str, Callable[[], object]]:
+def torch_runs(case: Case) -> dict[str, Callable[[int], object]]:
     """Returns functions that run the forward pass, or forward and backward pass, of PyTorch's attention; none if
     PyTorch is not installed, or sees no GPU where JAX does."""
     import jax
@@ -173,13 +226,15 @@ def torch_runs(case: Case) -> dict[str, Callable[[], object]]:
         if gpu:
             torch.cuda.synchronize()
 
-    def forward() -> None:
+    def forward(calls: int) -> None:
         with torch.no_grad():
-            attend()
+            for _ in range(calls):
+                attend()
         wait()
 
-    def forward_and_backward() -> None:
-        torch.autograd.grad(attend(), (q, k, v), dout)
+    def forward_and_backward(calls: int) -> None:
+        for _ in range(calls):
+            torch.autograd.grad(attend(), (q, k, v), dout)
         wait()
 
     return {"torch_forward": forward, "torch_both": forward_and_backward}

@@ -5,11 +5,19 @@
 #   bash scripts/test.sh parity             with PyTorch and transformers
 #   bash scripts/test.sh parity,aot         and with XLA's CUDA compiler and Triton, for what is compiled without a GPU
 #   bash scripts/test.sh --long ...         also the tests marked `long`; as CI does, with parity,aot
+#   bash scripts/test.sh --all ...          everything: what CI leaves to its other two turns (tests/turns.py), and shapes are checked
 #   bash scripts/test.sh "" -m "not slow"   further words go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
 lane=(-m "not long")
-[ "${1:-}" = --long ] && lane=() && shift
+case "${1:-}" in
+--long) lane=() && shift ;;
+--all) lane=() && all=1 && shift ;;
+esac
+if [ -z "${all:-}" ]; then
+    export FLUXJAX_TURN="${FLUXJAX_TURN:-$(($(git rev-list --count HEAD 2>/dev/null || echo 0) % 3))}"
+    export FLUXJAX_SHAPE_CHECKS="${FLUXJAX_SHAPE_CHECKS:-0}" # the newest lane checks them
+fi
 extras="${1:-}"
 [ $# -gt 0 ] && shift
 pip() { .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@"; }

@@ -40,16 +40,18 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # or each of hundreds of subprocess
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 sys.path.insert(0, str(ROOT))  # also without an editable install
 
-from jaxtyping import install_import_hook  # noqa: E402
+if os.environ.get("FLUXJAX_SHAPE_CHECKS") != "0":
+    from jaxtyping import install_import_hook
 
-# Shapes and dtypes are checked where there are arrays: not in pure bookkeeping, which runs a million times in tests.
-PURE = ("coordinator", "simulation")
-parts = sorted(p.stem for p in (ROOT / "fluxjax").iterdir() if p.stem not in PURE and not p.stem.startswith("_"))
-install_import_hook(["sharding", "models", "rollout", *(f"fluxjax.{part}" for part in parts)], "beartype.beartype")
+    # Shapes and dtypes are checked where there are arrays: not in pure bookkeeping, which runs a million times in tests.
+    PURE = ("coordinator", "simulation")
+    parts = sorted(p.stem for p in (ROOT / "fluxjax").iterdir() if p.stem not in PURE and not p.stem.startswith("_"))
+    install_import_hook(["sharding", "models", "rollout", *(f"fluxjax.{part}" for part in parts)], "beartype.beartype")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import turns  # noqa: E402
 
 from fluxjax.base.process import share_between_devices  # noqa: E402
 
@@ -62,9 +64,11 @@ def scheduled() -> int:
     return os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else 0
 
 
-# No test depends on how fast the machine is. In CI a test has the same examples each time, so that a change is judged
-# by what it changed; everywhere else it has others.
-hypothesis.settings.register_profile("fluxjax", deadline=None, derandomize="CI" in os.environ)
+# No test depends on how fast the machine is. In CI a test has the same examples each time (in each of three turns, by
+# `--hypothesis-seed`), so that a change is judged by what it changed; everywhere else it has others.
+hypothesis.settings.register_profile("fluxjax", deadline=None, derandomize="CI" in os.environ and turns.TURN is None)
+if "CI" in os.environ:
+    hypothesis.settings.register_profile("fluxjax", hypothesis.settings.get_profile("fluxjax"), database=None)
 hypothesis.settings.load_profile("fluxjax")
 share_between_devices()
 SCHEDULED = scheduled()
@@ -75,7 +79,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both. `gpu` tests are run on request."""
+    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both. `gpu` tests are run on request, those
+    of `turn` in their turn."""
+    later = [item for item in items if (turn := item.get_closest_marker("turn")) and not turns.has_come(*turn.args)]
+    if later:
+        items[:] = [item for item in items if item not in later]
+        config.hook.pytest_deselected(items=later)
     if "gpu" not in config.option.markexpr:
         alone = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item not in alone]

@@ -29,7 +29,7 @@ LEAST_PATCHES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What was generated. `logprobs` are natural logs under `softmax(logits / temperature)`, temperature 1 if greedy.
+    """What was generated. `logprobs` are natural logs under `softmax(logits)`.
 
     A stop id is the last token (`stopped`); without one, the limit was reached.
     """
@@ -45,23 +45,8 @@ def generate(
     *,
     max_new_tokens: int,
     stop_ids: Sequence[int] = (),
-    temperature: float | int = 0.0,
-    seed: int = 0,
 ) -> Generation:
-    """Decodes greedily, or samples at a temperature above 0, token `i` by a draw of (seed, i).
-
-    Raises ValueError for an empty prompt, no tokens to generate, or ids outside the vocabulary.
-    """
-    if not len(prompt):
-        raise ValueError("the prompt is empty")
-    if max_new_tokens < 1 or temperature < 0:
-        raise ValueError(
-            f"max_new_tokens must be positive and temperature not negative: {max_new_tokens}, {temperature}"
-        )
-    vocabulary = model.config.text.vocab_size
-    if prompt.token_ids_T.min() < 0 or prompt.token_ids_T.max() >= vocabulary:
-        raise ValueError(f"the prompt has ids up to {prompt.token_ids_T.max()}, the model knows {vocabulary}")
-
+    """Decodes greedily."""
     graphdef, params = models.split(model)
     T = _bucket(len(prompt), LEAST_TOKENS)
     missing = T - len(prompt)
@@ -77,10 +62,7 @@ def generate(
         np.int32(prompt.next_position),
         np.int32(max_new_tokens),
         np.asarray(stop_ids, np.int32),
-        jax.random.key(seed),
-        np.float32(temperature),
         room=_bucket(max_new_tokens, LEAST_TOKENS),
-        greedy=temperature == 0,
     )
     count = int(count)
     ids = tuple(np.asarray(tokens)[:count].tolist())
@@ -91,7 +73,7 @@ def _bucket(size: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "room", "greedy"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "room"))
 def _program(
     graphdef: Any,
     params: Any,
@@ -103,11 +85,8 @@ def _program(
     next_position: Array,
     limit: Array,
     stop_ids: Array,
-    key: Array,
-    temperature: Array,
     *,
     room: int,
-    greedy: bool,
 ) -> tuple[Array, Array, Array]:
     """(tokens `[room]`, log-probs `[room]`, how many of them count). Token `i` is written to slot `length + i`."""
     model, walk = models.merge(graphdef, params), Walk()
@@ -154,9 +133,7 @@ def _program(
 
     def body(state: Any) -> Any:
         i, _, logits, caches, tokens, logprobs = state
-        logits = logits if greedy else logits / temperature
-        token = jnp.argmax(logits) if greedy else jax.random.categorical(jax.random.fold_in(key, i), logits)
-        token = token.astype(jnp.int32)
+        token = jnp.argmax(logits).astype(jnp.int32)
         tokens = tokens.at[i].set(token)
         logprobs = logprobs.at[i].set(jax.nn.log_softmax(logits)[token])
         logits, caches = decode(i, token, caches)

@@ -3,9 +3,10 @@
 import json
 import pathlib
 import socket
-import subprocess
 import sys
 import time
+
+from forked import forked
 
 
 class Processes:
@@ -26,7 +27,7 @@ class Processes:
                 json.dumps(shared | settings | more),
             ]
             with (folder / f"out{process}").open("w") as out, (folder / f"err{process}").open("w") as err:
-                self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True))
+                self.processes.append(forked(command, stdout=out, stderr=err, start_new_session=True))
 
     def __enter__(self):
         return self

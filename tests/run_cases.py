@@ -16,6 +16,7 @@ import av
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from forked import forked
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -193,7 +194,7 @@ class Commands:
         env = self.env | {"XLA_FLAGS": flags}
         log = run_dir.parent / f"{run_dir.name}.log"
         with log.open("ab") as output:
-            return subprocess.Popen(
+            return forked(
                 [
                     sys.executable,
                     "-m",

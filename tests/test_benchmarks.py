@@ -11,6 +11,8 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.turn(0)
 TINY = [
     "--repeats=2",
     "--warmup=1",

@@ -1,5 +1,6 @@
 """Configuration: every shipped file against its golden text, and one clear line for each kind of mistake."""
 
+import copy
 import inspect
 import json
 import operator
@@ -27,7 +28,7 @@ SHIPPED = ["configs/vlm.py", "configs/vlm.py:debug", "configs/text.py", "configs
 
 @pytest.mark.parametrize("selected", SHIPPED + SIMULATED)
 def test_shipped_config_equals_its_golden(selected):
-    """Set FLUXJAX_WRITE_GOLDENS=1 to accept an intended change."""
+    """And comes back from JSON. Set FLUXJAX_WRITE_GOLDENS=1 to accept an intended change."""
     config = cli.load([f"--config={selected}"], SimulatedConfig if selected in SIMULATED else Config)
     unread = getattr(config, "unread", ())
     fields = ((n, v) for n, v in cli.flatten(config) if not any(n == u or n.startswith(f"{u}.") for u in unread))
@@ -36,17 +37,12 @@ def test_shipped_config_equals_its_golden(selected):
     if os.environ.get("FLUXJAX_WRITE_GOLDENS"):
         golden.write_text(text)
     assert text == golden.read_text()
+    assert selected in SIMULATED or from_json(json.loads(json.dumps(to_json(config)))) == config
 
 
 def test_every_shipped_config_is_covered():
     files = {f"configs/{file.name}" for file in (ROOT / "configs").glob("*.py")}
     assert files == {selected.partition(":")[0] for selected in SHIPPED + SIMULATED}
-
-
-@pytest.mark.parametrize("selected", SHIPPED)
-def test_json_round_trip(selected):
-    config = cli.load([f"--config={selected}"])
-    assert from_json(json.loads(json.dumps(to_json(config)))) == config
 
 
 def test_overrides_are_typed():
@@ -83,7 +79,6 @@ def test_overrides_are_typed():
         ("--config=configs/vlm.py:nope", "not 'nope'"),
         ("--steps=1", "unknown argument '--steps=1'"),
         ("--config.steps=0", "steps is 0; it must be greater than 0"),
-        ("--config.algorithm.clip_low=-1", "algorithm.clip_low is -1.0; it must not be negative"),
         ("--config.rollout.top_p=1.5", "rollout.top_p is 1.5"),
         ("--config.rollout.group_size=1", "rollout.group_size is 1"),
         ("--config.rollout.max_new_tokens=100000", "rollout.max_sequence_tokens"),
@@ -113,14 +108,9 @@ def test_overrides_are_typed():
         ("--config.sharding.live_layers=4", "strategy odc, not fsdp; set the one or leave the other at 3"),
         ("--config.sharding.balance=lb_micro", "strategy odc, not fsdp; set the one or leave the other at lb_mini"),
         ("--config.sharding.live_layers=1", "sharding.live_layers is 1; it must be at least 2"),
-        ("--config.policy.max_num_gen_batches=-1", "policy.max_num_gen_batches is -1; it must not be negative"),
         ("--config.rollout.temperature=0", "rollout.temperature is 0.0; it must be at least 1e-6: greedy responses"),
         ("--config.rollout.temperature=1e-7", "rollout.temperature is 1e-07; it must be at least 1e-6"),
         ("--config.rollout.top_k=3000000000", "rollout.top_k is 3000000000; it must be below 2**31"),
-        ("--config.optim.max_grad_norm=-1", "optim.max_grad_norm is -1.0; it must not be negative"),
-        ("--config.adaptive_async.kp=-0.1", "adaptive_async.kp is -0.1; it must not be negative"),
-        ("--config.adaptive_async.ki=-0.1", "adaptive_async.ki is -0.1; it must not be negative"),
-        ("--config.adaptive_async.kd=-0.1", "adaptive_async.kd is -0.1; it must not be negative"),
         ("--config=README.md", "README.md cannot be run: SyntaxError"),
     ],
 )
@@ -400,16 +390,17 @@ BOUNDED = """
 """
 
 
-@pytest.mark.parametrize("name", BOUNDED.split())
-def test_every_bound_refuses_what_lies_beyond_it(name):
+def test_every_bound_refuses_what_lies_beyond_it():
     """A field must not silently lose its bound; the error names the field, the value and what is allowed."""
     config = cli.load([])
-    section = operator.attrgetter(name.rpartition(".")[0])(config) if "." in name else config
-    field = name.rpartition(".")[2]
-    wrong = "a/b" if name == "name" else type(getattr(section, field))(-1)
-    setattr(section, field, wrong)
-    with pytest.raises(ConfigError, match=re.escape(f"{name} is {wrong!r}; it must ")):
-        config.validate()
+    for name in BOUNDED.split():
+        changed = copy.deepcopy(config)
+        section = operator.attrgetter(name.rpartition(".")[0])(changed) if "." in name else changed
+        field = name.rpartition(".")[2]
+        wrong = "a/b" if name == "name" else type(getattr(section, field))(-1)
+        setattr(section, field, wrong)
+        with pytest.raises(ConfigError, match=re.escape(f"{name} is {wrong!r}; it must ")):
+            changed.validate()
 
 
 def test_a_bound_takes_its_ends():
@@ -423,9 +414,9 @@ def test_a_bound_takes_its_ends():
 
 @pytest.mark.slow
 def test_help_shows_bounds():
-    (line,) = [line for line in cli.help_text("").splitlines() if line.startswith("  --config.optim.beta1=")]
-    assert line.endswith("must be in [0, 1)")
-    (line,) = [line for line in cli.help_text("").splitlines() if line.startswith("  --config.sharding.live_layers=")]
+    lines = {line.partition("=")[0]: line for line in cli.help_text("").splitlines()}
+    assert lines["  --config.optim.beta1"].endswith("must be in [0, 1)")
+    line = lines["  --config.sharding.live_layers"]
     assert line.endswith("  odc: layers whose weights are on a device at once, at most; must be at least 2")
 
 

@@ -116,23 +116,6 @@ def test_equals_the_step_at_once(aggregation: LossAggregation) -> None:
     assert one.version == other.version == VERSION + 2
 
 
-@pytest.mark.long
-def test_naive_sum_is_wrong() -> None:
-    """What the renormalisation is for: portions of equal weight make another update."""
-    groups, prepared = scored()
-    config = config_for(LossAggregation.TOKEN_MEAN)
-    one, other = trainer(config), trainer(config)
-    streamed(one, groups, prepared, [([4], (1,))])
-    one_early = trainer(config)
-    some = [groups[4]]
-    one_early.accumulate(1, some, prepared, (1,))
-    one_early._early[0].size = normaliser(np.ones(6), LossAggregation.TOKEN_MEAN, 1)
-    rest = [g for i, g in enumerate(groups) if i != 4]
-    one_early.train(1, rest, prepared)
-    other.train(1, groups, prepared)
-    assert difference(one, other) < TOLERANCE < 100 * TOLERANCE < difference(one_early, other)
-
-
 @pytest.mark.parametrize(
     ("idle", "portions"),
     [

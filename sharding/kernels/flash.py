@@ -85,9 +85,11 @@ def launch_of(kernel: str, dtype: Any, head: int, capability: int) -> Launch:
             return Launch(32, 64 if wide else 128, 8, 2)
         return Launch(64 if wide else 128, 64, 8, 2)
     if kernel == "forward":
-        return Launch(128, 64, 8 if wide else 4, 3)
+        return Launch(128, 128, 8, 2) if wide and capability == 90 else Launch(128, 64, 8 if wide else 4, 3)
     if kernel == "query_gradients":
         return Launch(128, 64, 8, 2)
+    if wide and capability == 90:
+        return Launch(64, 128, 8, 2)
     return Launch(64, 64, 8, 2) if wide and capability >= 100 else Launch(32, 128, 8, 2)
 
 

@@ -29,7 +29,10 @@ from fluxjax.coordinator.messages import (
 )
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
-every_policy = pytest.mark.parametrize("name", POLICIES)
+# One policy a way of drawing prompts; `test_policies.py` has random histories of every policy with dynamic sampling.
+NAMES = ["synchronous", "tail_batching_spread", "tail_batching_stream", "april", "april_early", "adaptive_async"]
+every_way = pytest.mark.parametrize("name", NAMES)
+BOUNDS = [(1, 3), (4, 2), (10, 4), (4, 2), (1, 3), (10, 4)]  # batches, and groups in a batch
 
 
 @pytest.fixture
@@ -67,12 +70,12 @@ def stop_after(world: PolicyWorld, events: int) -> list[int]:
     return said
 
 
-@every_policy
 @pytest.mark.usefixtures("broken")
 class TestNothingToLearn:
-    @pytest.mark.parametrize(("batches", "size"), [(1, 3), (4, 2), (10, 4)])
-    def test_the_bound_on_batches_ends_the_run(self, name: str, batches: int, size: int) -> None:
+    @pytest.mark.parametrize(("name", "bound"), zip(NAMES, BOUNDS, strict=True))
+    def test_the_bound_on_batches_ends_the_run(self, name: str, bound: tuple[int, int]) -> None:
         """As soon as so many batches can't hold a step's worth of groups; with a checkpoint, and in one line."""
+        batches, size = bound
         world = world_of(name, 1, prompts_per_step=size, max_num_gen_batches=batches, rewards={"scripted": "my:rule"})
         with pytest.raises(CoordinatorError) as caught:
             world.go()
@@ -82,13 +85,15 @@ class TestNothingToLearn:
         assert "step 1," in line and f"policy.max_num_gen_batches is {batches}" in line
         assert [type(i) for i in world.said if isinstance(i, SaveCheckpoint | Train)] == [SaveCheckpoint]
 
+    @every_way
     def test_skips_in_a_row_count_them_too(self, name: str) -> None:
         world = world_of(name, 1, max_skipped_in_a_row=25)
         with pytest.raises(CoordinatorError, match=r"dropped 25 groups .* \(25 of them in a row\)"):
             world.go()
 
+    @every_way
     @pytest.mark.long
-    @settings(deadline=None, max_examples=10)
+    @settings(deadline=None, max_examples=6)
     @given(seed=st.integers(0, 10**6), after=st.integers(1, 150))
     def test_a_stop_stops(self, name: str, seed: int, after: int) -> None:
         """Nothing more is drawn; a resumed run counts on from where this one was."""
@@ -108,10 +113,10 @@ class TestNothingToLearn:
         assert before + dropped(resumed) in range(88, 88 + 12), "those under way end before the run does"
 
 
-@every_policy
+@every_way
 class TestSomethingToLearn:
     @pytest.mark.long
-    @settings(deadline=None, max_examples=4)
+    @settings(deadline=None, max_examples=2)
     @given(seed=st.integers(0, 10**6))
     def test_bounds_are_of_a_step_and_of_a_row(self, name: str, seed: int) -> None:
         """A group in four is dropped at least: many in the whole run, few in a step, fewer in a row."""
@@ -119,7 +124,7 @@ class TestSomethingToLearn:
         assert len(world.all(Train)) == 60 and len(world.all(Skip)) > 40
 
     @pytest.mark.long
-    @settings(deadline=None, max_examples=15)
+    @settings(deadline=None, max_examples=8)
     @given(seed=st.integers(0, 10**6), after=st.integers(1, 120))
     @example(seed=597, after=102)  # the reward that the step lacked comes when its held prompts are parked
     def test_stop_and_resume(self, name: str, seed: int, after: int) -> None:

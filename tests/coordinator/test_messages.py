@@ -8,7 +8,7 @@ import pytest
 from coordinator_cases import World, response
 
 from fluxjax.base.types import Group
-from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, Settings, Synchronous, messages
+from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, messages
 from fluxjax.coordinator.messages import (
     ANSWERS,
     Accumulate,
@@ -71,13 +71,6 @@ class TestDispatch:
             handlers.of(Started, Tick)(lambda self, event: None)
 
 
-class Idle(Synchronous):
-    """Says nothing."""
-
-    def decide(self, coordinator: Coordinator) -> list[Instruction]:
-        return []
-
-
 class TestLog:
     def test_story_of_a_prompt(self) -> None:
         """All that was heard and said of one prompt, and nothing else, in order."""
@@ -116,11 +109,6 @@ class TestLog:
         assert first == "trained version 0 after version 0" and head == "the last that was heard and said:"
         assert len(lines) == 12 and lines[-1] == "  step 1 hears Trained version 0"
         assert lines[-2] == "  step 1 says Train 0, 1 step 1"
-
-    def test_a_policy_that_waits_for_ever_shows_them_too(self) -> None:
-        coordinator = Coordinator(Settings(1, 1, 1), Idle())
-        with pytest.raises(CoordinatorError, match=r"Idle waits although nothing is under way\n.*\n  step 1 h"):
-            coordinator.handle(Started(0))
 
     def test_what_a_user_can_mend_is_one_line(self) -> None:
         world = World(max_attempts=1, prompts_per_step=3)

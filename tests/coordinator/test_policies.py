@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +28,6 @@ from fluxjax.coordinator import (
 )
 from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import (
-    DrawPrompts,
     EngineFailed,
     Event,
     Finish,
@@ -50,12 +48,9 @@ SPECULATIVE = SpeculativeSyncConfig(enabled=True, confidence=0.1)
 POLICIES: dict[str, tuple[Callable[..., SchedulingPolicy], int]] = {  # name: (made how, versions that data may be old)
     "synchronous": (Synchronous, 0),
     "tail_batching": (lambda **options: TailBatching(1.25, 1.25, 0, **options), 0),
-    "tail_batching_default": (TailBatching, 1),
-    "tail_batching_much": (lambda **options: TailBatching(2.0, 2.0, 0, **options), 0),
     "tail_batching_spread": (lambda **options: TailBatching(1.25, 1.0, 2, **options), 2),
     "tail_batching_much_spread": (lambda **options: TailBatching(2.0, 2.0, 1, **options), 1),
     "april": (lambda **options: April(1.7, 2, **options), 2),
-    "april_plain": (lambda **options: April(1.0, 1, **options), 1),
     "synchronous_stream": (lambda **options: Synchronous(stream=StreamTrainer(STREAM), **options), 0),
     "tail_batching_stream": (lambda **options: TailBatching(1.5, 1.5, 0, stream=StreamTrainer(STREAM), **options), 0),
     "april_stream": (lambda **options: April(1.7, 2, stream=StreamTrainer(STREAM), **options), 2),
@@ -107,7 +102,7 @@ def check(world: PolicyWorld, max_staleness: int, *, dynamic: bool = False) -> N
 @every_policy
 class TestEveryPolicy:
     @pytest.mark.slow
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=12)
     @given(
         shape=shapes,
         seed=st.integers(0, 10**6),
@@ -130,7 +125,7 @@ class TestEveryPolicy:
         assert one.said == other.said
 
     @pytest.mark.long
-    @settings(deadline=None, max_examples=15)
+    @settings(deadline=None, max_examples=4)
     @given(seed=st.integers(0, 10**6), prompts=st.integers(5, 40))
     def test_resume_anywhere(self, name: str, seed: int, prompts: int) -> None:
         """A run goes on from any of its checkpoints, which is plain JSON: what it had not trained on, it trains on."""
@@ -148,7 +143,7 @@ class TestEveryPolicy:
                 assert step - 1 - min(resumed.versions(groups)) <= max_staleness
 
     @pytest.mark.slow
-    @settings(deadline=None, max_examples=15)
+    @settings(deadline=None, max_examples=8)
     @given(seed=st.integers(0, 10**6), after=st.integers(0, 60))
     def test_stop(self, name: str, seed: int, after: int) -> None:
         """A stop at any moment ends in a checkpoint from which nothing is missing."""
@@ -187,50 +182,16 @@ def test_temperature_by_prompt(monkeypatch) -> None:
 
 
 class TestTailBatching:
-    def test_short_and_long_rounds(self) -> None:
-        """Short rounds launch eta times the prompts and responses, long ones exactly the prompts that were deferred,
-        once a step's worth of them waits (Flexes, section 3)."""
-        world = PolicyWorld(TailBatching(1.5, 1.5, 0), 3, steps=12, prompts_per_step=4, group_size=4)
-        deferred: list[int] = []
-        kinds = []
-
-        def watch(instruction) -> None:
-            if isinstance(instruction, Park):
-                assert not instruction.keep
-                deferred.append(instruction.prompt.draw)
-            if isinstance(instruction, Generate) and len(instruction.requests) > 1:
-                draws = [r.prompt.draw for r in instruction.requests]
-                if set(draws) & set(deferred):
-                    kinds.append("long")
-                    assert draws == sorted(deferred)[:4] and {(r.n, r.need) for r in instruction.requests} == {(4, 4)}
-                    for draw in draws:
-                        deferred.remove(draw)
-                else:
-                    kinds.append("short")
-                    assert len(draws) == 6 and {(r.n, r.need) for r in instruction.requests} == {(6, 4)}
-
-        world.watch = watch
-        world.go()
-        assert len(kinds) == 12
-        assert kinds[:3] == ["short", "short", "long"], "two prompts are deferred a short round"
-        assert kinds.count("long") == 4
-
     def test_nothing_speculative_is_synchronous(self) -> None:
         """With nothing launched in excess, nothing is deferred: the synchronous policy, instruction for instruction."""
         tail, plain = PolicyWorld(TailBatching(1.0, 1.0, 0), 4).go(), PolicyWorld(Synchronous(), 4).go()
         assert tail.said == plain.said
 
-    @settings(deadline=None, max_examples=30)
-    @given(seed=st.integers(0, 10**6), prompts=st.integers(1, 40))
-    def test_every_prompt_in_the_end(self, seed: int, prompts: int) -> None:
-        """When the data ends, the deferred prompts are trained on, too."""
-        world = PolicyWorld(TailBatching(1.5, 1.5, 0), seed, steps=100, prompts=prompts).go()
-        assert sorted(world.trained) == list(range(prompts))
-
-    @settings(deadline=None, max_examples=30)
-    @given(seed=st.integers(0, 10**6), prompts=st.integers(1, 200))
-    def test_every_held_prompt_in_the_end(self, seed: int, prompts: int) -> None:
-        world = PolicyWorld(TailBatching(1.5, 1.5, 2), seed, steps=200, prompts=prompts).go()
+    @settings(deadline=None, max_examples=15)
+    @given(seed=st.integers(0, 10**6), prompts=st.integers(1, 100), held=st.sampled_from((0, 2)))
+    def test_every_prompt_in_the_end(self, seed: int, prompts: int, held: int) -> None:
+        """When the data ends, the prompts that were deferred or held are trained on, too."""
+        world = PolicyWorld(TailBatching(1.5, 1.5, held), seed, steps=200, prompts=prompts).go()
         assert sorted(world.trained) == list(range(prompts))
 
     def test_long_prompts_are_spread(self) -> None:
@@ -301,13 +262,9 @@ class TestApril:
         left = world.coordinator.ledger.entries
         assert lost and {int(draw) for draw in lost} <= left.keys(), "and it is still there"
 
-    def test_oversampling(self) -> None:
-        world = PolicyWorld(April(1.5, 4), 2, steps=3, prompts_per_step=4).go()
-        assert world.all(DrawPrompts)[0].count == math.ceil(1.5 * 4)
-
 
 class TestAdaptiveAsync:
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=20)
     @given(shape=shapes, seed=st.integers(0, 10**6), prompts=st.integers(0, 30), faults=st.integers(0, 3))
     def test_ratio_zero_is_synchronous(self, shape, seed: int, prompts: int, faults: int) -> None:
         """At ratio 0 it says what the synchronous policy says, instruction for instruction."""
@@ -319,17 +276,6 @@ class TestAdaptiveAsync:
         plain = PolicyWorld(Synchronous(), seed, **options).go()
         assert ahead.said == plain.said
 
-    def test_capacity(self) -> None:
-        """Never more prompts under way than the ratio allows; and it does run ahead."""
-        world = PolicyWorld(AdaptiveAsync(EAGER), 1, steps=10, prompts_per_step=4)
-        most = 0
-        world.start()
-        while not world.coordinator.finished:
-            world.step()
-            most = max(most, world.coordinator.ledger.live)
-        assert most == 4 * (1 + 2)
-        assert any(len(set(world.versions(groups))) > 1 for groups in world.steps.values())
-
     def test_ratio_follows_staleness(self) -> None:
         """Above the target the ratio falls, below it rises, within its bounds."""
         low = AdaptiveAsyncConfig(target_staleness=0.0, tolerance=1.0, max_staleness=4, kp=0.5, sync_interval=1000)
@@ -338,12 +284,6 @@ class TestAdaptiveAsync:
         for policy in (falling, rising):
             PolicyWorld(policy, 3, steps=30).go()
         assert falling.ratio < 0.4 and rising.ratio == pytest.approx(0.9)
-
-    def test_barrier(self) -> None:
-        """After `sync_interval` steps nothing new begins until everything under way is trained on."""
-        policy = AdaptiveAsync(AdaptiveAsyncConfig(max_staleness=3, ratio=0.9, sync_interval=4))
-        PolicyWorld(policy, 3, steps=30).go()
-        assert 3 <= policy.barriers <= 6
 
     def test_partial_sync(self) -> None:
         """With `interrupt` off, an engine gets new weights when nothing runs on it, the others go on."""

@@ -479,7 +479,7 @@ class TestBooks:
                 return []
 
         coordinator = Coordinator(Settings(1, 1, 1), Idle())
-        with pytest.raises(CoordinatorError, match="Idle waits although nothing is under way"):
+        with pytest.raises(CoordinatorError, match=r"Idle waits although nothing is under way\n.*\n  step 1 h"):
             coordinator.handle(Started(0))
 
     def test_settings(self) -> None:

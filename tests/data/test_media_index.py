@@ -86,17 +86,18 @@ def test_what_is_noted_is_known_to_the_next_run(tmp_path):
         assert known.verdict(ref(1), "t") == Medium("video", (2, 4, 6), 0.7)
         error = known.verdict(ref(1), "s")
         assert isinstance(error, MediaError) and str(error) == "/media/1.png: is cut off"
-        for other in (ref(2), ref(stamp="1-3"), MediaRef("video", ref().path, "1-2"), MediaRef(*ref_fields(), "c/0/0")):
+        for other in (
+            ref(2),
+            ref(stamp="1-3"),
+            MediaRef("video", ref().path, "1-2"),
+            MediaRef("image", ref().path, "1-2", "c/0/0"),
+        ):
             assert known.facts(other) is None and known.verdict(other, "s") is None
     again.note(ref(stamp="1-3"), facts=Facts(1, 1))
     assert index.facts(ref()) is None and index.verdict(ref(), "s") is None, "one version of a file is known"
     assert index.facts(ref(stamp="1-3")) == Facts(1, 1)
     index.forget(ref())
     assert again.facts(ref(stamp="1-3")) is None and again.facts(ref(1)) is not None
-
-
-def ref_fields():
-    return ref().kind, ref().path, ref().stamp
 
 
 def test_counted_frames_are_not_forgotten_for_a_headers_word(tmp_path):
@@ -229,10 +230,7 @@ def test_a_missing_file_is_an_error_and_urls_are_believed(tmp_path, at_once):
     fsspec.filesystem("memory").rm("/index", recursive=True)
     again = MediaIndex(tmp_path / "index")
     assert again.ref(Media(MediaKind.IMAGE, url)) == there
-    assert again.medium(there, SETTINGS) == (MEDIUM_OF_40_24, True)
-
-
-MEDIUM_OF_40_24 = SETTINGS.load("image", encoded(40, 24, "PNG"))[0]
+    assert again.medium(there, SETTINGS) == (SETTINGS.load("image", encoded(40, 24, "PNG"))[0], True)
 
 
 # --- sizes from facts ---------------------------------------------------------------------------------
@@ -360,7 +358,8 @@ def test_a_damaged_index_is_rebuilt_and_never_wrong(written, tmp_path_factory, k
 
 
 def test_a_rebuilt_index_says_so_once(written, tmp_path, caplog):
-    damage(tmp_path, written)
+    ((name, kept),) = written[0].items()
+    (tmp_path / name).write_bytes(b"x" * len(kept))
     index = MediaIndex(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert set(content(index, range(80)).values()) == {None}
@@ -381,11 +380,6 @@ def test_a_value_with_any_wrong_byte_is_not_believed(written, tmp_path, caplog):
         (folder / name).write_bytes(kept[:place] + bytes([kept[place] ^ 1]) + kept[place + 1 :])
         caplog.clear()
         assert MediaIndex(folder).facts(ref(7)) is None and "another checksum" in caplog.text
-
-
-def damage(folder, written):
-    ((name, kept),) = written[0].items()
-    (folder / name).write_bytes(b"x" * len(kept))
 
 
 def test_processes_that_have_a_damaged_file_open_do_no_harm(written, tmp_path):
@@ -487,7 +481,6 @@ def test_a_full_disk_costs_a_warning(tmp_path):
     index = MediaIndex(tmp_path)
     index.note(ref(), facts=Facts(5, 5))
     index.close()
-
     with writer(tmp_path, 1, 3000, "one", most=100_000) as process:
         go(process)
         output, errors = process.communicate(timeout=120)

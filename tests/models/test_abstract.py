@@ -94,7 +94,7 @@ def test_published_parameter_counts(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen2.5-VL-72B"])
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen2.5-VL-72B"])
 def test_counts_and_names_equal_those_of_transformers(name: str) -> None:
     torch = pytest.importorskip("torch", reason="needs the parity extra")
     transformers = pytest.importorskip("transformers", reason="needs the parity extra")

@@ -10,7 +10,7 @@ from tiny import qwen2_config, rows, run, sequence, text_config, vl_config
 
 import models
 from models.config import ModelConfigError
-from models.decoder import hidden_states, logits, logprobs, parameter_count
+from models.decoder import hidden_states, logits, logprobs
 from sharding.walk import Walk
 
 TOLERANCE = 1e-5  # float32, same arithmetic in another order
@@ -145,16 +145,6 @@ def test_layers_of_a_stack_start_different(vl) -> None:
     assert weight.shape == (2, 48, 6, 8)
     assert not np.array_equal(weight[0], weight[1])
     assert abs(weight.std() / 0.15 - 1) < 0.05
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_head_is_the_embedding_when_tied(tied: bool) -> None:
-    model = models.create(vl_config(tie_word_embeddings=tied))
-    same = np.array_equal(model.head_weight(Walk()), model.embedding.table[...])
-    assert same == tied
-    assert parameter_count(model) == parameter_count(models.abstract(vl_config(tie_word_embeddings=True))) + (
-        0 if tied else 64 * 48
-    )
 
 
 def test_split_and_merge_travel_through_jit(vl) -> None:

@@ -226,7 +226,7 @@ def test_frames_are_resized_in_strips(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", [9000, 12000, 20000])
+@pytest.mark.parametrize("side", [9000, 20000])
 def test_larger_pictures_are_refused_before_they_are_decoded(tmp_path, side):
     """Sizes above our bound are refused by it, also where Pillow warns, and where Pillow refuses."""
     text, grown = peak_of(tmp_path, "load_image(data)", palette_png(side))
@@ -282,13 +282,6 @@ def test_frames_that_grow_on_the_way_are_refused(tmp_path, height, width, reason
     large = write_video(tmp_path / "b.h264", moving_frames(8, height, width), format="h264")
     with pytest.raises(MediaError, match=reason):
         load(small.read_bytes() + large.read_bytes(), pixels=64 * 96)
-
-
-def test_more_frames_than_the_bound(tmp_path):
-    path = write_video(tmp_path / "a.mkv", moving_frames(12, 32, 48), fps=12)
-    assert len(load(str(path), frames=12).frames) == 4
-    with pytest.raises(MediaError, match=r"too many frames: more than 11 are not decoded \(data.max_decoded_frames\)"):
-        load(str(path), frames=11)
 
 
 def test_an_absurd_frame_count_of_a_header_is_not_believed(tmp_path):

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from tiny import vl_config
 
+import models
 from models.layers import FEW_ROWS, GatedMLP, gelu, project
 from sharding.mesh import make_mesh
 from sharding.weights import WeightSpec
@@ -84,3 +86,12 @@ def test_gradients_are_products_of_two_matrices():
     products = [equation for equation in program.jaxpr.eqns if equation.primitive.name == "dot_general"]
     assert len(products) == 9  # three forward, six backward
     assert all(operand.aval.ndim == 2 for product in products for operand in product.invars)
+
+
+def test_rms_norm_computes_in_float32():
+    """The mean of squares would be wrong in the third digit in bfloat16; only the result is rounded."""
+    norm = models.create(vl_config()).norm
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 23, 48)), jnp.bfloat16)
+    narrow = norm(x)
+    assert narrow.dtype == jnp.bfloat16
+    assert np.array_equal(np.asarray(narrow), np.asarray(norm(x.astype(jnp.float32)).astype(jnp.bfloat16)))

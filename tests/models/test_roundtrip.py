@@ -31,9 +31,15 @@ BUILD = {"qwen2": build_text, "qwen2_5_vl": build_vl}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize(
+    ("kind", "tied", "dtype"),
+    [
+        ("qwen2", True, "float32"),
+        ("qwen2", False, "bfloat16"),
+        ("qwen2_5_vl", False, "float32"),
+        ("qwen2_5_vl", True, "bfloat16"),
+    ],
+)
 def test_round_trip_keeps_names_bits_and_config(tmp_path, kind: str, tied: bool, dtype: str) -> None:
     pair = BUILD[kind](tmp_path / "theirs", tied=tied, dtype=getattr(torch, dtype))
     models.save(pair.model, tmp_path / "ours")

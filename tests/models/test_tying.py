@@ -15,8 +15,9 @@ from sharding.walk import Walk
 
 PLACES = (None, False, True)  # absent, said and said
 HEADS = ("none", "copy", "own")
-CASES = [("qwen2", outer, None, head) for outer, head in itertools.product(PLACES, HEADS)]
-CASES += [("qwen2_5_vl", *case) for case in itertools.product(PLACES, PLACES, HEADS)]
+CASES = [("qwen2", outer, None, head) for outer, head in zip(PLACES, HEADS, strict=True)]
+CASES += [("qwen2_5_vl", *case) for case in itertools.product(PLACES, PLACES, HEADS) if case[2] != "copy"]
+CASES += [("qwen2_5_vl", outer, True, "copy") for outer in PLACES]
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,8 @@ SETTINGS = MediaSettings(
 )
 CHOICES = [
     ALL,
-    FrameSettings(num_frames=10),
     FrameSettings(num_frames=19),
     FrameSettings(fps=2.7),
-    FrameSettings(fps=40),
     FrameSettings(num_frames=16, max_video_tokens=60),
 ]
 # Kinds that are decoded as a whole: times of packets are missing or wrong, or some frames are not decoded.
@@ -61,7 +59,7 @@ def wholes(path):
     return [(using, *using.load("video", path)) for using in (dataclasses.replace(SETTINGS, frames=f) for f in CHOICES)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(choice=st.sampled_from(range(len(CHOICES))), data=st.data())
 def test_a_slice_is_that_part_of_the_whole(path, wholes, choice, data):
     using, medium, whole = wholes[choice]
@@ -106,16 +104,6 @@ def test_slices_of_real_videos(shared, name):
     assert medium.seekable
     for first, last in ((0, 1), (2, 4), (5, 6)):
         np.testing.assert_array_equal(using.load_pairs(path, medium, first, last), whole[first * size : last * size])
-
-
-def test_large_frames_become_the_same_however_many_threads_convert_them(tmp_path):
-    """`load` converts those of large videos in threads."""
-    pictures = moving_frames(24, 722, 1282)
-    path = str(write_video(tmp_path / "a.mp4", pictures))
-    using = dataclasses.replace(SETTINGS, video=PixelSettings(256, 1000 * 1000))
-    medium, whole = using.load("video", path)
-    size = medium.grid[1] * medium.grid[2]
-    np.testing.assert_array_equal(using.load_pairs(path, medium, 7, 9), whole[7 * size : 9 * size])
 
 
 def test_bytes_and_images(tmp_path):
@@ -228,8 +216,9 @@ def pieces(path, pairs_per_chunk, using=SETTINGS, kind="video"):
     raise AssertionError("no medium")
 
 
-@pytest.mark.parametrize("pairs_per_chunk", [1, 3, 7, 8, 23, 24, 100])
-@pytest.mark.parametrize("count", [0, 19, 1])
+@pytest.mark.parametrize(
+    ("pairs_per_chunk", "count"), [(1, 0), (3, 1), (7, 19), (8, 0), (23, 0), (24, 0), (24, 1), (100, 19)]
+)
 def test_chunks_are_the_whole_in_pieces(tmp_path, pairs_per_chunk, count):
     path = str(x264(tmp_path / "a.mp4", pictures=frames()[: count or 48]))
     medium, whole = SETTINGS.load("video", path)
@@ -240,7 +229,7 @@ def test_chunks_are_the_whole_in_pieces(tmp_path, pairs_per_chunk, count):
     assert {chunk.grid for chunk in chunks} == {medium.grid}
 
 
-@pytest.mark.parametrize("promised", [0, 2, 20, 47, 49, 500])
+@pytest.mark.parametrize("promised", [0, 2, 47, 49, 500])
 def test_a_header_that_lies_voids_what_came_of_it(tmp_path, promised):
     path = str(promising(tmp_path / "a.avi", promised))
     medium, whole = SETTINGS.load("video", path)

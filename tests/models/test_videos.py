@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media_files import decoded, moving_frames, write_video
+from media_files import moving_frames, write_video
 
-from models.processing import MediaError
 from models.processing.images import smart_resize
 from models.processing.patches import normalise, patchify
 from models.processing.resize import resize_frame
@@ -121,32 +120,6 @@ def test_an_odd_number_of_frames_repeats_the_last():
     np.testing.assert_array_equal(patches, same)
 
 
-def test_uneven_timestamps_count_and_the_header_rate_does_not(tmp_path):
-    times = [0, 40, 80, 1000, 2000, 2040]
-    path = write_video(tmp_path / "a.mkv", moving_frames(6, 32, 48), fps=25, times=times)
-    video = load_video(str(path), SMALL, SMALL_PIXELS, FrameSettings(num_frames=6))
-    assert video.seconds == pytest.approx(2.08, abs=0.01)
-    assert video.seconds_per_grid(2) == pytest.approx(2.08 / 3, abs=0.01)
-
-
-def test_bytes_are_read_like_files(tmp_path):
-    path = write_video(tmp_path / "a.mp4", moving_frames(8, 32, 48))
-    frames = FrameSettings(num_frames=4)
-    from_file = load_video(str(path), SMALL, SMALL_PIXELS, frames)
-    from_bytes = load_video(path.read_bytes(), SMALL, SMALL_PIXELS, frames)
-    np.testing.assert_array_equal(from_file.frames, from_bytes.frames)
-    assert from_file.seconds == from_bytes.seconds == 1.0
-
-
-@pytest.mark.parametrize("name", ["a.webm", "a.mkv", "a.avi", "a.mpg"])
-def test_other_containers(tmp_path, name):
-    codec = {"a.webm": "libvpx-vp9", "a.mkv": "libx264", "a.avi": "mpeg4", "a.mpg": "mpeg1video"}[name]
-    path = write_video(tmp_path / name, moving_frames(9, 32, 48), fps=25, codec=codec)
-    video = load_video(str(path), SMALL, PixelSettings(min_pixels=32 * 48, max_pixels=32 * 48), ALL)
-    np.testing.assert_array_equal(video.frames, decoded(path))
-    assert video.seconds == pytest.approx(9 / 25, rel=0.01)
-
-
 def test_threads_of_large_videos_decode_the_same(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.mp4", moving_frames(24, 64, 96))
     frames = FrameSettings(num_frames=8)
@@ -165,9 +138,3 @@ def test_a_video_budget_bounds_many_frames(tmp_path):
     assert plain.frames.shape[1:3] == (64, 96)
     height, width = capped.frames.shape[1:3]
     assert (height, width) == smart_resize(64, 96, 8, 256, int(100 * 64 * 0.9) * 2 // 8)
-
-
-def test_more_frames_than_there_are(tmp_path):
-    path = write_video(tmp_path / "a.mp4", moving_frames(3, 32, 48))
-    with pytest.raises(MediaError, match=r"a\.mp4: has 3 frames, 4 were asked for"):
-        load_video(str(path), SMALL, SMALL_PIXELS, FrameSettings(num_frames=4))

@@ -1,5 +1,6 @@
 """Rewards of code: the shapes of tasks, cheats that are worth nothing, and time-outs that adapt."""
 
+import ast
 import asyncio
 import json
 import pathlib
@@ -30,9 +31,8 @@ def reward():
 
 
 def completion(task, text, id="1"):
-    return Completion(
-        Prompt(id, "code", "?", json.dumps(task)), textwrap.dedent(text) if text.startswith("\n") else text
-    )
+    text = textwrap.dedent(text) if text.startswith("\n") else text
+    return Completion(Prompt(id, "code", "?", json.dumps(task)), text)
 
 
 def score(reward, task, text):
@@ -61,12 +61,13 @@ def test():
     s.push(1); s.push(2)
     assert s.pop() == 2 and len(s) == 1 and s.top == 1
 """
+PRINTS = "print(eval(input().replace(' ', '+')))"
 SHAPES = {  # task, a right response, a wrong one
     "check": (ADD, "def add(a, b): return a + b", "def add(a, b): return a - b"),
     "fenced": (
         ADD,
-        "So:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.",
-        "```python\ndef add(a, b): return max(a, b)\n```",
+        "So:\n```python\ndef add(a, b): return a + b\n```\nDone.",
+        "```python\ndef add(a, b): return b\n```",
     ),
     "continued": (
         ADD | {"setup": "def helper(x):\n    return x\n\ndef add(a, b):\n    '''Adds.'''\n"},
@@ -132,7 +133,7 @@ SHAPES = {  # task, a right response, a wrong one
     "all kinds of plain data": (
         {"tests": ALL_KINDS},
         "def f(x): return x",
-        "def f(x): return list(x) if isinstance(x, tuple) else x",
+        "def f(x): return list(x) if x == (1,) else x",
     ),
     "program": (SUM, "print(sum(map(int, input().split())))\nexit()", "print(3)"),
     "program with a main": (
@@ -141,11 +142,7 @@ SHAPES = {  # task, a right response, a wrong one
         "if __name__ == '__main__': main()",
         "if __name__ != '__main__': print(3)",
     ),
-    "program that fails in the end": (
-        SUM,
-        "print(eval(input().replace(' ', '+')))",
-        "print(eval(input().replace(' ', '+'))); 1 / 0",
-    ),
+    "program that fails in the end": (SUM, PRINTS, PRINTS + "; 1 / 0"),
 }
 
 
@@ -175,7 +172,6 @@ class Everything:
     __rsub__ = __abs__ = __add__ = __radd__ = __sub__
 """
 CHEATS = {
-    "ends at once": "import sys; sys.exit(0)",
     "ends the process": "import os; os._exit(0)",
     "ends in the call": "def add(a, b):\n    import os; os._exit(0)",
     "leaves in the call": "def add(a, b): raise SystemExit(0)",
@@ -273,6 +269,7 @@ def test_cheats_are_worth_nothing(reward, cheat):
     assert (result.value, result.correct) == (0.0, False) and result.reason, result
 
 
+ANYTHING = EVERYTHING + "def f(x): return Everything()"
 CARELESS = {  # tests that a trick could slip through, and the trick
     "a loop that an exception ends": (
         "def check(candidate):\n    for got, expected in zip(map(candidate, [1, 2]), [1, 2]): assert got == expected",
@@ -294,14 +291,8 @@ CARELESS = {  # tests that a trick could slip through, and the trick
         "def check(candidate):\n    try: assert candidate(1) == 1\n    except Exception: pass",
         "def f(x):\n    import os; os._exit(0)",
     ),
-    "an item of the answer": (
-        "def check(candidate): assert 7 in candidate(1)",
-        EVERYTHING + "def f(x): return Everything()",
-    ),
-    "an answer that is true": (
-        "def check(candidate): assert candidate(1)",
-        EVERYTHING + "def f(x): return Everything()",
-    ),
+    "an item of the answer": ("def check(candidate): assert 7 in candidate(1)", ANYTHING),
+    "an answer that is true": ("def check(candidate): assert candidate(1)", ANYTHING),
     "an answer that is not false": ("def check(candidate): assert not candidate(1)", "def f(x): return object()"),
     "the argument is sorted, too": (
         "def check(candidate):\n    x = [2, 1]\n    assert candidate(x) == sorted(x)",
@@ -503,8 +494,6 @@ def test_code_is_found_in_a_response(text, entry_point, code):
 
 def test_sources_of_the_inside_need_nothing_but_python():
     """They run where this project is not installed."""
-    import ast
-
     folder = pathlib.Path(__file__).parents[2] / "fluxjax" / "rewards" / "inside"
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

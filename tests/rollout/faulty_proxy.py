@@ -45,151 +45,101 @@ class Fault:
     route: str = "/generate"
 
 
-def _id(event: Json) -> None:
-    event["meta_info"]["id"] = "somebody-else"
-
-
-def _index(event: Json) -> None:
-    event["index"] = 99
-
-
-def _neighbour(event: Json) -> None:
-    event["index"] += 1
-
-
-def _no_logprobs(event: Json) -> None:
-    del event["meta_info"]["output_token_logprobs"]
-
-
-def _few_logprobs(event: Json) -> None:
-    event["meta_info"]["output_token_logprobs"].pop()
-
-
-def _nan_logprob(event: Json) -> None:
-    event["meta_info"]["output_token_logprobs"][-1][0] = float("nan")
-
-
-def _huge_logprob(event: Json) -> None:
-    event["meta_info"]["output_token_logprobs"][-1][0] = -(10**400)
-
-
-def _logprob_of_another(event: Json) -> None:
-    event["meta_info"]["output_token_logprobs"][-1][1] += 1
-
-
-def _set_token(event: Json, place: int, id: Any) -> None:
-    event["output_ids"][place] = event["meta_info"]["output_token_logprobs"][place][1] = id
-
-
-def _vocabulary(event: Json) -> None:
-    _set_token(event, -1, 10**6)
-
-
-def _not_a_token(event: Json) -> None:
-    _set_token(event, -1, True)
-
-
-def _forbidden(event: Json) -> None:
-    _set_token(event, -1, processor("text").media_token_ids[0])
-
-
-def _other_tokens(event: Json) -> None:
-    _set_token(event, 0, (event["output_ids"][0] + 1) % 8)
-
-
-def _ends(event: Json, finish: Json) -> None:
+def _ends(event: Json, **finish: Any) -> None:
     meta = event["meta_info"]
     meta["finish_reason"] = finish
     meta["weight_versions"] = [{"version": meta["weight_version"], "start": 0, "end": len(event["output_ids"])}]
 
 
-def _early_end(event: Json) -> None:
-    _ends(event, {"type": "length", "length": 0})
+def spoil(event: Json, kind: str) -> None:
+    """Does to an event what a key of `EVENT_FAULTS` says."""
+    meta, logprobs = event["meta_info"], event["meta_info"].get("output_token_logprobs", [])
+
+    def set_token(place: int, id: Any) -> None:
+        event["output_ids"][place] = logprobs[place][1] = id
+
+    def set_span(**changes: Any) -> None:
+        (span,) = meta["weight_versions"]
+        meta["weight_versions"] = [span | changes]
+
+    match kind:
+        case "another id":
+            meta["id"] = "somebody-else"
+        case "index out of range":
+            event["index"] = 99
+        case "index of a neighbour":
+            event["index"] += 1
+        case "no log-probs":
+            del meta["output_token_logprobs"]
+        case "few log-probs":
+            logprobs.pop()
+        case "log-prob NaN":
+            logprobs[-1][0] = float("nan")
+        case "log-prob without end":
+            logprobs[-1][0] = -(10**400)
+        case "log-prob of another token":
+            logprobs[-1][1] += 1
+        case "token beyond the vocabulary":
+            set_token(-1, 10**6)
+        case "no token":
+            set_token(-1, True)
+        case "forbidden token":
+            set_token(-1, processor("text").media_token_ids[0])
+        case "tokens that change":
+            set_token(0, (event["output_ids"][0] + 1) % 8)
+        case "early end":
+            _ends(event, type="length", length=0)
+        case "early stop":
+            _ends(event, type="stop", matched=1)
+        case "stop without a token":
+            event["output_ids"], meta["output_token_logprobs"], meta["completion_tokens"] = [], [], 0
+            _ends(event, type="stop", matched=None)
+            meta["weight_versions"] = []
+        case "abort that nobody asked for":
+            _ends(event, type="abort", status_code=None)
+        case "abort of a failure":
+            _ends(event, type="abort", status_code=500, message="out of memory")
+        case "strange finish":
+            meta["finish_reason"] = "done"
+        case "no versions":
+            del meta["weight_versions"]
+        case "gap in the versions":
+            set_span(start=1)
+        case "few versions":
+            set_span(end=meta["weight_versions"][0]["end"] - 1)
+        case "foreign version":
+            set_span(version=str(FOREIGN))
 
 
-def _early_stop(event: Json) -> None:
-    _ends(event, {"type": "stop", "matched": 1})
+WHENEVER: Callable[[Json, int], bool] = lambda event, sent: True  # noqa: E731
+UNDER_WAY: Callable[[Json, int], bool] = lambda event, sent: event["meta_info"]["finish_reason"] is None  # noqa: E731
+AT_ITS_END: Callable[[Json, int], bool] = lambda event, sent: not UNDER_WAY(event, sent)  # noqa: E731
 
-
-def _empty_stop(event: Json) -> None:
-    event["output_ids"], event["meta_info"]["output_token_logprobs"] = [], []
-    event["meta_info"]["completion_tokens"] = 0
-    _ends(event, {"type": "stop", "matched": None})
-    event["meta_info"]["weight_versions"] = []
-
-
-def _own_abort(event: Json) -> None:
-    _ends(event, {"type": "abort", "status_code": None})
-
-
-def _failed_abort(event: Json) -> None:
-    _ends(event, {"type": "abort", "status_code": 500, "message": "out of memory"})
-
-
-def _strange_finish(event: Json) -> None:
-    event["meta_info"]["finish_reason"] = "done"
-
-
-def _no_versions(event: Json) -> None:
-    del event["meta_info"]["weight_versions"]
-
-
-def _gap_in_versions(event: Json) -> None:
-    (span,) = event["meta_info"]["weight_versions"]
-    event["meta_info"]["weight_versions"] = [span | {"start": 1}]
-
-
-def _few_versions(event: Json) -> None:
-    (span,) = event["meta_info"]["weight_versions"]
-    event["meta_info"]["weight_versions"] = [span | {"end": span["end"] - 1}]
-
-
-def _foreign_version(event: Json) -> None:
-    (span,) = event["meta_info"]["weight_versions"]
-    event["meta_info"]["weight_versions"] = [span | {"version": str(FOREIGN)}]
-
-
-def _sent_before(event: Json, sent: int) -> bool:
-    return sent > 0
-
-
-def _under_way(event: Json, sent: int) -> bool:
-    return event["meta_info"]["finish_reason"] is None
-
-
-def _at_its_end(event: Json, sent: int) -> bool:
-    return event["meta_info"]["finish_reason"] is not None
-
-
-def _any(event: Json, sent: int) -> bool:
-    return True
-
-
-# What is done to an event, which it can be done to (by the event, and the tokens of its sample that were sent before),
-# and what a client says of it.
-EVENT_FAULTS: dict[str, tuple[Callable[[Json], None], Callable[[Json, int], bool], str]] = {
-    "another id": (_id, _any, "an answer to 'somebody-else', not"),
-    "index out of range": (_index, _any, "index 99 of"),
-    "index of a neighbour": (_neighbour, _any, "index|an answer to"),
-    "no log-probs": (_no_logprobs, _any, "no output_ids or no output_token_logprobs"),
-    "few log-probs": (_few_logprobs, _any, r"ids, \d+ log-probs"),
-    "log-prob NaN": (_nan_logprob, _any, r"a log-prob \[nan"),
-    "log-prob without end": (_huge_logprob, _any, r"a log-prob \[-1000"),
-    "log-prob of another token": (_logprob_of_another, _any, "a log-prob .* of token"),
-    "token beyond the vocabulary": (_vocabulary, _any, "token 1000000 of a vocabulary"),
-    "no token": (_not_a_token, _any, "token True of a vocabulary"),
-    "forbidden token": (_forbidden, _any, "token .* which was forbidden"),
-    "tokens that change": (_other_tokens, _sent_before, "that were others before"),
-    "early end": (_early_end, _under_way, "an end by length at"),
-    "early stop": (_early_stop, _under_way, "an end at token .* of its own accord"),
-    "stop without a token": (_empty_stop, lambda event, sent: sent == 0, "an end at token None"),
-    "abort that nobody asked for": (_own_abort, _under_way, "aborted .* samples, which nobody asked for"),
-    "abort of a failure": (_failed_abort, _under_way, "abort with status 500: out of memory"),
-    "strange finish": (_strange_finish, _any, "a finish reason 'done'"),
-    "no versions": (_no_versions, _at_its_end, "weight_versions None"),
-    "gap in the versions": (_gap_in_versions, _at_its_end, "weight_versions"),
-    "few versions": (_few_versions, _at_its_end, "weight_versions .* for"),
-    "foreign version": (_foreign_version, _at_its_end, f"{FOREIGN}"),
+# The events that a fault can happen to (by the event, and the tokens of its sample that were sent before), and what a
+# client says of it.
+EVENT_FAULTS: dict[str, tuple[Callable[[Json, int], bool], str]] = {
+    "another id": (WHENEVER, "an answer to 'somebody-else', not"),
+    "index out of range": (WHENEVER, "index 99 of"),
+    "index of a neighbour": (WHENEVER, "index|an answer to"),
+    "no log-probs": (WHENEVER, "no output_ids or no output_token_logprobs"),
+    "few log-probs": (WHENEVER, r"ids, \d+ log-probs"),
+    "log-prob NaN": (WHENEVER, r"a log-prob \[nan"),
+    "log-prob without end": (WHENEVER, r"a log-prob \[-1000"),
+    "log-prob of another token": (WHENEVER, "a log-prob .* of token"),
+    "token beyond the vocabulary": (WHENEVER, "token 1000000 of a vocabulary"),
+    "no token": (WHENEVER, "token True of a vocabulary"),
+    "forbidden token": (WHENEVER, "token .* which was forbidden"),
+    "tokens that change": (lambda event, sent: sent > 0, "that were others before"),
+    "early end": (UNDER_WAY, "an end by length at"),
+    "early stop": (UNDER_WAY, "an end at token .* of its own accord"),
+    "stop without a token": (lambda event, sent: sent == 0, "an end at token None"),
+    "abort that nobody asked for": (UNDER_WAY, "aborted .* samples, which nobody asked for"),
+    "abort of a failure": (UNDER_WAY, "abort with status 500: out of memory"),
+    "strange finish": (WHENEVER, "a finish reason 'done'"),
+    "no versions": (AT_ITS_END, "weight_versions None"),
+    "gap in the versions": (AT_ITS_END, "weight_versions"),
+    "few versions": (AT_ITS_END, "weight_versions .* for"),
+    "foreign version": (AT_ITS_END, f"{FOREIGN}"),
 }
 STREAM_FAULTS: dict[str, str] = {
     "cut": "broke off|without .DONE.|not JSON",  # in the middle of an event
@@ -314,12 +264,12 @@ class FaultyProxy:
                     if kind == "no JSON":
                         self.fired.append(kind)
                         line, fault = b"data: {what?", None
-                    elif event and kind == "twice" and _at_its_end(event, before):
+                    elif event and kind == "twice" and AT_ITS_END(event, before):
                         self.fired.append(kind)
                         line, fault = line + b"\n\n" + line, None
-                    elif event and kind in EVENT_FAULTS and EVENT_FAULTS[kind][1](event, before):
+                    elif event and kind in EVENT_FAULTS and EVENT_FAULTS[kind][0](event, before):
                         self.fired.append(kind)
-                        EVENT_FAULTS[kind][0](event)
+                        spoil(event, kind)
                         silent = event["index"] if kind == "abort that nobody asked for" else -1
                         line, fault = b"data: " + json.dumps(event).encode(), None
                 elif event and event["index"] == silent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -191,3 +191,11 @@ def assert_logprobs(
 ) -> None:
     expected = full_logprobs(model, prompt, answer.ids, temperature, never)
     np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+def assert_equal(answers: Iterable[Sequence[Any]], expected: Iterable[Sequence[Any]]) -> None:
+    """The same tokens and ends, and log-probs up to rounding."""
+    for group, alone in zip(answers, expected, strict=True):
+        assert [(a.ids, a.finish) for a in group] == [(e.ids, e.finish) for e in alone]
+        for answer, other in zip(group, alone, strict=True):
+            np.testing.assert_allclose(answer.logprobs, other.logprobs, rtol=0, atol=TOLERANCE)

@@ -58,13 +58,14 @@ def test_1_greedy_is_the_argmax_of_the_full_forward_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_1_logprobs_are_those_of_the_full_forward_pass(temperature):
-    model, prompt = build(TEXT), text_prompt(11)
-    asked = request("r", prompt, n=5, temperature=temperature, top_p=0.9, top_k=30, max_new_tokens=24)
-    for answer in run(engine(model), asked)[0]:
-        assert len(answer.ids) == 24
-        assert_logprobs(model, prompt, answer, temperature)
+def test_1_logprobs_are_those_of_the_full_forward_pass():
+    model, prompt, temperatures = build(TEXT), text_prompt(11), (0.6, 1.7)
+    how = {"n": 5, "top_p": 0.9, "top_k": 30, "max_new_tokens": 24}
+    asked = [request(str(temperature), prompt, temperature=temperature, **how) for temperature in temperatures]
+    for temperature, answers in zip(temperatures, run(engine(model), *asked), strict=True):
+        for answer in answers:
+            assert len(answer.ids) == 24
+            assert_logprobs(model, prompt, answer, temperature)
 
 
 @pytest.mark.slow
@@ -77,7 +78,10 @@ def test_1_and_10_vision_text_and_several_media_in_one_batch():
         media_prompt(1, ("image", (1, 4, 8)), ("video", (3, 4, 4)), 5, seed=4),
     ]
     requests = [request(f"r{i}", p, n=3, max_new_tokens=9, forbidden_ids=MEDIA) for i, p in enumerate(prompts)]
-    for prompt, answers in zip(prompts, run(engine(model), *requests), strict=True):
+    greedy = request("greedy", prompts[3], temperature=0.0, max_new_tokens=12)
+    *drawn, (best,) = run(engine(model), *requests, greedy)
+    assert best.ids == tuple(full_logits(model, prompts[3], best.ids).argmax(-1))
+    for prompt, answers in zip(prompts, drawn, strict=True):
         for answer in answers:
             assert not set(answer.ids) & set(MEDIA)
             assert_logprobs(model, prompt, answer, never=MEDIA)
@@ -88,32 +92,19 @@ def test_1_and_10_vision_text_and_several_media_in_one_batch():
     assert np.abs(blind - seen).max() > 0.01
 
 
-@pytest.mark.slow
-def test_10_vision_greedy():
-    model, prompt = build(VL), media_prompt(2, ("video", (2, 4, 8)), 3, seed=5)
-    ((answer,),) = run(engine(model), request("r", prompt, temperature=0.0, max_new_tokens=12))
-    assert answer.ids == tuple(full_logits(model, prompt, answer.ids).argmax(-1))
-
-
-@pytest.mark.parametrize("steps", [1, 3, 8])
-def test_2_stop_ids_and_limits_are_exact(steps):
+def test_2_stop_ids_and_limits_are_exact():
     model, prompt = build(TEXT), text_prompt(6)
     free = run(engine(model), request("r", prompt, n=16, max_new_tokens=17))[0]
     stops = (free[0].ids[4], free[1].ids[9])
-    answers = run(engine(model, steps_per_sync=steps), request("r", prompt, n=16, max_new_tokens=13, stop_ids=stops))[0]
-    reasons = set()
-    for whole, answer in zip(free, answers, strict=True):
-        cut = next((t + 1 for t, id in enumerate(whole.ids[:13]) if id in stops), None)
-        assert answer.ids == whole.ids[: cut or 13]
-        assert answer.finish is (FinishReason.STOP if cut else FinishReason.LENGTH)
-        reasons.add(answer.finish)
-    assert len(reasons) == 2, "the example should show both ends"
-
-
-def test_2_a_single_token():
-    model = build(TEXT)
-    ((answer,),) = run(engine(model), request("r", text_prompt(5), max_new_tokens=1))
-    assert len(answer.ids) == 1 and answer.finish is FinishReason.LENGTH
+    asked = request("r", prompt, n=16, max_new_tokens=13, stop_ids=stops), request("one", prompt, max_new_tokens=1)
+    for steps in (1, 3, 8):
+        answers, (single,) = run(engine(model, slots=17, steps_per_sync=steps), *asked)
+        assert len(single.ids) == 1 and single.finish is FinishReason.LENGTH
+        for whole, answer in zip(free, answers, strict=True):
+            cut = next((t + 1 for t, id in enumerate(whole.ids[:13]) if id in stops), None)
+            assert answer.ids == whole.ids[: cut or 13]
+            assert answer.finish is (FinishReason.STOP if cut else FinishReason.LENGTH)
+        assert len({answer.finish for answer in answers}) == 2, "the example should show both ends"
 
 
 @pytest.mark.slow

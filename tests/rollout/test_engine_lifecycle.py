@@ -159,10 +159,9 @@ def test_12_an_abandoned_stream_leaks_nothing(how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [TEXT, VL], ids=["text", "vision"])
-def test_13_new_weights_in_the_middle_of_responses(config):
-    old, new = build(config), build(config, seed=1)
-    prompt = PROMPT if config is TEXT else media_prompt(2, ("image", (1, 4, 8)), 2, seed=3)
+def test_13_new_weights_in_the_middle_of_responses():
+    old, new = build(VL), build(VL, seed=1)
+    prompt = media_prompt(2, ("image", (1, 4, 8)), 2, seed=3)
 
     async def scenario():
         serving = engine(old, slots=4, version=5)
@@ -202,17 +201,6 @@ async def test_13_a_paused_update_is_exact_and_greedy_follows_it():
     assert set(answer.versions) == {0, 3}
     logits = [full_logits(model, PROMPT, answer.ids).argmax(-1) for model in (old, new)]
     assert answer.ids == tuple(np.where(np.array(answer.versions) == 0, *logits))
-
-
-@without_a_hang
-async def test_13_numpy_weights_are_copied_too():
-    new = build(TEXT, seed=1)
-    buffers = jax.tree.map(np.array, params_of(new))
-    serving = engine(build(TEXT))
-    await serving.update_weights(1, buffers)
-    jax.tree.map(lambda x: x.fill(0), buffers)  # the caller's memory is the caller's
-    ((answer,),) = await serve(serving, [request("r", PROMPT, max_new_tokens=8)])
-    assert_logprobs(new, PROMPT, answer)
 
 
 @without_a_hang

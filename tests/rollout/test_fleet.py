@@ -70,6 +70,8 @@ def test_an_abort_ends_what_waits_for_a_server(tmp_path: pathlib.Path) -> None:
             await until(lambda: seat.stats().running == 1)
             await seat.abort(wanted.rid)
             assert [(answer.ids, answer.finish) for answer in await first] == [((), FinishReason.ABORT)] * 2
+            with pytest.raises(EngineError, match="no server 9 in the fleet; there are server 0"):
+                fleet.leave("server 9")
 
         run(work())
 
@@ -146,14 +148,6 @@ def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
             chosen = run(fleet._requests._server_for(job))
             assert chosen is not None and chosen.name == expected
             chosen.suspect()
-
-
-def test_names_of_servers_that_there_are_not(tmp_path: pathlib.Path) -> None:
-    with (
-        contextlib.closing(fleet_of(processes=[sleeper(tmp_path)])) as fleet,
-        pytest.raises(EngineError, match="no server 9 in the fleet; there are server 0"),
-    ):
-        fleet.leave("server 9")
 
 
 def test_checksums_find_one_bit_and_tensors_too_few_or_too_many() -> None:
@@ -339,111 +333,128 @@ def long_here() -> JaxEngine:
     return JaxEngine(model("text"), slots=SLOTS, max_sequence_tokens=LONGEST)
 
 
-@contextlib.contextmanager
-def processes(serve: ServerCommand, folder: pathlib.Path, count: int) -> Iterator[tuple[Fleet, list[LocalServer]]]:
-    servers = [LocalServer(serve, folder / f"{number}.log") for number in range(count)]
+@pytest.fixture(scope="module")
+def two(serve: ServerCommand, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    """A fleet of two servers for all tests that find it as it was: both up again."""
+    folder = tmp_path_factory.mktemp("two")
+    servers = [LocalServer(serve, folder / f"{number}.log") for number in range(2)]
     with contextlib.closing(fleet_of(processes=servers, seats=1, longest=LONGEST)) as fleet:
-        yield fleet, servers
+        yield Two(fleet, servers, FleetEngine(fleet, 0))
+
+
+@dataclasses.dataclass
+class Two:
+    fleet: Fleet
+    servers: list[LocalServer]
+    seat: FleetEngine
+
+    async def serves(self, here: JaxEngine, seed: int = 0) -> int:
+        """Both servers have the weights of this seed. Returns their version."""
+        version = await publish([self.seat], here, seed)
+        await until(lambda: [(server.up, server.version) for server in self.fleet.servers()] == [(True, version)] * 2)
+        return version
+
+
+def jobs_of(seat: FleetEngine, here: JaxEngine, version: int, count: int, n: int) -> list[asyncio.Task]:
+    """Requests of many tokens, whose answers must be right."""
+    return [asyncio.create_task(exact(seat, here, asked(n=n, seed=s, tokens=200), version)) for s in range(count)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_a_server_that_dies_or_hangs_is_replaced(
-    serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path, number: signal.Signals
-) -> None:
-    """Its samples go on elsewhere; it comes back with the weights of now."""
-    with processes(serve, tmp_path, 2) as (fleet, servers):
-        seat = FleetEngine(fleet, 0)
+def test_a_server_that_dies_or_hangs_is_replaced(two: Two, long_here: JaxEngine) -> None:
+    """Its samples go on elsewhere; it comes back with the newest weights, also with those of an update in between."""
+    fleet, servers, seat = two.fleet, two.servers, two.seat
 
-        async def work() -> None:
-            version = await publish([seat], long_here)
-            await until(lambda: all(server.up for server in fleet.servers()))
-            await exact(seat, long_here, asked(n=2, tokens=20), version)  # compiled by now
-            jobs = [
-                asyncio.create_task(exact(seat, long_here, asked(n=4, seed=s, tokens=200), version)) for s in (1, 2)
-            ]
+    async def work() -> None:
+        version = await two.serves(long_here)
+        await exact(seat, long_here, asked(n=2, tokens=20), version)  # compiled by now
+        for number, signals in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+            jobs = jobs_of(seat, long_here, version, 2, 4)
             await until(lambda: all(server.open > 0 for server in fleet._state.servers))
-            pid = servers[0].pid
-            os.killpg(pid, number)
+            before, pid = fleet.servers()[number].restarts, servers[number].pid
+            os.killpg(pid, signals)
             began = time.monotonic()
-            await until(lambda: fleet.servers()[0].restarts)
+            await until(lambda number=number, before=before: fleet.servers()[number].restarts > before)
             assert time.monotonic() - began < QUICK.patience + 60  # whatever else the machine does
-            await until(lambda: not group_exists(pid))
+            await until(lambda pid=pid: not group_exists(pid))
             await asyncio.gather(*jobs)
-            await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
-            if number is signal.SIGKILL:  # again, with an update while it is down
-                os.killpg(servers[0].pid, number)
-                await until(lambda: fleet.servers()[0].restarts == 2)
-                version = await publish([seat], long_here, 1)
-                await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
-            tokens = fleet.servers()[0].tokens
+            if signals is signal.SIGKILL:  # with an update while it is down
+                version = await two.serves(long_here, 1)
+            await until(lambda version=version: [each.version for each in fleet.servers()] == [version] * 2)
+            tokens = fleet.servers()[number].tokens
             await asyncio.gather(*(exact(seat, long_here, asked(n=2, seed=seed), version) for seed in range(4)))
-            assert fleet.servers()[0].tokens > tokens
+            assert fleet.servers()[number].tokens > tokens
 
-        run(work())
-
-
-@pytest.mark.long
-def test_preemptions_of_servers_are_counted(serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path) -> None:
-    small = dataclasses.replace(serve, flags=(*serve.flags, "--kv-tokens", str(LONGEST)))
-    with processes(small, tmp_path, 1) as (fleet, _):
-        seat = FleetEngine(fleet, 0)
-
-        async def work() -> None:
-            version = await publish([seat], long_here)
-            await exact(seat, long_here, asked(), version)
-            assert seat.stats().preemptions == 0
-            await exact(seat, long_here, asked(n=8, tokens=LONGEST // 2), version)
-            assert seat.stats().preemptions > 0
-
-        run(work())
+    run(work())
 
 
 @pytest.mark.long
-def test_a_server_that_ends_in_its_sleep_starts_when_it_is_to_wake(
-    serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
-) -> None:
+def test_a_server_that_ends_in_its_sleep_starts_when_it_is_to_wake(two: Two, long_here: JaxEngine) -> None:
     """Its memory is lent to others until then. One that is starting comes up first, or it never would."""
-    with processes(serve, tmp_path, 2) as (fleet, servers):
-        seat = FleetEngine(fleet, 0)
+    fleet, servers, seat = two.fleet, two.servers, two.seat
 
-        async def work() -> None:
-            version = await publish([seat], long_here)
-            await until(lambda: all(server.up for server in fleet.servers()))
-            os.killpg(servers[1].pid, signal.SIGKILL)
-            await until(lambda: fleet.servers()[1].restarts and servers[1].ended() is None and servers[1]._process)
-            starting = servers[1].pid
-            await seat.sleep()
-            assert [server.asleep for server in fleet.servers()] == [True, True] and servers[1].pid == starting
-            pid = servers[0].pid
-            os.killpg(pid, signal.SIGKILL)
-            await until(lambda: not group_exists(pid) and not fleet.servers()[0].up)
-            await asyncio.sleep(1.0)
-            assert servers[0]._process is None and servers[1].pid == starting
-            version = await publish([seat], long_here, 1)  # wakes
-            await exact(seat, long_here, asked(n=4), version)
-            await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
+    async def work() -> None:
+        await two.serves(long_here)
+        before = fleet.servers()[1].restarts
+        os.killpg(servers[1].pid, signal.SIGKILL)
+        await until(lambda: fleet.servers()[1].restarts > before and servers[1].ended() is None and servers[1]._process)
+        starting = servers[1].pid
+        await seat.sleep()
+        assert [server.asleep for server in fleet.servers()] == [True, True] and servers[1].pid == starting
+        pid = servers[0].pid
+        os.killpg(pid, signal.SIGKILL)
+        await until(lambda: not group_exists(pid) and not fleet.servers()[0].up)
+        await asyncio.sleep(1.0)
+        assert servers[0]._process is None and servers[1].pid == starting
+        version = await publish([seat], long_here, 1)  # wakes
+        await exact(seat, long_here, asked(n=4), version)
+        await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
 
-        run(work())
+    run(work())
+
+
+@pytest.mark.long
+def test_servers_join_and_leave_a_running_fleet(
+    two: Two, serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
+) -> None:
+    """Whoever leaves is stopped; its samples go on elsewhere."""
+    fleet, seat = two.fleet, two.seat
+
+    async def work() -> None:
+        version = await two.serves(long_here)
+        late = LocalServer(serve, tmp_path / "late.log")
+        name = fleet.join(late)
+        await until(lambda: all(server.up for server in fleet.servers()))
+        jobs = jobs_of(seat, long_here, version, 6, 2)
+        await until(lambda: all(server.open == 4 for server in fleet._state.servers))
+        pid = late.pid
+        fleet.leave(name)
+        await asyncio.gather(*jobs)
+        await until(lambda: not group_exists(pid))
+
+    run(work())
 
 
 @pytest.mark.long
 def test_a_server_that_slept_when_the_fleet_came_wakes(
     serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
 ) -> None:
-    """Servers of others outlive a run: the next one finds them as it left them."""
-    server = LocalServer(serve, tmp_path / "server.log")
+    """Servers of others outlive a run: the next one finds them as it left them. Preemptions on them are counted."""
+    server = LocalServer(
+        dataclasses.replace(serve, flags=(*serve.flags, "--kv-tokens", str(LONGEST))), tmp_path / "server.log"
+    )
     server.start()
 
-    async def serves(seat: FleetEngine) -> None:
+    async def serves(seat: FleetEngine, n: int, tokens: int) -> None:
         version = await publish([seat], long_here)
-        await exact(seat, long_here, asked(n=2), version)
+        await exact(seat, long_here, asked(n=n, tokens=tokens), version)
+        assert (seat.stats().preemptions > 0) == (n > 1)
 
     try:
-        for _ in range(2):
+        for n, tokens in ((1, 12), (8, LONGEST // 2)):
             with contextlib.closing(fleet_of(addresses=[server.address], longest=LONGEST)) as fleet:
                 seat = FleetEngine(fleet, 0)
-                run(serves(seat))
+                run(serves(seat, n, tokens))
                 run(seat.sleep())
     finally:
         server.stop()
@@ -453,7 +464,8 @@ def test_a_server_that_slept_when_the_fleet_came_wakes(
 def test_samples_of_another_seat_end_before_a_server_sleeps(
     serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
 ) -> None:
-    """They are there because their own server is down. What comes later waits for that."""
+    """They are there because their own server is down. What comes later waits for that; and where no server is left,
+    for one to come back."""
     servers = [LocalServer(serve, tmp_path / f"{number}.log") for number in range(2)]
     with contextlib.closing(fleet_of(processes=servers, seats=2, longest=LONGEST)) as fleet:
         lent, other = FleetEngine(fleet, 0), FleetEngine(fleet, 1)
@@ -471,40 +483,15 @@ def test_samples_of_another_seat_end_before_a_server_sleeps(
             await asyncio.gather(asleep, early)
             assert [server.restarts for server in fleet.servers()] == [0, 1] and fleet.servers()[0].asleep
             await late  # on the other server, which is back
-
-        run(work())
-
-
-@pytest.mark.long
-def test_servers_join_and_leave_a_running_fleet(
-    serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
-) -> None:
-    """And where all are down, requests wait for one to come back."""
-    with processes(serve, tmp_path, 1) as (fleet, servers):
-        seat = FleetEngine(fleet, 0)
-
-        async def work() -> None:
-            version = await publish([seat], long_here)
-            await exact(seat, long_here, asked(), version)
-            late = LocalServer(serve, tmp_path / "late.log")
-            name = fleet.join(late)
-            await until(lambda: all(server.up for server in fleet.servers()))
-            jobs = [
-                asyncio.create_task(exact(seat, long_here, asked(n=2, seed=s, tokens=200), version)) for s in range(4)
-            ]
-            await until(lambda: all(server.open == 4 for server in fleet._state.servers))
-            pid = late.pid
-            fleet.leave(name)
-            await asyncio.gather(*jobs)
-            await until(lambda: not group_exists(pid))
-            job = asyncio.create_task(exact(seat, long_here, asked(tokens=200), version))
-            await until(lambda: fleet._state.servers[0].open)
-            os.killpg(servers[0].pid, signal.SIGKILL)
-            await job
-            assert [server.restarts for server in fleet.servers()] == [1]
-            job = asyncio.create_task(collect(seat.generate(asked(n=8, tokens=200)), 8))
-            await until(lambda: fleet._state.servers[0].open)
-            pid = servers[0].pid
+            restarts = fleet.servers()[1].restarts
+            job = asyncio.create_task(exact(other, long_here, asked(tokens=200), version))
+            await until(lambda: fleet._state.servers[1].open)
+            os.killpg(servers[1].pid, signal.SIGKILL)
+            await job  # waits for it, since the only other one sleeps
+            assert fleet.servers()[1].restarts == restarts + 1
+            job = asyncio.create_task(collect(other.generate(asked(n=8, tokens=200)), 8))
+            await until(lambda: fleet._state.servers[1].open)
+            pid = servers[1].pid
             await asyncio.to_thread(fleet.close)
             await until(lambda: not group_exists(pid))
             with pytest.raises(EngineError, match="closed"):

@@ -81,7 +81,7 @@ def test_what_happens_on_the_way_does_not_show(pair: Servers, here: JaxEngine) -
         run(publish(engines, here, 0))
         current = [0]  # the seed of the weights, and how often they changed
 
-        @settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=10, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
         @given(st.tuples(FAULTS, FAULTS), st.lists(ASKED, min_size=1, max_size=3), st.booleans())
         def check(faults: tuple[list[Fault], list[Fault]], wanted: list[dict[str, Any]], changes: bool) -> None:
             async def work() -> None:
@@ -101,7 +101,11 @@ def test_what_happens_on_the_way_does_not_show(pair: Servers, here: JaxEngine) -
                 fired.update(proxy.fired)
 
         check()
-    assert len(fired) > 8, sorted(fired)
+    assert len(fired) > 5, sorted(fired)
+
+
+# At the first tokens, between two events, at the last ones, and behind them.
+SOME = ("status 503", "another id", "tokens that change", "cut", "closed", "early stop", "few versions", "twice")
 
 
 def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) -> None:
@@ -113,9 +117,9 @@ def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) 
         version = engines[0].stats().version
         await asyncio.gather(*(exact(seat, here, asked(n=2, seed=seed), version) for seed, seat in enumerate(engines)))
 
-    with fleet_over(pair) as engines:
+    with fleet_over(pair, dataclasses.replace(OPTIONS, patience=30.0)) as engines:
         run(publish(engines, here, 0))
-        for kind in KINDS:
+        for kind in SOME:
             pair.reset()
             run(work(engines, kind))
             assert kind in pair.proxies[0].fired, kind
@@ -123,20 +127,21 @@ def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) 
 
 @pytest.mark.long
 def test_a_request_that_is_lost_too_often_says_why(pair: Servers, here: JaxEngine) -> None:
-    async def work(engines: list[FleetEngine], kind: str) -> None:
-        said = STREAM_FAULTS.get(kind) or EVENT_FAULTS[kind][2]
+    async def work(engines: list[FleetEngine], kind: str, attempts: int) -> None:
+        said = STREAM_FAULTS.get(kind) or EVENT_FAULTS[kind][1]
         for proxy in pair.proxies:
             proxy.forever = Fault(kind, at=1 if kind == "tokens that change" else 0)
-        with pytest.raises(EngineError, match=f"lost 3 times: .*http://127.0.0.1:[0-9]+.*({said})"):
+        with pytest.raises(EngineError, match=f"lost {attempts} times?: .*http://127.0.0.1:[0-9]+.*({said})"):
             await collect(engines[0].generate(asked(n=1, tokens=40, temperature=0.0)), 1)
 
-    with fleet_over(pair, dataclasses.replace(OPTIONS, attempts=3, interval=64)) as engines:
-        run(publish(engines, here, 0))
-        for kind in KINDS:
-            if kind != "twice":  # then it has ended
-                pair.reset()
-                run(work(engines, kind))
-                assert [fired for proxy in pair.proxies for fired in proxy.fired] == [kind] * 3
+    for attempts, kinds in ((1, KINDS), (3, ["cut"])):
+        with fleet_over(pair, dataclasses.replace(OPTIONS, patience=30.0, attempts=attempts, interval=64)) as engines:
+            run(publish(engines, here, 0))
+            for kind in kinds:
+                if kind != "twice":  # then it has ended
+                    pair.reset()
+                    run(work(engines, kind, attempts))
+                    assert [fired for proxy in pair.proxies for fired in proxy.fired] == [kind] * attempts
 
 
 def test_a_stream_that_stalls_is_given_up(pair: Servers, here: JaxEngine) -> None:
@@ -170,22 +175,26 @@ def test_a_server_that_hangs_is_noticed(pair: Servers, here: JaxEngine) -> None:
         run(work())
 
 
-@pytest.mark.parametrize("kind", ORDER_FAULTS)
-@pytest.mark.parametrize("route", ["/update_weights_from_disk", "/weights_checker", "/pause_generation"])
-def test_weights_that_a_server_does_not_take_come_later(pair: Servers, here: JaxEngine, route: str, kind: str) -> None:
+def test_weights_that_a_server_does_not_take_come_later(pair: Servers, here: JaxEngine) -> None:
+    """Each order of an update reads its reply by itself; the other faults show whatever the order is."""
+    update, check, pause = "/update_weights_from_disk", "/weights_checker", "/pause_generation"
+    faults = [("status 500", update), ("cut", check), ("no JSON", pause)]
+    faults += [("nonsense", update), ("nonsense", check), ("nonsense", pause)]
     with fleet_over(pair, seats=1) as engines:
 
-        async def work() -> None:
-            await publish(engines, here, 0)
+        async def work(kind: str, route: str, seed: int) -> None:
+            await until(lambda: all(server.usable for server in engines[0]._fleet._state.servers))
+            pair.reset()
             for proxy in pair.proxies:
                 proxy.script.append(Fault(kind, route=route))
-            version = await publish(engines, here, 1)
+            version = await publish(engines, here, seed)
             await asyncio.gather(*(exact(engines[0], here, asked(seed=seed), version) for seed in range(4)))
-            while not all(server.version == version for server in engines[0]._fleet.servers()):
-                await asyncio.sleep(0.01)
+            await until(lambda: all(server.version == version for server in engines[0]._fleet.servers()))
+            assert [proxy.fired for proxy in pair.proxies] == [[kind]] * 2, (kind, route)
 
-        run(work())
-        assert [proxy.fired for proxy in pair.proxies] == [[kind]] * 2
+        run(publish(engines, here, 0))
+        for number, (kind, route) in enumerate(faults, 1):
+            run(work(kind, route, number % 2))
 
 
 def test_weights_that_did_not_arrive_end_the_run(pair: Servers, here: JaxEngine) -> None:

@@ -51,7 +51,8 @@ def judge_of(server: Any, folder: pathlib.Path, **more: Any) -> Judge:
 
 
 def engine_of(folder: pathlib.Path) -> JaxEngine:
-    return JaxEngine(models.load(folder), slots=4, max_sequence_tokens=ROOM, steps_per_sync=4)
+    """Of the sizes of the server, whose programs it shares."""
+    return JaxEngine(models.load(folder), slots=16, max_sequence_tokens=ROOM, steps_per_sync=3)
 
 
 def question(seed: int = 5, **more: Any) -> Question:

@@ -7,7 +7,19 @@ import asyncio
 
 import numpy as np
 import pytest
-from rollout_cases import HANG, LONGEST, TEXT, TOLERANCE, VL, assert_logprobs, build, engine, media_prompt, request, run
+from rollout_cases import (
+    HANG,
+    LONGEST,
+    TEXT,
+    VL,
+    assert_equal,
+    assert_logprobs,
+    build,
+    engine,
+    media_prompt,
+    request,
+    run,
+)
 from rollout_cases import text_prompt as text
 from test_pages import small_chunks
 
@@ -28,11 +40,14 @@ def assert_empty(serving: JaxEngine) -> None:
     assert pool.free == pool.total and not any(pool.holders)
 
 
-def assert_equal(answers, expected) -> None:
-    for group, alone in zip(answers, expected, strict=True):
-        assert [(a.ids, a.finish) for a in group] == [(e.ids, e.finish) for e in alone]
-        for answer, other in zip(group, alone, strict=True):
-            np.testing.assert_allclose(answer.logprobs, other.logprobs, rtol=0, atol=TOLERANCE)
+@pytest.fixture(scope="module")
+def expected():
+    """The answers to the company with room for everybody, which are right."""
+    answers = run(engine(build(TEXT)), *COMPANY)
+    for asked, group in zip(COMPANY, answers, strict=True):
+        for answer in group:
+            assert_logprobs(build(TEXT), asked.prompt, answer)
+    return answers
 
 
 def test_22_a_group_needs_little_more_than_its_prompt():
@@ -47,17 +62,12 @@ def test_22_a_group_needs_little_more_than_its_prompt():
     assert_empty(serving)
 
 
-@pytest.mark.parametrize("kv_tokens", [64, *(pytest.param(tokens, marks=pytest.mark.long) for tokens in (96, 160))])
-def test_23_a_small_pool_gives_everybody_the_same_tokens(kv_tokens):
-    model = build(TEXT)
-    small = engine(model, kv_tokens=kv_tokens)
-    answers, expected = run(small, *COMPANY), run(engine(model), *COMPANY)
-    assert_equal(answers, expected)
+@pytest.mark.parametrize("kv_tokens", [64, pytest.param(96, marks=pytest.mark.long)])
+def test_23_a_small_pool_gives_everybody_the_same_tokens(expected, kv_tokens):
+    small = engine(build(TEXT), kv_tokens=kv_tokens)
+    assert_equal(run(small, *COMPANY), expected)
     assert small.cache_usage.pages == kv_tokens // PAGE_TOKENS and small.cache_usage.peak_pages <= kv_tokens // 16
-    assert kv_tokens != 96 or small.stats().preemptions > 0  # the others let in fewer, or have room
-    for asked, group in zip(COMPANY, answers, strict=True):
-        for answer in group:
-            assert_logprobs(model, asked.prompt, answer)
+    assert kv_tokens != 96 or small.stats().preemptions > 0  # the other lets in fewer
     assert_empty(small)
 
 
@@ -70,8 +80,7 @@ def test_23_a_request_larger_than_the_cache_is_refused():
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("chunk", [16, 32])
-def test_22_a_prompt_in_chunks_is_the_prompt(monkeypatch, chunk):
+def test_22_a_prompt_in_chunks_is_the_prompt(monkeypatch):
     model = build(TEXT)
     prefixes = ((), (3, 4, 5), tuple(range(2, 22)))
     asked = [
@@ -79,16 +88,16 @@ def test_22_a_prompt_in_chunks_is_the_prompt(monkeypatch, chunk):
         request("b", text(33, seed=2), n=3, seed=2, prefix=prefixes, max_new_tokens=24),
         request("c", text(7, seed=3), n=2, seed=3, max_new_tokens=30),
     ]
-    expected = run(engine(model), *asked)
-    small_chunks(monkeypatch, chunk)
-    serving = engine(model)
-    answers = run(serving, *asked)
-    assert_equal(answers, expected)
-    for answer in answers[0]:
+    whole = run(engine(model), *asked)
+    for answer in whole[0]:
         assert_logprobs(model, asked[0].prompt, answer)
-    assert {"fill", "continue"} <= {name for name, _ in serving.compiled_shapes}
-    assert max(sizes[1] for name, sizes in serving.compiled_shapes if name in ("prefill", "continue")) <= chunk
-    assert_empty(serving)
+    for chunk in (16, 32):
+        small_chunks(monkeypatch, chunk)
+        serving = engine(model)
+        assert_equal(run(serving, *asked), whole)
+        assert {"fill", "continue"} <= {name for name, _ in serving.compiled_shapes}
+        assert max(sizes[1] for name, sizes in serving.compiled_shapes if name in ("prefill", "continue")) <= chunk
+        assert_empty(serving)
 
 
 def test_22_a_prompt_with_an_image_is_cut_behind_it(monkeypatch):
@@ -103,11 +112,9 @@ def test_22_a_prompt_with_an_image_is_cut_behind_it(monkeypatch):
     assert_empty(serving)
 
 
-def test_22_a_view_by_layers_is_the_view(monkeypatch):
-    model = build(VL)
-    expected = run(engine(model, steps_per_sync=7), *COMPANY)
+def test_22_a_view_by_layers_is_the_view(monkeypatch, expected):
     monkeypatch.setattr(programs, "VIEW_BYTES", 0)
-    assert_equal(run(engine(model, steps_per_sync=6), *COMPANY), expected)  # programs are shared by their steps
+    assert_equal(run(engine(build(TEXT), steps_per_sync=6), *COMPANY), expected)  # programs are shared by their steps
 
 
 def test_23_streams_that_are_dropped_leave_no_pages():

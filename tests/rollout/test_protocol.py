@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 import shutil
-from collections.abc import Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import rollout_cases
+from fleet_cases import run
 from protocol_cases import (
     LONGEST,
     Subject,
@@ -45,19 +47,24 @@ from rollout.weights.delta import tensors_of
 from rollout.weights.published import Published
 from rollout.weights.routes import Buckets, SharedMemory
 
-Result = TypeVar("Result")
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
-KINDS = [
+LONG = [pytest.mark.slow, pytest.mark.long]
+# All rules hold for a model that reads text and media; the text models have only those of their tokens and weights.
+# `rollout.serve` with a text model is what `test_fleet.py` asks for the answers of the engine.
+WITH_MEDIA = [
     pytest.param(("jax", "vl"), id="jax-vl", marks=pytest.mark.slow),
-    pytest.param(("jax", "text"), id="jax-text", marks=pytest.mark.slow),
-    pytest.param(("serve", "vl"), id="serve-vl", marks=[pytest.mark.slow, pytest.mark.long]),
-    pytest.param(("serve", "text"), id="serve-text", marks=[pytest.mark.slow, pytest.mark.long]),
-    pytest.param(("sglang", "vl"), id="sglang-vl", marks=[pytest.mark.slow, pytest.mark.long]),
-    pytest.param(("sglang", "text"), id="sglang-text", marks=[pytest.mark.slow, pytest.mark.long]),
+    pytest.param(("serve", "vl"), id="serve-vl", marks=LONG),
+    pytest.param(("sglang", "vl"), id="sglang-vl", marks=LONG),
 ]
+OF_TEXT = [
+    pytest.param(("jax", "text"), id="jax-text", marks=pytest.mark.slow),
+    pytest.param(("sglang", "text"), id="sglang-text", marks=LONG),
+]
+every_model = pytest.mark.parametrize("engine", WITH_MEDIA + OF_TEXT, indirect=True, scope="module")
+HOW: list[dict[str, Any]] = [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=WITH_MEDIA)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     name, kind = request.param
     with subject(name, kind, tmp_path_factory.mktemp(f"{name}-{kind}")) as made:
@@ -67,10 +74,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(autouse=True)
 def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_cases, "LONGEST", LONGEST)  # of the forward pass that answers are compared with
-
-
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    return asyncio.run(asyncio.wait_for(work, rollout_cases.HANG))
 
 
 async def begun(engine: Subject) -> None:
@@ -86,6 +89,7 @@ def gap(whole: Decoder, prompt: ModelInput, answer: Answer, prefix: tuple[int, .
     return float(np.abs(np.asarray(answer.logprobs) - expected[len(prefix) :]).max(initial=0.0))
 
 
+@every_model
 def test_rule_1_greedy_tokens_are_those_of_the_model(engine: Subject) -> None:
     async def work() -> None:
         whole, _ = await engine.serve()
@@ -100,13 +104,12 @@ def test_rule_1_greedy_tokens_are_those_of_the_model(engine: Subject) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}], ids=str)
-def test_rule_2_log_probs_are_the_trainers(engine: Subject, how: dict[str, Any]) -> None:
+def test_rule_2_log_probs_are_the_trainers(engine: Subject) -> None:
     """Those of softmax(logits / temperature) without forbidden tokens, not renormalised for top-p and top-k."""
 
     async def work() -> None:
         whole, version = await engine.serve()
-        for name, prompt in prompts(engine.kind).items():
+        for (name, prompt), how in zip(prompts(engine.kind).items(), itertools.cycle(HOW), strict=False):
             given = sampling(engine.kind, max_new_tokens=16, **how)
             for answer in await collect(engine.engine.generate(request(name, prompt, n=3, seed=1, **given)), 3):
                 assert gap(whole, prompt, answer, **given) < GAP, name
@@ -138,7 +141,8 @@ def test_rule_4_a_response_goes_on_from_its_prefix(engine: Subject) -> None:
         whole, _ = await engine.serve()
         stop = processor(engine.kind).eos_ids[0]
         prefixes = ((20, 21, 22), (), (15,) * 10, (20, stop))
-        for name, prompt in prompts(engine.kind).items():
+        for name in ("text", "mixed"):
+            prompt = prompts(engine.kind)[name]
             how = sampling(engine.kind, max_new_tokens=10, temperature=0.9)
             stream = engine.engine.generate(request(name, prompt, n=4, prefix=prefixes, **how))
             answers = await collect(stream, 4)
@@ -189,6 +193,7 @@ def test_rule_6_nothing_is_generated_while_paused(engine: Subject) -> None:
     run(work())
 
 
+@every_model
 def test_rule_7_after_an_update_all_is_of_the_new_weights(engine: Subject) -> None:
     """Also what is kept of prompts that were seen before: the features of their images."""
 
@@ -196,8 +201,9 @@ def test_rule_7_after_an_update_all_is_of_the_new_weights(engine: Subject) -> No
         for seed in (1, 2, 1):
             whole, version = await engine.serve(seed)
             for name, prompt in prompts(engine.kind).items():
-                (answer,) = await collect(engine.engine.generate(request(name, prompt, max_new_tokens=6)), 1)
-                assert gap(whole, prompt, answer) < GAP, (seed, name)
+                how = sampling(engine.kind, max_new_tokens=6)
+                (answer,) = await collect(engine.engine.generate(request(name, prompt, **how)), 1)
+                assert gap(whole, prompt, answer, **how) < GAP, (seed, name)
                 assert set(answer.versions) == {version} == {engine.engine.stats().version}
 
     run(work())
@@ -206,7 +212,7 @@ def test_rule_7_after_an_update_all_is_of_the_new_weights(engine: Subject) -> No
 def test_rule_8_tokens_know_their_weights_across_an_update(engine: Subject) -> None:
     async def work() -> None:
         old, before = await engine.serve(3)
-        names = [name for name in prompts(engine.kind) if name != "text"]
+        names = ["long text", "video", "mixed"]
         how = {"max_new_tokens": 140, "temperature": 1.0}
         for name in names:  # compiled, where anything is
             await collect(engine.engine.generate(request(f"warm {name}", prompts(engine.kind)[name], **how)), 1)
@@ -281,8 +287,6 @@ def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
 
 def test_rule_11_media_of_the_same_pixels_are_told_apart(engine: Subject) -> None:
     """By their shape, their time, and whether they are images or frames."""
-    if engine.kind == "text":
-        pytest.skip("has no media")
     prepare = processor(engine.kind).prepare
     film = clip(16, 56, 56, 5)
     shapes = [(28, 112), (56, 56), (112, 28)]
@@ -311,8 +315,6 @@ def _with_pixels(prompt: ModelInput, patches_PX: np.ndarray) -> ModelInput:
 
 def test_rule_12_generated_placeholders_are_text(engine: Subject) -> None:
     """A model that may draw media tokens draws them as words; a response with some goes on elsewhere as it was."""
-    if engine.kind == "text":
-        pytest.skip("has no media")
 
     async def work() -> None:
         whole, _ = await engine.serve()
@@ -341,10 +343,11 @@ def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp
         for whole in steps:
             version = next(versions)
             await seat.update_weights(version, models.split(whole)[1])
-            for name, prompt in prompts(engine.kind).items():
-                (answer,) = await collect(seat.generate(request(name, prompt, max_new_tokens=8)), 1)
+            for name in ("text", "mixed"):
+                prompt, how = prompts(engine.kind)[name], sampling(engine.kind, max_new_tokens=8)
+                (answer,) = await collect(seat.generate(request(name, prompt, **how)), 1)
                 assert set(answer.versions) == {version}
-                assert gap(whole, prompt, answer) < GAP
+                assert gap(whole, prompt, answer, **how) < GAP
 
     with contextlib.closing(fleet):
         run(work())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import subprocess
@@ -10,10 +9,8 @@ import sys
 
 import pytest
 from protocol_cases import ROOT, model
-from safetensors import safe_open
 
 import models
-from models.config import NameLayout
 from rollout.weights import published
 from rollout.weights.published import PREFIX, SharedFolders
 
@@ -37,17 +34,6 @@ def test_a_version_is_written_once(memory: pathlib.Path) -> None:
     assert not first.folder.exists() and again.folder.exists()
     folders.close()
     assert not list(memory.iterdir())
-
-
-def test_names_are_those_that_sglang_reads(memory: pathlib.Path) -> None:
-    whole = model("vl")
-    nested = dataclasses.replace(whole.config, names=NameLayout.NESTED)
-    folders = SharedFolders(nested, "float32")
-    written = folders.write(1, models.split(whole)[1])
-    with safe_open(written.folder / "model.safetensors", framework="numpy") as tensors:
-        names = set(tensors.keys())
-    assert "model.layers.0.self_attn.q_proj.weight" in names
-    assert {name.partition(".")[0] for name in names} == {"model", "visual", "lm_head"}
 
 
 def test_a_run_that_was_killed_leaves_nothing_for_long(memory: pathlib.Path) -> None:

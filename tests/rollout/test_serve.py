@@ -54,49 +54,49 @@ def vl(folders: dict[str, pathlib.Path]) -> pathlib.Path:
 # --- 1, 2, 3: what is generated -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PROMPTS)
-def test_replies_are_those_of_the_engine(vl, name):
+def test_replies_are_those_of_the_engine(vl):
     async def test() -> None:
         async with serving(vl) as served:
-            request = served.request(name, n=4, seed=-5)
-            answers = await served.in_process(request)
-            assert len({answer.ids for answer in answers}) > 1
-            before = served.engine.stats().tokens_prefilled
-            replies = await served.ok("/generate", served.body(request, stream=False))
-            assert served.engine.stats().tokens_prefilled - before == len(request.prompt)
-            for i, (reply, answer) in enumerate(zip(replies, answers, strict=True)):
-                same(reply, answer)
-                meta = reply["meta_info"]
-                assert (meta["id"], meta["prompt_tokens"], meta["weight_version"]) == (
-                    f"r-{i}",
-                    len(request.prompt),
-                    "0",
-                )
-                assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": len(answer.ids)}]
-                assert reply["text"] == served.processor.decode(answer.ids, skip_special_tokens=False)
-            for samples in ([3], [1, 3], [3, 0]):
-                replies = await served.ok("/generate", served.body(request, samples, stream=False))
-                for sample, reply in zip(samples, replies, strict=True):
-                    assert reply["output_ids"] == list(answers[sample].ids)
-                    logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
-                    assert logprobs == list(answers[sample].logprobs)
+            for name in PROMPTS:
+                request = served.request(name, n=4, seed=-5)
+                answers = await served.in_process(request)
+                assert len({answer.ids for answer in answers}) > 1
+                before = served.engine.stats().tokens_prefilled
+                replies = await served.ok("/generate", served.body(request, stream=False))
+                assert served.engine.stats().tokens_prefilled - before == len(request.prompt)
+                for i, (reply, answer) in enumerate(zip(replies, answers, strict=True)):
+                    same(reply, answer)
+                    meta = reply["meta_info"]
+                    assert (meta["id"], meta["prompt_tokens"], meta["weight_version"]) == (
+                        f"r-{i}",
+                        len(request.prompt),
+                        "0",
+                    )
+                    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": len(answer.ids)}]
+                    assert reply["text"] == served.processor.decode(answer.ids, skip_special_tokens=False)
+                for samples in ([3], [1, 3], [3, 0]):
+                    replies = await served.ok("/generate", served.body(request, samples, stream=False))
+                    for sample, reply in zip(samples, replies, strict=True):
+                        assert reply["output_ids"] == list(answers[sample].ids)
+                        logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+                        assert logprobs == list(answers[sample].logprobs)
 
     run(test())
 
 
-@pytest.mark.parametrize("name", ["text", "mixed"])
-def test_prefixes_are_continued(vl, name):
+def test_prefixes_are_continued(vl):
     async def test() -> None:
         async with serving(vl) as served:
-            whole = await served.in_process(served.request(name, n=3, seed=1))
-            prefixes = tuple(answer.ids[:k] for answer, k in zip(whole, (0, 4, len(whole[2].ids)), strict=True))
-            request = served.request(name, n=3, seed=1, prefix_ids=prefixes)
-            answers = await served.in_process(request)
-            replies = await served.ok("/generate", served.body(request, stream=False))
-            for reply, answer, prefix, all_of_it in zip(replies, answers, prefixes, whole, strict=True):
-                same(reply, answer)
-                assert prefix + tuple(reply["output_ids"]) == all_of_it.ids
-                assert reply["meta_info"]["prompt_tokens"] == len(request.prompt) + len(prefix)
+            for name in ("text", "mixed"):
+                whole = await served.in_process(served.request(name, n=3, seed=1))
+                prefixes = tuple(answer.ids[:k] for answer, k in zip(whole, (0, 4, len(whole[2].ids)), strict=True))
+                request = served.request(name, n=3, seed=1, prefix_ids=prefixes)
+                answers = await served.in_process(request)
+                replies = await served.ok("/generate", served.body(request, stream=False))
+                for reply, answer, prefix, all_of_it in zip(replies, answers, prefixes, whole, strict=True):
+                    same(reply, answer)
+                    assert prefix + tuple(reply["output_ids"]) == all_of_it.ids
+                    assert reply["meta_info"]["prompt_tokens"] == len(request.prompt) + len(prefix)
 
     run(test())
 
@@ -139,32 +139,32 @@ def test_ordinary_media_are_prepared_as_by_the_processor(vl, tmp_path):
     run(test())
 
 
-@pytest.mark.parametrize("interval", [1, 4])
-def test_events_add_up_to_the_reply(vl, interval):
+def test_events_add_up_to_the_reply(vl):
     async def test() -> None:
         async with serving(vl) as served:
-            request = served.request("image", n=3)
-            body = served.body(request)
-            for params in body["sampling_params"]:
-                params["stream_interval"] = interval
-            replies = await served.ok("/generate", body | {"stream": False})
-            seen: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-            async for event in served.events(body):
-                seen[event.pop("index")].append(event)
-            for events, reply in zip(seen.values(), replies, strict=True):
-                assert events[-1] == reply
-                counts = [event["meta_info"]["completion_tokens"] for event in events]
-                assert counts[0] == 1 and len(counts) > 2
-                assert all(late - early >= interval for early, late in itertools.pairwise(counts[:-1]))
-                for event in events[:-1]:
-                    meta, count = event["meta_info"], event["meta_info"]["completion_tokens"]
-                    assert meta["finish_reason"] is None and "weight_versions" not in meta
-                    assert event["output_ids"] == reply["output_ids"][:count]
-                    assert meta["output_token_logprobs"] == reply["meta_info"]["output_token_logprobs"][:count]
-            body["sampling_params"] = body["sampling_params"][0]
-            alone = {key: value[0] if isinstance(value, list) else value for key, value in body.items()}
-            events = [event async for event in served.events(alone)]
-            assert "index" not in events[-1] and events[-1]["output_ids"] == replies[0]["output_ids"]
+            for interval in (1, 4):
+                request = served.request("image", n=3)
+                body = served.body(request)
+                for params in body["sampling_params"]:
+                    params["stream_interval"] = interval
+                replies = await served.ok("/generate", body | {"stream": False})
+                seen: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+                async for event in served.events(body):
+                    seen[event.pop("index")].append(event)
+                for events, reply in zip(seen.values(), replies, strict=True):
+                    assert events[-1] == reply
+                    counts = [event["meta_info"]["completion_tokens"] for event in events]
+                    assert counts[0] == 1 and len(counts) > 2
+                    assert all(late - early >= interval for early, late in itertools.pairwise(counts[:-1]))
+                    for event in events[:-1]:
+                        meta, count = event["meta_info"], event["meta_info"]["completion_tokens"]
+                        assert meta["finish_reason"] is None and "weight_versions" not in meta
+                        assert event["output_ids"] == reply["output_ids"][:count]
+                        assert meta["output_token_logprobs"] == reply["meta_info"]["output_token_logprobs"][:count]
+                body["sampling_params"] = body["sampling_params"][0]
+                alone = {key: value[0] if isinstance(value, list) else value for key, value in body.items()}
+                events = [event async for event in served.events(alone)]
+                assert "index" not in events[-1] and events[-1]["output_ids"] == replies[0]["output_ids"]
 
     run(test())
 
@@ -268,29 +268,31 @@ def test_an_abort_reaches_a_sample_whose_media_are_being_decoded(vl, monkeypatch
     run(test())
 
 
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place", None])
-def test_pauses(vl, mode):
+def test_pauses(vl):
     async def test() -> None:
         async with serving(vl, SlowEngine) as served:
-            (whole,) = await served.in_process(served.request(max_new_tokens=40))
-            stream = served.events(single(served, "before"))
-            await begun(stream)
-            await served.ok("/pause_generation", {} if mode is None else {"mode": mode})
-            generated = served.engine.stats().tokens_generated
-            new = asyncio.create_task(served.ok("/generate", single(served, "new", stream=False)))
-            old = asyncio.create_task(last(stream))
-            await asyncio.sleep(0.2)
-            assert served.engine.stats().tokens_generated == generated and not new.done()
-            assert old.done() == (mode in ("abort", None))
-            await served.ok("/continue_generation", {"torch_empty_cache": True})
-            assert (await new)["output_ids"] == list(whole.ids)
-            event = await old
-            if mode in ("abort", None):
-                assert event["meta_info"]["finish_reason"]["type"] == "abort"
-                assert event["output_ids"] == list(whole.ids)[: len(event["output_ids"])]
-            else:
-                assert event["output_ids"] == list(whole.ids)
-            await refused(served, {"mode": "soon"}, "mode must be one of abort, retract, in_place", "/pause_generation")
+            for mode in ("abort", "retract", "in_place", None):
+                (whole,) = await served.in_process(served.request(max_new_tokens=40))
+                stream = served.events(single(served, "before"))
+                await begun(stream)
+                await served.ok("/pause_generation", {} if mode is None else {"mode": mode})
+                generated = served.engine.stats().tokens_generated
+                new = asyncio.create_task(served.ok("/generate", single(served, "new", stream=False)))
+                old = asyncio.create_task(last(stream))
+                await asyncio.sleep(0.2)
+                assert served.engine.stats().tokens_generated == generated and not new.done()
+                assert old.done() == (mode in ("abort", None))
+                await served.ok("/continue_generation", {"torch_empty_cache": True})
+                assert (await new)["output_ids"] == list(whole.ids)
+                event = await old
+                if mode in ("abort", None):
+                    assert event["meta_info"]["finish_reason"]["type"] == "abort"
+                    assert event["output_ids"] == list(whole.ids)[: len(event["output_ids"])]
+                else:
+                    assert event["output_ids"] == list(whole.ids)
+                await refused(
+                    served, {"mode": "soon"}, "mode must be one of abort, retract, in_place", "/pause_generation"
+                )
 
     run(test())
 
@@ -403,20 +405,21 @@ def test_memory_is_given_back_between_requests_only(vl):
     run(test())
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_samples(vl, stream):
+def test_a_client_that_leaves_ends_its_samples(vl):
     async def test() -> None:
         async with serving(vl, SlowEngine) as served:
-            body = served.body(served.request(n=4, max_new_tokens=40), stream=stream)
-            call = asyncio.create_task(served.post("/generate", body))
-            while served.engine.stats().running < 4:
-                await asyncio.sleep(0.01)
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
-            while served.engine.stats().running:
-                await asyncio.sleep(0.01)
-            assert served.engine.stats().tokens_generated < 4 * 40
-            assert len(await served.ok("/generate", body | {"stream": False})) == 4  # the rids are free again
+            for stream in (True, False):
+                body = served.body(served.request(n=4, max_new_tokens=40), stream=stream)
+                before = served.engine.stats().tokens_generated
+                call = asyncio.create_task(served.post("/generate", body))
+                while served.engine.stats().running < 4:
+                    await asyncio.sleep(0.01)
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+                while served.engine.stats().running:
+                    await asyncio.sleep(0.01)
+                assert served.engine.stats().tokens_generated - before < 4 * 40
+                assert len(await served.ok("/generate", body | {"stream": False})) == 4  # the rids are free again
 
     run(test())
 

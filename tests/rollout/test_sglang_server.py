@@ -13,12 +13,13 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import rollout_cases
+from fleet_cases import run
 from protocol_cases import LONGEST, ROOT, Subject, model, picture, processor, prompts, sglang_python, subject
 from rollout_cases import collect, full_logprobs, request
 
@@ -30,7 +31,6 @@ from rollout.sglang import Refused, SampleReply, ServerClient
 from rollout.weights.checksums import Checksums, WeightsMismatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-Result = TypeVar("Result")
 GAP = 1e-4  # absolute, float32
 
 
@@ -49,10 +49,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 @pytest.fixture(autouse=True)
 def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_cases, "LONGEST", LONGEST)
-
-
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    return asyncio.run(asyncio.wait_for(work, rollout_cases.HANG))
 
 
 def plain(rid: str, ids: list[int], **how: Any) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def prompts_of(lengths, seed=0):
 ANSWERS = ((3,), (7, 5, 1), (9, 2))
 
 
-@pytest.mark.parametrize("resident", range(LAYERS + 1))
+@pytest.mark.parametrize("resident", [0, 2, LAYERS])
 def test_scores_are_those_of_the_resident_model(resident):
     prompts = prompts_of((9, 1, 14))
     scores = finish(streamed(resident).score(prompts, ANSWERS))
@@ -79,7 +79,7 @@ def test_scores_are_those_of_the_resident_model(resident):
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, LAYERS), st.integers(0, 5))
 def test_any_lengths_and_residents_give_the_same_bits(lengths, resident, seed):
     prompts = prompts_of(lengths, seed)
@@ -87,7 +87,7 @@ def test_any_lengths_and_residents_give_the_same_bits(lengths, resident, seed):
     assert same[0] == same[1] and len(same[0]) == len(lengths)
 
 
-@pytest.mark.parametrize("resident", [0, 2, LAYERS])
+@pytest.mark.parametrize("resident", [0, 2])
 def test_it_generates_the_likeliest_tokens(resident):
     prompts = prompts_of((5, 11, 3), seed=1)
     texts = finish(streamed(resident).generate(prompts, 4))
@@ -120,7 +120,7 @@ def on_device(model):
     return sum(x.nbytes for x in arrays if x.shape in sizes and x.sharding.memory_kind == "device")
 
 
-@pytest.mark.parametrize("resident", [0, 1, 3])
+@pytest.mark.parametrize("resident", [0, 3])
 def test_no_more_than_two_layers_beside_the_resident_ones_are_on_the_device(resident):
     # A device of its own, so that nothing else is counted.
     model = StreamedModel(deep(), resident=resident, device=jax.local_devices()[-1])

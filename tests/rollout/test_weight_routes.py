@@ -201,6 +201,8 @@ def test_an_agent_pulls_for_the_servers_of_its_host(
                 memory.keep(route.keep([published]))
                 assert await checksums(served) == on_disk(published.folder)
             assert {"weight_v000002", "weight_v000005"} <= {there.name for there in local.glob("*/*")}
+            with await asyncio.to_thread(urllib.request.urlopen, agent.address + "/health", timeout=30) as reply:
+                assert reply.status == 200, "it needs no token"
             before = await checksums(served)
             wrong = OrbaxFolders(folders, local, {client.address: agent.address}, token="wrong", here=False)
             with pytest.raises(Refused, match=r"status 401.*FLUXJAX_TOKEN"):
@@ -217,13 +219,6 @@ def test_an_agent_pulls_for_the_servers_of_its_host(
     assert not local.exists() or not list(local.iterdir())
     assert not list((tmp_path / "shared").iterdir())
     assert (tmp_path / "agent.log").read_text() == ""
-
-
-@pytest.mark.slow
-def test_an_agents_health_needs_no_token(agent: Agent) -> None:
-    with urllib.request.urlopen(agent.address + "/health", timeout=30) as reply:
-        assert reply.status == 200
-    assert agent.end() == 0
 
 
 def test_a_trainer_pulls_for_servers_of_its_own_host(

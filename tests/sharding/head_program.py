@@ -21,7 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from triton_code import machine_code
 
@@ -117,8 +117,9 @@ def assemble(capability):
 def dispatch():
     """The kernels that programs for a GPU call, forward and backward, in a `shard_map` that checks what varies."""
     abstract = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((2,), ("d",), abstract_device=abstract)
-    cpus = AbstractMesh((2,), ("d",), abstract_device=jax.sharding.AbstractDevice("cpu", None, "cpu"))
+    mesh = AbstractMesh((2,), ("d",), (AxisType.Auto,), abstract_device=abstract)
+    cpu = jax.sharding.AbstractDevice("cpu", None, "cpu")
+    cpus = AbstractMesh((2,), ("d",), (AxisType.Auto,), abstract_device=cpu)
 
     def calls(mesh, capability=90, dtype="bfloat16", head_dtype=None, width=64):
         (hidden, weights), cotangents, targets, rest = case(dtype, 2, 40, 1024, width)

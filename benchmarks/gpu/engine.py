@@ -1,0 +1,108 @@
+"""Measures the embedded engine with a random model of Qwen2.5-1.5B's shape in bfloat16: 64 prompts at once, and 8.
+
+Each prompt has 512 tokens and gets 256 new ones; a first turn compiles. A round of decoding gives each sample 4 tokens.
+`round_ms` is from the begin of one round to that of the next; `call_ms` the part of it in the engine's thread, from
+handing the plan to the device until the tokens are on the host; `program_ms` the program of the same round alone, many
+times in a row. `host_gap_ms` = round_ms - program_ms. `floor_ms` is what reading all weights, and the keys and values
+of the sequences at the middle of their responses, would take at the memory's full speed (H100: 3.35 TB/s), a token.
+
+Predicted: 64 prompts: 5.5-7 ms a token, 9-11k tokens/s, 25 % of the floor (1.7 ms); 8 prompts: 2.5-3.2 ms (floor 1.1);
+a host gap of 2-4 ms a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import part
+
+if TYPE_CHECKING:
+    from gpu.engine_turns import Calls
+
+    from rollout.jax_engine import JaxEngine
+
+TURNS = 2  # timed, behind one that compiles
+
+
+def measure(figures: part.Figures, dry: bool) -> None:
+    if dry:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+    from gpu import engine_turns, random_qwen
+
+    from fluxjax.base.process import use_compile_cache
+
+    use_compile_cache()
+    most, few, prompt, new = (8, 2, 16, 13) if dry else (64, 8, 512, 256)
+    began = time.perf_counter()
+    engine = engine_turns.engine(dry, most, prompt + new)
+    calls = engine_turns.Calls(engine)
+    figures.add(device=jax.devices()[0].device_kind, prompt_tokens=prompt, new_tokens=new, slots=most)
+    figures.add(start_seconds=round(time.perf_counter() - began, 1))
+
+    for samples in (most, few):
+        turn = functools.partial(_turn, engine, calls, samples, prompt, new)
+        figures.attempt(f"{samples} prompts, first turn", turn)
+        figures.attempt(f"{samples} prompts", functools.partial(_case, turn, engine, calls, samples, prompt, new))
+    figures.add(programs=len(engine.compiled_shapes), memory=random_qwen.memory(jax.devices()[0]))
+
+
+def _turn(engine: JaxEngine, calls: Calls, samples: int, prompt: int, new: int) -> dict[str, float]:
+    """The seconds until all responses have a token, and until they are complete."""
+    from gpu import engine_turns
+
+    calls.clear()
+    vocabulary = engine._limits.vocabulary
+    first, all_tokens = asyncio.run(engine_turns.generate(engine, vocabulary, samples, prompt, new))
+    return part.rounded({"prefill_seconds": first, "seconds": all_tokens})
+
+
+def _case(
+    turn: Callable[[], dict[str, float]], engine: JaxEngine, calls: Calls, samples: int, prompt: int, new: int
+) -> dict[str, Any]:
+    """The figures of the quickest of some turns."""
+    import jax
+    from gpu import random_qwen
+
+    turns = [(turn(), calls.full_rounds(samples), calls.calls) for _ in range(TURNS)]
+    taken, rounds, made = min(turns, key=lambda found: found[0]["seconds"])
+    steps = engine._limits.steps_per_sync
+    whole = [(call, seconds) for call, seconds in rounds if call.plan[1].remaining_B[0] >= steps]
+    round_ms = 1e3 * statistics.median(seconds for _, seconds in whole)
+    middle = whole[len(whole) // 2][0].plan
+    program_ms = 1e3 * calls.program_seconds(middle)
+    weights = sum(x.nbytes for x in jax.tree.leaves(engine._device.params))
+    text = random_qwen.sizes(dry=jax.default_backend() == "cpu").text
+    read = weights + 2 * 2 * text.num_layers * text.num_kv_heads * text.head_dim * samples * (prompt + new // 2)
+    floor_ms = 1e3 * read / random_qwen.bandwidth()
+    return {
+        **taken,
+        "tokens_per_second": round(samples * new / taken["seconds"]),
+        "starts": sum(call.plan is None for call in made),
+        "rounds": len(made) - sum(call.plan is None for call in made),
+        "rows_computed": len(middle[1].token_B),
+        "pages_read": middle[1].pages_BC.shape[1],
+        **part.rounded(
+            {
+                "round_ms": round_ms,
+                "call_ms": 1e3 * statistics.median(call.ended - call.began for call, _ in whole),
+                "program_ms": program_ms,
+                "host_gap_ms": round_ms - program_ms,
+                "ms_per_token": round_ms / steps,
+                "decode_tokens_per_second": 1e3 * samples * steps / round_ms,
+                "floor_ms": floor_ms,
+                "share_of_floor": floor_ms * steps / round_ms,
+            }
+        ),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(part.main(measure, __doc__))

@@ -1,0 +1,150 @@
+"""Measures the training step of a random model of Qwen2.5-1.5B's shape on one GPU: speed, and memory beside the
+pre-flight's.
+
+Weights are float32 and computed with in bfloat16; a step is one microbatch, a packed row of 8 segments, and the update.
+A first case computes layers again in the backward pass. A second one keeps all activations of a shorter row: about 46
+GiB, for which moments in bfloat16 make room.
+
+MFU = (6 N T + A) / (seconds * 989e12) with N weights (the embedding counts once, as the head), T tokens and
+A = 12 * layers * heads * head_dim * pairs: two products forward and four backward, 2 FLOPs each, over the pairs of
+tokens that see each other. What is computed again does not count.
+
+Predicted: compiling 25-45 s; 16,384 tokens with layers computed again: 470-520 ms a step, 32-35k tokens/s, MFU 31-36 %,
+peak within 5 % of arguments and temporaries (36-38 GiB); 8,192 tokens with all kept: MFU 39-44 %.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import part
+
+if TYPE_CHECKING:
+    from fluxjax.learner.learner import Learner
+
+SEGMENTS, STEPS = 8, 5
+
+
+def measure(figures: part.Figures, dry: bool) -> None:
+    if dry:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+    from gpu import random_qwen
+
+    from fluxjax.base.process import use_compile_cache
+    from fluxjax.config import Remat
+    from models.decoder import parameter_count
+
+    use_compile_cache()
+    tokens = 256 if dry else 16384
+    cases = {"layers computed again": (tokens, Remat.LAYER), "all kept": (tokens // 2, Remat.NONE)}
+    model = random_qwen.sizes(dry)
+    began = time.perf_counter()
+    learner = random_qwen.learner(random_qwen.config(tokens, Remat.LAYER), model)
+    figures.add(
+        device=jax.devices()[0].device_kind,
+        weights=parameter_count(random_qwen.models.abstract(model)),
+        draw_seconds=round(time.perf_counter() - began, 1),
+    )
+    for name, (row, remat) in cases.items():
+        figures.attempt(name, functools.partial(_case, learner, row, remat))
+
+
+def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
+    from gpu import random_qwen
+
+    from fluxjax.algorithms import find_algorithm
+    from fluxjax.config import DType, Remat
+    from sharding.target import Target
+
+    config, device = learner.config, learner.mesh.devices.flat[0]
+    config.packing.tokens_per_row, config.sharding.remat = tokens, remat
+    if remat is not Remat.LAYER:
+        config.optim.moments_dtype = DType.BFLOAT16
+    learner.opt_state = None  # its place is free for the new one
+    learner.reset(find_algorithm(config.algorithm).token_loss)  # other settings: other programs
+    steps = random_qwen.microbatches(config, learner.text, SEGMENTS)
+    before = random_qwen.memory(device)
+    began = time.perf_counter()
+    learner.gradients.compile_ahead(learner.params, [steps[0].batch], scores=False)
+    (program,) = (future.result() for future in learner.gradients._ahead.values())
+    compiled = time.perf_counter()
+    print(f"remat={remat.value}: compiled in {compiled - began:.1f} s", file=sys.stderr, flush=True)
+    predicted = _predicted(learner, program, steps[0].batch)
+    first = learner.step(steps)
+    first_seconds = time.perf_counter() - compiled
+    learner.step(steps)
+    seconds = [_timed(learner, steps) for _ in range(STEPS)]
+    median = statistics.median(seconds)
+    flops = _flops(learner, tokens)
+    found = random_qwen.memory(device)
+    return {
+        "tokens": tokens,
+        "segments": SEGMENTS,
+        "microbatch_shape": list(steps[0].batch.inputs.tokens_BT.shape),
+        "kernels": sorted(_kernels(program)),
+        "compile_seconds": round(compiled - began, 1),
+        "first_step_seconds": round(first_seconds, 1),
+        "ms": round(1e3 * median, 2),
+        "ms_all": [round(1e3 * taken, 2) for taken in seconds],
+        "tokens_per_second": round(tokens / median),
+        "tflops": round(flops / median / 1e12, 1),
+        "mfu": round(flops / median / random_qwen.PEAK, 4) if Target.of(device).is_gpu else None,
+        "loss": first["loss"],
+        "grad_norm": first["grad_norm"],
+        "memory": found,
+        # The device remembers the highest peak so far: an earlier case may have been higher.
+        "peak_is_of_this_case": found.get("peak_gib", 0) > before.get("peak_gib", 0),
+        "predicted_gib": predicted,
+    }
+
+
+def _timed(learner: Learner, steps: Any) -> float:
+    """The seconds of a step, which fetches its metrics, so that all of it has been computed."""
+    began = time.perf_counter()
+    learner.step(steps)
+    return time.perf_counter() - began
+
+
+def _predicted(learner: Learner, program: Any, batch: Any) -> dict[str, float]:
+    """The pre-flight's sum for the very program that computes the gradients, by kind, in GiB."""
+    import jax.numpy as jnp
+
+    from fluxjax.sizing.account import GIB
+    from fluxjax.sizing.run_programs import bytes_on_device
+
+    memory = program.memory_analysis()
+    trained = bytes_on_device(learner.trained(learner.params))
+    kinds = {
+        "master weights": bytes_on_device(learner.params),
+        "moments": bytes_on_device(learner.opt_state),
+        "gradients": trained * jnp.dtype(learner.config.optim.gradients_dtype.value).itemsize / 4,
+        "batches": 2 * bytes_on_device(learner.gradients.strategy.place(batch)),  # the next one is placed meanwhile
+        "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    }
+    return {name: round(size / GIB, 3) for name, size in {**kinds, "sum": sum(kinds.values())}.items()}
+
+
+def _kernels(program: Any) -> set[str]:
+    """The Triton kernels of this project that a program calls; none on a CPU."""
+    return set(re.findall(r"(?:flash|head)_kernels_\w+", program.as_text() or ""))
+
+
+def _flops(learner: Learner, tokens: int) -> float:
+    """The FLOPs of a step, see above."""
+    import jax
+
+    text, length = learner.text, tokens // SEGMENTS
+    pairs = SEGMENTS * length * (length + 1) / 2
+    weights = sum(weight.size for weight in jax.tree.leaves(learner.params))
+    return 6 * weights * tokens + 12 * text.num_layers * text.num_heads * text.head_dim * pairs
+
+
+if __name__ == "__main__":
+    sys.exit(part.main(measure, __doc__))

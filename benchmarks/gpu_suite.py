@@ -1,0 +1,136 @@
+"""Measures fluxjax on one GPU, part by part: what a card that is lent for a quarter of an hour should be asked first.
+
+    python benchmarks/gpu_suite.py all                       every part, in the order below
+    python benchmarks/gpu_suite.py machine kernels           some parts
+    python benchmarks/gpu_suite.py all --seconds 540         no part begins that would not end in time
+    python benchmarks/gpu_suite.py all --dry                 on a CPU, at tiny shapes: whether every part runs
+
+A part is a process of its own, `benchmarks/gpu/PART.py`, with a time limit of its own. A part that fails or is stopped
+never stops the next. Its result (card, versions, prediction, figures) is appended to `gpu_CARD.json` in `--out` when it
+ends; a part that was stopped keeps the figures that it had printed. Compiled programs and the results of autotuning go
+to `cache` in the same folder, which the next run takes; what parts print goes to `logs`.
+
+Without network, `--wheels DIR` installs wheels for this run only; `scripts/gpu_wheels.sh DIR` downloads them.
+
+parts, with the seconds that each is expected to take and what was predicted of it:
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Sequence
+
+from gpu import record, runner
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A script of `benchmarks/gpu`. The prediction was written before the first figure."""
+
+    limit: float  # seconds
+    expected: float  # seconds
+    prediction: str
+
+
+PARTS = {
+    "machine": Part(
+        60, 25, "bf16 product 680-790 TFLOP/s; copy 2.9-3.0 TB/s; 14 arrays 0.3-0.6 ms; empty call 20-40 us"
+    ),
+    "kernels": Part(150, 75, "errors: bf16 <= 0.012, f32 <= 2e-5 of the largest value; equal bits twice"),
+    "attention": Part(
+        150,
+        90,
+        "1 x 16384: forward 300-350 TFLOP/s (5.5-6.4 ms), backward 190-240 (20-25 ms), cuDNN forward 620-650; "
+        "16 x 1024: forward 220-270; branches within 15 % of that by allowed pairs",
+    ),
+    "head": Part(
+        80, 35, "fused: forward 40 ms (450 TFLOP/s), backward 105 (340); portable: forward 55-70, backward 150+"
+    ),
+    "train": Part(
+        150,
+        120,
+        "compiling 25-45 s; remat=layer 470-520 ms, 32-35k tokens/s, MFU 31-36 %; remat=none MFU 39-44 %; "
+        "peak memory within 5 % of the pre-flight's arguments and temporaries (36-38 GiB)",
+    ),
+    "engine": Part(
+        140,
+        110,
+        "64 slots: 5.5-7 ms a token, 9-11k tokens/s, 25 % of the floor of 1.7 ms; 8 slots: 2.5-3.2 ms, floor 1.1; "
+        "2-4 ms of the host a round of 4 tokens",
+    ),
+    "trace": Part(
+        60,
+        40,
+        "training: matrix products 60-65 %, attention 10-15, element-wise 15-20, head 13; "
+        "decoding: 525 kernels and 3 waits of the host a token",
+    ),
+    "loop": Part(
+        75, 60, "20-40 s of compiling, then 0.15-0.35 s a step, GPU busy < 15 %; log-probabilities differ by < 1e-4"
+    ),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0, or 1 if a part failed, or 2 with one line on standard error for settings that cannot work."""
+    options = _parser().parse_args(argv)
+    unknown = [name for name in options.parts if name not in (*PARTS, "all")]
+    if unknown:
+        print(f"error: no part is called {unknown[0]!r}; there are: {', '.join(PARTS)}, all", file=sys.stderr)
+        return 2
+    if options.wheels and not list(options.wheels.glob("*.whl")):
+        print(f"error: {options.wheels} has no wheels; scripts/gpu_wheels.sh downloads them", file=sys.stderr)
+        return 2
+    names = list(PARTS) if "all" in options.parts else options.parts
+    with tempfile.TemporaryDirectory(prefix="gpu-suite-") as temporary:
+        folder = options.out or (pathlib.Path(temporary) / "out" if options.dry else RESULTS)
+        return _run(names, options, folder, pathlib.Path(temporary))
+
+
+def _run(names: Sequence[str], options: argparse.Namespace, folder: pathlib.Path, temporary: pathlib.Path) -> int:
+    started = time.monotonic()
+    runner.stop_on_signals()
+    packages = runner.install(options.wheels, temporary / "packages") if options.wheels else None
+    environment = runner.environment(folder, packages, dry=options.dry)
+    card, driver = record.card()
+    versions = record.versions(driver, packages)
+    results = record.Results(folder / f"gpu_{record.short(card)}.json")
+    for name in names:
+        part = PARTS[name]
+        left = (options.seconds or float("inf")) - (time.monotonic() - started)
+        if left < part.expected:
+            print(f"{name}: left out, {part.expected:.0f} s expected and {left:.0f} s left", file=sys.stderr)
+            results.leave_out(name, left)
+            continue
+        print(f"{name}: at most {min(part.limit, left):.0f} s", file=sys.stderr, flush=True)
+        ended = runner.run(name, min(part.limit, left), environment, folder / "logs", dry=options.dry)
+        results.add(name, ended, card=card, dry=options.dry, versions=versions, prediction=part.prediction)
+    print(results.table())
+    return int(results.failed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parts = "\n".join(
+        textwrap.fill(f"{name:10} {part.expected:.0f} s. {part.prediction}", 110, subsequent_indent=" " * 11)
+        for name, part in PARTS.items()
+    )
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\n{parts}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="+", metavar="PART", help="a part, or all")
+    parser.add_argument("--dry", action="store_true", help="on a CPU, at tiny shapes; nothing is kept without --out")
+    parser.add_argument("--seconds", type=float, metavar="N", help="for all parts together")
+    parser.add_argument("--wheels", type=pathlib.Path, metavar="DIR", help="wheels to install for this run")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="default: benchmarks/results")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

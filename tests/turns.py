@@ -1,0 +1,21 @@
+"""Three turns share what takes long and seldom shows anything: three landings in a row see all of it.
+
+`FLUXJAX_TURN` is 0, 1 or 2; `.ci/run` takes the number of commits modulo three. A property test draws a third of its
+examples then, others in each turn, and tests with the marker `turn` run in theirs only. Without the variable, all run.
+"""
+
+from __future__ import annotations
+
+import os
+
+TURN = int(os.environ["FLUXJAX_TURN"]) if os.environ.get("FLUXJAX_TURN") else None
+
+
+def share(examples: int) -> int:
+    """Returns how many of a property's examples are drawn."""
+    return examples if TURN is None else -(-examples // 3)
+
+
+def has_come(turn: int) -> bool:
+    """Says whether the tests of a turn are to run."""
+    return TURN is None or TURN == turn
