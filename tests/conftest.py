@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))  # also without an editable install
 if os.environ.get("FLUXJAX_SHAPE_CHECKS") != "0":
     from jaxtyping import install_import_hook
 
-    # Shapes and dtypes are checked where there are arrays: not in pure bookkeeping, which runs a million times in tests.
+    # Shapes and dtypes are checked where there are arrays: not in pure bookkeeping, which tests run a million times.
     PURE = ("coordinator", "simulation")
     parts = sorted(p.stem for p in (ROOT / "fluxjax").iterdir() if p.stem not in PURE and not p.stem.startswith("_"))
     install_import_hook(["sharding", "models", "rollout", *(f"fluxjax.{part}" for part in parts)], "beartype.beartype")
@@ -79,8 +79,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both. `gpu` tests are run on request, those
-    of `turn` in their turn."""
+    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both. `gpu` tests are run on request,
+    those of `turn` in their turn."""
     later = [item for item in items if (turn := item.get_closest_marker("turn")) and not turns.has_come(*turn.args)]
     if later:
         items[:] = [item for item in items if item not in later]
