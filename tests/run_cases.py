@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,11 @@ from forked import forked
 from PIL import Image
 from safetensors.numpy import load_file
 
-from fluxjax.report.metrics import read
+from fluxjax.base.types import Group, Sample
+from fluxjax.config.cli import load
+from fluxjax.report.metrics import TrainingResult, read
+from fluxjax.run.callbacks import Callback
+from fluxjax.run.trainer import FluxTrainer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -97,6 +102,70 @@ def colours(folder: pathlib.Path) -> dict[str, object]:
         made |= {f"data__sources__{source}__path": file, f"data__sources__{source}__eval_path": file}
         made[f"data__sources__{source}__reward"] = "exact"
     return made
+
+
+# --- in this process ----------------------------------------------------------------------------
+
+
+def trained(run_dir: pathlib.Path, config: str, arguments: list[str], *callbacks: Callback) -> TrainingResult:
+    """Trains to the end, or on from what is in the folder, in this process."""
+    with FluxTrainer(load([f"--config={config}", f"--config.run_dir={run_dir}", *arguments])) as trainer:
+        return trainer.fit(callbacks=callbacks)
+
+
+class Diary(Callback):
+    """The groups and the metrics of each step; stops the run after `stop_after`."""
+
+    def __init__(self, stop_after: int = 0) -> None:
+        self.stop_after = stop_after
+        self.groups: dict[int, list[Group]] = {}
+        self.metrics: dict[int, dict[str, float]] = {}
+
+    def on_step(self, trainer, step, groups, metrics) -> None:
+        self.groups[step], self.metrics[step] = list(groups), dict(metrics)
+        if step == self.stop_after:
+            trainer.stop()
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for groups in self.groups.values() for group in groups for sample in group.samples]
+
+
+POLICIES: dict[str, dict[str, object]] = {
+    "synchronous": {},
+    "tail_batching": {"tail_batching__prompts": 1.5, "tail_batching__responses": 1.25},
+    "april": {"april__oversample": 2.0, "algorithm__importance__kind": "truncate"},
+    "adaptive_async": {
+        "adaptive_async__max_ratio": 1.0,
+        "adaptive_async__ratio": 1.0,
+        "algorithm__importance__kind": "mask",
+    },
+}
+
+
+class Died(Exception):
+    """A run ends as if it was killed: nothing is saved any more."""
+
+
+class DiesAt(Callback):
+    """Ends a run when `hook`, a method of `Callback`, is called for `step`."""
+
+    def __init__(self, hook: str, step: int = 0) -> None:
+        self._step = step
+        setattr(self, hook, self._die)
+
+    def _die(self, trainer: object, step: int = 0, *_: object) -> None:
+        if step == self._step:
+            raise Died
+
+
+def as_if_killed(complete: pathlib.Path, run_dir: pathlib.Path, step: int) -> pathlib.Path:
+    """Copies a complete run without its checkpoints beyond `step` and without what a run writes at its end."""
+    shutil.copytree(complete, run_dir, ignore=shutil.ignore_patterns("model", "adapter", "summary.json"))
+    for later in (later for later in checkpoint_steps(run_dir) if later > step):
+        shutil.rmtree(run_dir / "checkpoints" / str(later))
+    assert checkpoint_steps(run_dir)[-1] == step
+    return run_dir
 
 
 # --- processes ----------------------------------------------------------------------------------

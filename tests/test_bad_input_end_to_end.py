@@ -1,31 +1,21 @@
 """Bad files, bad settings, bad run folders and full disks, met by whole runs: a counted skip or one clear line."""
 
-import errno
+import contextlib
 import json
 import pathlib
 import shutil
 import socket
 import subprocess
 
-import jax
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from run_cases import (
-    COLOURS,
-    checkpoint_steps,
-    clip,
-    ended,
-    flags,
-    logged,
-    picture,
-    summary,
-    write_jsonl,
-)
+from run_cases import COLOURS, checkpoint_steps, clip, flags, picture, summary, trained, write_jsonl
 
 from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
+from fluxjax.run.callbacks import Callback
 from fluxjax.run.main import main
 from fluxjax.run.trainer import FluxTrainer
 from sharding.odc.worker import Worker
@@ -34,25 +24,14 @@ TEXT, VLM = "configs/text.py", "configs/vlm.py"
 
 
 @pytest.fixture(scope="module")
-def finished(commands, data, tmp_path_factory):
+def finished(data, tmp_path_factory):
     """A short run to be damaged in copies."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    commands.run(run_dir, TEXT, flags(**data, **SHORT))
+    trained(run_dir, TEXT, flags(**data, **SHORT))
     return run_dir
 
 
 SHORT = {"steps": 2, "warm_start__steps": 0, "checkpoint__every": 1, "evaluation__every": 0}
-
-
-def refused(commands, run_dir, config, arguments) -> str:
-    """What a run prints that ends at once with exit status 2: one line, no traceback."""
-    process = commands.start(run_dir, config, arguments)
-    with ended(process):
-        assert process.wait(120) == 2
-    lines = (run_dir.parent / f"{run_dir.name}.log").read_text().splitlines()
-    errors = [line for line in lines if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in "\n".join(lines), lines
-    return errors[0]
 
 
 # --- data ---------------------------------------------------------------------------------------
@@ -87,33 +66,22 @@ def odd_files(folder: pathlib.Path) -> dict[str, object]:
 
 
 @pytest.mark.long
-def test_odd_files_are_used_or_skipped_and_counted(commands, tmp_path):
+def test_odd_files_are_used_or_skipped_and_counted(caplog, tmp_path):
     (tmp_path / "data").mkdir()
     settings = odd_files(tmp_path / "data")
     own = SHORT | {"steps": 4, "warm_start__steps": 2, "report__dump_samples_every": 1, "report__dump_samples": 32}
     run_dir = tmp_path / "run"
-    printed = commands.run(run_dir, VLM, flags(**settings, **own))
-    assert "Traceback" not in printed
+    trained(run_dir, VLM, flags(**settings, **own))
+    assert "Traceback" not in caplog.text
     result = summary(run_dir)
     assert result["complete"] and result["samples_trained"] == 4 * 16
     assert set(result["samples_skipped"]) == {"no such file", "cannot be opened as a video"}
     assert all(count >= 1 for count in result["samples_skipped"].values())
     for name in ("missing.png", "cut.mp4"):
-        assert name in printed  # the log says which file it was
+        assert name in caplog.text  # the log says which file it was
     dumps = [json.loads(line) for file in (run_dir / "samples").iterdir() for line in file.read_text().splitlines()]
     used = {record["id"] for record in dumps}
     assert used == {"red.png", "blue.png", "turned.jpg", "palette.png", "pixel.png", "red.mp4", "blue.mp4"}
-
-
-@pytest.mark.slow
-def test_wrong_field_name(commands, data, tmp_path):
-    lines = data["data__sources__reverse__path"].read_text().splitlines()
-    lines[4] = lines[4].replace('"answer"', '"anwser"')
-    file = tmp_path / "typo.jsonl"
-    file.write_text("\n".join(lines))
-    settings = flags(**data | {"data__sources__reverse__path": file}, **SHORT)
-    error = refused(commands, tmp_path / "run", TEXT, settings)
-    assert f"{file}:5:" in error and "'anwser'" in error and "'answer'" in error
 
 
 def tried(capsys, run_dir: pathlib.Path, config: str, data: dict, **own: object) -> str:
@@ -123,17 +91,13 @@ def tried(capsys, run_dir: pathlib.Path, config: str, data: dict, **own: object)
     return line
 
 
-@pytest.fixture
-def own_compile_settings():
-    """`main` decides where compiled programs are kept; not for the other tests of this session."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-pytestmark = pytest.mark.usefixtures("own_compile_settings")
+def test_wrong_field_name(capsys, data, tmp_path):
+    lines = data["data__sources__reverse__path"].read_text().splitlines()
+    lines[4] = lines[4].replace('"answer"', '"anwser"')
+    file = tmp_path / "typo.jsonl"
+    file.write_text("\n".join(lines))
+    line = tried(capsys, tmp_path / "run", TEXT, data | {"data__sources__reverse__path": file})
+    assert line.startswith(f"error: {file}:5:") and "'anwser'" in line and "'answer'" in line
 
 
 def test_unknown_embedded_source(capsys, tmp_path):
@@ -261,61 +225,44 @@ def test_damaged_checkpoint(damage, capsys, data, finished, tmp_path):
 # --- disks --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """Mounts a small real file system; returns its folder."""
-    mounted = []
-
-    def mount(folder: pathlib.Path, size: str) -> pathlib.Path:
-        folder.mkdir(parents=True)
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
-        if made.returncode:
-            pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.decode().strip()}")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 @pytest.mark.long
-def test_disk_full_while_checkpointing(commands, data, disk, finished, tmp_path):
+def test_disk_full_while_checkpointing(data, small_disk, finished, caplog, tmp_path):
     """Room for one checkpoint, hardly for two: the run goes on to its end and says what it could not save."""
     run_dir = tmp_path / "run"
     files = [file for file in (finished / "checkpoints" / "2").rglob("*") if file.is_file()]
     pages = sum(-(-file.stat().st_size // 4096) for file in files)  # of tmpfs, which also counts folders
-    disk(run_dir / "checkpoints", f"{pages * 4 + 1024 + 60}k")  # a margin of 1 MiB, and not quite the arrays
+    size = f"size={pages * 4 + 1024 + 60}k"  # a margin of 1 MiB, and not quite the arrays
+    subprocess.run(["mount", "-o", f"remount,{size}", str(small_disk)], check=True)
+    run_dir.mkdir()
+    (run_dir / "checkpoints").symlink_to(small_disk)
     settings = flags(**data, **SHORT | {"steps": 4})
-    printed = commands.run(run_dir, TEXT, settings)
+    trained(run_dir, TEXT, settings)
     result = summary(run_dir)
     assert result["complete"] and result["steps"] == 4
     assert result["checkpoints_failed"] >= 1
-    assert "the disk is full" in printed and "Traceback" not in printed
+    assert "the disk is full" in caplog.text and "Traceback" not in caplog.text
     kept = checkpoint_steps(run_dir)[-1]
     assert kept < 4
     assert [r["step"] for r in read(run_dir / "metrics.jsonl") if r["phase"] == "rl"] == [1, 2, 3, 4]
-    commands.run(run_dir, TEXT, settings)  # what was kept is whole
+    trained(run_dir, TEXT, settings)  # what was kept is whole
     assert summary(run_dir)["resumed_from"] == [kept]
 
 
+class FillsDisk(Callback):
+    """After the second step, on which there is a line of metrics."""
+
+    def on_step(self, trainer, step, groups, metrics):
+        with (trainer.run_dir.parent / "other").open("wb", buffering=0) as other, contextlib.suppress(OSError):
+            while step == 2:
+                other.write(b"x" * 4096)
+
+
 @pytest.mark.long
-def test_disk_full_of_other_things(commands, data, disk, tmp_path):
-    """Not even a line of metrics can be written: one clear line, no hang; with room again, the run goes on."""
-    run_dir = disk(tmp_path / "small", "4m") / "run"
-    settings = flags(
-        **data,
-        **SHORT | {"steps": 2000, "report__dump_samples_every": 1, "checkpoint__every": 0, "warm_start__steps": 1},
-    )
-    process = commands.start(run_dir, TEXT, settings)
-    with ended(process):
-        while not logged(run_dir, "rl", 2)():
-            assert process.poll() is None
-        with (run_dir.parent / "other").open("wb", buffering=0) as other:
-            try:
-                while True:
-                    other.write(b"x" * 4096)
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-        assert process.wait(120) == 2
-    assert 0 in checkpoint_steps(run_dir)
+def test_disk_full_of_other_things(data, small_disk, capsys, monkeypatch):
+    """Not even a line of metrics can be written: one clear line, no hang; what was saved is there."""
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    monkeypatch.setattr("fluxjax.run.main.SettledHeap", FillsDisk)
+    own = {"steps": 2000, "report__dump_samples_every": 1, "checkpoint__every": 0, "warm_start__steps": 1}
+    line = tried(capsys, small_disk / "run", TEXT, data, **own)
+    assert line.startswith("error: ") and "No space left" in line
+    assert 0 in checkpoint_steps(small_disk / "run")

@@ -323,16 +323,3 @@ def test_a_run_shows_where_its_pixels_come_from(tmp_path):
     for name in ("media", "timeline"):
         with Image.open(run_dir / f"{name}.png") as image:
             assert image.format == "PNG"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("loader", ["shadow", "central"])
-def test_a_run_without_preprocessors_has_no_picture_of_them(tmp_path, loader):
-    settings = flags(**colours(tmp_path), steps=1, warm_start__steps=1, data__loader=loader)
-    run_dir = tmp_path / "run"
-    with FluxTrainer(load(["--config=configs/vlm.py", f"--config.run_dir={run_dir}", *settings])) as trainer:
-        trainer.fit()
-    [step] = [record for record in read(run_dir / "metrics.jsonl") if record["phase"] == "rl"]
-    told = {name for name in step if name.startswith("data/")}
-    assert ("data/first_batch" in told and step["data/fetched_mb"] > 0) if loader == "shadow" else not told
-    assert not (run_dir / "media.png").exists() and (run_dir / "timeline.png").exists()

@@ -5,13 +5,11 @@ import json
 import pytest
 from run_cases import checkpoint_steps, flags, letters, summary
 
-from fluxjax.config import Policy
 from fluxjax.config.cli import load
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.main import main
 from fluxjax.run.trainer import FluxTrainer
 
-every_policy = pytest.mark.parametrize("policy", [policy.value for policy in Policy])
 RULE = """
 from fluxjax.rewards.rules import exact
 
@@ -44,7 +42,7 @@ def configuration(folder, policy: str, **own: object):
 
 
 @pytest.mark.slow
-@every_policy
+@pytest.mark.parametrize("policy", ["synchronous", "april"])
 def test_a_broken_reward_ends_the_run_in_one_line(policy, rule, tmp_path, capsys) -> None:
     assert main(configuration(tmp_path, policy, policy__max_num_gen_batches=3)) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -65,10 +63,7 @@ class BreaksAfter(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    ["synchronous", *(pytest.param(p, marks=pytest.mark.long) for p in ("april", "tail_batching", "adaptive_async"))],
-)
+@pytest.mark.parametrize("policy", ["tail_batching", "adaptive_async"])
 def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path) -> None:
     """Without any bound. What was dropped is in the checkpoint; once the reward is mended, the same command goes on."""
     rule.broken = False

@@ -9,12 +9,12 @@ import urllib.request
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 from plain_decode import generate
-from run_cases import assert_same_bits, checkpoint_steps, flags, model_arrays, summary
+from run_cases import Died, DiesAt, assert_same_bits, checkpoint_steps, flags, model_arrays, summary
 
 import models
+from fluxjax import evaluate
 from fluxjax.base.errors import DataError
 from fluxjax.base.types import Prompt
 from fluxjax.config import DType
@@ -27,20 +27,6 @@ from models.processing import Processor
 from rollout.engine import GenerateRequest
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """All trainers here have the same shapes: the later ones load what the first one compiled."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update(names[0], str(tmp_path_factory.mktemp("cache")))
-    jax.config.update(names[1], 0.0)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -213,6 +199,33 @@ def test_evaluate_says_what_the_summary_says(fitted):
     assert trainer.evaluate() == {"reverse": summary(trainer.run_dir)["accuracy"]["reverse"]["end"]}
 
 
+def test_the_command_says_so_too_and_changes_nothing(fitted, capsys):
+    folder = fitted[0].run_dir
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    assert evaluate.main(["--run", str(folder), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["step"] == 4 and out["prompts"] == {"reverse": 4}
+    assert out["accuracy"] == {"reverse": summary(folder)["accuracy"]["reverse"]["end"]}
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    assert evaluate.main(["--run", str(folder), "--step", "2", "--samples", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "step 2" in out and "of 3 held-out prompts" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [(["--step", "99"], "99"), (["--samples", "0"], "evaluation.samples is 0")]
+)
+def test_mistakes_of_the_command(fitted, capsys, arguments, expected):
+    assert evaluate.main(["--run", str(fitted[0].run_dir), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and expected in error and error.count("\n") == 1
+
+
+def test_the_command_names_a_folder_that_is_no_run(tmp_path, capsys):
+    assert evaluate.main(["--run", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+
+
 def test_save_and_load(fitted, data, tmp_path):
     trainer, _ = fitted
     trainer.save_checkpoint()  # a second time for this step: not an error
@@ -247,15 +260,19 @@ def test_going_back_to_an_older_checkpoint(data, tmp_path):
     assert records == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("hook", "step"), [("start", 0), ("evaluation", 0), ("step", 1), ("step", 4)])
-def test_stop(hook, step, config):
-    with FluxTrainer(config, callbacks=[StopAt(hook, step)]) as trainer:
-        result = trainer.fit()
-        assert result.summary.complete is False or step == config.steps
-        assert result.summary.steps == step
-        assert result.summary.checkpoints_failed == 0
-        assert checkpoint_steps(trainer.run_dir)[-1] == step
-        trainer.callbacks.clear()
+def test_stopped_again_and_again(config):
+    """Between steps, and by an error in a callback: each time it goes on from its newest checkpoint."""
+    with FluxTrainer(config) as trainer:
+        for hook, step in (("evaluation", 0), ("start", 0), ("step", 1), ("error", 3), ("step", 4)):
+            if hook == "error":
+                with pytest.raises(Died):
+                    trainer.fit(callbacks=[DiesAt("on_step", step)])
+                continue
+            result = trainer.fit(callbacks=[StopAt(hook, step)])
+            assert result.summary.complete is False or step == config.steps
+            assert result.summary.steps == step
+            assert result.summary.checkpoints_failed == 0
+            assert checkpoint_steps(trainer.run_dir)[-1] == step
         result = trainer.fit()
         assert result.summary.complete and result.summary.steps == config.steps
         assert result.summary.samples_trained == config.steps * 16
@@ -264,13 +281,17 @@ def test_stop(hook, step, config):
 
 
 def test_own_prompts_inside_a_running_loop(config):
-    """As in a notebook: prompts from memory, and a loop that is running already."""
+    """As in a notebook: prompts from memory, and a loop that is running already. They are used wherever the checkpoint
+    came from; draws go on counting."""
     prompts = [Prompt(str(i), "reverse", f"First of {c}bc:", c) for i, c in enumerate("abcd")]
+    own = {"eval_prompts": prompts[:2], "eval_interval": 0, "checkpoint_interval": 0}
 
     async def cell():
         with FluxTrainer(config) as trainer:
             before = trainer.evaluate()
-            result = trainer.fit(prompts, num_steps=3, eval_prompts=prompts[:2], eval_interval=0, checkpoint_interval=0)
+            trainer.fit(prompts, num_steps=2, **own)
+            trainer.load_checkpoint()
+            result = trainer.fit(prompts, num_steps=3, **own)
             assert set(before) == {"reverse"}
             assert len(trainer.held_out.prompts["reverse"]) == 2
             assert trainer.evaluate() == {"reverse": result.summary.accuracy["reverse"]["end"]}
@@ -278,37 +299,13 @@ def test_own_prompts_inside_a_running_loop(config):
 
     trainer, result = asyncio.run(cell())
     assert result.summary.steps == 3 and result.summary.complete
-    assert trainer.coordinator.ledger.epochs == {0: 4, 1: 4, 2: 4}
-    assert [r["step"] for r in read(trainer.run_dir / "metrics.jsonl") if r["phase"] == "eval"] == [0, 3]
-
-
-def test_own_prompts_after_loading(config):
-    """Prompts given to `fit` are used wherever the checkpoint came from; draws go on counting."""
-    prompts = [Prompt(str(i), "reverse", f"First of {c}bc:", c) for i, c in enumerate("abcd")]
-    with FluxTrainer(config) as trainer:
-        trainer.fit(prompts, num_steps=2)
-        trainer.load_checkpoint()
-        result = trainer.fit(prompts, num_steps=3)
-        assert result.summary.complete and result.summary.steps == 3
-        assert trainer.coordinator.ledger.epochs == {0: 4, 1: 4, 2: 4}
-        assert trainer.coordinator.ledger.last_draw == 11
+    assert trainer.coordinator.ledger.epochs == {0: 4, 1: 4, 2: 4} and trainer.coordinator.ledger.last_draw == 11
+    assert [r["step"] for r in read(trainer.run_dir / "metrics.jsonl") if r["phase"] == "eval"] == [0, 2, 3]
 
 
 def test_prompts_of_an_unknown_source(config):
     with FluxTrainer(config) as trainer, pytest.raises(DataError, match=r"'elsewhere'.*reverse"):
         trainer.fit([Prompt("1", "elsewhere", "a", "b")])
-
-
-def test_an_error_in_a_callback_ends_the_run(config):
-    class Broken(Callback):
-        def on_step(self, trainer, step, groups, metrics):
-            raise ZeroDivisionError("of the callback")
-
-    with FluxTrainer(config, callbacks=[Broken()]) as trainer:
-        with pytest.raises(ZeroDivisionError, match="of the callback"):
-            trainer.fit()
-        trainer.callbacks.clear()
-        assert trainer.fit().summary.complete  # from its checkpoint
 
 
 @pytest.mark.long

@@ -12,14 +12,13 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from run_cases import ROOT, flags, letters
+from run_cases import ROOT, Diary, flags, letters
 
 import models
 from fluxjax.config import Config, ConfigError, RewardTerm, SourceConfig
 from fluxjax.config.cli import load
 from fluxjax.coordinator.ledger import RunGivenUp
 from fluxjax.report.metrics import read
-from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
 from models.config import Qwen2Config, TextConfig
 from models.processing import tiny
@@ -43,15 +42,17 @@ def configuration(folder: pathlib.Path, arguments: dict[str, object], seconds: f
     return config
 
 
-class Diary(Callback):
-    def __init__(self, kill: subprocess.Popen | None = None) -> None:
-        self.kill, self.groups = kill, []
+class Kills(Diary):
+    """Kills a process after the first step."""
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        super().__init__()
+        self.process = process
 
     def on_step(self, trainer, step, groups, metrics) -> None:
-        self.groups += groups
-        if self.kill is not None:
-            self.kill.kill()
-            self.kill.wait()
+        super().on_step(trainer, step, groups, metrics)
+        self.process.kill()
+        self.process.wait()
 
 
 @contextlib.contextmanager
@@ -111,7 +112,7 @@ def test_a_run_judged_by_a_rollout_server(checkpoint: pathlib.Path, tmp_path: pa
             with FluxTrainer(config) as trainer:
                 result = trainer.fit(callbacks=[diary])
             assert result.summary.complete and not result.summary.rewards_failed
-            samples = [sample for group in diary.groups for sample in group.samples]
+            samples = diary.samples
             assert len(samples) == STEPS * 4 * 4
             for sample in samples:
                 parts = sample.reward.parts
@@ -130,7 +131,7 @@ def test_a_judge_that_dies_in_the_middle(max_failed: float, tmp_path: pathlib.Pa
     with listening(str(ROOT / "tests" / "rewards" / "judge_server.py"), "0") as (address, process):
         config = configuration(tmp_path, {"server": address}, 4.0, steps=STEPS if max_failed == 1 else 50)
         config.rewards.max_failed = max_failed
-        diary = Diary(process)
+        diary = Kills(process)
         with FluxTrainer(config) as trainer:
             if max_failed == 1:
                 assert trainer.fit(callbacks=[diary]).summary.complete
@@ -140,8 +141,7 @@ def test_a_judge_that_dies_in_the_middle(max_failed: float, tmp_path: pathlib.Pa
                 assert "\n" not in str(caught.value)
                 assert str(caught.value).startswith("reward 'judge' of data.sources.words failed on ")
                 assert f"most often: {address}/v1/chat/completions: ClientConnectorError" in str(caught.value)
-    first = [sample.reward for group in diary.groups[:4] for sample in group.samples]
-    last = [sample.reward for group in diary.groups[-4:] for sample in group.samples]
+    first, last = ([sample.reward for sample in samples] for samples in (diary.samples[:16], diary.samples[-16:]))
     assert not any(reward.reason for reward in first)
     unjudged = [reward.reason.startswith(f"judge: {address}") and reward.parts["judge"] == 0 for reward in last]
     assert all(unjudged), last

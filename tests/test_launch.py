@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import urllib.request
 
 import numpy as np
 import pytest
-from run_cases import Commands, ended, logged
+from run_cases import Commands, as_if_killed, ended, logged, trained
 from safetensors.numpy import load_file
 
 from fluxjax import launch
@@ -83,10 +82,9 @@ def weights(run_dir: pathlib.Path) -> dict[str, bytes]:
 def test_two_processes_train_as_one(commands, two, tmp_path):
     """The same losses as one process with as many devices, warm start and RL; float32. They also go on from where it
     was."""
-    one, joined = tmp_path / "one", tmp_path / "joined"
-    commands.run(one, CONFIG, SMALL, devices=2)
-    shutil.copytree(one, joined)
-    shutil.rmtree(joined / "checkpoints" / max(os.listdir(joined / "checkpoints"), key=int))
+    one = tmp_path / "one"
+    trained(one, CONFIG, [*SMALL, "--config.sharding.devices=2"])
+    joined = as_if_killed(one, tmp_path / "joined", 2)
     assert "resuming after step 2" in commands.run(joined, CONFIG, SMALL, processes=2)
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         resumed = load_file(joined / file)
@@ -105,23 +103,12 @@ def test_two_processes_train_as_one(commands, two, tmp_path):
                 assert found[key][name] == pytest.approx(line[name], rel=1e-4, abs=1e-5), (key, name)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("number", "victim", "phase", "step", "launch", "why"),
-    [
-        (signal.SIGSTOP, 1, "warm_start", 2, ["--restarts=0"], "it has not answered for 15 s"),
-        (signal.SIGKILL, 1, "rl", 2, [], "its connection closed"),
-        (signal.SIGKILL, 0, "rl", 2, ["--processes=2,1"], "its connection closed"),
-    ],
-)
-def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, phase, step, launch, why, tmp_path):
-    """All have ended in 30 s. They are started again, and come to the undisturbed run's weights, bit for bit; or one
-    alone goes on, and learns what two would have."""
-    run_dir = tmp_path / "run"
-    process = commands.start(run_dir, CONFIG, SMALL, processes=2, launch=launch)
+def failed(commands, run_dir, arguments, launch, when, number, victim) -> str:
+    """Sends a signal to one of two processes. All have ended in 30 s, and are started again; returns the output."""
+    process = commands.start(run_dir, CONFIG, arguments, processes=2, launch=launch)
     with ended(process):
         end = time.monotonic() + 300
-        while not logged(run_dir, phase, step)():
+        while not when():
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.02)
         first = children(process.pid)
@@ -131,19 +118,23 @@ def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, 
             assert time.monotonic() < killed + 30
             time.sleep(0.1)
         status = process.wait(300)
-    text = (tmp_path / "run.log").read_text()
-    survivor = text if victim else (tmp_path / "run.process-1.log").read_text()
-    told = [line for line in survivor.splitlines() if f"process {victim} (" in line and "is lost" in line]
-    assert len(told) == 1 and f"is lost: {why}" in told[0]
-    if launch == ["--restarts=0"]:
-        assert status == 128 + signal.SIGKILL and "1 attempts in a row ended without a new checkpoint" in text
-        return
+    text = (run_dir.parent / "run.log").read_text()
     assert status == 0, text[-4000:]
-    assert f"process {victim} was ended by SIGKILL; all have ended" in text
+    how = {signal.SIGKILL: "was ended by SIGKILL", signal.SIGSTOP: "was stopped, or did not end with the others"}
+    assert f"process {victim} {how[number]}; all have ended" in text
+    survivor = text if victim else (run_dir.parent / "run.process-1.log").read_text()
+    told = [line for line in survivor.splitlines() if f"process {victim} (" in line and "is lost" in line]
+    why = "it has not answered for 15 s" if number == signal.SIGSTOP else "its connection closed"
+    assert len(told) == 1 and f"is lost: {why}" in told[0]
+    return text
+
+
+@pytest.mark.long
+def test_one_goes_on_from_a_checkpoint_where_the_other_died(commands, two, tmp_path):
+    """It learns what two would have."""
+    run_dir = tmp_path / "run"
+    text = failed(commands, run_dir, SMALL, ["--processes=2,1"], logged(run_dir, "rl", 2), signal.SIGKILL, 1)
     assert re.search(r"attempt 2 goes on from the checkpoint of step \d\n", text) and "resuming after step" in text
-    if not launch:
-        assert weights(run_dir) == weights(two)
-        return
     found, want = (
         {line["step"]: line["loss"] for line in read(folder / "metrics.jsonl") if line["phase"] == "rl"}
         for folder in (run_dir, two)
@@ -152,23 +143,13 @@ def test_a_process_that_dies_or_freezes_ends_all(commands, two, number, victim, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
-def test_a_gang_goes_on_from_its_snapshot(commands, two, number, victim, tmp_path):
-    """That of the step before the one in which a process failed, where the newest checkpoint is the first."""
+def test_a_gang_goes_on_from_its_snapshot_where_one_froze(commands, two, tmp_path):
+    """That of the step before the one in which it froze, where the newest checkpoint is the first; bit for bit."""
     run_dir, memory = tmp_path / "run", tmp_path / "memory"
     memory.mkdir()
     often = ["--config.checkpoint.every=0", "--config.checkpoint.snapshot_every=1"]
     often = [*SMALL, *often, f"--config.checkpoint.snapshot_folder={memory}"]
-    process = commands.start(run_dir, CONFIG, often, processes=2)
-    with ended(process):
-        end = time.monotonic() + 300
-        while snapshot_folder.newest(run_dir, 2) < 2:
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.02)
-        os.kill(children(process.pid)[victim], number)
-        status = process.wait(300)
-    text = (tmp_path / "run.log").read_text()
-    assert status == 0, text[-4000:]
+    text = failed(commands, run_dir, often, [], lambda: snapshot_folder.newest(run_dir, 2) >= 2, signal.SIGSTOP, 0)
     assert "attempt 2 goes on from the snapshot of step 2\n" in text and "resuming after step 2:" in text
     assert weights(run_dir) == weights(two)
     assert not list(memory.iterdir()), "the run is over"
@@ -186,41 +167,40 @@ def test_a_process_that_is_stopped_before_it_has_come_is_named(commands, tmp_pat
     assert "process 1 was stopped, or did not end with the others" in (tmp_path / "run.log").read_text()
 
 
+def alone(folder, number, port, **settings) -> list[str]:
+    """The command of one of two processes."""
+    place = {"coordinator": f"127.0.0.1:{port}", "processes": 2, "process": number} | settings
+    distributed = [f"--config.distributed.{name}={value}" for name, value in place.items()]
+    command = [f"--config={CONFIG}", *SMALL, f"--config.run_dir={folder / 'run'}", *distributed]
+    return [sys.executable, "-m", "fluxjax.train", *command]
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_process_that_does_not_come_is_waited_for_so_long(commands, missing, tmp_path):
     """Also where JAX would wait for longer, and end with a stack trace."""
-    command = [f"--config={CONFIG}", *SMALL, f"--config.run_dir={tmp_path / 'run'}"]
-    place = {"coordinator": f"127.0.0.1:{two_free_ports()}", "processes": 2, "process": 1 - missing, "start_timeout": 2}
-    command += [f"--config.distributed.{name}={value}" for name, value in place.items()]
-    run = subprocess.run(
-        [sys.executable, "-m", "fluxjax.train", *command], env=commands.env, capture_output=True, text=True, timeout=60
-    )
+    command = alone(tmp_path, 1 - missing, two_free_ports(), start_timeout=2)
+    run = subprocess.run(command, env=commands.env, capture_output=True, text=True, timeout=60)
     assert run.returncode == LOST
     assert "has waited 2 s for the others (distributed.start_timeout)" in run.stderr and "stack trace" not in run.stderr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("frozen", "when"), [(0, "at once"), (1, "as they meet")])
-def test_a_process_that_is_stopped_before_the_links_are_up_is_waited_for_so_long(commands, frozen, when, tmp_path):
-    """Without a supervisor: the other one ends by itself."""
+def test_a_process_that_is_stopped_before_the_links_are_up_is_waited_for_so_long(commands, tmp_path):
+    """As the two meet, without a supervisor: the other one ends by itself."""
     port, processes = two_free_ports(), []
-    place = {"coordinator": f"127.0.0.1:{port}", "processes": 2, "start_timeout": 20}
     with contextlib.ExitStack() as stack:
         for number in range(2):
-            command = [f"--config={CONFIG}", *SMALL, f"--config.run_dir={tmp_path / 'run'}"]
-            command += [f"--config.distributed.{name}={value}" for name, value in (place | {"process": number}).items()]
             errors = stack.enter_context((tmp_path / f"errors{number}").open("w"))
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fluxjax.train", *command], env=commands.env, stderr=errors, stdout=errors
-            )
+            command = alone(tmp_path, number, port, start_timeout=20)
+            process = subprocess.Popen(command, env=commands.env, stderr=errors, stdout=errors)
             processes.append(stack.enter_context(ended(process)))
         end = time.monotonic() + 60
-        while when == "as they meet" and not connected(port):
+        while not connected(port):
             assert time.monotonic() < end and all(process.poll() is None for process in processes)
             time.sleep(0.001)
-        processes[frozen].send_signal(signal.SIGSTOP)
-        assert processes[1 - frozen].wait(90) == LOST
-    text = (tmp_path / f"errors{1 - frozen}").read_text()
+        processes[1].send_signal(signal.SIGSTOP)
+        assert processes[0].wait(90) == LOST
+    text = (tmp_path / "errors0").read_text()
     assert "start_timeout" in text or "is lost" in text, text
 
 

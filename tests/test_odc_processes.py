@@ -9,30 +9,32 @@ WORKER = "odc_process.py"
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Where four steps of training end."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with Processes(WORKER, folder, [{}, {}], devices=1, steps=4, checkpoints=str(folder / "c")) as run:
+SETTINGS = {"devices": 1, "steps": 3}
+
+
+def ends_well(folder, checkpoints, start):
+    """Where training ends that goes on after step `start`."""
+    folder.mkdir()
+    with Processes(WORKER, folder, [{}, {}], **SETTINGS, checkpoints=str(checkpoints)) as run:
         assert run.ends() == [0, 0], run.errors(0) + run.errors(1)
+        assert run.said(0)["resumed_from"] == start
         return run.said(0)["norms"]
 
 
 @pytest.mark.parametrize(
-    ("fault", "victim", "says"),
+    ("fault", "victim", "says", "why"),
     [
-        ("kill", 0, "process 0 "),
-        ("kill", 1, "process 1 "),
-        ("stop", 1, "process 1 "),
-        ("raise", 1, ", layers[1] backward: MemoryError: no room for 3 GB"),
+        ("kill", 0, "process 0 ", " is lost: its connection closed"),
+        ("stop", 1, "process 1 ", " is lost: it has not answered for 20 s"),
+        ("raise", 1, ", layers[1] backward: MemoryError: no room for 3 GB", ""),
     ],
 )
-def test_a_fault_in_mid_minibatch_ends_all_and_the_run_resumes(fault, victim, says, undisturbed, tmp_path):
+def test_a_fault_in_mid_minibatch_ends_all_and_the_run_resumes(fault, victim, says, why, tmp_path):
     own = [{}, {}]
-    own[victim] = {"fault": fault, "fault_step": 3}
-    settings = {"devices": 1, "steps": 4, "checkpoints": str(tmp_path / "c")}
+    own[victim] = {"fault": fault, "fault_step": 2}
     timeout = 20.0 if fault == "stop" else 90.0  # only a stopped process is noticed by its silence
-    with Processes(WORKER, tmp_path, own, timeout=timeout, **settings) as run:
+    checkpoints = tmp_path / "c"
+    with Processes(WORKER, tmp_path, own, timeout=timeout, **SETTINGS, checkpoints=str(checkpoints)) as run:
         survivor = run.processes[1 - victim]
         if fault == "kill":
             assert run.processes[victim].wait(240) == -signal.SIGKILL
@@ -42,12 +44,10 @@ def test_a_fault_in_mid_minibatch_ends_all_and_the_run_resumes(fault, victim, sa
             assert len([line for line in run.errors(victim).splitlines() if says in line]) == 1
         lines = [line for line in run.errors(1 - victim).splitlines() if says in line]
         assert len(lines) == 1, run.errors(1 - victim)
-        why = {"kill": " is lost: its connection closed", "stop": " is lost: it has not answered for 20 s", "raise": ""}
-        assert why[fault] in lines[0] and "goes on from its last checkpoint" in lines[0]
+        assert why in lines[0] and "goes on from its last checkpoint" in lines[0]
         assert "Traceback" not in run.errors(1 - victim)
-    again = tmp_path / "again"
-    again.mkdir()
-    with Processes(WORKER, again, [{}, {}], **settings) as run:
-        assert run.ends() == [0, 0], run.errors(0) + run.errors(1)
-        assert run.said(0)["resumed_from"] == 2
-        assert run.said(0)["norms"] == undisturbed
+    if fault == "kill":  # the others leave the same behind: the checkpoint of step 1
+        norms = ends_well(tmp_path / "again", checkpoints, 1)
+        assert norms == ends_well(tmp_path / "undisturbed", tmp_path / "undisturbed_c", None)
+    else:
+        assert [path.name for path in checkpoints.iterdir()] == ["1"]

@@ -4,46 +4,21 @@ trained on, and a run that is stopped goes on with what it had begun."""
 from __future__ import annotations
 
 import pytest
-from run_cases import flags, letters
+from run_cases import POLICIES, Diary, flags, letters
 
 from fluxjax.config.cli import load
 from fluxjax.coordinator import TailBatching
 from fluxjax.learner.learner import GAP
-from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
 
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-OPTIONS = {
-    "tail_batching": {
-        "schedules__temperature": "reverse: linear(1.3, 0.8)",
-        "tail_batching__prompts": 1.5,
-        "tail_batching__responses": 1.25,
-        "tail_batching__max_staleness": 0,
-    },
-    "april": {"april__oversample": 2.0, "algorithm__importance__kind": "truncate"},
-    "adaptive_async": {
-        "adaptive_async__max_ratio": 1.0,
-        "adaptive_async__ratio": 1.0,
-        "algorithm__importance__kind": "mask",
-        "algorithm__importance__decoupled": True,
-    },
+OPTIONS = POLICIES | {
+    "tail_batching": POLICIES["tail_batching"]
+    | {"schedules__temperature": "reverse: linear(1.3, 0.8)", "tail_batching__max_staleness": 0},
+    "adaptive_async": POLICIES["adaptive_async"] | {"algorithm__importance__decoupled": True},
 }
-
-
-class Diary(Callback):
-    """What each step trained on; stops the run after one of them."""
-
-    def __init__(self, stop_after: int = 0) -> None:
-        self.stop_after = stop_after
-        self.groups: dict[int, list] = {}
-        self.metrics: dict[int, dict] = {}
-
-    def on_step(self, trainer, step, groups, metrics) -> None:
-        self.groups[step], self.metrics[step] = list(groups), dict(metrics)
-        if step == self.stop_after:
-            trainer.stop()
 
 
 def configuration(folder, policy: str):
@@ -56,11 +31,9 @@ def configuration(folder, policy: str):
     return load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
 
 
-LONG = ("april", "tail_batching")
-
-
 @pytest.mark.parametrize(
-    "policy", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in OPTIONS]
+    "policy",
+    [*(pytest.param(name, marks=pytest.mark.long) for name in ("april", "tail_batching")), "adaptive_async"],
 )
 def test_stopped_and_resumed(policy: str, tmp_path) -> None:
     first, second = Diary(stop_after=3), Diary()

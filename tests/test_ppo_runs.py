@@ -1,22 +1,10 @@
 """PPO from configuration to summary: it learns, its critic learns, and a run that was interrupted has lost nothing."""
 
 import json
-import signal
 
 import numpy as np
 import pytest
-from run_cases import (
-    Commands,
-    assert_same_bits,
-    assert_same_run,
-    checkpoint_arrays,
-    checkpoint_steps,
-    flags,
-    logged,
-    model_arrays,
-    signal_when,
-    summary,
-)
+from run_cases import Died, DiesAt, as_if_killed, assert_same_run, checkpoint_arrays, checkpoint_steps, flags, summary
 
 from fluxjax import evaluate
 from fluxjax.config.cli import load
@@ -27,6 +15,7 @@ from fluxjax.run.trainer import FluxTrainer
 pytestmark = pytest.mark.slow
 
 PPO = {"algorithm__name": "ppo", "algorithm__minibatches": 2, "critic__lr": 0.005, "critic__warmup_steps": 1}
+PPO |= {"algorithm__kl_coefficient": 0.01}
 
 
 def tiny(run_dir, data, **own):
@@ -49,15 +38,12 @@ def whole(data, tmp_path_factory):
 
 @pytest.mark.long
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(data, whole, tmp_path):
-    run_dir = tmp_path / "run"
-    with FluxTrainer(tiny(run_dir, data)) as trainer:
-        trainer.fit(num_steps=2)
+    run_dir = as_if_killed(whole, tmp_path / "run", 2)
     with FluxTrainer(tiny(run_dir, data)) as trainer:
         trainer.fit()
     assert summary(run_dir)["resumed_from"] == [2]
-    assert_same_bits(model_arrays(run_dir), model_arrays(whole))
-    arrays = checkpoint_arrays(whole, 3)
-    assert_same_bits(checkpoint_arrays(run_dir, 3), arrays)
+    assert_same_run(run_dir, whole)
+    arrays = checkpoint_arrays(run_dir, 3)
     assert any(name.startswith("['critic']['opt_state']") and np.any(array) for name, array in arrays.items())
     assert int(arrays["['critic']['version']"]) == int(arrays["['learner']['version']"]) == 3
     first, *rest = records(whole)
@@ -65,8 +51,22 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(data, whole, tmp_path):
     assert all(record["loss"] and record["critic/grad_norm"] > 0 and record["updates"] == 2.0 for record in rest)
 
 
-def test_whoever_only_looks_at_a_run_needs_to_know_nothing_of_its_critic(whole, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))  # the command would set one of its own
+@pytest.mark.long
+def test_a_run_goes_on_from_its_snapshot_bit_for_bit(data, whole, tmp_path, tmp_path_factory):
+    """Where the newest checkpoint is the first."""
+    own = {"checkpoint__every": 0, "checkpoint__snapshot_every": 2}
+    own |= {"checkpoint__snapshot_folder": tmp_path_factory.mktemp("memory")}
+    run_dir = tmp_path / "run"
+    with FluxTrainer(tiny(run_dir, data, **own)) as trainer, pytest.raises(Died):
+        trainer.fit(callbacks=[DiesAt("on_step", 3)])
+    assert checkpoint_steps(run_dir) == [0]
+    with FluxTrainer(tiny(run_dir, data, **own)) as trainer:
+        trainer.fit()
+    assert summary(run_dir)["resumed_from"] == [2]
+    assert_same_run(run_dir, whole)
+
+
+def test_whoever_only_looks_at_a_run_needs_to_know_nothing_of_its_critic(whole, capsys):
     assert evaluate.main(["--run", str(whole), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 3
 
@@ -77,23 +77,6 @@ def test_a_checkpoint_without_a_critic_is_refused(data, whole, tmp_path):
         trainer.fit(num_steps=1)
     with FluxTrainer(tiny(run_dir, data)) as trainer, pytest.raises(ResumeError, match="critic"):
         trainer.fit()
-
-
-@pytest.mark.long
-def test_killed(data, tmp_path, tmp_path_factory):
-    """In its own process, and goes on from a snapshot in memory."""
-    commands, config = Commands(), "configs/text.py:debug"
-    memory = tmp_path_factory.mktemp("memory")
-    own = {"checkpoint__every": 0, "checkpoint__snapshot_every": 2, "checkpoint__snapshot_folder": memory}
-    arguments = flags(steps=12, algorithm__kl_coefficient=0.01, **PPO, **data, **own)
-    commands.run(tmp_path / "alone", config, arguments)
-    run_dir = tmp_path / "killed"
-    assert signal_when(commands.start(run_dir, config, arguments), logged(run_dir, "rl", 5)) == -signal.SIGKILL
-    assert checkpoint_steps(run_dir) == [0]
-    commands.run(run_dir, config, arguments)
-    [resumed] = summary(run_dir)["resumed_from"]
-    assert 4 <= resumed < 12
-    assert_same_run(run_dir, tmp_path / "alone")
 
 
 @pytest.mark.long

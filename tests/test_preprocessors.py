@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flight_cases import ROOT, SETTINGS, PlainStore, pictures
+from shadow_run_cases import gone
 
 from fluxjax.base.errors import DataError
 from fluxjax.config.data import DataConfig
@@ -21,15 +22,6 @@ from fluxjax.runtime.preprocessors import Preprocessors
 from models.shadow import Rows
 
 SMALL = DataConfig(workers=1, cache_gib=0.25, spill_gib=0.0)
-
-
-def gone(pid: int) -> bool:
-    """Says whether a process has ended; one that nobody has waited for yet has."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second where it ends while its file is read
-        return True
 
 
 def eventually(holds, seconds: float = 60.0) -> None:

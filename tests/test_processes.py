@@ -13,8 +13,10 @@ from process_cases import Processes
 
 from sharding.mesh import make_mesh
 
-STEPS = int(os.environ.get("FLUXJAX_RECORDED_STEPS", "5"))  # docs/log.md has 50, and every strategy over four, too
-TRIED = {2: STRATEGIES, 4: ["flex_ulysses", "odc"] if STEPS < 50 else STRATEGIES}
+STEPS = int(os.environ.get("FLUXJAX_RECORDED_STEPS", "3"))  # docs/log.md has 50, and every strategy over four, too
+TRIED = {2: ["fsdp", "flex_ulysses", "odc", "hybrid"], 4: ["ulysses"]}
+if STEPS >= 50:
+    TRIED = {2: STRATEGIES, 4: STRATEGIES}
 CASES = [(processes, strategy) for processes, strategies in TRIED.items() for strategy in strategies]
 pytestmark = pytest.mark.long
 
