@@ -38,7 +38,7 @@ fi
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 status=0
-tests -m "not long" tests/{sharding,models,rollout} tests/test_{learner,decoupled,collective,odc_training,spread_equivalence}.py ||
+tests -m "not long" tests/{sharding,models,rollout} tests/test_{learner,decoupled,layout_steps,spread_equivalence}.py ||
     status=1
 export XLA_FLAGS=--xla_force_host_platform_device_count=4
 .venv-newest/bin/python -m fluxjax.train --config=configs/vlm.py:debug --config.run_dir="$work/run" || status=1

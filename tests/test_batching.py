@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_cases import MODEL, compose, make_config, make_groups
+from turns import third_of
 
 from fluxjax.batch.composer import sft_groups
 from fluxjax.batch.composition import Item, Piece, unpack
@@ -53,7 +54,7 @@ sizes_strategy = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=third_of(150))
 @given(
     sizes=sizes_strategy,
     tokens=st.integers(40, 90),
@@ -219,7 +220,7 @@ def ancestry(inputs, row, cell):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=third_of(150))
 @given(case_strategy())
 def test_every_response_is_there_once_behind_its_own_prompt(case):
     groups, prepared, config, shards = build(case)
@@ -307,7 +308,7 @@ def assert_same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=third_of(20))
 @given(case_strategy(), st.randoms(use_true_random=False))
 def test_order_of_arrival_does_not_matter(case, shuffle: random.Random):
     groups, prepared, config, shards = build(case)

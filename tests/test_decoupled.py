@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import random_groups
 from packing_cases import MODEL, compose, make_config, make_groups, owners, works
+from turns import third_of
 
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import plan_metrics, unpack
@@ -76,20 +77,20 @@ def build(case):
     return [[*content] for content, _ in case], lengths
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=third_of(50))
 @given(case=short_text, **options)
 def test_every_response_to_text_is_there_once(case, seed, devices_degree, share, balance):
     check(case, None, seed, devices_degree, share, balance)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=third_of(50))
 @given(case=short_vision, **options)
 def test_every_response_to_media_is_there_once(case, seed, devices_degree, share, balance):
     check(case, MODEL.vision, seed, devices_degree, share, balance)
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=third_of(60))
 @given(case=long_text, **options)
 def test_only_what_is_too_long_and_what_fills_is_collective(case, seed, devices_degree, share, balance):
     composition = check(case, None, seed, devices_degree, share, balance)
@@ -102,7 +103,7 @@ def test_only_what_is_too_long_and_what_fills_is_collective(case, seed, devices_
         assert needed.any() and rows.max() < needed.max() + 1  # chunks are rounded up to a token
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=third_of(40))
 @given(case=long_vision, **options)
 def test_media_keep_within_their_buffers_too(case, seed, devices_degree, share, balance):
     check(case, MODEL.vision, seed, devices_degree, share, balance)
@@ -210,7 +211,7 @@ def check_prompts(composition, prepared, share, responses, devices):
     return owned
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=third_of(40))
 @given(case=short_text, seed=options["seed"], devices=st.integers(1, 6), share=options["share"])
 def test_lb_mini_is_at_least_as_even_as_lb_micro(case, seed, devices, share):
     groups, prepared = make_groups(*build(case), seed)
@@ -223,7 +224,7 @@ def test_lb_mini_is_at_least_as_even_as_lb_micro(case, seed, devices, share):
     assert busiest(Balance.LB_MINI) <= busiest(Balance.LB_MICRO) * (1 / 0.99 if share else 1) * (1 + 1e-12)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=third_of(15))
 @given(case=short_vision, seed=options["seed"], devices=st.integers(1, 6), share=options["share"])
 def test_order_of_arrival_does_not_matter(case, seed, devices, share):
     groups, prepared = make_groups(*build(case), seed)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_algorithms import TOLERANCE, advantages_of, finite_differences, group, make_batch
+from turns import third_of
 
 from fluxjax.algorithms import ALGORITHMS, RLAlgorithm
 from fluxjax.algorithms.loss import kl_estimate, response_weights
@@ -179,7 +180,7 @@ def test_on_policy_all_have_the_policy_gradient(name):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=third_of(12))
 @given(name=st.sampled_from(NAMES), seed=st.integers(0, 2**16), data=st.data())
 def test_neither_place_nor_padding_nor_order_nor_split_count(name, seed, data):
     cfg = AlgorithmConfig.of(name, kl_coefficient=0.2, entropy_coefficient=0.01)

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from learner_cases import random_groups
 from packing_cases import MODEL, make_config
+from turns import third_of
 
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import PackedRows
@@ -56,7 +57,7 @@ def test_an_order_comes_as_it_was_given(order):
     together=st.booleans(),
 )
 @example(seed=24560, processes=1, temperature=False, together=False)  # a group in two microbatches
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=third_of(15))
 def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, together):
     """Each process lays out just the rows that one process would have laid out on its devices."""
     config = make_config(tokens_per_row=128, rows=2, share=together)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from packing_cases import MODEL, make_config
 from PIL import Image
 from run_cases import clip, write_jsonl
+from turns import third_of
 
 from fluxjax.base.types import Group, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
@@ -122,7 +123,7 @@ def by_draw(prepared):
     together=st.booleans(),
     near=st.sampled_from([0, 1 << 13, 1 << 30]),
 )
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=third_of(12))
 def test_batches_of_every_process_are_those_of_central(
     strategy, process, seed, first, count, processes, together, near
 ):

@@ -10,6 +10,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from fluxjax.base.worker_pool import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
@@ -48,7 +49,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=third_of(30))
 @given(st.lists(VALUES))
 def test_results_come_back(good, values):
     assert good.call(values) == values * 2

@@ -11,7 +11,7 @@ import os
 TURN = int(os.environ["FLUXJAX_TURN"]) if os.environ.get("FLUXJAX_TURN") else None
 
 
-def share(examples: int) -> int:
+def third_of(examples: int) -> int:
     """Returns how many of a property's examples are drawn."""
     return examples if TURN is None else -(-examples // 3)
 

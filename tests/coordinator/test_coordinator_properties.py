@@ -13,6 +13,7 @@ import pytest
 from coordinator_cases import World, changed, reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 import fluxjax.coordinator
 from fluxjax.config.schedules import Success
@@ -130,7 +131,7 @@ shapes = st.fixed_dictionaries(
 
 
 class TestRandomHistories:
-    @settings(deadline=None, max_examples=150)
+    @settings(deadline=None, max_examples=third_of(150))
     @given(
         shapes,
         st.randoms(use_true_random=False),
@@ -154,7 +155,7 @@ class TestRandomHistories:
         _history(world, choose, faults=True)
         _check(world, **shape)
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=third_of(60))
     @given(shapes, st.randoms(use_true_random=False))
     def test_giving_up(self, shape, choose) -> None:
         """Rules 27 to 30 hold when prompts are given up, too."""
@@ -165,7 +166,7 @@ class TestRandomHistories:
             return  # Rule 17
         _check(world, **shape)
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=third_of(60))
     @given(shapes, st.randoms(use_true_random=False), st.sets(st.integers(0, 12), max_size=5), st.integers(1, 4))
     def test_order_does_not_matter(self, shape, choose, bad, engines) -> None:
         """Rule 31: without faults, what is trained on does not depend on the order in which replies come; nor does
@@ -177,7 +178,7 @@ class TestRandomHistories:
         assert shuffled.all(Generate) == straight.all(Generate)
         assert shuffled.coordinator.state_dict() == straight.coordinator.state_dict()
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=third_of(60))
     @given(shapes, st.randoms(use_true_random=False), st.sets(st.integers(0, 12), max_size=5), st.integers(1, 12))
     def test_resume_anywhere(self, shape, choose, bad, prompts) -> None:
         """Rule 8: from whichever checkpoint a run is resumed, it trains on what the whole run trained on."""

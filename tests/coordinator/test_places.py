@@ -6,6 +6,7 @@ import json
 import hypothesis
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from turns import third_of
 
 from fluxjax.coordinator.places import Accept, Forget, GiveUp, Lapsed, Look, MediumStage, Places
 
@@ -118,7 +119,7 @@ class History(RuleBasedStateMachine):
 
 
 TestHistory = History.TestCase
-TestHistory.settings = hypothesis.settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestHistory.settings = hypothesis.settings(max_examples=third_of(80), stateful_step_count=50, deadline=None)
 
 
 @hypothesis.given(st.lists(st.sampled_from(["want", "lose", "join"]), max_size=40), st.data())

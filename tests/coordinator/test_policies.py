@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_cases import PolicyWorld, reward
+from turns import third_of
 
 from fluxjax.base.types import Reward
 from fluxjax.config import AdaptiveAsyncConfig, Config, ConfigError, SpeculativeSyncConfig, StreamTrainerConfig
@@ -102,7 +103,7 @@ def check(world: PolicyWorld, max_staleness: int, *, dynamic: bool = False) -> N
 @every_policy
 class TestEveryPolicy:
     @pytest.mark.slow
-    @settings(deadline=None, max_examples=12)
+    @settings(deadline=None, max_examples=third_of(12))
     @given(
         shape=shapes,
         seed=st.integers(0, 10**6),
@@ -187,7 +188,7 @@ class TestTailBatching:
         tail, plain = PolicyWorld(TailBatching(1.0, 1.0, 0), 4).go(), PolicyWorld(Synchronous(), 4).go()
         assert tail.said == plain.said
 
-    @settings(deadline=None, max_examples=15)
+    @settings(deadline=None, max_examples=third_of(15))
     @given(seed=st.integers(0, 10**6), prompts=st.integers(1, 100), held=st.sampled_from((0, 2)))
     def test_every_prompt_in_the_end(self, seed: int, prompts: int, held: int) -> None:
         """When the data ends, the prompts that were deferred or held are trained on, too."""
@@ -264,7 +265,7 @@ class TestApril:
 
 
 class TestAdaptiveAsync:
-    @settings(deadline=None, max_examples=20)
+    @settings(deadline=None, max_examples=third_of(20))
     @given(shape=shapes, seed=st.integers(0, 10**6), prompts=st.integers(0, 30), faults=st.integers(0, 3))
     def test_ratio_zero_is_synchronous(self, shape, seed: int, prompts: int, faults: int) -> None:
         """At ratio 0 it says what the synchronous policy says, instruction for instruction."""

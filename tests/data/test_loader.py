@@ -8,6 +8,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from fluxjax.base.errors import DataError, RecordError
 from fluxjax.base.types import Prompt
@@ -74,7 +75,7 @@ sizes_and_weights = st.dictionaries(
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=third_of(30), deadline=None)
 @given(sizes_and_weights, st.integers(0, 5), st.integers(0, 60))
 def test_every_prompt_of_a_source_exactly_once_an_epoch(mixture, seed, count):
     sizes = {name: size for name, (size, _) in mixture.items()}
@@ -88,7 +89,7 @@ def test_every_prompt_of_a_source_exactly_once_an_epoch(mixture, seed, count):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=third_of(30), deadline=None)
 @given(sizes_and_weights, st.integers(0, 5), st.lists(st.integers(0, 9), max_size=4), st.integers(0, 30))
 def test_resumed_at_any_point_it_goes_on_as_if_never_interrupted(mixture, seed, draws, cut):
     sizes = {name: size for name, (size, _) in mixture.items()}

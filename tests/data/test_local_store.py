@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_cases import PAIR, SETTINGS, SLICED, make_media, opened, pixels, ref_of, refs_of, seen, small, whole
+from turns import third_of
 
 from fluxjax.base.errors import DataError
 from fluxjax.config.data import DataConfig
@@ -160,7 +161,7 @@ KEPT = st.sampled_from([0, PAIR // 2, PAIR, 3 * PAIR, 8 * PAIR])
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), st.floats(0, 1)) | st.integers(0, 3), max_size=12)
 
 
-@settings(max_examples=30)
+@settings(max_examples=third_of(30))
 @given(cache=KEPT, spill=KEPT, steps=STEPS)
 def test_under_any_bounds_the_pixels_are_right_and_the_bounds_are_kept(folder, cache, spill, steps):
     refs = refs_of(folder)

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from turns import third_of
 
 from fluxjax.base.types import Media, MediaKind
 from fluxjax.data import media_index
@@ -262,7 +263,7 @@ def every_kind(tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=third_of(25), deadline=None)
 @given(
     frames=st.sampled_from([FrameSettings(num_frames=4), FrameSettings(num_frames=30), FrameSettings(fps=2.7)]),
     budget=st.sampled_from([0, 30]),
@@ -328,7 +329,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=third_of(40), deadline=None)
 @given(
     killed=st.booleans(),
     log=st.booleans(),

@@ -9,6 +9,7 @@ import pytest
 from flight_cases import SETTINGS, PlainStore, pictures
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from fluxjax.data.near_pixels import NearPixels
 from models.processing import MediaError
@@ -150,7 +151,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(0, 12))
-@settings(max_examples=40)
+@settings(max_examples=third_of(40))
 def test_whatever_happens_pixels_are_right_and_room_is_kept(shared_store, steps, sixths):
     store = shared_store
     limit = store.size(*range(6)) * sixths // 6

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from turns import third_of
 
 from fluxjax.base.errors import DataError, RecordError
 from fluxjax.base.types import MediaKind
@@ -183,7 +184,7 @@ ITEM = st.none() | st.fixed_dictionaries(
 PLAIN = st.none() | st.binary(max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=third_of(60), deadline=None)
 @given(
     st.one_of(
         *(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_files import CODECS, moving_frames, turn, whole, write_video
 from PIL import Image
+from turns import third_of
 
 from models.config import PatchLayout
 from models.processing import MediaError, tiny
@@ -38,7 +39,7 @@ def encoded(width, height, format, orientation=None):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=third_of(12), deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.none() | st.integers(0, 9))
 def test_an_image_is_as_large_as_its_header_says(format, width, height, orientation):
     data = encoded(width, height, format, orientation)
@@ -106,7 +107,7 @@ def test_the_packets_of_a_video_say_what_decoding_shows(tmp_path, kind):
         assert (by_header.frames, by_header.seconds) == (24, pytest.approx(decoded_facts(data).seconds, rel=0.05))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=third_of(15), deadline=None)
 @given(st.lists(st.integers(10, 900), min_size=1, max_size=12))
 def test_frames_at_any_times_last_as_long(tmp_path_factory, gaps):
     times = np.cumsum([0, *gaps]).tolist()
@@ -153,7 +154,7 @@ def files(tmp_path_factory):
     return folder
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=third_of(40), deadline=None)
 @given(
     names=st.lists(st.sampled_from(["a.png", "b.jpg", "c.mkv", "d.mp4", "e.mpg"]), max_size=4),
     frames=st.sampled_from(

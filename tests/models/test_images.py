@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from turns import third_of
 
 from models.processing.images import load_image, resized, smart_resize, target_size
 from models.processing.patches import normalise, patchify
@@ -88,7 +89,7 @@ def test_every_colour_mode_equals_transformers(tmp_path, mode):
 sides = st.integers(1, 5000)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=third_of(300), deadline=None)
 @given(
     height=sides,
     width=sides,

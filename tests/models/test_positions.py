@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from models.config import PatchLayout
 from models.processing.vision_input import concatenate, pack_patches, pad
@@ -80,7 +81,7 @@ def authors_rule(items, tokens_per_second):
     return np.array(places).T, largest + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=third_of(150), deadline=None)
 @given(items=media, tokens_per_second=st.sampled_from([1, 2, 4, 25]))
 def test_rope_index_follows_the_authors_rule(items, tokens_per_second):
     positions, next_position = positions_of(items, tokens_per_second)
@@ -89,7 +90,7 @@ def test_rope_index_follows_the_authors_rule(items, tokens_per_second):
     assert next_position == following
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=third_of(50), deadline=None)
 @given(items=media)
 def test_rope_index_equals_transformers_where_there_is_no_video(items):
     """Behind a video transformers 5.3 and later counts spatial sides only: `positions.py` says who does not."""
@@ -162,7 +163,7 @@ def test_rope_index_refuses_grids_that_do_not_match(images, videos, seconds):
         )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=third_of(100), deadline=None)
 @given(sizes=st.lists(grids, min_size=1, max_size=4), window=st.sampled_from([28, 56, 84, 112]))
 def test_window_order_equals_transformers(sizes, window):
     torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
@@ -185,7 +186,7 @@ def test_window_order_equals_transformers(sizes, window):
     np.testing.assert_array_equal(packed.frame_segments_P, np.searchsorted(frame_ends.numpy(), rows, "right"))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=third_of(50), deadline=None)
 @given(sizes=st.lists(grids, min_size=2, max_size=4), extra=st.integers(0, 9))
 def test_concatenating_is_packing_together(sizes, extra):
     counts = [int(np.prod(size)) for size in sizes]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import vl_config
+from turns import third_of
 
 from models.config import ModelConfigError, Qwen2Config, RopeConfig
 from models.hf_config import read_qwen2, read_qwen2_5_vl, write_config
@@ -62,7 +63,7 @@ def compare(rope, field="rope_scaling", **settings):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=third_of(200), deadline=None)
 @example(  # a pair of which hardly anything is kept
     rope={"factor": None, "original_max_position_embeddings": 512, "truncate": False, "beta_slow": 2.5},
     field="rope_scaling",

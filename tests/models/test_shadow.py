@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from models.inputs import VisionInput
 from models.processing.vision_input import blank, concatenate
@@ -30,7 +31,7 @@ def fetch(wanted):
 BOUND = st.none() | st.integers(-30, 30)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=third_of(200), deadline=None)
 @given(st.data())
 def test_whatever_is_cut_and_joined_is_what_the_array_would_be(data):
     pairs: list[Any] = [(shadow(ticket), array) for ticket, array in THERE.items()]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_files import moving_frames, write_video
+from turns import third_of
 
 from models.processing.images import smart_resize
 from models.processing.patches import normalise, patchify
@@ -88,7 +89,7 @@ def test_sampling_equals_the_published_class(case):
     assert indices.tolist() == case["indices"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=third_of(200), deadline=None)
 @given(total=st.integers(1, 3000), seconds=st.floats(0.01, 500.0), fps=st.floats(0.1, 60.0), patch=st.integers(1, 3))
 def test_sampled_frames_exist_and_fill_patches(total, seconds, fps, patch):
     frames = FrameSettings(fps=fps, max_frames=64)
@@ -98,7 +99,7 @@ def test_sampled_frames_exist_and_fill_patches(total, seconds, fps, patch):
     assert len(indices) <= 64
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=third_of(60), deadline=None)
 @given(
     source=st.tuples(st.integers(2, 90), st.integers(2, 90)),
     target=st.tuples(st.integers(8, 60), st.integers(8, 60)),  # torch's own kernel fails at a single pixel

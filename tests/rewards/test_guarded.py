@@ -9,6 +9,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from fluxjax.base.types import Prompt, Response, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
@@ -100,7 +101,7 @@ def test_a_reward_that_answers_twice_is_heard_once(misbehaving):
     assert [r.value for r in scored(misbehaving[0], "twice", "nan", "twice", "good")] == [1.0, 0.0, 1.0, 1.0]
 
 
-@settings(max_examples=20)
+@settings(max_examples=third_of(20))
 @given(st.lists(st.sampled_from(["good", "raise", "nan", "list", "twice"]), min_size=1, max_size=12))
 def test_every_response_gets_its_own_reward(misbehaving, texts):
     subject, _ = misbehaving

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import VL, VOCAB, media_prompt, text_prompt
+from turns import third_of
 
 from rollout import scheduler as scheduling
 from rollout import turns
@@ -166,7 +167,7 @@ def small_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
         patch.setattr(module, "PREFILL_TOKENS", 2 * tokens)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=third_of(100))
 @given(script, st.integers(1, 5), st.integers(0, 12), st.sampled_from([16, 32, 2048]))
 def test_22_and_23_pages_hold_what_is_read_and_none_is_lost(history, slots, more, chunk):
     with pytest.MonkeyPatch.context() as patch:

@@ -27,6 +27,7 @@ from rollout_cases import (
     run,
     text_prompt,
 )
+from turns import third_of
 
 from rollout.engine import EngineError
 from rollout.requests import LEAST_TEMPERATURE, MOST_SAMPLES, EngineLimits, checked
@@ -222,7 +223,7 @@ async def serve_among(serving, script):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=third_of(15))
 @given(st.lists(st.tuples(st.sampled_from(BAD), st.sampled_from("abcr"), st.integers(0, 15)), max_size=12))
 def test_bad_requests_among_good_ones_leave_no_trace(served, bad):
     """The good ones get the same bits, under ids that refused ones had, in an engine that refused many before."""

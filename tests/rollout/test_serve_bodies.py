@@ -23,6 +23,7 @@ from serve_cases import (
     serving,
     single,
 )
+from turns import third_of
 
 from rollout import wire
 from rollout.serve_weights import weight_version
@@ -208,7 +209,7 @@ def live(vl):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=third_of(60))
 @given(data=st.data())
 def test_any_body_is_answered_and_the_server_goes_on(live, data):
     served, run = live
@@ -229,7 +230,7 @@ def test_any_body_is_answered_and_the_server_goes_on(live, data):
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=third_of(30))
 @given(path=st.sampled_from(["/abort_request", "/pause_generation", "/continue_generation", "/update_weight_version",
                              "/update_weights_from_disk", "/weights_checker"]),
        body=JUNK | st.dictionaries(st.sampled_from(["rid", "abort_all", "mode", "model_path", "weight_version",

@@ -33,6 +33,7 @@ from rollout_cases import (
 )
 from shadow_cases import Elsewhere
 from test_pages import small_chunks
+from turns import third_of
 
 import models
 from fluxjax.base.types import PreparedPrompt, Prompt, Reward
@@ -249,7 +250,7 @@ def test_24_who_is_asked_blind_needs_no_pixels():
 # --- features by groups --------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=third_of(40), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["image", "video"]), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)),

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from turns import third_of
 
 from rollout.text_stream import TextStream
 
@@ -50,7 +51,7 @@ def test_bytes_that_never_become_a_character_do_not_stop_the_text():
     assert "".join([*(stream.add([id]) for id in ids), stream.finish()]) == BYTES.decode(ids)
 
 
-@settings(max_examples=200)
+@settings(max_examples=third_of(200))
 @given(
     st.lists(
         st.sampled_from(["a", "né", "€", "😀", "stop", "👩‍🚀", "\ufffd", b"\xf0\x9f", b"\x98", b"\xe2\x82"]),

@@ -11,6 +11,7 @@ import pytest
 import scipy.optimize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from sharding.cost import QWEN2_5_VL_7B, AttentionFit, CostError, CostModel, Link, ModelSizes, tables
 from sharding.cost.fit import fit_attention, fit_link, non_negative
@@ -120,7 +121,7 @@ def test_what_cannot_be_fitted_is_said():
 # --- laws -------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=third_of(50))
 @given(
     length=st.integers(1, 10**6),
     more=st.integers(1, 10**5),
@@ -218,7 +219,7 @@ def test_the_step_is_that_of_the_slowest_device_and_vision_comes_first():
     assert model.step_seconds(plan, train=False, squares=[9.0, 16.0]) == pytest.approx(16 + 5)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=third_of(30))
 @given(st.lists(st.integers(1, 40000), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_a_step_is_between_its_busiest_device_and_everything_in_a_row(lengths, random):
     degrees = [random.choice([1, 2, 4, 8]) for _ in lengths]

@@ -15,6 +15,7 @@ from cuda_ahead import run_ahead, run_on_gpu
 from hypothesis import given, settings
 from test_tiles import S, streams
 from triton_code import SHARED_MEMORY, assert_no_spills_and_tensor_cores
+from turns import third_of
 
 from sharding.kernels import flash
 from sharding.kernels.attention import Mask
@@ -70,7 +71,7 @@ def test_cpus_compute_portably():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=third_of(50))
 @given(stream=streams(), scattered=streams(contiguous=False))
 def test_lists_name_every_needed_tile_once_and_masked_ones_first(stream, scattered, causal):
     queries, keys = 8, 4

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from sharding.links import LinkError
 from sharding.links.meeting import Card, connect, listen, own_address, place
@@ -163,7 +164,7 @@ def test_data_comes_whole_and_in_order_behind_its_message(pair: Pair) -> None:
 
 
 @given(st.lists(st.sampled_from([0, 1, 7, 300_000]), max_size=1500))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=third_of(20))
 def test_data_in_many_parts_comes_joined(sizes: list[int]) -> None:
     """More of them than a call to the system takes, larger than its buffers, and some of them empty."""
     near, far = (Wire.on(end) for end in _connected())

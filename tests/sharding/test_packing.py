@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from sharding.cost import CostModel
 from sharding.planner import Limits
@@ -37,7 +38,7 @@ def loads(bins: list[int], amounts: list[int], count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=third_of(60), deadline=None)
 @given(LENGTHS, DEVICES, ROOM)
 def test_whole_within_budget_and_repeatable(name: str, lengths: list[int], devices: int, room: int) -> None:
     made = SCHEDULERS[name](lengths, devices, limits(room))
@@ -58,7 +59,7 @@ def test_whole_within_budget_and_repeatable(name: str, lengths: list[int], devic
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=third_of(150), deadline=None)
 @given(LENGTHS, DEVICES, ROOM)
 def test_balancing_whole_minibatches_is_never_slower(lengths: list[int], devices: int, room: int) -> None:
     micro, mini = lb_micro(lengths, devices, limits(room)), lb_mini(lengths, devices, limits(room))
@@ -70,7 +71,7 @@ def test_balancing_whole_minibatches_is_never_slower(lengths: list[int], devices
         assert -(-sum(tokens) // room) <= len(own) if room else len(own) <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=third_of(100), deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(1, 3))
 def test_equal_sizes_against_all_partitions(amounts: list[int], count: int) -> None:
     bins = karmarkar_karp(amounts, count, equal_size=True)
@@ -84,7 +85,7 @@ def test_equal_sizes_against_all_partitions(amounts: list[int], count: int) -> N
     )  # of at most four items a bin (Michiels et al., 2003)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=third_of(100), deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(1, 3))
 def test_swaps_only_help(amounts: list[int], count: int) -> None:
     bins = [i * 7 % 5 % count for i in range(len(amounts))]
@@ -94,7 +95,7 @@ def test_swaps_only_help(amounts: list[int], count: int) -> None:
     assert max(loads(swapped(amounts, karmarkar_karp(amounts, count), count), amounts, count)) <= 4 / 3 * best + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=third_of(100), deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 4))
 def test_exchanges_of_one_for_one_keep_sizes(amounts: list[int], count: int) -> None:
     bins = karmarkar_karp(amounts, count, equal_size=True)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
+from turns import third_of
 
 from sharding.planner import PLANNERS, Limits, balance_bound, flex_ulysses, flexrl, greedy, ulysses
 from sharding.planner.draw import draw
@@ -29,7 +30,7 @@ def traffic(plan: ShardPlan) -> float:
 
 @pytest.mark.long
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=third_of(25), deadline=None)
 @given(LENGTHS, DEVICES, st.sampled_from([0, 1, 5, 28]), st.booleans())
 def test_any_plan_keeps_to_its_limits(lengths: list[int], num_devices: int, heads: int, packed: bool) -> None:
     packing = {"short": 1000, "cap": 4000, "rounds_per_degree": 3} if packed else {}
@@ -44,7 +45,7 @@ def test_any_plan_keeps_to_its_limits(lengths: list[int], num_devices: int, head
 
 
 @pytest.mark.long
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=third_of(20), deadline=None)
 @given(LENGTHS, st.sampled_from([2, 4, 8, 16, 32]))
 def test_without_a_cap_balance_and_memory_are_within_their_limits(lengths: list[int], num_devices: int) -> None:
     plan = flex_ulysses(lengths, num_devices)
@@ -53,7 +54,7 @@ def test_without_a_cap_balance_and_memory_are_within_their_limits(lengths: list[
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=third_of(40), deadline=None)
 @given(LENGTHS, DEVICES)
 def test_where_unsharded_is_balanced_nothing_is_sharded(lengths: list[int], num_devices: int) -> None:
     plain, plan = greedy(lengths, num_devices), flex_ulysses(lengths, num_devices)
@@ -66,7 +67,7 @@ def test_where_unsharded_is_balanced_nothing_is_sharded(lengths: list[int], num_
 
 
 @pytest.mark.long
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=third_of(50), deadline=None)
 @given(LENGTHS, DEVICES, st.sampled_from([0, 4]))
 @example([1551, 2617, 2701, 2701, 4169, 4169, 4580, 6277, 9246, 19090], 48, 0)  # three blocks of 16 devices
 @example([1551, 2617, 2701, 2701, 4169, 4169, 4580, 6277, 9246, 10000], 48, 0)  # memory against compute
@@ -107,7 +108,7 @@ def brute_force(lengths: list[int], num_devices: int, tolerance: float) -> tuple
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=third_of(25), deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=4), st.sampled_from([2, 4]))
 def test_tiny_instances_are_solved_almost_exactly(lengths: list[int], num_devices: int) -> None:
     least, moved = brute_force(lengths, num_devices, Limits.tolerance)
@@ -119,7 +120,7 @@ def test_tiny_instances_are_solved_almost_exactly(lengths: list[int], num_device
         assert traffic(plan) <= 1.5 * moved + 0.25 * sum(lengths)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=third_of(200), deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.sampled_from([(2, 1), (2, 2), (4, 2)]))
 def test_least_load_is_a_bound(lengths: list[int], shape: tuple[int, int]) -> None:
     num_devices, degree = shape
@@ -164,7 +165,7 @@ def test_a_cost_model_says_how_even_is_even_enough() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=third_of(20), deadline=None)
 @given(LENGTHS, st.sampled_from([4, 6, 8]), st.integers(0, 3000))
 def test_tokens_per_device_hold_with_the_padding_of_chunks(lengths: list[int], num_devices: int, extra: int) -> None:
     room = -(-sum(lengths) // num_devices) + extra

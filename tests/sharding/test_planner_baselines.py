@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from sharding.planner import Limits, bucketing, flexrl, greedy, ulysses
 from sharding.planner.baselines import karmarkar_karp, longest_first
@@ -16,7 +17,7 @@ def loads(bins: list[int], amounts: list[int], count: int) -> np.ndarray:
     return np.bincount(bins, amounts, count)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=third_of(150), deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(1, 3))
 def test_differencing_is_near_the_optimum(amounts: list[int], count: int) -> None:
     bins = karmarkar_karp([float(a) for a in amounts], count)
@@ -66,7 +67,7 @@ def test_the_papers_merge_by_hand() -> None:
     assert flexrl([40], 8).degrees == (8,)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=third_of(60), deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.sampled_from([2, 4, 8, 12]))
 def test_all_of_them_place_everything(lengths: list[int], num_devices: int) -> None:
     for planner in (flexrl, bucketing, greedy):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from sharding.planner import spread_vision
 from sharding.planner.baselines import longest_first
@@ -20,7 +21,7 @@ def units(runs: list[tuple[int, int, int, int]]) -> tuple[list[int], list[int], 
 
 
 @pytest.mark.long
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=third_of(150), deadline=None)
 @given(st.lists(RUN, min_size=1, max_size=12), st.sampled_from([0, 4]))
 def test_units_are_even_within_their_replica(runs: list[tuple[int, int, int, int]], replica: int) -> None:
     sizes, first, degree = units(runs)

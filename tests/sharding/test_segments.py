@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 from sharding.kernels.attention import attention, segment_attention
 
@@ -42,7 +43,7 @@ local = jax.jit(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=third_of(60), deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=40), st.sampled_from([0, 8, 9, 16, 64]), st.integers(0, 99))
 def test_equals_the_whole_mask(lengths: list[int], bound: int, seed: int) -> None:
     """Runs up to 8 long under bounds of 8 and more, block edges falling anywhere, padding of any length."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from turns import third_of
 
 from sharding.mesh import binary_axes, make_mesh
 from sharding.planner.plan import PlanError, ShardPlan, rounds
@@ -53,7 +54,7 @@ def streams(layout: SizedLayout):
 
 
 @given(choices())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=third_of(60))
 def test_every_token_has_its_own_cell_in_the_order_of_its_stream(choice):
     plan = make_plan(*choice)
     layout = sized(plan)
@@ -71,7 +72,7 @@ def test_every_token_has_its_own_cell_in_the_order_of_its_stream(choice):
 
 
 @given(choices(), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=third_of(60))
 def test_predecessors_are_found_in_the_row_or_among_the_exports(choice, seed):
     plan = make_plan(*choice)
     rng = np.random.default_rng(seed)
@@ -178,7 +179,7 @@ def test_a_shape_that_wastes_little_is_used_again():
 
 
 @given(st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3000)), min_size=1, max_size=60), st.integers(1, 5))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=third_of(60))
 def test_shapes_cover_what_is_asked_and_are_never_more_than_allowed(requests, most):
     book, caps = ShapeBook(most=most), {"columns": 3000, "round/2/0": 3000}
     given_out = set()

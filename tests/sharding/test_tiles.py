@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from turns import third_of
 
 from sharding.kernels.attention import Mask, attention
 from sharding.kernels.tiles import tile_attention, tile_list, tile_size
@@ -74,7 +75,7 @@ def active(segments, branches, tile=TILE):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=third_of(15))
 @given(stream=streams())
 def test_values_and_gradients_equal_plain_attention(heads, stream):
     qkvd = inputs(*heads)
@@ -83,7 +84,7 @@ def test_values_and_gradients_equal_plain_attention(heads, stream):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=third_of(15))
 @given(stream=streams(contiguous=False))
 def test_scattered_segments_are_right_too(stream):
     qkvd = inputs(4, 2)

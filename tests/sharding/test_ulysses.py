@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from turns import third_of
 
 from sharding.kernels.attention import Mask, attention
 from sharding.mesh import binary_axes, make_mesh
@@ -117,7 +118,7 @@ def test_values_and_gradients_equal_plain_attention(heads):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=third_of(25))
 @given(sequences=plans())
 def test_any_plan_gives_the_same(sequences):  # 8 heads that read 2 KV heads
     assert_equal(sequences, inputs(8, 2))

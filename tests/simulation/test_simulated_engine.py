@@ -8,6 +8,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import third_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -77,7 +78,7 @@ def simulate(limit: int, max_running: int, events: list[tuple]):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=third_of(200))
 @given(stories())
 def test_jumps_equal_one_token_at_a_time(story):
     limit, max_running, events = story
@@ -97,7 +98,7 @@ def test_jumps_equal_one_token_at_a_time(story):
     assert engine.version == naive.version
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=third_of(50))
 @given(stories())
 def test_tokens_are_conserved(story):
     """What was decoded is what came out: finished, aborted or lost, less what had begun elsewhere."""
