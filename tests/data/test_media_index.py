@@ -426,9 +426,8 @@ WRITER = """
 def writer(folder, first, last, who, most=0):
     """A process that notes media when it is told to; it can write files of `most` bytes."""
     command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), who, *map(str, (first, last, most))]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         try:
             assert process.stdout.readline() == "ready\n", process.stderr.read()
             yield process
