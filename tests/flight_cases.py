@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from forked import forked
 from PIL import Image
 
 from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket, stamp_of
@@ -105,7 +106,7 @@ class Process:
     def __init__(self, *flags: str, token: str = "", **settings: Any) -> None:
         words = [sys.executable, str(ROOT / "tests" / "preprocess_process.py"), json.dumps(settings), *flags]
         environment = {**os.environ, "FLUXJAX_TOKEN": token}
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, text=True, cwd=ROOT)
+        self.process = forked(words, stdout=subprocess.PIPE, env=environment, text=True, cwd=ROOT)
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], 60)[0], "the preprocessor does not start"
         line = self.process.stdout.readline()

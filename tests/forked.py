@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -207,6 +208,8 @@ def become(request: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
+    # Python 3.12 and later warn of threads: those of OpenBLAS and of Arrow's allocator, which know how to be forked.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     import fluxjax.run.main  # noqa: F401
     import rollout.serve_app  # noqa: F401
 

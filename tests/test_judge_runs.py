@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from forked import forked
 from run_cases import ROOT, Diary, flags, letters
 
 import models
@@ -59,7 +60,7 @@ class Kills(Diary):
 def listening(*words: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """The address of a server, and its process."""
     command, env = [sys.executable, *words], os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env) as process:
+    with forked(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline().split()

@@ -13,6 +13,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from forked import forked
 from rollout_cases import HANG
 from serve_cases import checkpoints, refused_flags
 
@@ -76,7 +77,7 @@ def test_the_command_serves_until_it_is_told_to_end(vl, tmp_path):
     command = [sys.executable, "-m", "rollout.serve", *flags]
     with (
         errors.open("w") as to,
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=to, text=True, env=environment) as process,
+        forked(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=to, text=True, env=environment) as process,
     ):
         try:
             talked_to(process, errors)
