@@ -86,13 +86,15 @@ def near_policy():
     return grpo.advantages(groups, config.algorithm), prepared, own
 
 
-def learner_of(algorithm: AlgorithmConfig, layout="one row", falling=0) -> Learner:
-    """A learner whose learning rate falls over so many training steps, or is constant."""
+def learner_of(algorithm: AlgorithmConfig, layout="one row", falling=0, critic=None) -> Learner:
+    """A learner whose learning rate falls over so many training steps, or is constant; `critic` has settings."""
     devices, laid = LAYOUTS[layout]
     config = config_for(algorithm.importance, **laid)
     config.algorithm = dataclasses.replace(algorithm)
     if falling:
         config.optim.schedule, config.steps = Schedule.LINEAR, falling
+    for name, value in (critic or {}).items():
+        setattr(config.critic, name, value)
     token_loss = find_algorithm(algorithm).token_loss
     learner = Learner(config, models.create(TEXT, seed=1), token_loss, mesh=make_mesh(devices))
     learner.version = VERSION
@@ -114,10 +116,8 @@ def trainer_of(
     algorithm: AlgorithmConfig, layout="one row", referred=False, falling=0, critic=None, **further: Any
 ) -> tuple[PolicyTrainer, Learner]:
     """A trainer and its learner. The reference's weights are 0.9 times the policy's; `critic` has settings."""
-    learner = learner_of(algorithm, layout, falling)
+    learner = learner_of(algorithm, layout, falling, critic)
     config = learner.config
-    for name, value in (critic or {}).items():
-        setattr(config.critic, name, value)
     if find_algorithm(algorithm).critic:
         further["critic"] = critic_for(config, models.create(TEXT, seed=1), learner)
     reference = jax.tree.map(lambda weight: 0.9 * weight, learner.params) if referred else None
