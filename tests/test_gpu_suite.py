@@ -24,11 +24,11 @@ def run_suite(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_cheap_parts_run_dry_and_parts_without_seconds_are_left_out(tmp_path):
-    done = run_suite("machine", "train", "head", "--dry", "--seconds", "100", "--out", str(tmp_path))
+    done = run_suite("machine", "loop", "head", "--dry", "--seconds", "100", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     entries = {entry["part"]: entry for entry in json.loads((tmp_path / "gpu_cpu.json").read_text())}
-    assert list(entries) == ["machine", "head"]  # 120 seconds are expected of training
-    assert "train      left out" in done.stdout
+    assert list(entries) == ["machine", "head"]  # 200 seconds are expected of the loop
+    assert "loop       left out" in done.stdout
     machine = entries["machine"]
     assert machine["card"] == "cpu" and machine["dry"] and machine["versions"]["jax"] and "error" not in machine
     assert machine["prediction"] and machine["seconds"] > 0 and machine["outcome"]["product"]["tflops"] > 0

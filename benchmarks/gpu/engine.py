@@ -72,7 +72,7 @@ def _case(
     from gpu import random_qwen
 
     turns = [(turn(), calls.full_rounds(samples), calls.calls) for _ in range(TURNS)]
-    taken, rounds, made = min(turns, key=lambda found: found[0]["seconds"])
+    taken, rounds, calls_of_turn = min(turns, key=lambda found: found[0]["seconds"])
     steps = engine._limits.steps_per_sync
     whole = [(call, seconds) for call, seconds in rounds if call.plan[1].remaining_B[0] >= steps]
     round_ms = 1e3 * statistics.median(seconds for _, seconds in whole)
@@ -85,8 +85,8 @@ def _case(
     return {
         **taken,
         "tokens_per_second": round(samples * new / taken["seconds"]),
-        "starts": sum(call.plan is None for call in made),
-        "rounds": len(made) - sum(call.plan is None for call in made),
+        "starts": sum(call.plan is None for call in calls_of_turn),
+        "rounds": len(calls_of_turn) - sum(call.plan is None for call in calls_of_turn),
         "rows_computed": len(middle[1].token_B),
         "pages_read": middle[1].pages_BC.shape[1],
         **part.rounded(
