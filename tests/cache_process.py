@@ -8,7 +8,6 @@ import sys
 
 SETTINGS = json.loads(sys.argv[1])
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax  # noqa: E402
@@ -21,6 +20,7 @@ from sharding.links import Links, initialize  # noqa: E402
 
 def main() -> None:
     share_between_devices()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     initialize(SETTINGS["coordinator"], SETTINGS["processes"], SETTINGS["process"])
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))

@@ -3,10 +3,10 @@
 A run of a tiny model imports for a third of its processor time. `forked(command, ...)` is
 `subprocess.Popen(command, ...)`, and the process is a child of this one as it would be otherwise: its status, its
 signals and its processor time are read in the same way. The server forks before JAX has looked for devices, so that
-flags of XLA, devices and folders of programs are those of the new process. What `fluxjax.launch` starts is forked, too.
+flags of XLA, devices and folders of programs are those of the new process.
 
 Only `python -m MODULE` and `python FILE.py` of this interpreter are forked, on Linux; everything else is started as
-ever, and so is all where `FLUXJAX_TESTS_FORK=0`.
+ever, and so is `fluxjax.launch`, which imports little, and all where `FLUXJAX_TESTS_FORK=0`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import os
 import pathlib
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -28,8 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BOUND = str(ROOT / "rollout" / "bound.py")
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 # The variables that JAX reads while it is imported, and what a fork tells it instead.
 JAX_VARIABLES: dict[str, Callable[[str], object]] = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": float,
@@ -99,14 +97,11 @@ class Forked(subprocess.Popen):
         if preexec_fn or pass_fds or not server.can_start(environment):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore
             return
-        words = [os.fspath(word) for word in args]
-        bound = words[1] == BOUND
         request = {
-            "words": words[3:] if bound else words[1:],
+            "words": [os.fspath(word) for word in args[1:]],
             "environment": environment,
             "folder": os.fspath(cwd or os.getcwd()),
             "new_session": bool(new_session),
-            "bound": bound,
         }
         given = (
             pipes[0],
@@ -120,9 +115,13 @@ class Forked(subprocess.Popen):
 
 def forked(command: Sequence[str | os.PathLike[str]], **how: Any) -> subprocess.Popen:
     words = [os.fspath(word) for word in command]
-    words = words[2:] if words[:2] == [sys.executable, BOUND] else words
     python = len(words) > 1 and words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
-    if not python or sys.platform != "linux" or os.environ.get("FLUXJAX_TESTS_FORK") == "0":
+    if (
+        not python
+        or "fluxjax.launch" in words
+        or sys.platform != "linux"
+        or os.environ.get("FLUXJAX_TESTS_FORK") == "0"
+    ):
         return subprocess.Popen(command, **how)
     return Forked(command, **how)
 
@@ -178,8 +177,6 @@ def become(request: Mapping[str, Any]) -> None:
 
     if request["new_session"]:
         os.setsid()
-    if request["bound"]:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -188,15 +185,6 @@ def become(request: Mapping[str, Any]) -> None:
             jax.config.update(name.lower(), value(os.environ[name]))
     os.chdir(request["folder"])
     words = list(request["words"])
-    if words[:2] == ["-m", "fluxjax.launch"]:  # it does not compute, so that it can be forked later
-        here, there = socket.socketpair()
-        if os.fork() == 0:
-            here.close()
-            become(serve(there))
-            return
-        there.close()
-        Forked.server = ForkServer(here)
-        subprocess.Popen = forked  # type: ignore
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if words[0] == "-m":
         sys.argv, sys.path[:0] = words[1:], [request["folder"], *paths]

@@ -73,9 +73,9 @@ def fleet(folder: pathlib.Path, **settings: Any) -> Config:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_run_with_servers_that_sleep(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a step's last responses, servers are lent to the stream trainer; then all sleep."""
-    config = fleet(tmp_path, servers__colocated=True, policy__name=Policy.APRIL, stream_trainer__enabled=True)
+@pytest.mark.parametrize("stream", [False, True], ids=["alone", "stream trainer"])
+def test_a_run_with_servers_that_sleep(tmp_path: pathlib.Path, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = fleet(tmp_path, servers__colocated=True, policy__name=Policy.APRIL, stream_trainer__enabled=stream)
     config.stream_trainer.first, config.stream_trainer.last, config.stream_trainer.chunk = 0.1, 0.9, 1
     watch, train = Watch(), PolicyTrainer.train
     slept: list[list[bool]] = []
@@ -89,7 +89,7 @@ def test_a_run_with_servers_that_sleep(tmp_path: pathlib.Path, monkeypatch: pyte
         result = trainer.fit()
         lent = [span for span in trainer.timeline.spans() if span.name == "train" and span.lane != "trainer"]
     assert result.summary.complete and 0 < result.summary.logprob_gap_max < GAP
-    assert slept == [[True, True]] * 4 and lent
+    assert slept == [[True, True]] * 4 and bool(lent) == stream
     assert watch.seen == [[(f"server {i}", False, step) for i in range(2)] for step in range(1, 5)]
 
 

@@ -117,7 +117,8 @@ def check(case, vision, seed, devices_degree, share, balance):
     responses = {(s.response.draw, s.response.sample): s.response for g in groups for s in g.samples}
     responses = {key: response for key, response in responses.items() if response.token_ids}
     sizes = {key: len(prepared[key[0]].inputs) + len(response.token_ids) for key, response in responses.items()}
-    shown = {draw: one.inputs.vision.num_patches if one.inputs.vision else 0 for draw, one in prepared.items()}
+    media = {draw: getattr(prompt.inputs, "vision", None) for draw, prompt in prepared.items()}
+    shown = {draw: vision_input.num_patches if vision_input else 0 for draw, vision_input in media.items()}
     if not all(surely_hold(n, 48, replica, PATCHES) for n in shown.values()):
         return None  # refused before, with the prompt (`data.prepare.Limits`)
     if max(sizes.values()) > (degree or min(replica, heads)) * ROOM:

@@ -130,8 +130,8 @@ def test_a_step_equals_its_optimizer_steps_by_hand(case, decoupled):
 @pytest.mark.slow
 def test_more_epochs_go_further_and_more_minibatches_elsewhere():
     ends = [flat(trained("token weights twice")[1])]
-    for times in ({}, {"epochs": 2}, {"minibatches": 2}):
-        cfg = AlgorithmConfig(importance=TOKEN, **times)
+    for epochs, parts in ((1, 1), (2, 1), (1, 2)):
+        cfg = AlgorithmConfig(importance=TOKEN, epochs=epochs, minibatches=parts)
         trainer, learner = trainer_of(cfg, falling=20)
         trainer.train(0, *near_policy()[:2])
         ends.append(flat(learner))

@@ -193,7 +193,7 @@ def assert_logprobs(
     np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
-def assert_equal(answers: Iterable[Sequence[Any]], expected: Iterable[Sequence[Any]]) -> None:
+def assert_equal(answers: Iterable[Any], expected: Iterable[Any]) -> None:
     """The same tokens and ends, and log-probs up to rounding."""
     for group, alone in zip(answers, expected, strict=True):
         assert [(a.ids, a.finish) for a in group] == [(e.ids, e.finish) for e in alone]

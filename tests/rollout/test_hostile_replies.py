@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from protocol_cases import model
 from rollout_cases import collect
-from turns import third_of
 
 import models
 from rollout.engine import EngineError
@@ -82,7 +81,7 @@ def test_what_happens_on_the_way_does_not_show(pair: Servers, here: JaxEngine) -
         run(publish(engines, here, 0))
         current = [0]  # the seed of the weights, and how often they changed
 
-        @settings(max_examples=third_of(10), derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=10, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
         @given(st.tuples(FAULTS, FAULTS), st.lists(ASKED, min_size=1, max_size=3), st.booleans())
         def check(faults: tuple[list[Fault], list[Fault]], wanted: list[dict[str, Any]], changes: bool) -> None:
             async def work() -> None:
