@@ -8,13 +8,12 @@ import pathlib
 
 import misbehaving_rewards
 import pytest
-from run_cases import flags, letters
+from run_cases import POLICIES, Diary, flags, letters
 
 from fluxjax.config import Policy, RewardKindConfig, RewardTerm, SourceConfig
 from fluxjax.config.cli import load
 from fluxjax.coordinator.ledger import RunGivenUp
 from fluxjax.report.metrics import read
-from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
 
 pytestmark = pytest.mark.slow
@@ -30,16 +29,6 @@ FAILURES = {  # by reward: how the reasons in the summary begin
     "blocks": "timed out after 0.5 s",
     "refuses_to_end": "timed out after 0.5 s",
     "AnswersTwice": "answered ",
-}
-POLICIES = {
-    "synchronous": {},
-    "tail_batching": {"tail_batching__prompts": 1.5, "tail_batching__responses": 1.25},
-    "april": {"april__oversample": 2.0, "algorithm__importance__kind": "truncate"},
-    "adaptive_async": {
-        "adaptive_async__max_ratio": 1.0,
-        "adaptive_async__ratio": 1.0,
-        "algorithm__importance__kind": "mask",
-    },
 }
 LONG = ("april", "tail_batching", "adaptive_async")
 
@@ -59,16 +48,6 @@ def configuration(folder: pathlib.Path, policy: str, rewards: dict[str, str], **
 
 def misbehaving(*names: str) -> dict[str, str]:
     return {name: f"misbehaving_rewards:{name}" for name in names}
-
-
-class Diary(Callback):
-    def __init__(self, stop_after: int = 0) -> None:
-        self.stop_after, self.groups = stop_after, []
-
-    def on_step(self, trainer, step, groups, metrics) -> None:
-        self.groups += groups
-        if step == self.stop_after:
-            trainer.stop()
 
 
 def workers() -> list[str]:
@@ -103,7 +82,7 @@ def test_rewards_that_go_wrong(policy: str, tmp_path: pathlib.Path, capsys) -> N
             ledger = trainer.coordinator.ledger
         assert not workers(), "processes of rewards outlive the run"
     assert result.summary.complete and result.summary.steps == STEPS
-    groups = [group for diary in diaries for group in diary.groups]
+    groups = [group for diary in diaries for step in diary.groups.values() for group in step]
     draws = {group.prompt.draw for group in groups}
     assert len(draws) == len(groups) == STEPS * len(rewards)
     assert draws | set(ledger.entries) == set(range(ledger.last_draw + 1)), "no prompt is lost"
@@ -152,7 +131,7 @@ def test_a_mixture_by_object_changes_its_weights_and_is_resumed(policy: str, tmp
         with FluxTrainer(config, rewards={"s": {"slow": misbehaving_rewards.slow}}) as trainer:
             result = trainer.fit(callbacks=[diary])
     assert result.summary.complete and not result.summary.rewards_failed
-    samples = [sample for diary in diaries for group in diary.groups for sample in group.samples]
+    samples = [sample for diary in diaries for sample in diary.samples]
     assert len(samples) == STEPS * 4 * 2
     shares = {(s.reward.value - 2 * s.reward.parts["slow"]) / (s.reward.parts["positions"] or 1) for s in samples}
     assert shares <= {0.0, 0.5, 1.0} and len(shares) > 1
