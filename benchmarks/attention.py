@@ -115,8 +115,8 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def rates(case: Case, runs: Mapping[str, Callable[[int], object]], repeats: int, calls: int = 1) -> dict[str, float]:
-    """The milliseconds and rates of functions `{PREFIX}forward` and `{PREFIX}both`, which take turns. Each runs a pass
-    so many times before it waits: more than one `calls` where a pass is not much longer than its start."""
+    """The milliseconds and rates of functions `{PREFIX}forward` and `{PREFIX}both`, which take turns. Each runs
+    `calls` passes before it waits; several, where starting a pass takes about as long as the pass."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run(1)  # compiles

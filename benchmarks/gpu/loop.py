@@ -90,7 +90,7 @@ def _started(command: list[str], environment: dict[str, str]) -> subprocess.Pope
 
 
 def _status(process: subprocess.Popen, limit: float) -> int:
-    """The exit status of a process, which is stopped after so many seconds."""
+    """The exit status of a process, which is stopped after `limit` seconds."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(limit)
     _stop(process)

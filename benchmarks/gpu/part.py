@@ -74,5 +74,5 @@ def seconds(run: Callable[[], object], wait: Callable[[object], object], calls: 
 
 
 def rounded(figures: Mapping[str, float], digits: int = 4) -> dict[str, float]:
-    """The figures with so many significant digits."""
+    """The figures, rounded to `digits` significant digits."""
     return {name: float(f"{value:.{digits}g}") for name, value in figures.items()}

@@ -17,7 +17,7 @@ PARTS = pathlib.Path(__file__).resolve().parent
 ROOT = PARTS.parent.parent
 XLA_FLAGS = (
     "--xla_gpu_blas_max_algorithms=16",
-)  # of each matrix product autotuning tries so many: compiling is quicker
+)  # autotuning tries 16 algorithms of each matrix product, not all: compiling is quicker
 TRY_FLAGS = "import jax; jax.devices()"  # a process whose XLA does not know a flag is aborted
 
 
