@@ -52,6 +52,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 import turns  # noqa: E402
+from forked import collect_rarely  # noqa: E402
 
 from fluxjax.base.process import share_between_devices  # noqa: E402
 
@@ -72,7 +73,7 @@ if "CI" in os.environ:
 hypothesis.settings.load_profile("fluxjax")
 share_between_devices()
 SCHEDULED = scheduled()
-gc.freeze()  # tracing makes many objects: collections need not look at all that was imported each time
+collect_rarely()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -6,7 +6,8 @@ signals and its processor time are read in the same way. The server forks before
 flags of XLA, devices and folders of programs are those of the new process.
 
 Only `python -m MODULE` and `python FILE.py` of this interpreter are forked, on Linux; everything else is started as
-ever, and so is `fluxjax.launch`, which imports little, and all where `FLUXJAX_TESTS_FORK=0`.
+ever, and so is all where `FLUXJAX_TESTS_FORK=0`. What `fluxjax.launch` starts is forked, too, by a server of its own,
+which is called `SERVER` among its children.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import array
 import atexit
 import ctypes
+import gc
 import json
 import os
 import pathlib
@@ -27,7 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # <linux/prctl.h>
+SERVER = "fork-server"  # as /proc/PID/comm has it
 # The variables that JAX reads while it is imported, and what a fork tells it instead.
 JAX_VARIABLES: dict[str, Callable[[str], object]] = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": float,
@@ -38,7 +41,13 @@ JAX_VARIABLES: dict[str, Callable[[str], object]] = {
 FIXED = ("PYTHON", "OPENBLAS", "OMP_", "MALLOC_", "LD_", "JAX_", "ARROW_")
 
 
-def _prctl(option: int, value: int) -> None:
+def collect_rarely() -> None:
+    """Tracing makes many objects that live: a fifth of a test's processor time was spent looking through them."""
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
+
+
+def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
@@ -94,7 +103,7 @@ class Forked(subprocess.Popen):
         pipes, new_session = rest[3:9], rest[14]
         environment = dict(os.environ if env is None else env)
         Forked.server = server = Forked.server or ForkServer.new()
-        if preexec_fn or pass_fds or not server.can_start(environment):
+        if preexec_fn or pass_fds or not _is_python(args) or not server.can_start(environment):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore
             return
         request = {
@@ -113,15 +122,14 @@ class Forked(subprocess.Popen):
         self._close_pipe_fds(*pipes)  # type: ignore
 
 
+def _is_python(command: object) -> bool:
+    """Says whether a command is one that can be forked: a module or a file of this interpreter."""
+    words = [os.fspath(word) for word in command] if isinstance(command, Sequence) else []
+    return len(words) > 1 and words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
+
+
 def forked(command: Sequence[str | os.PathLike[str]], **how: Any) -> subprocess.Popen:
-    words = [os.fspath(word) for word in command]
-    python = len(words) > 1 and words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
-    if (
-        not python
-        or "fluxjax.launch" in words
-        or sys.platform != "linux"
-        or os.environ.get("FLUXJAX_TESTS_FORK") == "0"
-    ):
+    if sys.platform != "linux" or os.environ.get("FLUXJAX_TESTS_FORK") == "0":
         return subprocess.Popen(command, **how)
     return Forked(command, **how)
 
@@ -141,6 +149,7 @@ def _received(connection: socket.socket, count: int) -> bytes:
 
 def serve(connection: socket.socket) -> dict[str, Any]:
     """Forks for each request, and returns it in the new process. The server itself never returns."""
+    _prctl(PR_SET_NAME, SERVER.encode())
     while True:
         size, rights, *_ = connection.recvmsg(4, socket.CMSG_SPACE(3 * 4))
         if not size:
@@ -168,7 +177,20 @@ def serve(connection: socket.socket) -> dict[str, Any]:
                 os.close(file)
         if parent == 0:
             connection.close()
+            _prctl(PR_SET_NAME, b"python")
             return request
+
+
+def with_own_server(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Lets this process start others by forks of a child of its own; returns what this process, or a fork, is to do."""
+    here, there = socket.socketpair()
+    if os.fork() == 0:
+        here.close()
+        return serve(there)
+    there.close()
+    Forked.server = ForkServer(here)
+    subprocess.Popen = Forked
+    return request
 
 
 def become(request: Mapping[str, Any]) -> None:
@@ -201,8 +223,11 @@ if __name__ == "__main__":
     import fluxjax.run.main  # noqa: F401
     import rollout.serve_app  # noqa: F401
 
+    collect_rarely()
     try:
         work = serve(socket.socket(fileno=int(sys.argv[1])))
+        if work["words"][:2] == ["-m", "fluxjax.launch"]:
+            work = with_own_server(work)
     except KeyboardInterrupt:  # of the whole group of processes
         os._exit(130)
     become(work)

@@ -12,7 +12,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-pytestmark = pytest.mark.turn(0)
 TINY = [
     "--repeats=2",
     "--warmup=1",
@@ -54,6 +53,7 @@ def check_side(side: dict, stages: set[str], tokens: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.turn(1)
 def test_one_json_line() -> None:
     line = result(*TINY)
     assert line["benchmark"] == "train_step" and line["repeats"] == 2
@@ -87,6 +87,7 @@ def check_ratios(line: dict) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.turn(0)
 def test_peer() -> None:
     python = python_with("trl", "FLUXJAX_PEER_PYTHON")
     line = result("--peer=trl", f"--peer-python={python}", "--peer-threads=1", *TINY)
@@ -97,6 +98,7 @@ def test_peer() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.turn(2)
 def test_natural_lengths() -> None:
     """Every response is as long as it was told to be, on the side of the engine and on that of the learner."""
     lengths = ["--lengths=natural", "--config.rollout.max_new_tokens=12"]
@@ -112,6 +114,7 @@ def test_natural_lengths() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("lengths", ["equal", "natural"])
+@pytest.mark.turn(1)
 def test_tunix_peer(lengths: str) -> None:
     python = python_with("tunix", "FLUXJAX_TUNIX_PYTHON")
     arguments = ["--peer=tunix", f"--peer-python={python}", "--size=0.13M", f"--lengths={lengths}", *TINY[:-2]]
@@ -147,6 +150,7 @@ def test_help() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.turn(2)
 def test_two_processes_compute_the_same_under_every_plan():
     """Real processes with a device each: FSDP's gathers and Ulysses' all-to-alls between them."""
     command = [sys.executable, str(ROOT / "benchmarks" / "flex_ulysses_step.py"), "--part=measured"]
@@ -161,6 +165,7 @@ def test_two_processes_compute_the_same_under_every_plan():
 
 
 @pytest.mark.long
+@pytest.mark.turn(2)
 def test_generation_beside_transformers():
     """Both sides have the same weights and prompts, and so the same tokens. How fast they are is another matter."""
     pytest.importorskip("torch")
@@ -178,6 +183,7 @@ def test_generation_beside_transformers():
 
 
 @pytest.mark.slow
+@pytest.mark.turn(2)
 def test_the_plan_benchmark_takes_other_mixes(tmp_path):
     mixes = tmp_path / "mixes.json"
     lengths = [900, 30, 20, 200, 150, 80, 60, 40]
@@ -191,6 +197,7 @@ def test_the_plan_benchmark_takes_other_mixes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.turn(1)
 def test_the_shapes_benchmark_counts_programs_and_padding(tmp_path):
     sequences = [
         {"frames": frames, "vision_tokens": 90 * frames, "prompt_tokens": 40, "response_tokens": 20 * frames}
@@ -228,6 +235,7 @@ def test_closing_figures_are_of_pairs(monkeypatch) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.turn(2)
 def test_the_engine_alone_says_what_its_cache_held() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "engine_alone.py"), "--shape=tiny", "--repeats=1"]
     sizes = ["--prompt-tokens=40", "--new-tokens=8", "--kv-tokens=192"]
@@ -242,6 +250,7 @@ def test_the_engine_alone_says_what_its_cache_held() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.turn(1)
 def test_rollout_engines_side_by_side_without_sglang() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "rollout_engine.py"), "--concurrency", "1", "2"]
     sizes = ["--prompt-tokens=8", "--new-tokens=4", "--repeats=1", "--warmup=1"]
@@ -265,6 +274,7 @@ def test_rollout_engines_side_by_side_without_sglang() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.turn(1)
 def test_routes_of_weights_are_measured_without_sglang() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "weight_sync.py"), "--sizes", "tiny", "--servers", "serve"]
     sizes = ["--repeats=1", "--steps=1", "--rates", "1e-6", "1e-3"]
@@ -281,6 +291,7 @@ def test_routes_of_weights_are_measured_without_sglang() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.turn(0)
 def test_what_deciding_for_all_costs():
     """Real processes and scripted ones are told as many bytes each, which grow with the responses."""
     few = ["--groups=1", "--group-size=2", "--devices=1", "--repeats=1", "--warmup=0"]
@@ -293,6 +304,7 @@ def test_what_deciding_for_all_costs():
 
 
 @pytest.mark.long
+@pytest.mark.turn(0)
 def test_a_step_of_two_processes_is_compared_with_one_of_one():
     few = ["--models", "0.2M", "--strategies", "odc", "--repeats=1", "--warmup=1"]
     found = hosts("--part=scaling", *few)["weak_scaling"]["0.2M"]
@@ -302,6 +314,7 @@ def test_a_step_of_two_processes_is_compared_with_one_of_one():
 
 
 @pytest.mark.long
+@pytest.mark.turn(0)
 def test_waiting_gains_what_the_schedules_say():
     """Eight real processes; the waits are long beside what else a loaded machine does."""
     settings = ["--settings", "longalign:1", "longalign:8", "--minibatches=1", "--waiting-repeats=1", "--ideal=4"]
@@ -322,6 +335,7 @@ def hosts(*arguments: str) -> dict:
 
 
 @pytest.mark.long
+@pytest.mark.turn(0)
 def test_slices_of_materializers_are_counted(tmp_path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "shadow_loader.py"), "--part", "bytes", "--materializers", "2"]
     done = subprocess.run([*command, "--media", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=600)

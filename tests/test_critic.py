@@ -22,6 +22,7 @@ from step_cases import (
     trainer_of,
 )
 from test_algorithms import TOLERANCE, finite_differences, make_batch
+from turns import by_turns
 
 import models
 from fluxjax.algorithms import PPO, RLAlgorithm, grpo
@@ -146,11 +147,7 @@ def with_targets(composition, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "devices", "share"),
-    [
-        ("flex_ulysses", 8, True),
-        pytest.param("fsdp", 8, False, marks=pytest.mark.long),
-        pytest.param("odc", 2, False, marks=pytest.mark.long),
-    ],
+    by_turns([("flex_ulysses", 8, True), ("fsdp", 8, False), ("odc", 2, False)]),
 )
 def test_values_loss_and_gradients_equal_one_device(strategy, devices, share):
     config = make_config(tokens_per_row=64, rows=4, patches=128, share=share)

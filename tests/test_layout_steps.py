@@ -18,6 +18,7 @@ from step_cases import (
     trained,
 )
 from test_importance import TOLERANCE, weight_of
+from turns import by_turns
 
 from fluxjax.batch.composition import unpack
 from fluxjax.batch.loss_inputs import with_importance
@@ -39,7 +40,7 @@ EARLY = [("token weights twice", "fsdp"), ("gspo twice", "flex_ulysses")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "layout"), [pytest.param(*pair, marks=() if pair in EARLY else pytest.mark.long) for pair in PAIRS]
+    ("case", "layout"), by_turns(pytest.param(*pair, marks=() if pair in EARLY else pytest.mark.long) for pair in PAIRS)
 )
 def test_no_layout_changes_a_step(case, layout):
     (want, alone, critic), (got, spread, spread_critic) = trained(case), trained(case, layout)

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from learner_cases import assert_close
 from packing_cases import MODEL, TEXT, compose, make_config, make_groups
+from turns import by_turns
 
 import models
 from fluxjax.algorithms import grpo, sft
@@ -85,12 +86,7 @@ def on_one_device(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "devices", "remat"),
-    [
-        ("vision", 3, "layer"),
-        ("text", 2, "dots"),
-        pytest.param("vision", 8, "none", marks=pytest.mark.long),
-        pytest.param("text", 6, "offload", marks=pytest.mark.long),
-    ],
+    by_turns([("vision", 3, "layer"), ("text", 2, "dots"), ("vision", 8, "none"), ("text", 6, "offload")]),
 )
 def test_any_number_of_devices_equals_one(kind, devices, remat):
     """Packed for that many devices, with other rows, padding and microbatches than on one, whatever is computed

@@ -11,6 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from learner_cases import assert_close, assert_equal, outcome
 from packing_cases import TEXT, compose, make_config, make_groups, model_input
 from test_learner import gradients, microbatches_for, tiny
+from turns import by_turns
 
 import models
 from fluxjax.algorithms import grpo
@@ -134,7 +135,7 @@ def test_gradients_are_those_of_the_weights_that_adapters_make():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [Strategy.FLEX_ULYSSES, Strategy.ODC])
+@pytest.mark.parametrize("strategy", by_turns([Strategy.FLEX_ULYSSES, Strategy.ODC]))
 def test_every_strategy_equals_one_device(strategy):
     """`test_any_number_of_devices_equals_one` has FSDP, `test_spread_equivalence` fixed degrees."""
     config = adapted(make_config(tokens_per_row=64, rows=4))
@@ -144,7 +145,7 @@ def test_every_strategy_equals_one_device(strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "remat"), [(8, "none"), pytest.param(3, "layer", marks=pytest.mark.long)])
+@pytest.mark.parametrize(("devices", "remat"), by_turns([(8, "none"), (3, "layer")], first=2))
 def test_any_number_of_devices_equals_one(devices, remat):
     """Weights that a mesh can't cut, or only in part, and a vision tower, which has no adapters."""
     config = adapted(make_config(rows=2))

@@ -10,14 +10,24 @@ import pytest
 from host_cases import DEVICES, SEEDS, STRATEGIES
 from learner_cases import TOLERANCE, random_groups
 from process_cases import Processes
+from turns import has_come
 
 from sharding.mesh import make_mesh
 
 STEPS = int(os.environ.get("FLUXJAX_RECORDED_STEPS", "3"))  # docs/log.md has 50, and every strategy over four, too
-TRIED = {2: ["fsdp", "flex_ulysses", "odc", "hybrid"], 4: ["ulysses"]}
+TURNS = [  # of each, which strategies of how many processes
+    {2: ["fsdp", "hybrid"]},
+    {4: ["ulysses"]},
+    {2: ["flex_ulysses", "odc"]},
+]
 if STEPS >= 50:
-    TRIED = {2: STRATEGIES, 4: STRATEGIES}
-CASES = [(processes, strategy) for processes, strategies in TRIED.items() for strategy in strategies]
+    TURNS = [{2: STRATEGIES, 4: STRATEGIES}]
+CASES = [
+    pytest.param(processes, strategy, marks=pytest.mark.turn(turn))
+    for turn, tried in enumerate(TURNS)
+    for processes, strategies in tried.items()
+    for strategy in strategies
+]
 pytestmark = pytest.mark.long
 
 
@@ -29,7 +39,9 @@ def several(tmp_path_factory):
 
 def trained(tmp_path_factory, processes):
     folder = tmp_path_factory.mktemp("several")
-    settings = {"devices": DEVICES // processes, "strategies": TRIED[processes], "steps": STEPS, "out": str(folder)}
+    tried = (strategies.get(processes, []) for turn, strategies in enumerate(TURNS) if has_come(turn))
+    strategies = [strategy for some in tried for strategy in some]
+    settings = {"devices": DEVICES // processes, "strategies": strategies, "steps": STEPS, "out": str(folder)}
     with Processes("host_process.py", folder, [{}] * processes, **settings) as run:
         assert run.ends(1500) == [0] * processes, "".join(map(run.errors, range(processes)))
         said = [run.said(process) for process in range(processes)]

@@ -12,6 +12,7 @@ from learner_cases import alone, assert_equal, outcome, random_groups, tiny
 from learner_cases import learner as learner_on
 from packing_cases import MODEL, compose, make_config, make_groups
 from run_cases import flags, letters
+from turns import by_turns
 
 from fluxjax.algorithms import grpo
 from fluxjax.batch import rows
@@ -69,7 +70,7 @@ def test_outlines_name_the_shapes_of_their_batches(strategy):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", [Strategy.FSDP, Strategy.FLEX_ULYSSES, Strategy.ODC])
+@pytest.mark.parametrize("strategy", by_turns([Strategy.FSDP, Strategy.FLEX_ULYSSES, Strategy.ODC]))
 def test_as_many_programs_are_traced_as_outlines_name(strategy):
     config, traced = config_of(strategy), []
 
@@ -145,7 +146,7 @@ def test_rows_whose_media_exceed_a_device_are_not_fitted(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "share", [pytest.param(True, id="shared"), pytest.param(False, id="plain", marks=pytest.mark.long)]
+    "share", by_turns([pytest.param(True, id="shared"), pytest.param(False, id="plain", marks=pytest.mark.long)])
 )
 def test_fitted_rows_equal_one_ordinary_batch(share, monkeypatch):
     groups, prepared = random_groups(7)
@@ -252,7 +253,9 @@ def test_a_new_entry_is_used_some_steps_later_and_a_larger_one_until_then():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param(Strategy.FSDP, marks=pytest.mark.long), Strategy.FLEX_ULYSSES])
+@pytest.mark.parametrize(
+    "strategy", by_turns([pytest.param(Strategy.FSDP, marks=pytest.mark.long), Strategy.FLEX_ULYSSES])
+)
 def test_what_was_compiled_ahead_computes_the_same(strategy, monkeypatch):
     """In the first step that uses it nothing is traced any more, and gradients are those of one device."""
     config = config_of(strategy)

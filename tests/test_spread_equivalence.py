@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from learner_cases import alone, alone_of, assert_equal, learner, outcome, random_groups, tiny
 from packing_cases import MODEL, compose, make_config, make_groups, owners
+from turns import by_turns
 
 import models
 from fluxjax.algorithms import grpo
@@ -64,13 +65,9 @@ def composed(config, seed, devices=DEVICES, heads=HEADS, shapes=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "devices", "share", "degree"),
-    [
-        (FLEX, 8, True, 0),
-        (ULYSSES, 8, False, 2),
-        # Six devices are three replicas of two: degrees stay at two, features and exports within their replica, even
-        # if responses to one image are in several.
-        pytest.param(FLEX, 6, False, 0, marks=pytest.mark.long),
-    ],
+    # Six devices are three replicas of two: degrees stay at two, features and exports within their replica, even if
+    # responses to one image are in several.
+    by_turns([(FLEX, 8, True, 0), (ULYSSES, 8, False, 2), (FLEX, 6, False, 0)]),
 )
 def test_every_strategy_equals_one_device(strategy, devices, share, degree):
     composition = composed(spread_config(strategy, share, max_degree=degree), 7, devices)
@@ -82,7 +79,7 @@ def test_every_strategy_equals_one_device(strategy, devices, share, degree):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("heads", "seed", "share"),
-    [((28, 4), 7, False), ((4, 1), 3, True)],  # as in Qwen2.5-VL 7B; and fewer than devices
+    by_turns([((28, 4), 7, False), ((4, 1), 3, True)], first=1),  # as in Qwen2.5-VL 7B; and fewer than devices
 )
 def test_any_plan_equals_one_device(heads, seed, share, monkeypatch):
     degree = min(heads[0], DEVICES)
@@ -94,7 +91,7 @@ def test_any_plan_equals_one_device(heads, seed, share, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("devices", "balance", "share", "hybrid"),
-    [(3, Balance.LB_MICRO, False, {}), (4, Balance.LB_MINI, True, HYBRID)],
+    by_turns([(3, Balance.LB_MICRO, False, {}), (4, Balance.LB_MINI, True, HYBRID)], first=2),
 )
 def test_devices_that_compute_alone_equal_one(devices, balance, share, hybrid):
     """Images, videos and text, in microbatches of very different sizes."""
@@ -106,7 +103,7 @@ def test_devices_that_compute_alone_equal_one(devices, balance, share, hybrid):
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.turn(0)
 def test_sequences_longer_than_a_device_are_computed_by_several():
     """A device holds 32 tokens; the longest sequence takes two of four, and a short one fills a third meanwhile. Then
     each of four goes its own way. In the deterministic mode all of it ends in the same bits."""
@@ -161,6 +158,7 @@ def assert_close(got, want, tolerance):
 
 
 @pytest.mark.long
+@pytest.mark.turn(1)
 def test_strategies_may_change_between_steps():
     """Parameters and optimizer state have one layout: a run that changes its strategy at every step ends as FSDP."""
     order = [(FLEX, {}), (ODC, {"hybrid": False}), (FSDP, {}), (ULYSSES, {}), (ODC, HYBRID)]
@@ -186,6 +184,7 @@ def test_strategies_may_change_between_steps():
 
 
 @pytest.mark.long
+@pytest.mark.turn(2)
 def test_fifty_steps_coincide_with_fsdp():
     """A text model learns from responses of 1 to 40 tokens."""
     model = models.create(Qwen2Config(text=tiny((4, 2)).config.text), seed=3)

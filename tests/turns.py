@@ -1,12 +1,17 @@
 """Three turns share what takes long and seldom shows anything: three landings in a row see all of it.
 
 `FLUXJAX_TURN` is 0, 1 or 2; `.ci/run` takes the number of commits modulo three. A property test draws a third of its
-examples then, others in each turn, and tests with the marker `turn` run in theirs only. Without the variable, all run.
+examples then, others in each turn, and tests with the marker `turn` run in theirs only: cases of a product of options
+that all take long, mostly. Without the variable, all run.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 TURN = int(os.environ["FLUXJAX_TURN"]) if os.environ.get("FLUXJAX_TURN") else None
 
@@ -19,3 +24,16 @@ def third_of(examples: int) -> int:
 def has_come(turn: int) -> bool:
     """Says whether the tests of a turn are to run."""
     return TURN is None or turn == TURN
+
+
+def by_turns(cases: Iterable[Any], first: int = 0) -> list[Any]:
+    """Returns the cases of `pytest.mark.parametrize` such that one runs in each of the turns 0, 1, 2, 0, ..., from
+    `first` on."""
+    given = [
+        case if hasattr(case, "marks") else pytest.param(*(case if isinstance(case, tuple) else (case,)))
+        for case in cases
+    ]
+    return [
+        pytest.param(*case.values, marks=[*case.marks, pytest.mark.turn(turn % 3)], id=case.id)
+        for turn, case in enumerate(given, first)
+    ]

@@ -15,7 +15,7 @@ from cuda_ahead import run_ahead, run_on_gpu
 from hypothesis import given, settings
 from test_tiles import S, streams
 from triton_code import SHARED_MEMORY, assert_no_spills_and_tensor_cores
-from turns import third_of
+from turns import by_turns, third_of
 
 from sharding.kernels import flash
 from sharding.kernels.attention import Mask
@@ -36,7 +36,7 @@ def test_values_and_gradients_equal_the_portable_kernel(interpreted, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("capability", by_turns(SHARED_MEMORY))
 def test_machine_code_has_no_spills_and_uses_tensor_cores(capability):
     kernels = run_ahead(PROGRAM, "assemble", str(capability))
     assert len(kernels) == 3 * (4 if capability == 90 else 2)

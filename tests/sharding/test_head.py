@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from cuda_ahead import run_ahead, run_on_gpu
 from triton_code import SHARED_MEMORY, assert_no_spills_and_tensor_cores
+from turns import by_turns
 
 from sharding.kernels import head, triton_launch
 from sharding.target import Target, compiling_for
@@ -34,7 +35,7 @@ def test_values_and_gradients_equal_the_portable_form(interpreted, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("capability", by_turns(SHARED_MEMORY))
 def test_machine_code_has_no_spills_and_uses_tensor_cores(capability):
     kernels = run_ahead(PROGRAM, "assemble", str(capability))
     assert len(kernels) == 2 * 3

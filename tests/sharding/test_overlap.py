@@ -13,6 +13,7 @@ import sys
 
 import pytest
 from cuda_ahead import cuda_environment
+from turns import by_turns
 
 HERE = pathlib.Path(__file__).resolve().parent
 TARGET = HERE.parents[1] / "fluxjax" / "sizing" / "targets" / "h100.txtpb"
@@ -58,7 +59,7 @@ def exposed(at: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("residuals", ["keep", "remat"])
+@pytest.mark.parametrize("residuals", by_turns(["keep", "remat"]))
 def test_every_transfer_runs_behind_attention_forward_and_backward(residuals, tmp_path):
     hlo = tmp_path / "step.hlo"
     command = [sys.executable, HERE / "overlap_program.py", TARGET, hlo, residuals]

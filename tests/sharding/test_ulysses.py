@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from turns import third_of
+from turns import by_turns, third_of
 
 from sharding.kernels.attention import Mask, attention
 from sharding.mesh import binary_axes, make_mesh
@@ -111,7 +111,7 @@ def assert_equal(sequences, tokens, local=attend, whole=plain, budgets=BUDGETS):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "heads", [(28, 4), (9, 3), pytest.param((12, 6), marks=pytest.mark.long)]
+    "heads", by_turns([pytest.param((28, 4)), pytest.param((9, 3)), pytest.param((12, 6))])
 )  # 4 KV heads over 8 devices, and over 4 and fewer; 3; and 6, which are dealt twice over 4
 def test_values_and_gradients_equal_plain_attention(heads):
     assert_equal(EXAMPLE, inputs(*heads))
