@@ -65,8 +65,8 @@ def scheduled() -> int:
     return os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else 0
 
 
-# No test depends on how fast the machine is. In CI a test has the same examples each time (in each of three turns, by
-# `--hypothesis-seed`), so that a change is judged by what it changed; everywhere else it has others.
+# No test depends on how fast the machine is. In CI a test has the same examples each time (those of its turn), so that
+# a change is judged by what it changed; everywhere else it has others.
 hypothesis.settings.register_profile("fluxjax", deadline=None, derandomize="CI" in os.environ and turns.TURN is None)
 if "CI" in os.environ:
     hypothesis.settings.register_profile("fluxjax", hypothesis.settings.get_profile("fluxjax"), database=None)
@@ -76,6 +76,12 @@ SCHEDULED = scheduled()
 collect_rarely()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its option
+def pytest_configure(config: pytest.Config) -> None:
+    if "CI" in os.environ and turns.TURN is not None and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(turns.TURN)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers

@@ -42,7 +42,7 @@ FIXED = ("PYTHON", "OPENBLAS", "OMP_", "MALLOC_", "LD_", "JAX_", "ARROW_")
 
 
 def collect_rarely() -> None:
-    """Tracing makes many objects that live: a fifth of a test's processor time was spent looking through them."""
+    """Tracing makes many objects that live: a tenth of the processor time of tests went into looking through them."""
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)
 

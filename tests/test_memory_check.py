@@ -30,8 +30,8 @@ def flags(**more):
     return ["--config=configs/text.py:debug", *(f"--config.{setting}" for setting in settings)]
 
 
-@pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.turn(1)
 def test_a_run_that_does_not_fit_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("models.create", lambda *_: pytest.fail("weights were drawn"))
     monkeypatch.chdir(ROOT)
@@ -46,8 +46,8 @@ def test_a_run_that_does_not_fit_is_refused_before_weights_are_read(tmp_path, mo
     assert lines[-1].endswith("--config.sharding.preflight=false")
 
 
-@pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.turn(0)
 def test_a_run_that_fits_compiles_nothing_of_it_again(tmp_path):
     cache = tmp_path / "programs"
     environment = os.environ | {
@@ -73,8 +73,8 @@ def small(remat=Remat.AUTO):
     return config
 
 
-@pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.turn(2)
 def test_auto_is_the_first_rematerialisation_that_fits():
     def found(gib):
         room = DeviceRoom(gib * GIB, gib * GIB, "a test")

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from reward_cases import HOSTILE, scored
+from turns import TURN
 
 from fluxjax.base.scored import Completion, Prompt
 from fluxjax.base.worker_pool import WorkerDied
@@ -214,12 +215,14 @@ def corrupted(answer):
 
 @pytest.mark.long
 def test_deepmath_references(shared):
-    """Each of the 1,600 references is right, by text and by math-verify alone; a corrupted one is wrong."""
+    """Each of the 1,600 references is right, by text and by math-verify alone; a corrupted one is wrong. A third each
+    turn."""
     path = shared / "data" / "deepmath.jsonl"
     if not path.exists():
         pytest.skip(f"needs {path}")
     answers = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
     assert len(answers) == 1600
+    answers = answers[TURN or 0 :: 1 if TURN is None else 3]
 
     async def score(pairs):
         results = await asyncio.gather(
@@ -238,6 +241,6 @@ def test_deepmath_references(shared):
     with contextlib.closing(MathAnswer(workers=2, seconds=300.0)) as reward:
         assert asyncio.run(score([(answer, answer) for answer in answers])) == answers
         distinct = sorted(set(answers))  # equal pairs have equal scores
-        assert asyncio.run(score([(answer, corrupted(answer)) for answer in distinct])) == list(EXCEPTIONS)
+        assert asyncio.run(score([(answer, corrupted(answer)) for answer in distinct])) == [answer for answer in EXCEPTIONS if answer in distinct]
         algebraic = [answer for answer in distinct if decided(tidied(answer), "x+", 0.0, False) is None]
-        assert len(algebraic) > 300 and all(asyncio.run(equal_to_themselves(algebraic)))
+        assert len(algebraic) > len(distinct) // 4 and all(asyncio.run(equal_to_themselves(algebraic)))

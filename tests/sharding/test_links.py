@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
+from turns import by_turns
 
 from sharding.links import LinkError, Links
 
@@ -99,7 +100,7 @@ def test_processes_of_one_host_are_called_on_loopback_only(tmp_path: pathlib.Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", by_turns([2, 3]))
 def test_arrays_and_messages(tmp_path: pathlib.Path, processes: int) -> None:
     """Bit by bit, before and after the offer, from many threads onto two devices; counters; barriers; a quiet end."""
     with team(tmp_path, "exchange", processes) as run:
@@ -110,7 +111,7 @@ def test_arrays_and_messages(tmp_path: pathlib.Path, processes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dies", "processes"), [(0, 2), (1, 3)])
+@pytest.mark.parametrize(("dies", "processes"), by_turns([(0, 2), (1, 3)], first=1))
 def test_a_killed_process(tmp_path: pathlib.Path, dies: int, processes: int) -> None:
     """Process 0 takes JAX's coordination service with it; the others still say in one line what happened."""
     with team(tmp_path, f"victim{dies}", processes) as run:
