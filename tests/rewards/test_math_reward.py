@@ -241,6 +241,8 @@ def test_deepmath_references(shared):
     with contextlib.closing(MathAnswer(workers=2, seconds=300.0)) as reward:
         assert asyncio.run(score([(answer, answer) for answer in answers])) == answers
         distinct = sorted(set(answers))  # equal pairs have equal scores
-        assert asyncio.run(score([(answer, corrupted(answer)) for answer in distinct])) == [answer for answer in EXCEPTIONS if answer in distinct]
+        assert asyncio.run(score([(answer, corrupted(answer)) for answer in distinct])) == [
+            answer for answer in EXCEPTIONS if answer in distinct
+        ]
         algebraic = [answer for answer in distinct if decided(tidied(answer), "x+", 0.0, False) is None]
         assert len(algebraic) > len(distinct) // 4 and all(asyncio.run(equal_to_themselves(algebraic)))
