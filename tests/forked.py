@@ -6,7 +6,8 @@ signals and its processor time are read in the same way. The server forks before
 flags of XLA, devices and folders of programs are those of the new process.
 
 Only `python -m MODULE` and `python FILE.py` of this interpreter are forked, on Linux; everything else is started as
-ever, and so is `fluxjax.launch`, which imports little, and all where `FLUXJAX_TESTS_FORK=0`.
+ever, and so is `fluxjax.launch`, which imports little, and all where `FLUXJAX_TESTS_FORK=0`. What is to end with its
+parent (`rollout/bound.py`) does so as a fork, too; with the fixture `forked_servers`, that is every rollout server.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+BOUND = ROOT / "rollout" / "bound.py"
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 # The variables that JAX reads while it is imported, and what a fork tells it instead.
 JAX_VARIABLES: dict[str, Callable[[str], object]] = {
@@ -115,7 +117,8 @@ class Forked(subprocess.Popen):
 
 def forked(command: Sequence[str | os.PathLike[str]], **how: Any) -> subprocess.Popen:
     words = [os.fspath(word) for word in command]
-    python = len(words) > 1 and words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
+    plain = words[2:] if words[1:2] == [str(BOUND)] else words
+    python = len(plain) > 1 and plain[0] == sys.executable and (plain[1] == "-m" or plain[1].endswith(".py"))
     if (
         not python
         or "fluxjax.launch" in words
@@ -151,10 +154,11 @@ def serve(connection: socket.socket) -> dict[str, Any]:
         number, adopted = os.pipe(), os.pipe()
         parent = os.fork()
         if parent == 0:
-            child = os.fork()
-            if child:
-                os.write(number[1], child.to_bytes(4, "big"))
+            if os.fork():
                 os._exit(0)
+            if request["new_session"]:  # before anybody knows its number, and may signal its group
+                os.setsid()
+            os.write(number[1], os.getpid().to_bytes(4, "big"))
             os.close(adopted[1])
             os.read(adopted[0], 1)  # returns when the parent has ended
             for target, file in enumerate(files):
@@ -175,8 +179,8 @@ def become(request: Mapping[str, Any]) -> None:
     """Runs in this process what `python WORDS` with the request's environment would."""
     import jax
 
-    if request["new_session"]:
-        os.setsid()
+    from rollout import bound
+
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -185,6 +189,9 @@ def become(request: Mapping[str, Any]) -> None:
             jax.config.update(name.lower(), value(os.environ[name]))
     os.chdir(request["folder"])
     words = list(request["words"])
+    if words[0] == str(BOUND):
+        bound.bind()
+        words[:2] = []  # and the interpreter
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if words[0] == "-m":
         sys.argv, sys.path[:0] = words[1:], [request["folder"], *paths]
