@@ -11,12 +11,17 @@ import sys
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def main(command: list[str]) -> None:
+def bind() -> None:
+    """Has this process end when its parent does."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended in the meantime
             sys.exit(1)
+
+
+def main(command: list[str]) -> None:
+    bind()
     os.execvp(command[0], command)
 
 

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -120,6 +121,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     from run_cases import letters
 
     return letters(tmp_path_factory.mktemp("letters"))
+
+
+@pytest.fixture(scope="module")
+def forked_servers() -> Iterator[None]:
+    """Rollout servers of this module are forks of a process that has imported what they need."""
+    from forked import forked
+
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in = types.SimpleNamespace(**vars(subprocess) | {"Popen": forked})
+        patch.setattr("rollout.local_process.subprocess", stand_in)
+        yield
 
 
 @pytest.fixture(scope="session")

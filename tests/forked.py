@@ -7,7 +7,8 @@ flags of XLA, devices and folders of programs are those of the new process.
 
 Only `python -m MODULE` and `python FILE.py` of this interpreter are forked, on Linux; everything else is started as
 ever, and so is all where `FLUXJAX_TESTS_FORK=0`. What `fluxjax.launch` starts is forked, too, by a server of its own,
-which is called `SERVER` among its children.
+which is called `SERVER` among its children. What is to end with its parent (`rollout/bound.py`) does so as a fork,
+too; with the fixture `forked_servers`, that is every rollout server.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+BOUND = ROOT / "rollout" / "bound.py"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # <linux/prctl.h>
 SERVER = "fork-server"  # as /proc/PID/comm has it
 # The variables that JAX reads while it is imported, and what a fork tells it instead.
@@ -125,6 +127,7 @@ class Forked(subprocess.Popen):
 def _is_python(command: object) -> bool:
     """Says whether a command is one that can be forked: a module or a file of this interpreter."""
     words = [os.fspath(word) for word in command] if isinstance(command, Sequence) else []
+    words = words[2:] if words[1:2] == [str(BOUND)] else words
     return len(words) > 1 and words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
 
 
@@ -160,10 +163,11 @@ def serve(connection: socket.socket) -> dict[str, Any]:
         number, adopted = os.pipe(), os.pipe()
         parent = os.fork()
         if parent == 0:
-            child = os.fork()
-            if child:
-                os.write(number[1], child.to_bytes(4, "big"))
+            if os.fork():
                 os._exit(0)
+            if request["new_session"]:  # before anybody knows its number, and may signal its group
+                os.setsid()
+            os.write(number[1], os.getpid().to_bytes(4, "big"))
             os.close(adopted[1])
             os.read(adopted[0], 1)  # returns when the parent has ended
             for target, file in enumerate(files):
@@ -197,8 +201,8 @@ def become(request: Mapping[str, Any]) -> None:
     """Runs in this process what `python WORDS` with the request's environment would."""
     import jax
 
-    if request["new_session"]:
-        os.setsid()
+    from rollout import bound
+
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -207,6 +211,9 @@ def become(request: Mapping[str, Any]) -> None:
             jax.config.update(name.lower(), value(os.environ[name]))
     os.chdir(request["folder"])
     words = list(request["words"])
+    if words[0] == str(BOUND):
+        bound.bind()
+        words[:2] = []  # and the interpreter
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if words[0] == "-m":
         sys.argv, sys.path[:0] = words[1:], [request["folder"], *paths]

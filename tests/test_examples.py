@@ -1,4 +1,4 @@
-"""Every file of `examples/` runs as its own words say, for fewer steps, and shows what it did."""
+"""Every file of `examples/` runs as its own words say, with a smaller model for fewer steps, and shows what it did."""
 
 import os
 import pathlib
@@ -7,6 +7,8 @@ import sys
 
 import pytest
 from conftest import ROOT
+from forked import forked
+from run_cases import flags
 
 SHOWN = {
     "own_reward": "response dcab: reward 0.75",
@@ -24,10 +26,9 @@ def test_every_example_is_run() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in SHOWN])
 def test_example(name: str, tmp_path: pathlib.Path) -> None:
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"  # the last one counts
-    command = [sys.executable, f"examples/{name}.py", f"--config.run_dir={tmp_path / 'run'}", "--config.steps=2"]
-    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert SHOWN[name] in done.stdout
-    assert "all 2 steps are done" in done.stdout + done.stderr
+    command = [sys.executable, f"examples/{name}.py", f"--config.run_dir={tmp_path / 'run'}", *flags(steps=2)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with forked(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, text[-4000:]
+    assert SHOWN[name] in text and "all 2 steps are done" in text

@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom, as somebody who opens it would run it."""
+"""Every notebook runs from top to bottom, as somebody who opens it would run it; at each landing, one of them."""
 
 import os
 import pathlib
@@ -9,11 +9,14 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
+TURNS = {"first_light": (0,), "flex_ulysses": (1, 2)}
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # those of the kernel machinery
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, id=file.stem, marks=pytest.mark.turn(*TURNS[file.stem])) for file in NOTEBOOKS]
+)
 def test_notebook_runs(file, tmp_path, monkeypatch):
     monkeypatch.setenv("FLUXJAX_NOTEBOOK_RUN", str(tmp_path / "run"))
     notebook = nbformat.read(file, as_version=4)

@@ -12,14 +12,16 @@ from fluxjax.report.metrics import read
 from fluxjax.run.checkpoint import ResumeError
 from fluxjax.run.trainer import FluxTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-PPO = {"algorithm__name": "ppo", "algorithm__minibatches": 2, "critic__lr": 0.005, "critic__warmup_steps": 1}
+STEPS = 40
+PPO = {"algorithm__name": "ppo", "algorithm__minibatches": 2, "critic__lr": 0.01, "critic__warmup_steps": 1}
 PPO |= {"algorithm__kl_coefficient": 0.01}
 
 
 def tiny(run_dir, data, **own):
-    settings = {"steps": 3, "checkpoint__every": 2, "evaluation__every": 0, "warm_start__steps": 4} | PPO | data | own
+    settings = {"steps": STEPS, "checkpoint__every": STEPS - 2, "evaluation__every": 0, "warm_start__steps": 4}
+    settings |= {"rollout__prompts_per_step": 12} | PPO | data | own
     return load(["--config=configs/text.py", f"--config.run_dir={run_dir}", *flags(**settings)])
 
 
@@ -29,68 +31,53 @@ def records(run_dir):
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """Three steps at once: the critic alone, then both."""
+    """All steps at once: in the first one the critic alone is trained, then both."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     with FluxTrainer(tiny(run_dir, data)) as trainer:
         trainer.fit()
     return run_dir
 
 
-@pytest.mark.long
-def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(data, whole, tmp_path):
-    run_dir = as_if_killed(whole, tmp_path / "run", 2)
-    with FluxTrainer(tiny(run_dir, data)) as trainer:
-        trainer.fit()
-    assert summary(run_dir)["resumed_from"] == [2]
-    assert_same_run(run_dir, whole)
-    arrays = checkpoint_arrays(run_dir, 3)
-    assert any(name.startswith("['critic']['opt_state']") and np.any(array) for name, array in arrays.items())
-    assert int(arrays["['critic']['version']"]) == int(arrays["['learner']['version']"]) == 3
-    first, *rest = records(whole)
-    assert "loss" not in first and first["critic/loss"] > 0
-    assert all(record["loss"] and record["critic/grad_norm"] > 0 and record["updates"] == 2.0 for record in rest)
-
-
-@pytest.mark.long
-def test_a_run_goes_on_from_its_snapshot_bit_for_bit(data, whole, tmp_path, tmp_path_factory):
-    """Where the newest checkpoint is the first."""
-    own = {"checkpoint__every": 0, "checkpoint__snapshot_every": 2}
-    own |= {"checkpoint__snapshot_folder": tmp_path_factory.mktemp("memory")}
-    run_dir = tmp_path / "run"
-    with FluxTrainer(tiny(run_dir, data, **own)) as trainer, pytest.raises(Died):
-        trainer.fit(callbacks=[DiesAt("on_step", 3)])
-    assert checkpoint_steps(run_dir) == [0]
-    with FluxTrainer(tiny(run_dir, data, **own)) as trainer:
-        trainer.fit()
-    assert summary(run_dir)["resumed_from"] == [2]
-    assert_same_run(run_dir, whole)
-
-
-def test_whoever_only_looks_at_a_run_needs_to_know_nothing_of_its_critic(whole, capsys):
-    assert evaluate.main(["--run", str(whole), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 3
-
-
-def test_a_checkpoint_without_a_critic_is_refused(data, whole, tmp_path):
-    run_dir = tmp_path / "run"
-    with FluxTrainer(tiny(run_dir, data, algorithm__name="grpo", critic__lr=1e-3, critic__warmup_steps=0)) as trainer:
-        trainer.fit(num_steps=1)
-    with FluxTrainer(tiny(run_dir, data)) as trainer, pytest.raises(ResumeError, match="critic"):
-        trainer.fit()
-
-
-@pytest.mark.long
-def test_it_learns_and_the_critic_foresees_more_and_more(tmp_path):
-    """The embedded text task from a short warm start: rewards rise, and so does the variance that values explain."""
-    settings = {"algorithm.name": "ppo", "algorithm.minibatches": 2, "steps": 60, "warm_start.steps": 60}
-    settings |= {"sharding.devices": 1, "evaluation.every": 0, "checkpoint.every": 0, "optim.schedule": "constant"}
-    given = [f"--config.{name}={value}" for name, value in settings.items()]
-    with FluxTrainer(load(["--config=configs/text.py", f"--config.run_dir={tmp_path / 'run'}", *given])) as trainer:
-        trainer.fit()
-    steps = records(tmp_path / "run")
+def test_it_learns_and_the_critic_foresees_more_and_more(whole):
+    """From a short warm start: rewards rise, and so does the variance that values explain."""
+    steps = records(whole)
 
     def mean(name, of):
         return np.mean([record[name] for record in of])
 
     assert mean("reward/mean", steps[-10:]) > mean("reward/mean", steps[:10]) + 0.1
     assert mean("critic/explained_variance", steps[-10:]) > mean("critic/explained_variance", steps[:10]) + 0.03
+    first, *rest = steps
+    assert "loss" not in first and first["critic/loss"] > 0
+    assert all(record["loss"] and record["critic/grad_norm"] > 0 and record["updates"] == 2.0 for record in rest)
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_from_its_snapshot_bit_for_bit(data, whole, tmp_path, tmp_path_factory):
+    """Killed once more, it has a snapshot that is newer than its checkpoint."""
+    own = {"checkpoint__every": 0, "checkpoint__snapshot_every": STEPS - 1}
+    own |= {"checkpoint__snapshot_folder": tmp_path_factory.mktemp("memory")}
+    run_dir = as_if_killed(whole, tmp_path / "run", STEPS - 2)
+    with FluxTrainer(tiny(run_dir, data, **own)) as trainer, pytest.raises(Died):
+        trainer.fit(callbacks=[DiesAt("on_step", STEPS)])
+    assert checkpoint_steps(run_dir)[-1] == STEPS - 2
+    with FluxTrainer(tiny(run_dir, data, **own)) as trainer:
+        trainer.fit()
+    assert summary(run_dir)["resumed_from"] == [STEPS - 2, STEPS - 1]
+    assert_same_run(run_dir, whole)
+    arrays = checkpoint_arrays(run_dir, STEPS)
+    assert any(name.startswith("['critic']['opt_state']") and np.any(array) for name, array in arrays.items())
+    assert int(arrays["['critic']['version']"]) == int(arrays["['learner']['version']"]) == STEPS
+
+
+def test_whoever_only_looks_at_a_run_needs_to_know_nothing_of_its_critic(whole, capsys):
+    assert evaluate.main(["--run", str(whole), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == STEPS
+
+
+def test_a_checkpoint_without_a_critic_is_refused(data, whole, tmp_path):
+    run_dir = tmp_path / "run"
+    own = {"algorithm__name": "grpo", "critic__lr": 1e-3, "critic__warmup_steps": 0, "warm_start__steps": 1}
+    with FluxTrainer(tiny(run_dir, data, **own)) as trainer:
+        trainer.fit(num_steps=1)
+    with FluxTrainer(tiny(run_dir, data)) as trainer, pytest.raises(ResumeError, match="critic"):
+        trainer.fit()

@@ -295,15 +295,17 @@ def limits() -> EngineLimits:
     return EngineLimits(SLOTS, LONGEST, model("text").config.text.vocab_size)
 
 
-def engine() -> JaxEngine:
-    return JaxEngine(model("text"), slots=SLOTS, max_sequence_tokens=LONGEST, steps_per_sync=3)
+def engine(kind: str = "text", **sizes: int) -> JaxEngine:
+    return JaxEngine(model(kind), **{"slots": SLOTS, "max_sequence_tokens": LONGEST, "steps_per_sync": 3, **sizes})
 
 
 class Servers:
     """Some servers and their proxies, in a thread of their own."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, kind: str = "text", **sizes: int) -> None:
+        """`sizes` are those of the engines."""
+        self._count, self._kind, self._sizes = count, kind, sizes
+        self.upstream: list[str] = []  # addresses of the servers themselves
         self.proxies: list[FaultyProxy] = []
         self.engines: list[JaxEngine] = []
         self._loop = asyncio.new_event_loop()
@@ -333,9 +335,9 @@ class Servers:
     async def _serve(self, ready: concurrent.futures.Future[None]) -> None:
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(self._count):
-                self.engines.append(engine())
-                upstream = await stack.enter_async_context(_served(self.engines[-1]))
-                self.proxies.append(await stack.enter_async_context(FaultyProxy(upstream).running()))
+                self.engines.append(engine(self._kind, **self._sizes))
+                self.upstream.append(await stack.enter_async_context(_served(self.engines[-1], self._kind)))
+                self.proxies.append(await stack.enter_async_context(FaultyProxy(self.upstream[-1]).running()))
             ready.set_result(None)
             await self._over.wait()
 
@@ -349,8 +351,8 @@ class Servers:
 
 
 @contextlib.asynccontextmanager
-async def _served(serving: JaxEngine) -> AsyncIterator[str]:
-    server = RolloutServer(serving, model("text").config, processor("text"))
+async def _served(serving: JaxEngine, kind: str) -> AsyncIterator[str]:
+    server = RolloutServer(serving, model(kind).config, processor(kind))
     listening = socket.create_server(("127.0.0.1", 0))
     http = uvicorn.Server(uvicorn.Config(server.app, log_config=None, lifespan="off", ws="none", access_log=False))
     task = asyncio.create_task(http.serve([listening]))

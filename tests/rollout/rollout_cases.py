@@ -162,10 +162,9 @@ def _logits(graphdef: Any, params: Any, inputs: PackedTokens) -> Any:
     return decoder.logits(models.merge(graphdef, params), inputs, Walk())[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _logprobs(graphdef: Any, params: Any, inputs: PackedTokens, temperature: float, never: tuple[int, ...]) -> Any:
-    model = models.merge(graphdef, params)
-    return decoder.logprobs(model, inputs, Walk(), temperature=temperature, never_sampled=never)[0][0]
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _logprobs(graphdef: Any, params: Any, inputs: PackedTokens, never: tuple[int, ...]) -> Any:
+    return decoder.logprobs(models.merge(graphdef, params), inputs, Walk(), never_sampled=never)[0][0]
 
 
 def full_logits(model: Any, prompt: ModelInput, response: Sequence[int]) -> np.ndarray:
@@ -182,7 +181,9 @@ def full_logprobs(
     never: tuple[int, ...] = (),
 ) -> np.ndarray:
     """The trainer's log-probs (`models.decoder.logprobs`) of the tokens of the response."""
-    logprobs = _logprobs(*models.split(model), _packed(prompt, response), temperature, never)
+    inputs = _packed(prompt, response)
+    inputs = dataclasses.replace(inputs, temperatures_BT=np.full(inputs.tokens_BT.shape, temperature, np.float32))
+    logprobs = _logprobs(*models.split(model), inputs, never)
     return np.array(logprobs[len(prompt) : len(prompt) + len(response)])
 
 

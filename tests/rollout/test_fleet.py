@@ -323,7 +323,7 @@ def test_a_full_shared_memory_leaves_the_old_weights(
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerCommand]:
+def serve(forked_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerCommand]:
     with checkpoint("text", tmp_path_factory.mktemp("fleet") / "model") as folder:
         yield command("serve", folder)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -76,6 +75,11 @@ def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_cases, "LONGEST", LONGEST)  # of the forward pass that answers are compared with
 
 
+def spoken_of(kind: str) -> dict[str, ModelInput]:
+    """All prompts but that of a video alone, which rule 11 has."""
+    return {name: prompt for name, prompt in prompts(kind).items() if name != "video"}
+
+
 async def begun(engine: Subject) -> None:
     """Its server is up and has weights: another fleet may bring it others."""
     await engine.serve()
@@ -93,7 +97,7 @@ def gap(whole: Decoder, prompt: ModelInput, answer: Answer, prefix: tuple[int, .
 def test_rule_1_greedy_tokens_are_those_of_the_model(engine: Subject) -> None:
     async def work() -> None:
         whole, _ = await engine.serve()
-        for name, prompt in prompts(engine.kind).items():
+        for name, prompt in spoken_of(engine.kind).items():
             how = sampling(engine.kind, max_new_tokens=12, temperature=0.0)
             (answer,) = await collect(engine.engine.generate(request(name, prompt, **how)), 1)
             logits = full_logits(whole, prompt, answer.ids)
@@ -109,7 +113,7 @@ def test_rule_2_log_probs_are_the_trainers(engine: Subject) -> None:
 
     async def work() -> None:
         whole, version = await engine.serve()
-        for (name, prompt), how in zip(prompts(engine.kind).items(), itertools.cycle(HOW), strict=False):
+        for (name, prompt), how in zip(spoken_of(engine.kind).items(), HOW, strict=True):
             given = sampling(engine.kind, max_new_tokens=16, **how)
             for answer in await collect(engine.engine.generate(request(name, prompt, n=3, seed=1, **given)), 3):
                 assert gap(whole, prompt, answer, **given) < GAP, name
@@ -200,7 +204,7 @@ def test_rule_7_after_an_update_all_is_of_the_new_weights(engine: Subject) -> No
     async def work() -> None:
         for seed in (1, 2, 1):
             whole, version = await engine.serve(seed)
-            for name, prompt in prompts(engine.kind).items():
+            for name, prompt in spoken_of(engine.kind).items():
                 how = sampling(engine.kind, max_new_tokens=6)
                 (answer,) = await collect(engine.engine.generate(request(name, prompt, **how)), 1)
                 assert gap(whole, prompt, answer, **how) < GAP, (seed, name)
@@ -212,7 +216,7 @@ def test_rule_7_after_an_update_all_is_of_the_new_weights(engine: Subject) -> No
 def test_rule_8_tokens_know_their_weights_across_an_update(engine: Subject) -> None:
     async def work() -> None:
         old, before = await engine.serve(3)
-        names = ["long text", "video", "mixed"]
+        names = ["long text", "mixed"]
         how = {"max_new_tokens": 140, "temperature": 1.0}
         for name in names:  # compiled, where anything is
             await collect(engine.engine.generate(request(f"warm {name}", prompts(engine.kind)[name], **how)), 1)
@@ -327,10 +331,11 @@ def test_rule_12_generated_placeholders_are_text(engine: Subject) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("way", ["shm", "bucket", "orbax", "group"])
+@pytest.mark.parametrize("way", ["bucket", "orbax", "group"])
 def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp_path: pathlib.Path) -> None:
-    """A checksum a tensor says so, before anything is generated; a delta follows a whole version."""
-    if engine.process is None:
+    """A checksum a tensor says so, before anything is generated; a delta follows a whole version. Everywhere else,
+    weights come through shared memory."""
+    if engine.fleet is None:
         pytest.skip("has no server")
     if (engine.name, way) == ("serve", "group"):
         pytest.skip("rollout.serve has no PyTorch, whose groups these are")
@@ -358,7 +363,7 @@ def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
     engine: Subject, way: str, tmp_path: pathlib.Path
 ) -> None:
     """SGLang reports success."""
-    if engine.process is None:
+    if engine.fleet is None:
         pytest.skip("has no server")
     run(begun(engine))
 
@@ -372,7 +377,8 @@ def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
             lacking = dataclasses.replace(published, folder=tmp_path)
             await (super().deliver(client, lacking) if way == "bucket" else SharedMemory().deliver(client, lacking))
 
-    fleet = fleet_by(LeavesOut(1 << 30), engine, start_seconds=10.0)  # what is refused is tried again until then
+    patience = 2.0 if engine.name == "serve" else 10.0
+    fleet = fleet_by(LeavesOut(1 << 30), engine, start_seconds=patience)  # what is refused is tried again until then
 
     async def never() -> None:
         seat = FleetEngine(fleet, 0)

@@ -154,9 +154,9 @@ def test_weights_that_did_not_arrive_are_noticed(server: Subject, tmp_path: path
             await client.update_from_disk(str(tmp_path / "no-such-folder"), 3)
         await client.resume()
         whole, _ = await server.serve()  # the fleet did not know of this
-        (answer,) = await collect(server.engine.generate(request("a", prompts("vl")["image"], max_new_tokens=4)), 1)
+        (answer,) = await collect(server.engine.generate(request("a", prompts("vl")["images"], max_new_tokens=4)), 1)
         np.testing.assert_allclose(
-            answer.logprobs, full_logprobs(whole, prompts("vl")["image"], answer.ids), rtol=0, atol=GAP
+            answer.logprobs, full_logprobs(whole, prompts("vl")["images"], answer.ids), rtol=0, atol=GAP
         )
 
     run(with_client(server, work))

@@ -26,7 +26,7 @@ from rollout.engine import EngineError
 from rollout.jax_engine import JaxEngine
 
 pytestmark = pytest.mark.slow
-NAMES = ("image", "video", "mixed")
+NAMES = ("images", "video", "mixed")
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +164,8 @@ def test_what_nobody_can_fetch_is_lost_by_name(tmp_path: pathlib.Path, expected:
 def test_a_fleet_without_a_fetch_refuses(tmp_path: pathlib.Path) -> None:
     there = Elsewhere()
     with pool_of(tmp_path, [None]) as pool:
-        found = answers_of(pool, {"image": there.shadow(prompts(KIND)["image"], "m")})
-    assert "made without `fetch`" in str(found["image"])
+        found = answers_of(pool, {"images": there.shadow(prompts(KIND)["images"], "m")})
+    assert "made without `fetch`" in str(found["images"])
 
 
 def _refuse(rows: Sequence[Rows]) -> None:

@@ -25,7 +25,7 @@ def body_of(asked: GenerateRequest, samples: int = 1, kind: str = "vl") -> wire.
     return json.loads(json.dumps(wire.request_body(asked, rids, model(kind).config, interval=4)))
 
 
-@pytest.mark.parametrize("name", ["image", "images", "video", "mixed"])
+@pytest.mark.parametrize("name", ["images", "video", "mixed"])
 def test_media_come_back_bit_for_bit(name: str) -> None:
     prompt, config = prompts("vl")[name], model("vl").config
     assert isinstance(config, Qwen25VLConfig)
@@ -42,7 +42,7 @@ def test_media_come_back_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("name", ["image", "images", "video", "mixed"])
+@pytest.mark.parametrize("name", ["images", "video", "mixed"])
 def test_tickets_come_back_in_the_place_of_patches(name: str, parts: int) -> None:
     """Exactly: who fetches them has the very prompt."""
     prompt, config, there = prompts("vl")[name], model("vl").config, Elsewhere()
