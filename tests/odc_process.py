@@ -26,7 +26,8 @@ from sharding.odc.worker import Worker  # noqa: E402
 
 
 def training(links: Links) -> None:
-    """Steps with a checkpoint after each; says the step of the checkpoint it goes on from, and where it ends."""
+    """One learner steps, with a checkpoint after each step, for each folder of checkpoints; says the step of the
+    checkpoint it went on from, and where it came to."""
     from learner_cases import tiny
     from packing_cases import make_config, make_groups
 
@@ -44,23 +45,24 @@ def training(links: Links) -> None:
     model = models.create(Qwen2Config(text=tiny((4, 2)).config.text), seed=3)
     learner = Learner(config, model, grpo.token_loss, links=links)
     composer = Composer(config, learner.mesh.size, text=model.config.text)
-    checkpoints = Checkpoints(pathlib.Path(SETTINGS["checkpoints"]), keep=2)
-    first = checkpoints.latest()
-    if first is not None:
-        _, arrays, _ = checkpoints.restore(like(learner.state()))
-        learner.load_state(arrays)
-    say(resumed_from=first)
-    for step in range((first or 0) + 1, SETTINGS["steps"] + 1):
-        groups, prepared = make_groups([[3]] * 8, [[9], [5], [200], [2], [150], [190], [30], [180]], seed=step)
-        composition = composer.compose(groups, prepared)
-        if step == SETTINGS.get("fault_step"):
-            break_down(SETTINGS["fault"])
-        learner.step(composition.microbatches)
-        checkpoints.save(step, learner.state(), {})
-        checkpoints.wait()
-    checkpoints.close()
-    norms = [float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(learner.params)]
-    say(done=True, norms=norms)
+    ends = []
+    for folder in SETTINGS["checkpoints"]:
+        checkpoints = Checkpoints(pathlib.Path(folder), keep=2)
+        first = checkpoints.latest()
+        if first is not None:
+            _, arrays, _ = checkpoints.restore(like(learner.state()))
+            learner.load_state(arrays)
+        for step in range((first or 0) + 1, SETTINGS["steps"] + 1):
+            groups, prepared = make_groups([[3]] * 8, [[9], [5], [200], [2], [150], [190], [30], [180]], seed=step)
+            composition = composer.compose(groups, prepared)
+            if step == SETTINGS.get("fault_step"):
+                break_down(SETTINGS["fault"])
+            learner.step(composition.microbatches)
+            checkpoints.save(step, learner.state(), {})
+            checkpoints.wait()
+        checkpoints.close()
+        ends.append((first, [float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(learner.params)]))
+    print(json.dumps({"ends": ends}), flush=True)
 
 
 def break_down(fault: str) -> None:
@@ -76,10 +78,6 @@ def break_down(fault: str) -> None:
         return rows
 
     Worker._next = broken
-
-
-def say(**what: object) -> None:
-    print(json.dumps(what), flush=True)
 
 
 def main() -> None:

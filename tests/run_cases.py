@@ -45,6 +45,12 @@ def flags(**own: object) -> list[str]:
     return small + [f"--config.{name.replace('__', '.')}={value}" for name, value in own.items()]
 
 
+def flags_beside(model: pathlib.Path, **own: object) -> list[str]:
+    """The same for a run that begins with this model, which has sizes of its own, and not with a warm start."""
+    settings = [flag for flag in flags(warm_start__steps=0, **own) if not flag.startswith("--config.model.")]
+    return [*settings, f"--config.model.path={model}"]
+
+
 # --- data ---------------------------------------------------------------------------------------
 
 
@@ -185,12 +191,14 @@ class Commands:
         run_dir: pathlib.Path,
         config: str,
         arguments: list[str],
-        devices: int = 1,
         processes: int = 1,
         launch: Sequence[str] = (),
     ) -> subprocess.Popen:
-        """`devices` of each of so many processes; `launch` are further arguments of what starts several."""
-        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"  # the last one counts
+        """`launch` are further arguments of what starts several processes, of one device each. A single one has as many
+        as this process: it loads what was compiled here, and its bits are those of a run here."""
+        flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1" * (
+            processes > 1
+        )  # the last counts
         env = self.env | {"XLA_FLAGS": flags}
         log = run_dir.parent / f"{run_dir.name}.log"
         with log.open("ab") as output:
@@ -219,12 +227,11 @@ class Commands:
         config: str,
         arguments: list[str],
         *,
-        devices: int = 1,
         processes: int = 1,
         timeout: float = 300,
     ) -> str:
         """To the end, which must be a good one; returns what it printed."""
-        process = self.start(run_dir, config, arguments, devices, processes)
+        process = self.start(run_dir, config, arguments, processes)
         with ended(process):
             code = process.wait(timeout)
         text = (run_dir.parent / f"{run_dir.name}.log").read_text()

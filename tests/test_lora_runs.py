@@ -6,17 +6,19 @@ import shutil
 import numpy as np
 import pytest
 from run_cases import (
+    as_if_killed,
     assert_same_run,
     checkpoint_arrays,
-    checkpoint_steps,
     flags,
+    flags_beside,
     model_arrays,
-    signal_when,
     summary,
+    trained,
 )
 from safetensors.numpy import load_file
 
 import models
+from fluxjax.config import ConfigError
 from fluxjax.report.metrics import read
 
 pytestmark = pytest.mark.long
@@ -25,24 +27,22 @@ LORA = {"lora__rank": 4, "lora__alpha": 8, "algorithm__kl_coefficient": 0.001, "
 
 
 @pytest.fixture(scope="module")
-def base(commands, data, tmp_path_factory):
+def base(data, tmp_path_factory):
     """A model that answers in the right form, and hardly more."""
     run_dir = tmp_path_factory.mktemp("base") / "run"
-    commands.run(run_dir, TEXT, flags(steps=1, **data))
+    trained(run_dir, TEXT, flags(steps=1, evaluation__every=0, **data))
     return run_dir / "model"
 
 
 @pytest.fixture(scope="module")
 def adapted(base, data):
-    settings = flags(steps=STEPS, model__path=base, warm_start__steps=0, **data, **LORA)
-    tiny_model = ("hidden_size", "intermediate_size", "num_", "vision_", "mrope_section")
-    return [flag for flag in settings if not any(f"config.model.{name}" in flag for name in tiny_model)]
+    return flags_beside(base, steps=STEPS, **data, **LORA)
 
 
 @pytest.fixture(scope="module")
-def reference(commands, adapted, tmp_path_factory):
+def reference(adapted, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("reference") / "run"
-    commands.run(run_dir, TEXT, adapted)
+    trained(run_dir, TEXT, adapted)
     return run_dir
 
 
@@ -79,19 +79,16 @@ def test_checkpoints_have_no_base_weights(reference):
     assert any("lora_a" in name for name in names) and not any("embedding" in name for name in names)
 
 
-def test_killed(commands, adapted, reference, tmp_path):
-    run_dir = tmp_path / "run"
-    signal_when(commands.start(run_dir, TEXT, adapted), lambda: 3 in checkpoint_steps(run_dir))
-    newest = max(checkpoint_steps(run_dir))
-    commands.run(run_dir, TEXT, adapted)
-    assert summary(run_dir)["resumed_from"] == [newest]
+def test_killed(adapted, reference, tmp_path):
+    run_dir = as_if_killed(reference, tmp_path / "run", 9)
+    trained(run_dir, TEXT, adapted)
+    assert summary(run_dir)["resumed_from"] == [9]
     assert_same_run(run_dir, reference)
-    assert (run_dir / "adapter" / "adapter_model.safetensors").read_bytes() == (
-        reference / "adapter" / "adapter_model.safetensors"
-    ).read_bytes()
+    mine, theirs = (folder / "adapter" / "adapter_model.safetensors" for folder in (run_dir, reference))
+    assert mine.read_bytes() == theirs.read_bytes()
 
 
-def test_another_base_is_refused(commands, adapted, base, reference, tmp_path):
+def test_another_base_is_refused(adapted, base, reference, tmp_path):
     run_dir, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(reference, run_dir)
     shutil.copytree(base, other)
@@ -99,25 +96,24 @@ def test_another_base_is_refused(commands, adapted, base, reference, tmp_path):
     params["norm"]["scale"] = params["norm"]["scale"].at[0].add(1e-3)
     models.save(models.merge(graphdef, params), other)
     others = [flag.replace(str(base), str(other)) for flag in adapted]
-    process = commands.start(run_dir, TEXT, [*others, f"--config.steps={STEPS + 1}"])
-    assert process.wait(300) == 2
-    assert "other weights" in (tmp_path / "run.log").read_text()
+    with pytest.raises(ConfigError, match="other weights"):
+        trained(run_dir, TEXT, [*others, f"--config.steps={STEPS + 1}"])
 
 
-def test_a_run_goes_on_from_an_adapter(commands, adapted, reference, tmp_path):
+def test_a_run_goes_on_from_an_adapter(adapted, reference, tmp_path):
     """Its first step samples from the policy that the other run ended with."""
     run_dir = tmp_path / "run"
     more = [flag for flag in adapted if not flag.startswith("--config.steps=")]
-    commands.run(run_dir, TEXT, [*more, "--config.steps=1", f"--config.lora.adapter={reference / 'adapter'}"])
+    trained(run_dir, TEXT, [*more, "--config.steps=1", f"--config.lora.adapter={reference / 'adapter'}"])
     starts = [r for r in read(run_dir / "metrics.jsonl") if r["phase"] == "eval" and r["step"] == 0]
     ends = [r for r in read(reference / "metrics.jsonl") if r["phase"] == "eval" and r["step"] == STEPS]
     assert starts[0]["accuracy/reverse"] == ends[0]["accuracy/reverse"]
 
 
-def test_a_warm_start_trains_adapters(commands, data, tmp_path):
+def test_a_warm_start_trains_adapters(data, tmp_path):
     """Of a model with random weights, by supervised steps; the base of the KL term is what they lead to."""
     run_dir = tmp_path / "run"
-    commands.run(run_dir, TEXT, flags(steps=1, **data, **LORA))
+    trained(run_dir, TEXT, flags(steps=1, evaluation__every=0, **data, **LORA))
     warm = [r for r in read(run_dir / "metrics.jsonl") if r["phase"] == "warm_start"]
     assert warm[-1]["nll"] < warm[0]["nll"] - 0.5
     first = next(r for r in read(run_dir / "metrics.jsonl") if r["phase"] == "rl")

@@ -19,18 +19,23 @@ from fluxjax.run.trainer import FluxTrainer
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-FAILURES = {  # by reward: how the reasons in the summary begin
-    "hangs": "timed out after 0.5 s",
-    "raises": "KeyError: 'nothing here'",
-    "answers_nan": "returned nan",
-    "allocates": "needs more than 0.1 GiB of memory",
-    "crashes": "ended its process (signal 11)",
-    "exits": "SystemExit: 3",
-    "blocks": "timed out after 0.5 s",
-    "refuses_to_end": "timed out after 0.5 s",
-    "AnswersTwice": "answered ",
+FAILURES = {  # by reward: how the reasons in the summary begin, and the way that metrics count
+    "hangs": ("timed out after 0.5 s", "timed_out"),
+    "raises": ("KeyError: 'nothing here'", "raised"),
+    "answers_nan": ("returned nan", "invalid"),
+    "allocates": ("needs more than 0.1 GiB of memory", "died"),
+    "crashes": ("ended its process (signal 11)", "died"),
+    "exits": ("SystemExit: 3", "raised"),
+    "blocks": ("timed out after 0.5 s", "timed_out"),
+    "refuses_to_end": ("timed out after 0.5 s", "timed_out"),
+    "AnswersTwice": ("answered ", "invalid"),
 }
-LONG = ("april", "tail_batching", "adaptive_async")
+TRIED = {  # by policy: each reward once, each way under rounds and without
+    "synchronous": ("hangs", "raises", "allocates", "answers_nan"),
+    "tail_batching": ("blocks", "exits"),
+    "april": ("refuses_to_end", "AnswersTwice"),
+    "adaptive_async": ("hangs", "raises", "crashes", "AnswersTwice"),
+}
 
 
 def configuration(folder: pathlib.Path, policy: str, rewards: dict[str, str], **more: object):
@@ -65,16 +70,18 @@ def read_alive(file: pathlib.Path) -> str:
         return ""
 
 
-def test_every_policy_is_tested():
-    assert set(POLICIES) == {policy.value for policy in Policy}
+def test_every_policy_and_every_failure_is_tested():
+    assert set(POLICIES) == set(TRIED) == {policy.value for policy in Policy}
+    assert {name for names in TRIED.values() for name in names} == set(FAILURES)
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in POLICIES]
+    "policy", [pytest.param(name, marks=pytest.mark.long if name != "synchronous" else ()) for name in POLICIES]
 )
 def test_rewards_that_go_wrong(policy: str, tmp_path: pathlib.Path, capsys) -> None:
     """The run is stopped after a step, and goes on from there."""
-    rewards = misbehaving(*FAILURES, "forks") | {"good": "positions"}
+    failing = {name: FAILURES[name] for name in TRIED[policy]}
+    rewards = misbehaving(*failing, "forks") | {"good": "positions"}
     diaries = Diary(stop_after=1), Diary()
     for diary in diaries:
         with FluxTrainer(configuration(tmp_path, policy, rewards)) as trainer:
@@ -82,26 +89,27 @@ def test_rewards_that_go_wrong(policy: str, tmp_path: pathlib.Path, capsys) -> N
             ledger = trainer.coordinator.ledger
         assert not workers(), "processes of rewards outlive the run"
     assert result.summary.complete and result.summary.steps == STEPS
-    groups = [group for diary in diaries for step in diary.groups.values() for group in step]
+    groups = [group for diary in diaries for groups in diary.groups.values() for group in groups]
     draws = {group.prompt.draw for group in groups}
     assert len(draws) == len(groups) == STEPS * len(rewards)
     assert draws | set(ledger.entries) == set(range(ledger.last_draw + 1)), "no prompt is lost"
 
     trained = {name: [s.reward for g in groups if g.prompt.source == name for s in g.samples] for name in rewards}
-    for name, reason in FAILURES.items():
+    for name, (reason, _) in failing.items():
         assert trained[name] and all(r.value == 0 and r.reason.startswith(reason) for r in trained[name]), name
         named = result.summary.rewards_failed[name]
         assert all(text.startswith(f"misbehaving_rewards:{name}: {reason}") for text in named), named
         assert sum(named.values()) >= len(trained[name])
     assert not any(reward.reason for name in ("forks", "good") for reward in trained[name])
-    assert result.summary.rewards_failed.keys() == FAILURES.keys()
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rewards_failed"].keys() == FAILURES.keys()
-    assert "of source hangs: misbehaving_rewards:hangs: timed out after 0.5 s (" in capsys.readouterr().out
+    assert result.summary.rewards_failed.keys() == failing.keys()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rewards_failed"].keys() == failing.keys()
+    if "hangs" in failing:
+        assert "of source hangs: misbehaving_rewards:hangs: timed out after 0.5 s (" in capsys.readouterr().out
 
     records = [record for record in read(tmp_path / "run" / "metrics.jsonl") if record["phase"] == "rl"]
     for name in ("scored", "open", "waiting", "seconds_median", "seconds_p95", "seconds_max", "busy/function"):
         assert any(f"rewards/{name}" in record for record in records), name
-    for way in ("timed_out", "raised", "died", "invalid"):
+    for way in {way for _, way in failing.values()}:
         assert sum(record.get(f"rewards/failed/{way}", 0) for record in records) > 0, way
 
 
@@ -119,10 +127,9 @@ def test_a_run_whose_reward_fails_too_often_stops_with_a_checkpoint(tmp_path: pa
     assert result.summary.complete and result.summary.resumed_from == [config.steps - 1] != [0]
 
 
-@pytest.mark.parametrize("policy", ["synchronous", pytest.param("adaptive_async", marks=pytest.mark.long)])
-def test_a_mixture_by_object_changes_its_weights_and_is_resumed(policy: str, tmp_path: pathlib.Path) -> None:
+def test_a_mixture_by_object_changes_its_weights_and_is_resumed(tmp_path: pathlib.Path) -> None:
     """Responses that wait for a slow reward when the run is stopped are scored when it goes on."""
-    config = configuration(tmp_path, policy, misbehaving("slow"), rollout__prompts_per_step=4)
+    config = configuration(tmp_path, "adaptive_async", misbehaving("slow"), rollout__prompts_per_step=4)
     terms = {"positions": RewardTerm(weight="linear(1, 0)"), "slow": RewardTerm("misbehaving_rewards:slow", "2")}
     source = config.data.sources["slow"]
     config.data.sources = {"s": SourceConfig(source.path, source.eval_path, rewards=terms)}

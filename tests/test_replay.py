@@ -3,14 +3,24 @@ that are killed go on with the same groups."""
 
 import dataclasses
 import json
-import signal
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_cases import Commands, assert_same_bits, assert_same_run, flags, letters, logged, model_arrays, signal_when
+from run_cases import (
+    Died,
+    DiesAt,
+    as_if_killed,
+    assert_same_bits,
+    assert_same_run,
+    flags,
+    letters,
+    model_arrays,
+    summary,
+    trained,
+)
 from shadow_run_cases import media
 from step_cases import VERSION, flat, near_policy, trainer_of
 from test_algorithms import group
@@ -214,42 +224,41 @@ def test_replay_without_a_correction_is_told():
 @pytest.mark.parametrize("policy", ["synchronous", "adaptive_async"])
 def test_a_run_that_is_killed_replays_the_same(policy, tmp_path):
     """Adaptive runs depend on time: theirs goes on, and keeps its bounds."""
-    commands = Commands()
     own = {"steps": 9, "replay__share": 0.5, "replay__times": 2, "replay__order": "advantage", "replay__groups": 9}
     own |= {"algorithm__importance__kind": "truncate", "policy__name": policy} | letters(tmp_path)
-    arguments, runs = flags(**own), [tmp_path / name for name in ("whole", "killed")]
-    if policy == "synchronous":
-        commands.run(runs[0], "configs/text.py:debug", arguments)
-    assert signal_when(commands.start(runs[1], "configs/text.py:debug", arguments), logged(runs[1], "rl", 5)) == (
-        -signal.SIGKILL
-    )
-    commands.run(runs[1], "configs/text.py:debug", arguments)
-    if policy == "synchronous":
-        assert_same_run(runs[1], runs[0])
-    rows = [row for row in read(runs[1] / "metrics.jsonl") if row["phase"] == "rl"]
+    complete = tmp_path / "complete"
+    trained(complete, "configs/text.py:debug", flags(**own))
+    resumed = as_if_killed(complete, tmp_path / "resumed", 6)
+    trained(resumed, "configs/text.py:debug", flags(**own))
+    assert summary(resumed)["resumed_from"] == [6]
+    rows = [row for row in read(resumed / "metrics.jsonl") if row["phase"] == "rl"]
     assert [row["step"] for row in rows] == list(range(1, 10))
-    assert rows[0]["replay/share"] == 0 and max(row["replay/share"] for row in rows) > 0.3
+    assert rows[0]["replay/share"] == 0 and max(row["replay/share"] for row in rows[6:]) > 0.3
     assert all(row["replay/share"] <= 0.5 and row.get("replay/age_max", 0) <= 4 for row in rows)
     assert all(row["replay/kept"] <= 9 for row in rows)
     if policy == "synchronous":
+        assert_same_run(resumed, complete)
         assert all(row["staleness/lag_max"] == 0 for row in rows), "replayed tokens are counted apart"
-    summary = json.loads((runs[1] / "summary.json").read_text())
-    assert summary["samples_trained"] == 9 * 16, "what is replayed is trained on once in the books"
+    assert summary(resumed)["samples_trained"] == 9 * 16, "what is replayed is trained on once in the books"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes", [1, 2])
-def test_media_are_read_again(processes, tmp_path):
-    """Where pixels are fetched they are those that a run has which keeps them, also in a run that was killed."""
-    commands, config = Commands(), "configs/vlm.py"
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.turn(1))])
+def test_media_are_read_again(processes, commands, tmp_path):
+    """Where pixels are fetched they are those that a run has which keeps them: in a process that is killed, and in one
+    or two that go on."""
+    run, config = tmp_path / "run", "configs/vlm.py"
     own = {"steps": 5, "warm_start__steps": 2, "evaluation__every": 0, "replay__share": 0.5, "replay__times": 2}
-    own |= media(tmp_path) | {"sharding__devices": 0, "data__max_decoded_pixels": 2**22}
-    arguments = flags(**own, data__loader="central")
-    commands.run(tmp_path / "central", config, arguments, processes=processes)
+    own |= media(tmp_path) | {"sharding__devices": processes, "data__max_decoded_pixels": 2**22, "model__num_layers": 1}
+    trained(tmp_path / "central", config, flags(**own, data__loader="central"))
     arguments = flags(**own, data__preprocessors=1, data__cache_gib=1e-5, data__index=tmp_path / "index")
-    run = tmp_path / "run"
+    with pytest.raises(Died):
+        trained(run, config, arguments, DiesAt("on_step", 4))
     if processes == 1:
-        assert signal_when(commands.start(run, config, arguments), logged(run, "rl", 4)) == -signal.SIGKILL
-    commands.run(run, config, arguments, processes=processes)
+        trained(run, config, arguments)
+    else:
+        commands.run(run, config, arguments, processes=processes)
+    assert summary(run)["resumed_from"] == [3]
     assert_same_bits(model_arrays(run), model_arrays(tmp_path / "central"))
-    assert max(row["replay/share"] for row in read(run / "metrics.jsonl") if row["phase"] == "rl") > 0, "few differ"
+    shares = {row["step"]: row["replay/share"] for row in read(run / "metrics.jsonl") if row["phase"] == "rl"}
+    assert max(shares[1], shares[2], shares[3]) > 0 < max(shares[4], shares[5]), "few differ"

@@ -1,7 +1,7 @@
 """Whole runs under `data.loader=shadow` end as under `central`, bit for bit, however preprocessors fare meanwhile.
 
-Real processes, real kills, good and bad media. Parameters, optimizer state, every logged number that is not a time,
-every dumped sample and the summary are compared.
+Real kills of preprocessors and of a run that has some, good and bad media. Parameters, optimizer state, every logged
+number that is not a time, every dumped sample and the summary are compared.
 """
 
 import json
@@ -13,26 +13,34 @@ import time
 import pytest
 from run_cases import (
     Commands,
+    Died,
+    DiesAt,
     assert_same_bits,
     assert_same_run,
+    checkpoint_steps,
     ended,
     flags,
-    logged,
     model_arrays,
     signal_when,
     summary,
+    trained,
     without_times,
 )
 from shadow_run_cases import Killer, addresses, descendants, gone, media
 
+from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
+from fluxjax.run.main import main
 
 pytestmark = pytest.mark.long
 VLM = "configs/vlm.py"
 STEPS = 6
 OWN = {
     "steps": STEPS,
-    "warm_start__steps": 4,
+    "model__num_layers": 1,
+    "model__vision_depth": 1,
+    "model__vision_full_attention_layers": "(0,)",
+    "warm_start__steps": 2,
     "report__dump_samples_every": 1,
     "report__dump_samples": 64,
     "data__max_decoded_pixels": 2**22,  # a bomb is larger
@@ -50,11 +58,23 @@ def index(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def central(commands, sources, tmp_path_factory):
-    """It compiles everything; the others load the compiled programs."""
+def central(sources, tmp_path_factory):
+    """It has it all: bad media, which it skips, pictures and clips."""
     run_dir = tmp_path_factory.mktemp("central") / "run"
-    commands.run(run_dir, VLM, flags(**sources, **OWN, data__loader="central"))
+    trained(run_dir, VLM, flags(**sources, **OWN, data__loader="central"))
+    result = summary(run_dir)
+    assert result["complete"] and result["samples_trained"] == STEPS * 16
+    assert len(result["samples_skipped"]) >= 3, result["samples_skipped"]
+    assert {pathlib.Path(record["id"]).suffix for record in samples(run_dir)} == {".png", ".mp4"}
+    assert not shown(run_dir)
     return run_dir
+
+
+def shown(run_dir: pathlib.Path) -> dict[str, float]:
+    """The metrics of pixels of the first step of a run without preprocessors, which has no picture of them."""
+    assert not (run_dir / "media.png").exists() and (run_dir / "timeline.png").exists()
+    first = next(record for record in read(run_dir / "metrics.jsonl") if record["phase"] == "rl")
+    return {name: value for name, value in first.items() if name.startswith("data/")}
 
 
 def shadow(sources, index, **own: object) -> list[str]:
@@ -84,63 +104,58 @@ def all_gone(pids, seconds: float = 30.0) -> None:
         time.sleep(0.1)
 
 
-def test_the_reference_has_it_all(central):
-    result = summary(central)
-    assert result["complete"] and result["samples_trained"] == STEPS * 16
-    assert len(result["samples_skipped"]) >= 3, result["samples_skipped"]
-    assert {pathlib.Path(record["id"]).suffix for record in samples(central)} == {".png", ".mp4"}
+def test_a_store_in_the_process(sources, index, central, tmp_path):
+    """Killed, it goes on with worker processes, and finds in the index what it has seen before."""
+    run_dir, store = tmp_path / "run", shadow(sources, index, data__workers=0, data__cache_gib=1e-5)
+    with pytest.raises(Died):
+        trained(run_dir, VLM, store, DiesAt("on_step", 4))
+    trained(run_dir, VLM, [*store, "--config.data.workers=1"])
+    assert summary(run_dir)["resumed_from"] == [3]
+    assert_same(run_dir, central)
+    assert "data/first_batch" in shown(run_dir) and shown(run_dir)["data/fetched_mb"] > 0
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_store_in_the_process(workers, commands, sources, index, central, tmp_path):
-    """The second one finds in the index what the first one has seen."""
-    commands.run(tmp_path / "run", VLM, shadow(sources, index, data__workers=workers, data__cache_gib=1e-5))
-    assert_same(tmp_path / "run", central)
-
-
-def test_preprocessors_that_are_killed(commands, sources, index, central, tmp_path):
-    """Nothing is lost, nothing comes twice, the order stays; no process outlives the run."""
-    run_dir = tmp_path / "run"
-    arguments = shadow(sources, index, data__preprocessors=2, data__workers=1, data__cache_gib=1e-5)
-    process = commands.start(run_dir, VLM, arguments)
+def test_preprocessors_are_killed_and_then_the_run(commands, sources, index, central, tmp_path):
+    """Nothing is lost, nothing comes twice, the order stays. Preprocessors end with the run; resumed, with room for
+    some of a step and a preprocessor less, it ends like the others."""
+    run_dir, arguments = tmp_path / "run", shadow(sources, index, data__workers=1, data__cache_gib=1e-5)
+    process = commands.start(run_dir, VLM, [*arguments, "--config.data.preprocessors=2"])
     with ended(process):
         killer = Killer(process, run_dir, 2, seed=1)
-        assert process.wait(300) == 0, (tmp_path / "run.log").read_text()[-4000:]
+
+        def in_mid_run() -> bool:
+            if 3 not in checkpoint_steps(run_dir) or len(killer.killed) < 2 or addresses(run_dir) <= 2:
+                return False
+            killer.seen |= descendants(process.pid)
+            return True
+
+        assert signal_when(process, in_mid_run) == -signal.SIGKILL
     killer.join()
-    assert len(killer.killed) >= 2 and addresses(run_dir) > 2, "killed, and started again"
-    assert_same(run_dir, central)
+    assert any("fluxjax.preprocess" in line for line in killer.seen.values())
     all_gone(killer.seen)
-
-
-def test_a_run_with_preprocessors_that_is_killed(commands, sources, index, central, tmp_path):
-    """Its preprocessors end with it; resumed, it ends like the others."""
-    run_dir, ahead = tmp_path / "run", {"data__near_gib": 1e-4, "data__steps_ahead": 2}
-    arguments = shadow(sources, index, data__preprocessors=1, data__workers=1, **ahead)
-    process = commands.start(run_dir, VLM, arguments)
-    seen: dict[int, str] = {}
-
-    def in_mid_run() -> bool:
-        seen.update(descendants(process.pid))
-        return logged(run_dir, "rl", 4)()
-
-    assert signal_when(process, in_mid_run) == -signal.SIGKILL
-    assert any("fluxjax.preprocess" in line for line in seen.values())
-    all_gone(seen)
-    commands.run(run_dir, VLM, arguments)
-    assert summary(run_dir)["resumed_from"]
+    ahead = ("preprocessors=1", "near_gib=1e-4", "steps_ahead=2")
+    trained(run_dir, VLM, [*arguments, *(f"--config.data.{setting}" for setting in ahead)])
+    assert summary(run_dir)["resumed_from"] == [3]
     assert_same(run_dir, central)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "flex_ulysses", "odc"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=pytest.mark.turn(turn)) for turn, name in enumerate(("fsdp", "flex_ulysses", "odc"))],
+)
 def test_two_processes_of_which_each_has_a_preprocessor(strategy, commands, sources, index, tmp_path):
+    """They end as one process with two devices does."""
     own: dict[str, object] = {
-        "sharding__devices": 0,
+        "sharding__devices": 2,
         "sharding__strategy": strategy,
         "steps": 3,
+        "warm_start__steps": 0,
         "evaluation__every": 0,
     }
     own |= {"sharding__deterministic": True} if strategy == "odc" else {}
-    commands.run(tmp_path / "central", VLM, flags(**sources, **OWN | own, data__loader="central"), processes=2)
+    trained(tmp_path / "central", VLM, flags(**sources, **OWN | own, data__loader="central"))
+    steps = [record for record in read(tmp_path / "central" / "metrics.jsonl") if record["phase"] == "rl"]
+    assert all(step["grad_norm"] > 0 for step in steps) and len(steps) == 3
     run_dir = tmp_path / "run"
     own |= {"data__preprocessors": 1, "data__workers": 1, "data__index": index}
     own |= {"data__near_gib": 1e-4, "data__steps_ahead": 2}  # room for some of a step
@@ -179,6 +194,14 @@ CHANGES = {
 }
 
 
+def refused(capsys, arguments: list[str]) -> list[str]:
+    """The lines on standard error of a run in this process that ends with an error."""
+    assert main(load([f"--config={VLM}", *arguments])) == 2
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err + printed.out
+    return printed.err.splitlines()
+
+
 @pytest.mark.parametrize(
     ("change", "processes", "own"),
     [
@@ -187,34 +210,42 @@ CHANGES = {
         ("overwritten", 2, {"data__preprocessors": 1, "data__workers": 1}),
     ],
 )
-def test_a_file_that_changes_before_it_is_trained_on_ends_the_run(change, processes, own, tmp_path):
+def test_a_file_that_changes_before_it_is_trained_on_ends_the_run(
+    change, processes, own, capsys, monkeypatch, tmp_path
+):
     folder = tmp_path / "media"
     folder.mkdir()
-    sources = media(folder, bad=False) | {"data__sources__digits__reward": "changing:changes_the_file"}
-    (tmp_path / "changing.py").write_text(REWARD.format(mark=tmp_path / "mark", change=CHANGES[change]))
-    commands = Commands()
-    commands.env["PYTHONPATH"] += f":{tmp_path}"
+    reward = f"changing_{processes}_{len(own)}"  # a module of its own: this process keeps it
+    sources = media(folder, bad=False) | {"data__sources__digits__reward": f"{reward}:changes_the_file"}
+    (tmp_path / f"{reward}.py").write_text(REWARD.format(mark=tmp_path / "mark", change=CHANGES[change]))
     own = own | OWN | {"warm_start__steps": 0, "data__index": tmp_path / "index", "evaluation__every": 0}
-    own |= {"sharding__devices": 0, "steps": 30}
-    process = commands.start(tmp_path / "run", VLM, flags(**sources, **own), processes=processes)
-    with ended(process):
-        assert process.wait(240) == 2, (tmp_path / "run.log").read_text()[-4000:]
-    printed = (tmp_path / "run.log").read_text()
-    assert "Traceback" not in printed, printed[-4000:]
-    errors = [line for line in printed.splitlines() if line.startswith(("error: ", "process 0 (", "process 1 ("))]
+    settings = flags(**sources, **own | {"sharding__devices": processes, "steps": 30})
+    if processes == 1:
+        monkeypatch.syspath_prepend(str(tmp_path))
+        errors = refused(capsys, [f"--config.run_dir={tmp_path / 'run'}", *settings])
+    else:
+        commands = Commands()
+        commands.env["PYTHONPATH"] += f":{tmp_path}"
+        process = commands.start(tmp_path / "run", VLM, settings, processes=processes)
+        with ended(process):
+            assert process.wait(240) == 2, (tmp_path / "run.log").read_text()[-4000:]
+        printed = (tmp_path / "run.log").read_text()
+        assert "Traceback" not in printed, printed[-4000:]
+        errors = printed.splitlines()
+    errors = [line for line in errors if line.startswith(("error: ", "process 0 (", "process 1 ("))]
     named = re.compile(re.escape(f"{folder}/") + (r"[2-6]\.(png|mp4)" if "others" in change else r"7\.png"))
-    assert errors and all(named.search(line) for line in errors), printed[-4000:]
+    assert errors and all(named.search(line) for line in errors), errors
     assert (tmp_path / "mark").exists()
 
 
-def test_too_many_bad_media_end_the_run(commands, sources, index, tmp_path):
-    for name, own in (("central", {"data__loader": "central"}), ("shadow", {"data__index": index})):
-        settings = flags(**sources, **OWN | {"steps": 100, "warm_start__steps": 0, "data__max_skipped": 0.05}, **own)
-        process = commands.start(tmp_path / name, VLM, settings)
-        with ended(process):
-            assert process.wait(240) == 2
-    lines = [(tmp_path / f"{name}.log").read_text() for name in ("central", "shadow")]
-    central, shadow = ([line for line in text.splitlines() if line.startswith("error: ")] for text in lines)
+def test_too_many_bad_media_end_the_run(capsys, sources, index, tmp_path):
+    """From the 100th prompt on, they are judged: here in the third step."""
+    own = OWN | {"warm_start__steps": 0, "data__max_skipped": 0.05, "evaluation__every": 0}
+    own |= {"rollout__prompts_per_step": 40, "rollout__group_size": 2, "rollout__max_new_tokens": 1}
+    loaders = {"central": {}, "shadow": {"data__index": index}}
+    central, shadow = (
+        refused(capsys, [f"--config.run_dir={tmp_path / name}", *flags(**sources, **own, data__loader=name, **more)])
+        for name, more in loaders.items()
+    )
     assert len(central) == 1 and "more than data.max_skipped = 0.05 of them; by reason: {" in central[0]
     assert central == shadow
-    assert not any("Traceback" in text for text in lines)

@@ -3,6 +3,7 @@
 import functools
 import logging
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from run_cases import assert_same_run, checkpoint_steps, flags, letters, signal_when, summary
+from run_cases import Died, DiesAt, assert_same_run, checkpoint_steps, flags, letters, summary, trained
 
 from fluxjax.run import snapshot_folder
 from fluxjax.run.snapshots import Snapshots
@@ -129,6 +130,8 @@ def test_another_history_has_another_folder(tmp_path):
 
 # --- runs ---------------------------------------------------------------------------------------
 
+TEXT = "configs/text.py:debug"
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> list[str]:
@@ -136,47 +139,44 @@ def text(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def reference(commands, text, tmp_path_factory) -> pathlib.Path:
+def reference(text, tmp_path_factory) -> pathlib.Path:
     run_dir = tmp_path_factory.mktemp("reference") / "run"
-    commands.run(run_dir, "configs/text.py:debug", text)
+    trained(run_dir, TEXT, text)
     assert not (run_dir / "snapshots").exists(), "they are off"
     return run_dir
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_from_its_snapshot(commands, text, reference, tmp_path):
-    """Without a supervisor. It ends as the run without snapshots that nobody killed."""
+def test_a_killed_run_goes_on_from_its_snapshot(text, reference, tmp_path):
+    """Without a supervisor. It ends as the run without snapshots that nobody killed; where snapshots are turned off, or
+    are of other devices, it goes on from its checkpoint."""
     run_dir, memory = tmp_path / "run", tmp_path / "memory"
     memory.mkdir()
     often = [*text, "--config.checkpoint.snapshot_every=1", f"--config.checkpoint.snapshot_folder={memory}"]
-    signal_when(
-        commands.start(run_dir, "configs/text.py:debug", often), lambda: snapshot_folder.newest(run_dir, 1) >= 3
-    )
+    with pytest.raises(Died):
+        trained(run_dir, TEXT, often, DiesAt("on_step", 4))
     newest = snapshot_folder.newest(run_dir, 1)
-    assert checkpoint_steps(run_dir) == [0] if newest < 4 else [0, 4]
-    commands.run(run_dir, "configs/text.py:debug", often)
+    assert newest >= 3 and checkpoint_steps(run_dir) == [0]
+    off, elsewhere = tmp_path / "off", tmp_path / "elsewhere"
+    for copy in (off, elsewhere):
+        shutil.copytree(run_dir, copy)
+    trained(elsewhere, TEXT, [*often, "--config.sharding.devices=2"])
+    assert summary(elsewhere)["resumed_from"] == [0]
+    trained(off, TEXT, text)
+    assert summary(off)["resumed_from"] == [0]
+    assert_same_run(off, reference)
+    assert list(memory.iterdir()), "that of another run"
+    trained(run_dir, TEXT, often)
     assert summary(run_dir)["resumed_from"] == [newest]
     assert_same_run(run_dir, reference)
     assert not list(memory.iterdir()) and not (run_dir / "snapshots").exists()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", ["devices", "off", "full"])
-def test_a_run_that_can_not_goes_on_from_its_checkpoint(change, commands, text, reference, small_disk, tmp_path):
-    run_dir, memory = tmp_path / "run", small_disk
-    often = [*text, "--config.checkpoint.snapshot_every=1", f"--config.checkpoint.snapshot_folder={memory}"]
-    if change == "full":
-        with (memory / "full").open("wb") as file:
-            file.write(bytes(int(1.8e6)))
-        assert "no snapshot of step 1" in commands.run(run_dir, "configs/text.py:debug", often)
-        assert_same_run(run_dir, reference)
-        assert [path.name for path in memory.iterdir()] == ["full"]
-        return
-    signal_when(
-        commands.start(run_dir, "configs/text.py:debug", often), lambda: snapshot_folder.newest(run_dir, 1) == 2
-    )
-    again = text if change == "off" else [*often, "--config.sharding.devices=2"]
-    commands.run(run_dir, "configs/text.py:debug", again, devices=1 if change == "off" else 2)
-    assert summary(run_dir)["resumed_from"] == [0]
-    if change == "off":
-        assert_same_run(run_dir, reference)
+def test_a_run_without_room_for_snapshots_goes_on(text, reference, small_disk, caplog, tmp_path):
+    (small_disk / "full").write_bytes(bytes(int(1.8e6)))
+    often = [*text, "--config.checkpoint.snapshot_every=1", f"--config.checkpoint.snapshot_folder={small_disk}"]
+    trained(tmp_path / "run", TEXT, often)
+    assert "no snapshot of step 1" in caplog.text
+    assert_same_run(tmp_path / "run", reference)
+    assert [path.name for path in small_disk.iterdir()] == ["full"]

@@ -9,13 +9,12 @@ from collections.abc import AsyncIterator
 import jax
 import numpy as np
 import pytest
-from run_cases import flags, letters
+from run_cases import Diary, flags, letters
 
 from fluxjax.config.cli import load
 from fluxjax.coordinator import PromptStage
 from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.learner.learner import GAP
-from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
 from rollout.engine import FinishReason, GenerateRequest, TokenChunk
 from rollout.jax_engine import JaxEngine
@@ -25,18 +24,9 @@ pytestmark = pytest.mark.long
 STEPS, PROMPTS = 3, 8
 
 
-class Diary(Callback):
-    def __init__(self) -> None:
-        self.responses: dict[int, dict] = {}
-        self.metrics: dict[int, dict] = {}
-
-    def on_step(self, trainer, step, groups, metrics) -> None:
-        self.metrics[step] = dict(metrics)
-        self.responses[step] = {
-            (s.response.draw, s.response.sample): (s.response.token_ids, s.response.versions, s.response.logprobs)
-            for group in groups
-            for s in group.samples
-        }
+def responses(diary: Diary, step: int) -> dict[tuple[int, int], tuple]:
+    found = [sample.response for group in diary.groups[step] for sample in group.samples]
+    return {(one.draw, one.sample): (one.token_ids, one.versions, one.logprobs) for one in found}
 
 
 def held_back(trainer: FluxTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +94,7 @@ def plain(tmp_path_factory):
 def check_same(plain, diary, params) -> None:
     """Token for token; the weights to float tolerance."""
     for step in range(1, STEPS + 1):
-        one, other = diary.responses[step], plain[0].responses[step]
+        one, other = responses(diary, step), responses(plain[0], step)
         assert one.keys() == other.keys()
         for key, (tokens, versions, logprobs) in one.items():
             assert tokens == other[key][0] and set(versions) == {step - 1}
