@@ -106,8 +106,8 @@ def test_killed_again_and_again(text, reference, monkeypatch, tmp_path):
 
 
 def test_resumed_on_another_mesh_with_another_strategy(text, reference, tmp_path):
-    """From FSDP on one device to FlexUlysses on four: only places and the order of sums change. Shapes of buffers
-    depend on earlier batches; a run that goes on from there remembers them, and ends with the same bits."""
+    """From FSDP on one device to FlexUlysses on four: only places and the order of sums change. A run that goes on from
+    there ends with the same bits."""
     spread = [*text, "--config.checkpoint.every=1", "--config.sharding.devices=4"]
     spread += ["--config.sharding.strategy=flex_ulysses"]
     run_dir = as_if_killed(reference, tmp_path / "run", 3)
@@ -118,7 +118,6 @@ def test_resumed_on_another_mesh_with_another_strategy(text, reference, tmp_path
         # Three steps of lr 5e-3 follow; float32 sums in another order differ by 1e-6, Adam's quotient of two
         # small numbers magnifies that.
         np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)
-    assert max(record.get("packing/shapes", 0) for record in read(run_dir / "metrics.jsonl")) >= 1
     resumed = as_if_killed(run_dir, tmp_path / "resumed", 5)
     trained(resumed, TEXT, spread)
     assert summary(resumed)["resumed_from"] == [3, 5]
@@ -127,7 +126,8 @@ def test_resumed_on_another_mesh_with_another_strategy(text, reference, tmp_path
 
 def test_every_device_at_its_own_pace(reference, tmp_path):
     """ODC on four devices: in deterministic order the bits are those of a run left alone. Some prompts are too long for
-    a device, and computed by two together. The run begins with the model that the reference leaves."""
+    a device, and computed by two together. Shapes of buffers depend on earlier batches, and a resumed run remembers
+    them. The run begins with the model that the reference leaves."""
     data = letters(tmp_path, long="First of dcba: First of ab: ")  # letters that the model has
     sizes = {"packing__tokens_per_row": 16, "packing__rows_per_device": 1, "rollout__max_sequence_tokens": 32}
     settings = {"sharding__devices": 4, "sharding__strategy": "odc", "sharding__deterministic": True}
@@ -137,7 +137,7 @@ def test_every_device_at_its_own_pace(reference, tmp_path):
     records = [record for record in read(complete / "metrics.jsonl") if record.get("phase") == "rl"]
     assert all("seconds/idle" in record for record in records)
     assert {record["sharding/collective"] > 0 for record in records} == {False, True}
-    assert len({record["grad_norm"] for record in records}) == 9
+    assert len({record["grad_norm"] for record in records}) == 9 and records[6]["packing/shapes"] > 1
     resumed = as_if_killed(complete, tmp_path / "resumed", 6)
     trained(resumed, TEXT, odc)
     assert summary(resumed)["resumed_from"] == [6]
