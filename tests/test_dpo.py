@@ -138,7 +138,12 @@ def differentiated():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", ["rows", *(pytest.param(layout, marks=pytest.mark.long) for layout in ("flex_ulysses", "odc"))]
+    "layout",
+    [
+        "rows",
+        pytest.param("flex_ulysses", marks=[pytest.mark.long, pytest.mark.turn(0)]),
+        pytest.param("odc", marks=[pytest.mark.long, pytest.mark.turn(1, 2)]),
+    ],
 )
 def test_every_layout_has_the_gradient_of_the_whole_loss(layout):
     want_loss, want = differentiated()

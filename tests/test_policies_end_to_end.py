@@ -12,9 +12,13 @@ from fluxjax.coordinator import TailBatching
 from fluxjax.learner.learner import GAP
 from fluxjax.run.trainer import FluxTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 STEPS = 4
+TRIED = [
+    pytest.param(name, marks=pytest.mark.turn(turn))
+    for turn, name in enumerate(("april", "tail_batching", "adaptive_async"))
+]
 OPTIONS = POLICIES | {
     "tail_batching": POLICIES["tail_batching"]
     | {"schedules__temperature": "reverse: linear(1.3, 0.8)", "tail_batching__max_staleness": 0},
@@ -32,14 +36,7 @@ def configuration(folder, policy: str):
     return load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(name, marks=pytest.mark.turn(i))
-        for i, name in enumerate(("april", "tail_batching", "adaptive_async"))
-    ],
-)
+@pytest.mark.parametrize("policy", TRIED)
 def test_stopped_and_resumed(policy: str, tmp_path) -> None:
     first, second = Diary(stop_after=2), Diary()
     for diary in (first, second):

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from forked import forked
 from protocol_cases import ROOT, model
 from safetensors.numpy import load_file
 
@@ -457,8 +458,9 @@ print(version_folders.pull(pathlib.Path(local), pathlib.Path(source), int(versio
 
 
 def pulling(local: pathlib.Path, source: pathlib.Path, version: int, how: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PULL, str(local), str(source), str(version), how]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    (program := local.parent / "pull.py").write_text(PULL)
+    command = [sys.executable, str(program), str(local), str(source), str(version), how]
+    return forked(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
