@@ -295,14 +295,15 @@ def limits() -> EngineLimits:
     return EngineLimits(SLOTS, LONGEST, model("text").config.text.vocab_size)
 
 
-def engine(kind: str = "text", **sizes: int) -> JaxEngine:
-    return JaxEngine(model(kind), **{"slots": SLOTS, "max_sequence_tokens": LONGEST, "steps_per_sync": 3, **sizes})
+def engine(kind: str = "text", **sizes: Any) -> JaxEngine:
+    given: dict[str, Any] = {"slots": SLOTS, "max_sequence_tokens": LONGEST, "steps_per_sync": 3}
+    return JaxEngine(model(kind), **given | sizes)
 
 
 class Servers:
     """Some servers and their proxies, in a thread of their own."""
 
-    def __init__(self, count: int, kind: str = "text", **sizes: int) -> None:
+    def __init__(self, count: int, kind: str = "text", **sizes: Any) -> None:
         """`sizes` are those of the engines."""
         self._count, self._kind, self._sizes = count, kind, sizes
         self.upstream: list[str] = []  # addresses of the servers themselves

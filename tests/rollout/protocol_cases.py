@@ -144,11 +144,12 @@ class Subject:
 
     async def serve(self, seed: int = 0) -> tuple[Decoder, int]:
         """The engine serves the model of this seed. Returns it, and its version."""
-        wanted = model(self.kind, seed)
-        if self.served != (seed, self.engine.stats().version):
-            await self.engine.update_weights(version := next(versions), models.split(wanted)[1])
+        wanted, version = model(self.kind, seed), self.engine.stats().version
+        if self.served != (seed, version):
+            version = next(versions)
+            await self.engine.update_weights(version, models.split(wanted)[1])
             self.served = seed, version
-        return wanted, self.served[1]
+        return wanted, version
 
 
 def sglang_python() -> str:
