@@ -243,7 +243,7 @@ def test_a_run_that_is_killed_replays_the_same(policy, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.turn(1))])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.turn(0))])
 def test_media_are_read_again(processes, commands, tmp_path):
     """Where pixels are fetched they are those that a run has which keeps them: in a process that is killed, and in one
     or two that go on."""
