@@ -53,7 +53,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 import turns  # noqa: E402
-from forked import collect_rarely  # noqa: E402
+from forked import collect_rarely, forked  # noqa: E402
 
 from fluxjax.base.process import share_between_devices  # noqa: E402
 
@@ -126,8 +126,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def forked_servers() -> Iterator[None]:
     """Rollout servers of this module are forks of a process that has imported what they need."""
-    from forked import forked
-
     with pytest.MonkeyPatch.context() as patch:
         stand_in = types.SimpleNamespace(**vars(subprocess) | {"Popen": forked})
         patch.setattr("rollout.local_process.subprocess", stand_in)

@@ -114,11 +114,7 @@ class Forked(subprocess.Popen):
             "folder": os.fspath(cwd or os.getcwd()),
             "new_session": bool(new_session),
         }
-        given = (
-            pipes[0],
-            pipes[3],
-            pipes[5],
-        )  # its ends of standard input, output and errors; -1: those of this process
+        given = pipes[0], pipes[3], pipes[5]  # its ends of standard input, output and errors; -1: those of this process
         self.pid = server.start(request, [number if file == -1 else file for number, file in enumerate(given)])
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore

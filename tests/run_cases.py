@@ -196,10 +196,9 @@ class Commands:
     ) -> subprocess.Popen:
         """`launch` are further arguments of what starts several processes, of one device each. A single one has as many
         as this process: it loads what was compiled here, and its bits are those of a run here."""
-        flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1" * (
-            processes > 1
-        )  # the last counts
-        env = self.env | {"XLA_FLAGS": flags}
+        env = dict(self.env)
+        if processes > 1:
+            env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"  # the last one counts
         log = run_dir.parent / f"{run_dir.name}.log"
         with log.open("ab") as output:
             return forked(

@@ -21,7 +21,7 @@ from fluxjax.run.artifacts import server_checkpoint
 from fluxjax.run.trainer import FluxTrainer
 from rollout.local_server import LocalServer, ServerCommand
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.usefixtures("forked_servers")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_servers")]
 GAP = 1e-4  # absolute, float32
 STEPS = 4
 # The routes that `rollout.serve` takes, and servers that sleep while the trainer computes, each under a policy.

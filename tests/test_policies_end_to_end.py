@@ -6,19 +6,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from run_cases import POLICIES, Diary, flags, letters
+from turns import by_turns
 
 from fluxjax.config.cli import load
 from fluxjax.coordinator import TailBatching
 from fluxjax.learner.learner import GAP
 from fluxjax.run.trainer import FluxTrainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 STEPS = 4
-TRIED = [
-    pytest.param(name, marks=pytest.mark.turn(turn))
-    for turn, name in enumerate(("april", "tail_batching", "adaptive_async"))
-]
 OPTIONS = POLICIES | {
     "tail_batching": POLICIES["tail_batching"]
     | {"schedules__temperature": "reverse: linear(1.3, 0.8)", "tail_batching__max_staleness": 0},
@@ -36,7 +33,7 @@ def configuration(folder, policy: str):
     return load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
 
 
-@pytest.mark.parametrize("policy", TRIED)
+@pytest.mark.parametrize("policy", by_turns(["april", "tail_batching", "adaptive_async"]))
 def test_stopped_and_resumed(policy: str, tmp_path) -> None:
     first, second = Diary(stop_after=2), Diary()
     for diary in (first, second):

@@ -12,7 +12,7 @@ from fluxjax.report.metrics import read
 from fluxjax.run.checkpoint import ResumeError
 from fluxjax.run.trainer import FluxTrainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 STEPS = 40
 PPO = {"algorithm__name": "ppo", "algorithm__minibatches": 2, "critic__lr": 0.01, "critic__warmup_steps": 1}

@@ -39,8 +39,8 @@ def several(tmp_path_factory):
 
 def trained(tmp_path_factory, processes):
     folder = tmp_path_factory.mktemp("several")
-    tried = (strategies.get(processes, []) for turn, strategies in enumerate(TURNS) if has_come(turn))
-    strategies = [strategy for some in tried for strategy in some]
+    coming = [tried for turn, tried in enumerate(TURNS) if has_come(turn)]
+    strategies = [strategy for tried in coming for strategy in tried.get(processes, [])]
     settings = {"devices": DEVICES // processes, "strategies": strategies, "steps": STEPS, "out": str(folder)}
     with Processes("host_process.py", folder, [{}] * processes, **settings) as run:
         assert run.ends(1500) == [0] * processes, "".join(map(run.errors, range(processes)))

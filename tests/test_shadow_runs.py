@@ -27,6 +27,7 @@ from run_cases import (
     without_times,
 )
 from shadow_run_cases import Killer, addresses, descendants, gone, media
+from turns import by_turns
 
 from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
@@ -139,10 +140,7 @@ def test_preprocessors_are_killed_and_then_the_run(commands, sources, index, cen
     assert_same(run_dir, central)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(name, marks=pytest.mark.turn(turn)) for turn, name in enumerate(("fsdp", "flex_ulysses", "odc"))],
-)
+@pytest.mark.parametrize("strategy", by_turns(["fsdp", "flex_ulysses", "odc"]))
 def test_two_processes_of_which_each_has_a_preprocessor(strategy, commands, sources, index, tmp_path):
     """They end as one process with two devices does."""
     own: dict[str, object] = {
