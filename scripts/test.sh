@@ -4,7 +4,7 @@
 #   bash scripts/test.sh                    without PyTorch: the parity tests against transformers are skipped, visibly
 #   bash scripts/test.sh parity             with PyTorch and transformers
 #   bash scripts/test.sh parity,aot         and with XLA's CUDA compiler and Triton, for what is compiled without a GPU
-#   bash scripts/test.sh --long ...         also the tests marked `long`; as CI does, with parity,aot
+#   bash scripts/test.sh --long ...         also a third of the tests marked `long`, by turns; as CI does, with parity,aot
 #   bash scripts/test.sh --all ...          everything: what CI leaves to its other two turns (tests/turns.py), and shapes are checked
 #   bash scripts/test.sh "" -m "not slow"   further words go to pytest
 set -euo pipefail

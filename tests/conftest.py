@@ -87,11 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both. `gpu` tests are run on request,
-    those of `turn` in their turn."""
-    later = [item for item in items if (turn := item.get_closest_marker("turn")) and not turns.has_come(*turn.args)]
+    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both. `gpu` tests are run on request."""
+    items[:], later = turns.divided(items)
     if later:
-        items[:] = [item for item in items if item not in later]
         config.hook.pytest_deselected(items=later)
     if "gpu" not in config.option.markexpr:
         alone = [item for item in items if item.get_closest_marker("gpu")]

@@ -260,6 +260,7 @@ def test_going_back_to_an_older_checkpoint(data, tmp_path):
     assert records == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
 def test_stopped_again_and_again(config):
     """Between steps, and by an error in a callback: each time it goes on from its newest checkpoint."""
     with FluxTrainer(config) as trainer:

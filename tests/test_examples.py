@@ -16,15 +16,14 @@ SHOWN = {
     "own_policy": "hopeless prompts were replaced",
     "own_algorithm": "nats a token",
 }
-LONG = ("own_data", "own_policy", "own_algorithm")
 
 
 def test_every_example_is_run() -> None:
     assert {file.stem for file in (ROOT / "examples").glob("*.py")} == SHOWN.keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in SHOWN])
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHOWN)
 def test_example(name: str, tmp_path: pathlib.Path) -> None:
     command = [sys.executable, f"examples/{name}.py", f"--config.run_dir={tmp_path / 'run'}", *flags(steps=2)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}

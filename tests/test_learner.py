@@ -126,7 +126,7 @@ def test_state_is_spread_over_the_devices():
     assert table.addressable_shards[0].data.size * 8 == table.size
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_scan_over_layers_equals_layers_written_out():
     """Short stacks are written out, long ones scanned, with or without rematerialisation: two layers of the tower and
     two behind it, all ways."""
@@ -146,7 +146,7 @@ def test_a_scan_over_layers_equals_layers_written_out():
         assert_close(run(Walk(remat=remat, unroll=0)), scanned, 1e-6)  # the same scan, computed again
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bfloat16_compute_with_float32_masters():
     devices = 8
     config = config_for(rows=2, **SMOOTH)
@@ -230,7 +230,7 @@ def test_an_update_takes_place_in_the_arrays_that_it_replaces():
     assert update.output_size_in_bytes - update.alias_size_in_bytes < 0.02 * weights
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_moments_and_gradients_in_bfloat16():
     """Half of the optimizer's memory, for an update that is that of float32 to the bits that are left."""
     config, half = config_for(rows=1, **SMOOTH), config_for(rows=1, **SMOOTH)
@@ -376,7 +376,7 @@ def test_a_restored_state_is_never_on_the_devices_beside_the_old_one(tmp_path, h
     checkpoints.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_state_goes_through_a_checkpoint_onto_another_mesh(tmp_path):
     """Three steps in a row equal one step, a checkpoint, a restore and two more: exactly on the same mesh."""
     config = config_for(rows=2, **SMOOTH)

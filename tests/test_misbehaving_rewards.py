@@ -75,9 +75,8 @@ def test_every_policy_and_every_failure_is_tested():
     assert {name for names in TRIED.values() for name in names} == set(FAILURES)
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param(name, marks=pytest.mark.long if name != "synchronous" else ()) for name in POLICIES]
-)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.long
 def test_rewards_that_go_wrong(policy: str, tmp_path: pathlib.Path, capsys) -> None:
     """The run is stopped after a step, and goes on from there."""
     failing = {name: FAILURES[name] for name in TRIED[policy]}

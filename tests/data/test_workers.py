@@ -60,6 +60,7 @@ def draw(preparer, count):
     return asyncio.run(preparer.draw(count))
 
 
+@pytest.mark.long
 def test_processes_prepare_the_same_prompts_and_a_state_does_not_know_their_number(paths):
     threads = build(paths, workers=0)
     expected, bad = draw(threads, 30)

@@ -89,7 +89,7 @@ def test_pixels_matter_and_stay_in_their_segment(vl, sequences) -> None:
     np.testing.assert_array_equal(before[13:], after[13:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_are_finite_with_padding_and_equal_under_remat(vl, sequences) -> None:
     inputs = rows([[sequences[0]], [sequences[1]]], 20, vl.config)  # 7 and 11 tokens of padding
     graphdef, params = models.split(vl)

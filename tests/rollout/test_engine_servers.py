@@ -91,6 +91,7 @@ def test_what_comes_in_any_order_is_computed_in_one(pool: SharedPool, first: dic
     assert generated(pool, [8, 2, 5, 0, 7, 1, 4, 6, 3], 2, delay=0.02) == first
 
 
+@pytest.mark.long
 def test_they_draw_what_an_engine_of_this_process_draws(first: dict[str, list]) -> None:
     async def here() -> dict[str, list]:
         engine = JaxEngine(model(KIND), slots=12, max_sequence_tokens=256)

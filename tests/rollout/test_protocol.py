@@ -49,15 +49,16 @@ from rollout.weights.routes import Buckets, SharedMemory
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
 LONG = [pytest.mark.slow, pytest.mark.long]
 # All rules hold for a model that reads text and media; the text models have only those of their tokens and weights.
-# `rollout.serve` with a text model is what `test_fleet.py` asks for the answers of the engine.
+# `rollout.serve` with a text model is what `test_fleet.py` asks for the answers of the engine. SGLang is asked in
+# every turn.
 WITH_MEDIA = [
     pytest.param(("jax", "vl"), id="jax-vl", marks=pytest.mark.slow),
-    pytest.param(("serve", "vl"), id="serve-vl", marks=LONG),
-    pytest.param(("sglang", "vl"), id="sglang-vl", marks=LONG),
+    pytest.param(("serve", "vl"), id="serve-vl", marks=[*LONG, pytest.mark.turn(0)]),
+    pytest.param(("sglang", "vl"), id="sglang-vl", marks=[*LONG, pytest.mark.turn(0, 1, 2)]),
 ]
 OF_TEXT = [
     pytest.param(("jax", "text"), id="jax-text", marks=pytest.mark.slow),
-    pytest.param(("sglang", "text"), id="sglang-text", marks=LONG),
+    pytest.param(("sglang", "text"), id="sglang-text", marks=[*LONG, pytest.mark.turn(2)]),
 ]
 every_model = pytest.mark.parametrize("engine", WITH_MEDIA + OF_TEXT, indirect=True, scope="module")
 HOW: list[dict[str, Any]] = [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}]

@@ -30,7 +30,8 @@ from rollout.requests import checked
 from rollout.sglang import Refused, SampleReply, ServerClient
 from rollout.weights.checksums import Checksums, WeightsMismatch
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+# What one server answers is asked in every turn; what starts others has turns of its own.
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.turn(0, 1, 2)]
 GAP = 1e-4  # absolute, float32
 
 
@@ -190,6 +191,7 @@ def test_a_killed_server_loses_nothing_and_comes_back(server: Subject) -> None:
     run(work())
 
 
+@pytest.mark.turn(2)
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank is bound to a core of its own")
 def test_weights_over_two_ranks(tmp_path: pathlib.Path) -> None:
     """What each rank holds is told from the whole tensors; a wrong one is noticed there, too."""
@@ -215,6 +217,7 @@ def test_weights_over_two_ranks(tmp_path: pathlib.Path) -> None:
         run(work())
 
 
+@pytest.mark.turn(0)
 def test_training_with_two_servers(tmp_path: pathlib.Path) -> None:
     """The shipped configuration, as a user runs it."""
     before = set(pathlib.Path("/dev/shm").glob("fluxjax-weights-*"))  # of other tests
@@ -231,6 +234,7 @@ def test_training_with_two_servers(tmp_path: pathlib.Path) -> None:
     assert set(pathlib.Path("/dev/shm").glob("fluxjax-weights-*")) <= before
 
 
+@pytest.mark.turn(1)
 def test_the_benchmark_compares_with_it() -> None:
     """The greedy tokens agree, and there is a ratio. How fast anything is, is never asserted."""
     sizes = ["--prompt-tokens=8", "--new-tokens=4", "--repeats=1", "--warmup=1", "--concurrency=2"]

@@ -123,6 +123,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         return answers_of(pool, {name: prompts(KIND)[name] for name in NAMES})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shadows", [True, False], ids=["tickets", "pixels"])
 def test_a_fleet_sends_tickets_or_what_they_stand_for(
     tmp_path: pathlib.Path, expected: dict[str, object], shadows: bool

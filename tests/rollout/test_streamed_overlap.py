@@ -52,7 +52,7 @@ def planned(tokens):
     return max(len(parts) for _, parts in travel(text.num_layers, streamed_places(text.num_layers, resident)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_transfers_run_behind_the_layers_computation(tmp_path):
     cases = {tokens: planned(tokens) for tokens in (4096, 8192, 16384)}
     assert list(cases.values()) == [2, 2, 4]

@@ -43,7 +43,7 @@ def test_machine_code_has_no_spills_and_uses_tensor_cores(capability):
     assert_no_spills_and_tensor_cores(kernels, capability)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_programs_for_gpus_call_the_kernels_where_they_can():
     # forward, forward again under checkpoint, and the two of the backward pass
     counts = run_ahead(PROGRAM, "dispatch")

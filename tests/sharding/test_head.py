@@ -42,7 +42,7 @@ def test_machine_code_has_no_spills_and_uses_tensor_cores(capability):
     assert_no_spills_and_tensor_cores(kernels, capability)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_programs_for_gpus_call_the_kernels_where_they_can():
     counts = run_ahead(PROGRAM, "dispatch")
     assert {name: count > 0 for name, count in counts.items()} == {
@@ -55,7 +55,7 @@ def test_programs_for_gpus_call_the_kernels_where_they_can():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_program_for_an_h100_has_no_logits_in_memory():
     tokens, vocabulary, width = 4096, 65536, 512
     found = run_ahead(PROGRAM, "compile", str(tokens), str(vocabulary), str(width))
