@@ -14,8 +14,8 @@ them nothing hides, host memory for loading, the longest row that fits, and sett
                                   models need none (fluxjax/sizing/models)
   --out FILE                      the picture; by default preflight.png in config.run_dir, or runs/preflight-NAME.png
   --json                          print one line of JSON instead of tables: fits, peak_gib, memory_gib, ...
-  --aot-folder FOLDER             a folder with jax-cuda12-plugin and jax-cuda12-pjrt, if not in the environment (or the
-                                  variable FLUXJAX_AOT); `bash scripts/test.sh aot` makes one, which is then found
+  --aot-folder FOLDER             a folder with jax-cuda12-plugin and jax-cuda12-pjrt, or those of CUDA 13, if not in
+                                  the environment (or the variable FLUXJAX_AOT); `bash scripts/test.sh aot` makes one
 
 Exit status: 0 if it fits, 1 if not, 2 for what the user can mend. JAX may use 95 % of a device's memory here, or what
 XLA_PYTHON_CLIENT_MEM_FRACTION says; tell a run the same, since by itself JAX takes 75 %.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Asks pip whether the extras of pyproject.toml that tests do not install can be resolved: `pip install --dry-run`, which
 # may download what it must read, and installs nothing. Says so and does nothing where no package index is reachable.
-#   bash scripts/check_extras.sh            cuda and sglang, as CI does
+#   bash scripts/check_extras.sh            cuda12, cuda13 and sglang, as CI does
 #   bash scripts/check_extras.sh sglang     this one
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +13,7 @@ if ! pip download --no-deps --dest "$work" packaging; then
     echo "SKIPPED: no package index is reachable (see above), so nobody knows whether the extras resolve"
     exit 0
 fi
-[ $# -gt 0 ] || set -- cuda sglang
+[ $# -gt 0 ] || set -- cuda12 cuda13 sglang
 status=0
 for extra in "$@"; do
     if pip install --dry-run --ignore-installed ".[$extra]"; then

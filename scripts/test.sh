@@ -26,15 +26,8 @@ case ",$extras," in *,aot,*) aot=1 ;; *) aot= ;; esac
 extras="$(tr , '\n' <<<"$extras" | { grep -vx aot || true; } | paste -sd, -)"
 pip install -e ".[test${extras:+,$extras}]"
 if [ "$aot" ]; then
-    # Beside the environment, not in it: there, JAX would look for GPUs at every start and complain.
-    version="$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
-    export FLUXJAX_AOT="$PWD/.aot/$version-triton"
-    if [ ! -d "$FLUXJAX_AOT" ]; then # complete or not there
-        rm -rf .aot/unfinished
-        pip install --no-deps --target .aot/unfinished "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version" \
-            "jax-triton>=0.3.1,<0.4" "triton>=3.6,<3.8"
-        mv .aot/unfinished "$FLUXJAX_AOT"
-    fi
+    FLUXJAX_AOT="$(bash scripts/install_aot.sh .venv/bin/python cuda12)"
+    export FLUXJAX_AOT
 fi
 export PYTEST_XDIST_AUTO_NUM_WORKERS="${PYTEST_XDIST_AUTO_NUM_WORKERS:-$(($(nproc 2>/dev/null || sysctl -n hw.ncpu) + 1))}"
 exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal "${lane[@]}" "$@"

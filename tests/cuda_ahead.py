@@ -8,37 +8,64 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
+CUDA = ("cuda12", "cuda13")  # as JAX's packages are named
 OF_TESTS = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # set for tests on CPU devices
 
 
 def cuda_environment(*packages: str) -> dict[str, str]:
-    """Environment variables with which JAX finds its CUDA plugin, and these packages, and runs on the CPU."""
+    """Environment variables with which JAX finds its CUDA plugin, and these packages, and runs on the CPU.
+    `pjrt` is the compiler of the plugin's CUDA."""
     folder = os.environ.get("FLUXJAX_AOT", "")
     path = [folder] if folder else sys.path
-    for name in ("jax-cuda12-plugin", *packages):
-        if not any(importlib.metadata.distributions(name=name, path=path)):
+    cuda = next((cuda for cuda in CUDA if _is_there(f"jax-{cuda}-plugin", path)), CUDA[0])
+    for name in ("plugin", *packages):
+        package = f"jax-{cuda}-{name}" if name in ("plugin", "pjrt") else name
+        if not _is_there(package, path):
             if folder:  # somebody said that it is there
-                pytest.fail(f"FLUXJAX_AOT names {folder}, which has no {name}")
-            pytest.skip(f"needs {name}: run `bash scripts/test.sh aot`, or name a folder with it in FLUXJAX_AOT")
-    clean = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
-    return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
+                pytest.fail(f"FLUXJAX_AOT names {folder}, which has no {package}")
+            pytest.skip(f"needs {package}: run `bash scripts/test.sh aot`, or name a folder with it in FLUXJAX_AOT")
+    return {**_clean(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
+
+
+def _is_there(package: str, path: list[str]) -> bool:
+    return any(importlib.metadata.distributions(name=package, path=path))
+
+
+def _clean() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in OF_TESTS}
 
 
 def run_ahead(program: pathlib.Path, *words: str, **environment: str):
     """What a Python program prints as JSON, run with Triton and these environment variables."""
-    found = cuda_environment("jax-triton", "triton") | environment
-    done = subprocess.run([sys.executable, program, *words], env=found, capture_output=True, text=True, timeout=300)
+    return _printed(program, words, cuda_environment("jax-triton", "triton") | environment)
+
+
+def run_on_gpu(program: pathlib.Path):
+    """What the program prints on the GPU of this machine; `pytest -m gpu` asks for it. Skipped where `nvidia-smi` lists
+    no GPU; where it lists one, whatever keeps our kernels from running on it is a failure."""
+    needs_gpu()
+    found = _printed(program, ("device",), _clean() | {"JAX_PLATFORMS": "cuda,cpu", "PYTHONPATH": ""})
+    assert found["with triton"], "the GPU computed without our kernels: jax-triton cannot be imported"
+    return found
+
+
+def _printed(program: pathlib.Path, words: Sequence[str], environment: dict[str, str]):
+    command = [sys.executable, program, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
-def run_on_gpu(program: pathlib.Path):
-    """What the program prints on the GPU of this machine; `pytest -m gpu` asks for it, and is skipped without one."""
-    if not list(pathlib.Path("/dev").glob("nvidia[0-9]*")):
-        pytest.skip("needs an NVIDIA GPU")
-    return run_ahead(program, "device", JAX_PLATFORMS="cuda,cpu", PYTHONPATH="")
+def needs_gpu() -> None:
+    """Skips the test where `nvidia-smi` lists no GPU."""
+    command = shutil.which("nvidia-smi")
+    listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=60).stdout if command else ""
+    if "GPU 0" not in listed:
+        pytest.skip("needs an NVIDIA GPU: nvidia-smi lists none")

@@ -284,7 +284,7 @@ for kind in ("a100", "h100"):
         print(target().platform, target().capability)
 print(target().platform, target().capability)
 """
-    environment = cuda_environment("jax-cuda12-pjrt")
+    environment = cuda_environment("pjrt")
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["gpu", "80", "gpu", "90", "cpu", "0"], done.stderr[-3000:]
@@ -381,9 +381,7 @@ SIZES = {  # of a text model
 @pytest.mark.long
 @pytest.mark.turn(2)
 def test_a_run_is_checked_and_one_that_does_not_fit_is_told_how(tmp_path):
-    environment = cuda_environment("jax-cuda12-pjrt", "jax-triton") | {
-        "PYTHONPATH": str(ROOT)
-    }  # the command finds them itself
+    environment = cuda_environment("pjrt", "jax-triton") | {"PYTHONPATH": str(ROOT)}  # the command finds them itself
     del environment["JAX_PLATFORMS"]
     sizes, picture = tmp_path / "config.json", tmp_path / "memory.png"
     sizes.write_text(json.dumps(SIZES))

@@ -1,6 +1,7 @@
 """Devices that are not there: XLA compiles for them by a description of the GPU, and runs nothing on them.
 
-Two packages are needed, no GPU: `jax-cuda12-plugin` and `jax-cuda12-pjrt`, of the version of jaxlib.
+Two packages are needed, no GPU: `jax-cuda12-plugin` and `jax-cuda12-pjrt`, of the version of jaxlib, or those of
+CUDA 13.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TARGETS = pathlib.Path(__file__).parent / "targets"
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX names it
 FOLDER = "FLUXJAX_AOT"  # names the folder of the plugin where it is not in the environment
+CUDA = ("cuda12", "cuda13")  # as JAX's packages are named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,20 +105,29 @@ def find_plugin(folder: str = "") -> None:
     if folder and not pathlib.Path(folder).is_dir():
         raise ConfigError(f"{folder}: no such folder; {_how(jaxlib)}")
     path = [folder] if folder else sys.path
-    for name in ("jax-cuda12-plugin", "jax-cuda12-pjrt"):
-        found = next(iter(importlib.metadata.distributions(name=name, path=path)), None)
-        if found is None:
+    cuda = next((cuda for cuda in CUDA if _version(_packages(cuda)[0], path)), CUDA[0])
+    for name in _packages(cuda):
+        version = _version(name, path)
+        if version is None:
             raise ConfigError(f"{name} is not in {where}, and XLA's compiler for GPUs is in it; {_how(jaxlib)}")
-        if found.version != jaxlib:
-            raise ConfigError(f"{name} in {where} is {found.version}, jaxlib is {jaxlib}; {_how(jaxlib)}")
+        if version != jaxlib:
+            raise ConfigError(f"{name} in {where} is {version}, jaxlib is {jaxlib}; {_how(jaxlib)}")
     if folder:
         sys.path.insert(0, folder)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the plugin says many times that there is no driver
 
 
+def _packages(cuda: str) -> tuple[str, str]:
+    return f"jax-{cuda}-plugin", f"jax-{cuda}-pjrt"
+
+
+def _version(name: str, path: list[str]) -> str | None:
+    return next((found.version for found in importlib.metadata.distributions(name=name, path=path)), None)
+
+
 def _how(version: str) -> str:
     folder = f".aot/{version}-triton"
-    packages = f"jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version} 'jax-triton<0.4' 'triton<3.8'"
-    install = f"pip install --no-deps --target {folder} {packages}"
+    packages = " ".join(f"{name}=={version}" for name in _packages(CUDA[0]))
+    install = f"pip install --no-deps --target {folder} {packages} 'jax-triton<0.4' 'triton<3.8'"
     return f"no GPU is needed: {install}; then --aot-folder {folder}, or FLUXJAX_AOT={folder}"

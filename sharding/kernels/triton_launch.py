@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import logging
 from typing import Any
 
@@ -38,8 +39,10 @@ def _importable() -> bool:
     try:
         for module in ("jax_triton", "triton"):
             importlib.import_module(module)
+        if jax.__version_info__ >= (0, 12) and importlib.metadata.version("jax-triton").startswith("0.4."):
+            raise ImportError("jax-triton 0.4 does not know JAX 0.12")  # it would fail when a program is traced
     except Exception as error:  # versions that do not fit each other fail in many ways
-        _log.warning("GPUs compute without our Triton kernels, slowly: %s (pip install 'fluxjax[cuda]')", error)
+        _log.warning("GPUs compute without our Triton kernels, slowly: %s (pip install 'fluxjax[cuda13]')", error)
         return False
     return True
 

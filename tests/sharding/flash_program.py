@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from triton_code import machine_code
 
-from sharding.kernels import flash, tiles
+from sharding.kernels import flash, tiles, triton_launch
 from sharding.kernels.attention import Mask, attention, segment_attention
 from sharding.target import Target, compiling_for
 
@@ -95,7 +95,8 @@ def interpret():
 
 
 def device():
-    return {name: errors(*what) for name, what in CASES.items()} | {"device": jax.devices()[0].device_kind}
+    found = {name: errors(*what) for name, what in CASES.items()}
+    return found | {"with triton": triton_launch.possible(jnp.zeros(1))}
 
 
 def assemble(capability):

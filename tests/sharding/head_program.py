@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from triton_code import machine_code
 
-from sharding.kernels import head
+from sharding.kernels import head, triton_launch
 from sharding.target import Target, compiling_for
 from sharding.vocab import token_logprobs
 
@@ -98,7 +98,8 @@ def interpret():
 
 
 def device():
-    return {name: errors(*what) for name, what in (CASES | LARGE).items()} | {"device": jax.devices()[0].device_kind}
+    found = {name: errors(*what) for name, what in (CASES | LARGE).items()}
+    return found | {"with triton": triton_launch.possible(jnp.zeros(1))}
 
 
 def assemble(capability):
