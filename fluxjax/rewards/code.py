@@ -33,9 +33,10 @@ class CodeReward:
     `sandbox` is `bubblewrap`, `subprocess` (which protects nothing), or an object of the protocol `Sandbox`. `python`
     is the interpreter of tests and code, by default the one that runs this; with `packages` they find its site
     packages, which takes it longer to start. `slots` responses are tested at a time. `limits` are what each of their
-    processes may use, but for the time, which `time_limits` gives; all inputs of a program have `seconds` together,
-    fewer than the kind `code` has (`rewards.kinds`). With `partial` the value of a program is the share
-    of its inputs that have the right output. Raises `ConfigError` where the sandbox cannot work.
+    processes may use, but for the time, which `time_limits` gives, and for what a program must print, which comes on
+    top of `limits.output`; all inputs of a program have `seconds` together, fewer than the kind `code` has
+    (`rewards.kinds`). With `partial` the value of a program is the share of its inputs that have the right output.
+    Raises `ConfigError` where the sandbox cannot work.
     """
 
     kind: ClassVar[str] = "code"
@@ -108,10 +109,12 @@ class CodeReward:
             if left <= 0:
                 results.append(_Result(case, 0.0, f"input {number}: all inputs took more than {self.seconds:g} s"))
                 break
-            job = self._job("program", "solution.py", code, self._within(case, left), given.encode(errors="replace"))
+            limits = self._within(case, left)
+            limits = dataclasses.replace(limits, output=limits.output + len(expected.encode(errors="replace")))
+            job = self._job("program", "solution.py", code, limits, given.encode(errors="replace"))
             outcome = await self.sandbox.run(job)
             self._count(outcome)
-            failure = _ended(outcome, job.limits)
+            failure = _ended(outcome, limits)
             if not failure and _lines(outcome.stdout.decode(errors="replace")) != _lines(expected):
                 failure = "another output than expected"
             results.append(_Result(case, outcome.seconds, failure and f"input {number}: {failure}"))

@@ -18,12 +18,19 @@ from typing import Any
 
 from ..base.errors import DataError
 from ..base.scored import Prompt
+from .inside.plain import LONGEST_LINE
 
 LONGEST_CODE = 100_000  # characters
 _FENCE = re.compile(  # quantifiers that give nothing back: a text of one endless line takes no quadratic time
-    r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL
+    r"^([ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)",
+    re.MULTILINE | re.DOTALL,
 )
-_LANGUAGES = ("", "python", "py", "python3")
+_STATEMENT = re.compile(  # that begins a line; nothing is parsed here: Python's parser can be made to crash
+    r"^[ \t]*+(?:(?:async|class|def|for|if|try|while|with)\b[^\n]*:|import[ \t]|from[ \t]+[\w.]++[ \t]+import\b"
+    r"|return\b|[\w.]++\(|[\w.,\[\]* \t]++[-+/%&|^@]?=(?!=))",
+    re.MULTILINE,
+)
+_LANGUAGES = ("python", "py", "python3")
 _TEXTS = ("tests", "setup", "entry_point")
 
 
@@ -46,7 +53,7 @@ class CodeTask:
 def read_task(prompt: Prompt) -> CodeTask:
     """Returns the task in a prompt's answer. Raises `DataError`, which names prompt and field."""
     try:
-        return _task(json.loads(prompt.answer))
+        return _task(json.loads(prompt.answer), len(prompt.answer))
     except ValueError as error:
         raise DataError(
             f"prompt {prompt.id} of source {prompt.source}: answer is no coding task: {error}; it must be a JSON "
@@ -54,7 +61,7 @@ def read_task(prompt: Prompt) -> CodeTask:
         ) from error
 
 
-def _task(answer: Any) -> CodeTask:
+def _task(answer: Any, characters: int) -> CodeTask:
     if not isinstance(answer, dict):
         raise ValueError(f"it is of type {type(answer).__name__}")
     fields = {name: value for name, value in answer.items() if name in CodeTask.__dataclass_fields__}
@@ -74,16 +81,34 @@ def _task(answer: Any) -> CodeTask:
         raise ValueError("inputs and outputs of a program (a task without entry_point) must be texts")
     if not task.program and not all(isinstance(arguments, list) for arguments in task.inputs):
         raise ValueError("each of the inputs of a function must be a list of its arguments")
+    values = (*task.inputs, *task.outputs) if characters > LONGEST_LINE // 8 else ()  # six bytes a character at most
+    if not task.program and any(len(json.dumps(value)) >= LONGEST_LINE for value in values):
+        raise ValueError(f"a call's arguments or result are longer than {LONGEST_LINE >> 20} MiB, the most there is")
     return task
 
 
 def find_code(text: str, entry_point: str = "") -> str:
-    """Returns the code of a response: its last fenced block of Python, of those that define `entry_point` if any does;
-    all of it where it has no fence. Empty if there is none, or more than anybody would write."""
-    blocks = [body for language, body in _FENCE.findall(text) if language.lower() in _LANGUAGES]
-    if not blocks:
-        code = "" if _FENCE.search(text) else text
-    else:
-        defines = re.compile(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(entry_point)}\b", re.MULTILINE)
-        code = ([block for block in blocks if entry_point and defines.search(block)] or blocks)[-1]
+    """Returns the code of a response, without the indentation of its fence; all of the response where it has no fence.
+
+    Of several fenced blocks it is the last one: of those that define `entry_point`, if any does; of those that are
+    called Python, if any is; of those that have a statement, unlike samples of output, if any has. Empty if there is
+    none, or more than anybody would write.
+    """
+    found = [(language.lower(), _dedented(body, len(before))) for before, language, body in _FENCE.findall(text)]
+    defines = re.compile(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(entry_point)}\b", re.MULTILINE)
+    blocks = [block for block in found if block[0] in ("", *_LANGUAGES)]
+    for preferred in (
+        lambda block: bool(entry_point and defines.search(block[1])),
+        lambda block: block[0] in _LANGUAGES,
+        lambda block: bool(_STATEMENT.search(block[1])),
+    ):
+        blocks = list(filter(preferred, blocks)) or blocks
+    code = blocks[-1][1] if blocks else "" if found else text
     return code if code.strip() and len(code) <= LONGEST_CODE else ""
+
+
+def _dedented(body: str, columns: int) -> str:
+    """Takes the indentation of a fence off the lines within it (CommonMark 0.31, 4.5), if the first one has it."""
+    first = re.search(r"^[ \t]*+(?=\S)", body, re.MULTILINE)
+    columns = min(columns, len(first[0]) if first else 0)
+    return re.sub(rf"^[ \t]{{1,{columns}}}", "", body, flags=re.MULTILINE) if columns else body

@@ -1,11 +1,8 @@
 """Rewards of code: the shapes of tasks, cheats that are worth nothing, and time-outs that adapt."""
 
-import ast
 import asyncio
 import json
-import pathlib
 import textwrap
-import time
 
 import pytest
 from sandboxes import bubblewrap
@@ -13,7 +10,6 @@ from sandboxes import bubblewrap
 from fluxjax.base.errors import ConfigError, DataError
 from fluxjax.base.types import Completion, Prompt
 from fluxjax.rewards.code import CodeReward
-from fluxjax.rewards.code_tasks import find_code, read_task
 from fluxjax.rewards.sandbox import Outcome, SandboxLimits
 from fluxjax.rewards.time_limits import TimeLimits
 
@@ -60,6 +56,28 @@ def test():
     s = Stack()
     s.push(1); s.push(2)
     assert s.pop() == 2 and len(s) == 1 and s.top == 1
+"""
+BAG_TESTS = """
+from solution import Bag, Keys
+def test():
+    b = Bag()
+    assert len(b) == 0 and list(b) == []
+    b.put(3); b.put(5)
+    assert len(b) == 2 and list(b) == [3, 5] and 5 in b and 4 not in b and b['sum'] == 8
+    assert len(Keys()) == 2 and len(Bag.Doubles()) == 2 and list(Bag.Doubles()) == [0, 2]
+"""
+BAG = """
+class Keys:
+    def __len__(self): return 2
+    def __getitem__(self, key): return {'a': 1, 'b': 2}[key]
+class Bag:
+    def __init__(self): self.x = []
+    def put(self, x): self.x.append(x)
+    def __len__(self): return len(self.x)
+    def __iter__(self): yield from self.x
+    def __getitem__(self, key): return {'sum': sum(self.x)}[key]
+    class Doubles(Keys):
+        def __getitem__(self, n): return 2 * n
 """
 PRINTS = "print(eval(input().replace(' ', '+')))"
 SHAPES = {  # task, a right response, a wrong one
@@ -120,6 +138,7 @@ SHAPES = {  # task, a right response, a wrong one
     ),
     "assertions": ({"tests": ["assert f(1) == 1", "assert f(2) == 4"]}, "def f(x): return x * x", "def f(x): return x"),
     "a class": ({"tests": STACK_TESTS}, STACK, "class Stack(list):\n    push = list.append\n    top = 2"),
+    "containers": ({"tests": BAG_TESTS}, BAG, BAG.replace("yield from self.x", "yield from self.x[:1]")),
     "pairs": (
         {"entry_point": "f", "inputs": [[1, [2]], [0, []]], "outputs": [[1, 2], []]},
         "def f(a, b): return (a, *b) if a else []",
@@ -270,6 +289,29 @@ def test_cheats_are_worth_nothing(reward, cheat):
 
 
 ANYTHING = EVERYTHING + "def f(x): return Everything()"
+LENGTH, LOOP = "    assert len(r) == 2", "    for got in r: assert got == 1"
+LIES = {  # what a test looks at, and an object that would say one thing to one part of it and another to the next
+    "no items": (LENGTH, LOOP, "__iter__ = lambda self: iter(())"),
+    "items for the length": (LENGTH, LOOP, "__iter__ = lambda self: iter(self.told.pop() * [7])\n    told = [0, 2]"),
+    "items after the loop": (LOOP, LENGTH, "__iter__ = lambda self: iter(self.told.pop() * [7])\n    told = [2, 0]"),
+    "no items by number": (LENGTH, LOOP, "__getitem__ = lambda self, n: ()[n]"),
+    "another length": (
+        LENGTH,
+        "    for n in range(len(r)): assert r[n] == 1",
+        "__getitem__ = lambda self, n: 7\n    told = [0, 2]\n    def __len__(self): return self.told.pop()",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_object_that_lies_about_itself_is_worth_nothing(reward, lie):
+    first, second, says = LIES[lie]
+    task = {"entry_point": "f", "tests": f"def check(candidate):\n    r = candidate(1)\n{first}\n{second}"}
+    text = f"class Liar:\n    __len__ = lambda self: 2\n    {says}\ndef f(x): return Liar()"
+    result = score(reward, task, text)
+    assert (result.value, result.correct) == (0.0, False) and "of the tests: " in result.reason, result
+
+
 CARELESS = {  # tests that a trick could slip through, and the trick
     "a loop that an exception ends": (
         "def check(candidate):\n    for got, expected in zip(map(candidate, [1, 2]), [1, 2]): assert got == expected",
@@ -387,17 +429,19 @@ def test_a_share_of_the_inputs_counts_where_it_is_asked_for(reward):
     assert (result.value, result.correct, dict(result.parts)) == (0.5, False, {"cases": 0.5})
 
 
+def test_what_a_program_must_print_comes_on_top_of_what_it_may(reward):
+    lines = LIMITS.output // 8
+    task = {"inputs": [str(lines), "1"], "outputs": ["12 45 7\n" * lines, "12 45 7\n"]}
+    assert score(reward, task, "for _ in range(int(input())): print('12 45 7 ')").correct
+    result = score(reward, task, "while True: print('12 45 7')")
+    assert not result.correct and "printed too much" in result.reason
+
+
 def test_all_inputs_of_a_program_have_a_bound_together(reward):
     task = {"inputs": ["1", "2", "3", "4"], "outputs": ["1"] * 4}
     brief = CodeReward(reward.sandbox, seconds=1.5, partial=True, time_limits=TimeLimits(1.0, 1.0, 1.0))
     result = score(brief, task, "n = int(input())\nwhile n > 1: pass\nprint(1)")
     assert result.value == 0.25 and "timed out" in result.reason
-
-
-def test_a_response_without_an_end_of_line_is_read_at_once():
-    began = time.monotonic()
-    assert find_code("```" + "a" * 200_000) == find_code("```" + " " * 200_000) == ""
-    assert time.monotonic() - began < 5.0, "backtracking takes minutes"
 
 
 def test_scores_are_the_same_each_time(reward):
@@ -453,48 +497,3 @@ class TestTimeLimits:
     def test_limits_that_make_no_sense(self, settings):
         with pytest.raises(ConfigError, match="time limits"):
             TimeLimits(*settings)
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ("42", "is of type int"),
-        ("no", "Expecting value"),
-        ("{}", "no tests, 0 inputs and 0 outputs"),
-        ('{"inputs": ["1"], "outputs": []}', "1 inputs and 0 outputs"),
-        ('{"inputs": [1], "outputs": ["1"]}', "must be texts"),
-        ('{"entry_point": "f", "inputs": [1], "outputs": [1]}', "a list of its arguments"),
-        ('{"tests": {"a": 1}}', "tests is of type dict"),
-    ],
-)
-def test_an_answer_that_is_no_task_is_named(answer, message):
-    with pytest.raises(DataError, match=f"prompt 7 of source code: answer is no coding task: .*{message}"):
-        read_task(Prompt("7", "code", "?", answer))
-
-
-@pytest.mark.parametrize(
-    ("text", "entry_point", "code"),
-    [
-        ("x = 1", "", "x = 1"),
-        ("```python\nx = 1\n```", "", "x = 1\n"),
-        ("```\nx = 1\n```\nor\n```py\nx = 2\n```", "", "x = 2\n"),
-        ("```python\ndef f(): 1\n```\nUse it:\n```python\nf()\n```", "f", "def f(): 1\n"),
-        ("```python\ndef ff(): 1\n```\n```python\nf()\n```", "f", "f()\n"),
-        ("```python\nx = 1", "", "x = 1"),
-        ("  ```Python title\n    x\n  ```", "", "    x\n"),
-        ("```bash\nls\n```", "", ""),
-        ("", "", ""),
-        ("```python\n\n```", "", ""),
-        ("x" * 100_001, "", ""),
-    ],
-)
-def test_code_is_found_in_a_response(text, entry_point, code):
-    assert find_code(text, entry_point) == code
-
-
-def test_sources_of_the_inside_need_nothing_but_python():
-    """They run where this project is not installed."""
-    folder = pathlib.Path(__file__).parents[2] / "fluxjax" / "rewards" / "inside"
-    for path in folder.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            assert not isinstance(node, ast.ImportFrom) or node.level < 2, path

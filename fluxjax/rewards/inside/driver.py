@@ -33,6 +33,7 @@ class Conversation:
     def __init__(self) -> None:
         self._answers, self._requests = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         self.broken = ""
+        self._contents: dict[Any, Any] = {}  # of objects, since the code was last called
 
     def hear(self) -> Any:
         """Returns the value that comes next. Raises what the code raised, or `Gone`."""
@@ -57,12 +58,22 @@ class Conversation:
     def ask(self, number: int, path: tuple[str, ...], do: str, **more: Any) -> Any:
         if self.broken:
             raise Gone(self.broken)
+        if do == "call":
+            self._contents.clear()
         try:
             plain.write(self._requests, {"object": number, "path": path, "do": do, **more})
         except BrokenPipeError:
             self.broken = "the code ended its process"
             raise Gone(self.broken) from None
         return self.hear()
+
+    def contents(self, number: int, path: tuple[str, ...]) -> tuple[list[Any] | None, int | None]:
+        """Returns the items of an object and its length, None for what it has not. They are copied once: it can't say
+        one thing to `len` and another to a loop."""
+        if (number, path) not in self._contents:
+            items, length = self.ask(number, path, "contents")
+            self._contents[number, path] = (None, length) if items is None else (items := list(items), len(items))
+        return self._contents[number, path]
 
 
 def _exception(names: list[str], message: str) -> Exception:
@@ -102,7 +113,7 @@ class StandIn:
         raise TypeError("the code answered with an object, not with plain data")
 
     def __len__(self) -> int:
-        return self._method("__len__")
+        return self._content(1, "length")
 
     def __getitem__(self, key: Any) -> Any:
         return self._method("__getitem__", key)
@@ -111,7 +122,13 @@ class StandIn:
         self._method("__setitem__", key, value)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._method("__iter__"))
+        return iter(self._content(0, "items"))
+
+    def _content(self, index: int, name: str) -> Any:
+        conversation, number, path = self._at
+        if (content := conversation.contents(number, path)[index]) is None:
+            raise TypeError(f"the code answered with an object that has no {name}")
+        return content
 
     def _method(self, name: str, *arguments: Any) -> Any:
         conversation, number, path = self._at
