@@ -17,6 +17,8 @@ from models.inputs import PackedTokens
 ROWS, TOKENS = 2, 12
 TOLERANCE = 1e-5  # float32 against float64, values of order one
 
+F32 = [float(np.float32(0.1) + np.float32(0.2)), float(np.float32(0.3)), 0.3]  # as rewards out of JAX are
+
 
 def group(rewards, draw=0):
     samples = tuple(
@@ -56,13 +58,23 @@ def test_groups_do_not_influence_each_other():
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
-@pytest.mark.parametrize("rewards", [[0.1] * 7, [0.0] * 4, [1.0], []])
+@pytest.mark.parametrize("rewards", [[0.1] * 7, [0.0] * 4, [1.0], [], [0.3, 0.1 + 0.2], [0.0, 0.3 - 0.1 - 0.2], F32])
 def test_equal_rewards_give_exactly_zero(rewards, normalize_std):
     # 0.1 has no exact binary form: the mean of seven is not 0.1.
     groups = [group(rewards), group([1.0, 0.0], draw=1)]
     cfg = AlgorithmConfig(normalize_std=normalize_std)
     assert advantages_of(grpo.advantages(groups, cfg))[0] == [0.0] * len(rewards)
     assert grpo.zero_variance_groups(groups) == 1
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_rounding_is_no_difference_for_any_algorithm(name):
+    got = advantages_of(ALGORITHMS[name].advantages([group([0.3, 0.1 + 0.2])], AlgorithmConfig.of(name)))
+    assert got == [[0.0, 0.0]]
+
+
+def test_small_rewards_that_differ_are_told_apart():
+    assert grpo.zero_variance_groups([group([1e-6, 2e-6]), group([1000.0, 1000.01], 1), group([-1.0, 1.0], 2)]) == 0
 
 
 def test_advantages_refuse_a_reward_that_is_not_finite():

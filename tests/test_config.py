@@ -184,6 +184,7 @@ UNREAD = [  # settings that do nothing with these others: (what was set, what it
     ("schedules.tail_responses=1.5", "policy.name tail_batching, not april", "policy.name=april"),
     ("schedules.target_staleness=0.3", "policy.name adaptive_async, not synchronous", ""),
     ("policy.max_num_gen_batches=5", "policy.dynamic_sampling True, not False", ""),
+    ("policy.dynamic_sampling_by=value", "policy.dynamic_sampling True, not False", ""),
     ("stream_trainer.chunk=2", "stream_trainer.enabled True, not False", ""),
     ("data.preprocessors=2", "data.mode flight, not uri", "data.mode=uri"),
     ("data.preprocessors=2", "data.loader shadow, not central", "data.loader=central"),

@@ -40,6 +40,8 @@ def test_the_best_and_the_worst_are_a_pair():
     got = advantages_of([group([0.5, 2.0, -1.0, 0.0]), group([1.0, 0.0, 1.0, 0.0], 1), group([3.0, 3.0], 2)])
     assert got == [[0, 1, -1, 0], [1, -1, 0, 0], [0, 0]], "of equal ones the first; no pair where all are equal"
     assert advantages_of([group([4.0])]) == [[0]]
+    got = advantages_of([group([0.3, 0.1 + 0.2]), group([0.3, 0.1 + 0.2, 0.0, 0.3 - 0.1 - 0.2], 1)])
+    assert got == [[0, 0], [1, 0, -1, 0]], "those that are equal but for rounding are equal"
 
 
 rewards = st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=5), min_size=1, max_size=4)

@@ -46,7 +46,7 @@ def configuration(folder, policy: str, **own: object):
 def test_a_broken_reward_ends_the_run_in_one_line(policy, rule, tmp_path, capsys) -> None:
     assert main(configuration(tmp_path, policy, policy__max_num_gen_batches=3)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: dynamic sampling dropped 9 groups of equal rewards for step 1, which needs 4 others")
+    assert line.startswith("error: dynamic sampling dropped 9 groups of which all responses are right, or all wrong,")
     assert "source 'reverse', reward own_rule:score, has 0 (9)" in line and "policy.max_num_gen_batches" in line
 
 
@@ -67,7 +67,8 @@ class BreaksAfter(Callback):
 def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path) -> None:
     """Without any bound. What was dropped is in the checkpoint; once the reward is mended, the same command goes on."""
     rule.broken = False
-    here = {"rewards__kinds__function__processes": False}  # the test watches it, and mends it
+    here: dict[str, object] = {"rewards__kinds__function__processes": False}  # the test watches it, and mends it
+    here["policy__dynamic_sampling_by"] = "value"
     config = configuration(tmp_path, policy, policy__max_num_gen_batches=0, **here)
     with FluxTrainer(config) as trainer:
         trainer.fit(callbacks=[BreaksAfter(rule)])

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..base.types import Group, TrainBatch, has_variance
+from ..base.types import Group, TrainBatch, has_variance, without_rounding
 from ..config import AlgorithmConfig
 from .advantages import rewards_of, with_advantages
 from .loss import kl_estimate, masked
@@ -32,7 +32,7 @@ class DPO(RLAlgorithm):
         """Returns the advantages: 1 for the chosen response of a group, -1 for the rejected one, 0 for all others."""
 
         def preferred(group: Group) -> np.ndarray:
-            rewards_G, signs_G = rewards_of(group), np.zeros(len(group.samples))
+            rewards_G, signs_G = np.array(without_rounding(rewards_of(group).tolist())), np.zeros(len(group.samples))
             if has_variance(group):
                 order = np.array([sample.response.sample for sample in group.samples])
                 signs_G[np.lexsort((order, -rewards_G))[0]] = 1.0

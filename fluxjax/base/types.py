@@ -4,8 +4,10 @@
 Everything is host data (numpy, tuples) but `TrainBatch`, a pytree that crosses into `jit`.
 """
 
+import bisect
 import dataclasses
 import functools
+import math
 import typing
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -98,10 +100,19 @@ class TrainedStep:
     metrics: Mapping[str, float]
 
 
-def has_variance(group: Group) -> bool:
-    """Says whether rewards differ within the group. If they do not, all advantages are 0, and the group teaches nothing
-    (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
-    return any(sample.reward.value != group.samples[0].reward.value for sample in group.samples)
+def without_rounding(values: Sequence[float]) -> list[float]:
+    """Returns the values; of those that are equal but for rounding (in float32, too) the smallest, for each of them."""
+    distinct: list[float] = []
+    for value in sorted(values):
+        if not distinct or not math.isclose(value, distinct[-1], rel_tol=1e-6, abs_tol=1e-9):
+            distinct.append(value)
+    return [distinct[bisect.bisect(distinct, value) - 1] for value in values]
+
+
+def has_variance(group: Group, of: str = "value") -> bool:
+    """Says whether rewards differ within the group by more than rounding, or in `correct`. If their values do not, all
+    advantages are 0, and the group teaches nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
+    return len(set(without_rounding([getattr(sample.reward, of) for sample in group.samples]))) > 1
 
 
 @typing.no_type_check  # see `models.inputs.VisionInput`

@@ -43,6 +43,7 @@ from .scheduling import ImportanceLevel as ImportanceLevel
 from .scheduling import Order as Order
 from .scheduling import ReplayConfig as ReplayConfig
 from .scheduling import ReplayOrder as ReplayOrder
+from .scheduling import SampledBy as SampledBy
 from .servers import RolloutEngine, ServersConfig
 from .weight_sync import Backend as Backend
 from .weight_sync import Route as Route

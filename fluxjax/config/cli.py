@@ -181,7 +181,7 @@ NEEDS = (
     _when("weights.route", (Route.GROUP, Route.IPC), "weights.python"),
     _when("weights.route", (Route.AUTO, Route.BUCKET, Route.GROUP, Route.IPC), "weights.bucket_mib"),
     _when("rollout.engine", (RolloutEngine.JAX,), "rollout.kv_fraction"),
-    _when("policy.dynamic_sampling", (True,), "policy.max_num_gen_batches"),
+    _when("policy.dynamic_sampling", (True,), *_of("policy", "dynamic_sampling_by", "max_num_gen_batches")),
     _when("stream_trainer.enabled", (True,), *_of("stream_trainer", "first", "last", "every", "chunk")),
     _when("speculative_sync.enabled", (True,), "speculative_sync.confidence"),
     _when("parallelism.enabled", (True,), "parallelism.rise", "parallelism.calm"),

@@ -17,6 +17,13 @@ class Policy(enum.Enum):
     ADAPTIVE_ASYNC = "adaptive_async"  # generation runs ahead of training, as far as staleness allows
 
 
+class SampledBy(enum.Enum):
+    """The field of `Reward` that tells the responses of a group apart in dynamic sampling."""
+
+    CORRECT = "correct"  # right from wrong, whatever else the reward is made of, as in DAPO and verl
+    VALUE = "value"
+
+
 class Importance(enum.Enum):
     """Ways to keep the ratios policy / behaviour from growing (`fluxjax.algorithms.importance`)."""
 
@@ -44,6 +51,7 @@ _AWAY = "else the ratio moves away from the target"
 class PolicyConfig:
     name: Policy = Policy.SYNCHRONOUS
     dynamic_sampling: bool = False  # groups of equal rewards are not trained on; others are drawn for them (DAPO)
+    dynamic_sampling_by: SampledBy = SampledBy.CORRECT  # what must differ: correct, or value, the shaped reward
     max_num_gen_batches: int = not_negative(10)  # prompts_per_step that dynamic_sampling generates a step; 0: no bound
     # Embedded engines, each on devices of its own where there are so many. 0: as many as the accelerators of the host
     # allow at parallelism.degree each; 1 on a CPU, whose devices share its cores.

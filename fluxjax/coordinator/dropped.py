@@ -1,6 +1,6 @@
 """Groups that dynamic sampling dropped: how many since the last step, of which source and with which reward.
 
-Where all responses of every group have the same reward, because the verifier is broken, or the prompts are far too
+Where all responses of every group are equally right, because the verifier is broken, or the prompts are far too
 easy or too hard, dynamic sampling would draw prompts for ever. `complaint` says when that is so.
 """
 
@@ -8,6 +8,7 @@ import collections
 from collections.abc import Mapping
 
 from ..base.types import Group
+from ..config import SampledBy
 from .run_settings import Settings
 from .saved import SavedState, State
 
@@ -40,10 +41,13 @@ class Dropped:
         if not too_many and self.in_a_row < settings.max_skipped_in_a_row:
             return ""
         bound = f"policy.max_num_gen_batches is {most}" if too_many else f"{self.in_a_row} of them in a row"
+        by_value = settings.dynamic_sampling_by is SampledBy.VALUE
+        equal = "of equal rewards" if by_value else "of which all responses are right, or all wrong,"
         return (
-            f"dynamic sampling dropped {self.count} groups of equal rewards for step {step}, which needs {size} others "
+            f"dynamic sampling dropped {self.count} groups {equal} for step {step}, which needs {size} others "
             f"({bound}): {self._told(settings.rewards)}; mend that reward, take prompts of another difficulty"
             + (", raise the bound (0: none)" if too_many else "")
+            + ("" if by_value else ", compare rewards (policy.dynamic_sampling_by=value)")
             + " or switch policy.dynamic_sampling off"
         )
 

@@ -67,11 +67,11 @@ class Entry:
     scored: Group | None = None  # its group, once that is
     varied: bool = False  # scored, with rewards that differ
 
-    def complete(self) -> None:
-        """True if every response is there with its reward."""
+    def complete(self, varied_in: str) -> None:
+        """Makes its group of all responses and their rewards, and compares that field of these."""
         samples = tuple(Sample(self.responses[i], self.rewards[i]) for i in sorted(self.responses))
         self.scored = Group(self.prompt, samples).packed()
-        self.varied = has_variance(self.scored)
+        self.varied = has_variance(self.scored, varied_in)
 
     def group(self) -> Group:
         assert self.scored is not None
@@ -104,7 +104,8 @@ class Skipped:
 class Ledger:
     """The books of the module's docstring. Policies read them; only the `Coordinator` writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, varied_in: str = "correct") -> None:
+        self._varied_in = varied_in  # the field of rewards that dynamic sampling compares
         self.entries: dict[int, Entry] = {}  # by draw: prompts neither trained nor skipped yet
         self.unscored: dict[str, Response] = {}  # by rid: finished, `Score` not said yet; in order of arrival
         self.surplus: dict[str, None] = {}  # rids that still run although their group is complete; in order
@@ -316,7 +317,7 @@ class Ledger:
 
     def _scored(self, entry: Entry) -> None:
         self._move(entry, PromptStage.SCORED)
-        entry.complete()
+        entry.complete(self._varied_in)
         if entry.varied:
             self.dropped.in_a_row = 0
 
@@ -376,7 +377,7 @@ class Ledger:
             entry = _entry_from_json(saved, prompts[saved["draw"]])
             self.entries[saved["draw"]] = self._stages[entry.stage][saved["draw"]] = entry
             if entry.stage is PromptStage.SCORED:
-                entry.complete()
+                entry.complete(self._varied_in)
             for sample, response in entry.responses.items():
                 if sample not in entry.rewards:
                     self.unscored[response.rid] = response

@@ -64,7 +64,7 @@ class Coordinator:
         self.schedules = dict(schedules or {})
         self._scored: list[Group] = []  # that they have not learned from
         self.policy = policy
-        self.ledger = Ledger()
+        self.ledger = Ledger(settings.dynamic_sampling_by.value)
         self.fleet = EngineStates(settings.engines, settings.degree, settings.kv_tokens)
         self.parallelism = parallelism
         self.lengths = LengthPredictor(limit=settings.max_new_tokens)

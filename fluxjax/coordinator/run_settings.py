@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..config import Config
+from ..config import Config, SampledBy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Settings:
     max_attempts: int = 3  # generations of a prompt before it is given up
     max_skipped_in_a_row: int = 1000  # prompts that can't be prepared, or teach nothing: the data is unusable
     max_num_gen_batches: int = 0  # of `prompts_per_step`, generated for a step with dynamic sampling; 0: no bound
+    dynamic_sampling_by: SampledBy = SampledBy.CORRECT
     rewards: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name of each source's, for messages
 
     def __post_init__(self) -> None:
@@ -49,5 +50,6 @@ class Settings:
             checkpoint_every=config.checkpoint.every,
             snapshot_every=config.checkpoint.snapshot_every,
             max_num_gen_batches=config.policy.max_num_gen_batches,
+            dynamic_sampling_by=config.policy.dynamic_sampling_by,
             rewards={name: source.reward_names for name, source in config.data.sources.items()},
         )

@@ -66,7 +66,8 @@ def prompt(draw: int) -> Prompt:
 
 def reward(rid: str) -> Reward:
     draw, sample = int(rid[:8]), int(rid.rpartition("/")[2])
-    return Reward(1.0 if draw % 4 == 0 else float(sample % 2), correct=False)  # every fourth group has no variance
+    right = draw % 4 == 0 or sample % 2 == 1  # every fourth group has no variance
+    return Reward(float(right), right)
 
 
 class PolicyWorld:

@@ -14,6 +14,7 @@ from policy_cases import PolicyWorld
 from test_policies import POLICIES
 
 from fluxjax.base.types import Group, Reward, Sample
+from fluxjax.config import SampledBy
 from fluxjax.coordinator import CoordinatorError, PromptStage, Settings
 from fluxjax.coordinator.dropped import Dropped
 from fluxjax.coordinator.ledger import Ledger
@@ -194,6 +195,32 @@ def test_gradients_computed_early_are_given_up_by_a_stop() -> None:
     assert all(saved[draw] == "scored" for draw in early)
     resumed = world_of("synchronous_stream", 1, prompts_per_step=6, state=state, next_draw=next_draw, steps=1).go()
     assert set(early) <= set(resumed.trained) and len(resumed.trained) == 6
+
+
+@every_way
+@pytest.mark.parametrize("by", SampledBy)
+def test_shaping_alone_tells_no_responses_apart(name: str, by: SampledBy, monkeypatch) -> None:
+    """By default only groups with right and wrong answers are trained on, as in DAPO and verl, whatever a length or a
+    format is worth; where rewards are compared, all but those that are equal but for rounding."""
+
+    def shaped(rid: str) -> Reward:
+        kind, odd = int(rid[:8]) % 4, int(rid.rpartition("/")[2]) % 2
+        values = ((0.3, 0.1 + 0.2), (1.0, 0.9), (0.0, 1.0), (0.0, 0.1))[kind]
+        return Reward(values[odd], correct=kind == 1 or (kind == 2 and odd == 1))
+
+    monkeypatch.setattr(policy_cases, "reward", shaped)
+    world = world_of(name, 1, steps=3, dynamic_sampling_by=by).go()
+    told_apart = {2} if by is SampledBy.CORRECT else {1, 2, 3}
+    assert {draw % 4 for draw in world.trained} == told_apart
+    assert {skip.prompt.draw % 4 for skip in world.all(Skip)} >= {0, 1, 2, 3} - told_apart
+
+
+def test_a_run_that_compares_right_and_wrong_says_how_to_compare_rewards(monkeypatch) -> None:
+    """A reward without a right answer, such as a grade, has `correct` False throughout."""
+    monkeypatch.setattr(policy_cases, "reward", lambda rid: Reward(int(rid[-1]) / 4, correct=False))
+    with pytest.raises(CoordinatorError, match=r"all wrong, .* compare rewards \(policy\.dynamic_sampling_by=value"):
+        world_of("synchronous", 1, max_num_gen_batches=2).go()
+    assert world_of("synchronous", 1, steps=1, dynamic_sampling_by=SampledBy.VALUE).go().trained
 
 
 def test_sources_and_their_rewards_are_told_apart(monkeypatch) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
-from coordinator_cases import changed, prompt, response, reward
+from coordinator_cases import changed, prompt, response
 
 import fluxjax.coordinator
-from fluxjax.base.types import Media, MediaKind, Prompt
+from fluxjax.base.types import Media, MediaKind, Prompt, Reward
 from fluxjax.config import AprilConfig, Config, Policy, TailBatchingConfig
 from fluxjax.coordinator import April, CoordinatorError, Ledger, PromptStage, TailBatching
 from fluxjax.coordinator.factory import make_policy
@@ -17,8 +18,8 @@ from fluxjax.coordinator.messages import Park, Request
 from fluxjax.coordinator.policies.rounds import Rounds
 
 
-def running(n: int = 2, need: int = 2) -> Ledger:
-    ledger = Ledger()
+def running(n: int = 2, need: int = 2, **options: Any) -> Ledger:
+    ledger = Ledger(**options)
     ledger.draw([prompt(0)], [])
     ledger.generate(Request(prompt(0), n=n, need=need), served=0)
     return ledger
@@ -52,16 +53,29 @@ def test_only_the_newest_attempt_is_parked() -> None:
         running().park(Park(prompt(0), attempt=3))
 
 
-@pytest.mark.parametrize("values", [(1.0, 1.0), (0.0, 1.0)])
-def test_whether_rewards_differ_is_known_after_a_resume_too(values: tuple[float, float]) -> None:
-    ledger = running()
-    for sample, value in enumerate(values):
+RIGHT, SHORTER, WRONG, ROUNDED = Reward(1.0, True), Reward(0.9, True), Reward(0.3, False), Reward(0.1 + 0.2, False)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "differ_in"),
+    [
+        ((RIGHT, RIGHT), []),
+        ((RIGHT, WRONG), ["correct", "value"]),
+        ((RIGHT, SHORTER), ["value"]),
+        ((WRONG, ROUNDED), []),
+        ((Reward(0.3, True), ROUNDED), ["correct"]),
+    ],
+)
+@pytest.mark.parametrize("field", ["correct", "value"])
+def test_whether_rewards_differ_is_known_after_a_resume_too(rewards, differ_in: list[str], field: str) -> None:
+    ledger = running(varied_in=field)
+    for sample, given in enumerate(rewards):
         ledger.finish(response(0, sample), newest_version=0)
         ledger.score(response(0, sample))
-        ledger.reward(f"00000000.00/{sample}", reward(f"0000000{int(value)}.00/0"))
-    resumed = Ledger()
+        ledger.reward(f"00000000.00/{sample}", given)
+    resumed = Ledger(field)
     resumed.load_state_dict(ledger.state_dict(), {0: prompt(0)})
-    assert [books.at(PromptStage.SCORED)[0].varied for books in (ledger, resumed)] == [values[0] != values[1]] * 2
+    assert [books.at(PromptStage.SCORED)[0].varied for books in (ledger, resumed)] == [field in differ_in] * 2
 
 
 def test_exported_names_exist() -> None:

@@ -17,7 +17,7 @@ from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
 
 _PATIENCE = 3  # prompts given up in a row, without one response in between, until the engines count as lost
-NO_VARIANCE = "all responses have the same reward"
+NO_VARIANCE = "dynamic sampling finds no difference between its responses"
 
 
 class EngineLost(RunGivenUp):

@@ -41,7 +41,7 @@ class Promises:
 
     def __init__(self, config: Config, settings: Settings) -> None:
         self.config, self.settings = config, settings
-        self.dynamic = config.policy.dynamic_sampling
+        self.dynamic, self.varied_by = config.policy.dynamic_sampling, config.policy.dynamic_sampling_by
         self.books = Books(settings.engines)
         self.schedules = make_schedules(config.schedules)
         self._scored: list[Group] = []  # since the temperature of a prompt was last asked for
@@ -155,7 +155,7 @@ class Promises:
         self.expect(not books.surplus, f"responses nobody needs go on: {sorted(books.surplus)}")
         self.expect(not books.count(PromptStage.LOST), "a lost prompt is neither generated again nor given up")
         if self.dynamic:
-            equal = [seen.draw for seen in books.at(PromptStage.SCORED) if not seen.varied()]
+            equal = [seen.draw for seen in books.at(PromptStage.SCORED) if not seen.varied(self.varied_by)]
             self.expect(not equal, f"groups of equal rewards are kept: draws {equal}")
 
     # --- single promises ------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Promises:
         """Checks that only prompts are skipped that failed too often or, with dynamic sampling, have equal rewards."""
         seen = self.books.prompts[order.prompt.draw]
         if order.reason == NO_VARIANCE:
-            allowed = self.dynamic and seen.stage is PromptStage.SCORED and not seen.varied()
+            allowed = self.dynamic and seen.stage is PromptStage.SCORED and not seen.varied(self.varied_by)
         else:
             allowed = seen.stage is PromptStage.LOST and seen.failures == self.settings.max_attempts
             allowed = allowed and order.reason.startswith(f"failed {seen.failures} times")
@@ -187,7 +187,7 @@ class Promises:
         draws = [group.prompt.draw for group in order.groups]
         self.expect(draws == sorted(draws), f"draws {draws} are trained on in this order")
         if self.dynamic:
-            equal = [draw for draw in draws if not books.prompts[draw].varied()]
+            equal = [draw for draw in draws if not books.prompts[draw].varied(self.varied_by)]
             self.expect(not equal, f"draws {equal} are trained on although nothing can be learnt from them")
         self.expect(not self.left_out, f"{self.left_out} was left out")
 

@@ -303,7 +303,7 @@ class TailBatchingPromises(RoundPromises):
         stages = (PromptStage.SCORED, *(() if self.dynamic else (PromptStage.COMPLETE,)))
         for seen in self.books.at(*stages):
             known = seen.draw in self.first or seen.draw in self.held
-            if not known and (not self.dynamic or seen.varied()):
+            if not known and (not self.dynamic or seen.varied(self.varied_by)):
                 self.first.append(seen.draw)
 
     def said(self, instruction: Instruction) -> None:
