@@ -75,3 +75,12 @@ def test_what_is_not_supported_is_one_line(folder, changes, message: str) -> Non
     with pytest.raises(ConfigError, match=rf"^model\.path: .*checkpoint/config\.json: {message}") as error:
         build_model(config_of(folder), {})
     assert "\n" not in str(error.value)
+
+
+def test_a_run_in_a_chat_template_needs_one(folder) -> None:
+    config = config_of(folder)
+    config.data.chat_template = True
+    with pytest.raises(
+        ConfigError, match=r"^data\.chat_template: .*checkpoint has no chat template, or none that is the"
+    ):
+        build_model(config, {})

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 from ..config import JsonObject
 from ..folder import read_json
+from .media_file import PromptError
 
 
 def find_template(folder: pathlib.Path) -> str:
@@ -21,28 +24,55 @@ def find_template(folder: pathlib.Path) -> str:
     template = read_json(folder / "chat_template.json").get("chat_template")
     template = template or read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), "")
     return template or ""
+
+
+def template_names(tokenizer_config: JsonObject) -> str:
+    """The names of a checkpoint's chat templates, where it has several."""
+    templates = tokenizer_config.get("chat_template")
+    return ", ".join(str(entry["name"]) for entry in templates) if isinstance(templates, list) else ""
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag about what an assistant has said, for those who train on it. Nothing is said yet: its text is a text."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Scope:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
 
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)  # unlike jinja2's own, no HTML escapes
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of jinja2's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def render(template: str, messages: Sequence[JsonObject], **variables: str) -> str:
-    """The conversation as text, open for the assistant's answer. Raises ValueError if the template refuses it."""
+    """The conversation as text, open for the assistant's answer. Raises PromptError if the template refuses it."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
-        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **variables)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template refuses the prompt: {error}") from error
+        return environment.from_string(template).render({**variables, **given})
+    except MemoryError:
+        raise
+    except Exception as error:  # a template computes, and may fail in any way: with a medium, where it expects a text
+        text = " ".join(str(error).split())
+        raise PromptError(f"the chat template refuses the prompt: {text}", "the chat template refuses it") from error

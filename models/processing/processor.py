@@ -37,6 +37,7 @@ from .settings import (
     read_pixels,
     write_configs,
 )
+from .tokens import load_tokenizer, named_tokens, read_settings
 from .vision_input import arranged
 
 MARKS = {"<image>": "image", "<video>": "video"}
@@ -62,7 +63,7 @@ class Processor:
     limits: DecodeLimits = dataclasses.field(default_factory=DecodeLimits)
     eos_ids: tuple[int, ...] = ()
     chat_template: str = ""
-    tokenizer_config: str = "{}"  # tokenizer_config.json, as it was read
+    tokenizer_config: str = "{}"  # tokenizer_config.json, with what only older files say
     generation_config: str = "{}"  # generation_config.json, as it was read
 
     @classmethod
@@ -71,14 +72,8 @@ class Processor:
         folder = pathlib.Path(path)
         if why := why_missing(path):
             raise FileNotFoundError(why)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: no such file")
-        try:
-            tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exceptions
-            raise ValueError(f"{file} is not a tokenizer: {error}") from error
-        tokenizer_config = read_json(folder / "tokenizer_config.json")
+        tokenizer_config = read_settings(folder)
+        tokenizer = load_tokenizer(folder, tokenizer_config)
         config = read_json(folder / "config.json")
         image, video = read_configs(folder)
         if video.get("resample", BICUBIC) != BICUBIC:
@@ -145,10 +140,11 @@ class Processor:
         ids = (self.tokenizer.token_to_id(token) for token in MEDIA_TOKENS)
         return tuple(id for id in ids if id is not None)
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text. Raises PromptError for characters that the vocabulary has no way to write."""
+    def encode(self, text: str, *, ends: bool = False) -> list[int]:
+        """The token ids of a text, with `ends` between the first and last tokens that the tokenizer puts about texts.
+        Raises PromptError for characters that the vocabulary has no way to write."""
         try:
-            return self.tokenizer.encode(text).ids
+            return self.tokenizer.encode(text, add_special_tokens=ends).ids
         except Exception as error:  # the library raises bare Exceptions
             plain = re.sub(r"<\|\w+\|>", "", text)
             unknown = sorted({character for character in plain if self.tokenizer.token_to_id(character) is None})
@@ -170,7 +166,7 @@ class Processor:
         self._check_marks(text, media)
         if media:
             text = MARK.sub(lambda mark: f"{VISION_START}{PADS[MARKS[mark[0]]]}{VISION_END}", text)
-        return self.encode(text)
+        return self.encode(text, ends=True)
 
     def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> ModelInput:
         """The model input of `text` as the user's turn in the checkpoint's chat template, if it has one: see `prepare`.
@@ -181,7 +177,10 @@ class Processor:
 
     def tokenise_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> list[int]:
         """The ids of `text` as the user's turn in the checkpoint's chat template, if it has one: see `tokenise`."""
+        config = json.loads(self.tokenizer_config)
         if not self.chat_template:
+            if named := chat.template_names(config):
+                raise PromptError(f"of the chat templates {named} none is the default one", "no default chat template")
             if system:
                 raise PromptError("this checkpoint has no chat template, which a system message needs")
             return self.tokenise(text, media)
@@ -194,11 +193,13 @@ class Processor:
                     content.append({"type": MARKS[part]})
                 elif part:
                     content.append({"type": "text", "text": part})
-        config = json.loads(self.tokenizer_config)
-        special = {name: _token(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+        special = named_tokens(config)
         messages: list[JsonObject] = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": content})
-        return self.encode(chat.render(self.chat_template, messages, **special))
+        rendered = chat.render(self.chat_template, messages, **special)
+        bos = special.get("bos_token")
+        # as in transformers: the tokenizers of texts never add any here, processors do unless the template has done it
+        return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
         marks = [MARKS[mark] for mark in MARK.findall(text)]
@@ -305,11 +306,6 @@ def _are_among(token_ids: np.ndarray, few: Iterable[int]) -> np.ndarray:
     return functools.reduce(np.logical_or, [token_ids == token_id for token_id in few])
 
 
-def _token(entry: str | JsonObject | None) -> str:
-    """A special token of tokenizer_config.json: a string, or a dictionary with its content."""
-    return entry if isinstance(entry, str) else (entry or {}).get("content", "")
-
-
 def _layout(folder: pathlib.Path, config: JsonObject, image: JsonObject) -> PatchLayout:
     """The layout in config.json, which the weights fit to; the preprocessing settings must agree with it."""
     if "vision_config" not in config:
@@ -332,7 +328,7 @@ def _eos_ids(
         read_json(folder / "generation_config.json").get("eos_token_id"),
         config.get("eos_token_id"),
         (config.get("text_config") or {}).get("eos_token_id"),
-        tokenizer.token_to_id(_token(tokenizer_config.get("eos_token"))),
+        tokenizer.token_to_id(named_tokens(tokenizer_config).get("eos_token", "")),
     )
     return _ids(next((ids for ids in said if ids is not None), None))
 
