@@ -93,8 +93,11 @@ class Delta:
                 if name not in set(changes.keys()):
                     return tensor
                 words, wanted = changes.get_tensor(name), (changes.metadata() or {}).get(name)
-            words = np.frombuffer(zstandard.ZstdDecompressor().decompress(words.data, tensor.nbytes), np.uint8)
-            after = (_bytes(tensor) ^ words).view(tensor.dtype).reshape(tensor.shape)
+            # `decompress` would set aside whatever size the frame declares.
+            came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
+            if len(came) != tensor.nbytes:
+                raise ValueError(f"the delta is not one of {tensor.nbytes} bytes")
+            after = (_bytes(tensor) ^ np.frombuffer(came, np.uint8)).view(tensor.dtype).reshape(tensor.shape)
         except (OSError, SafetensorError, zstandard.ZstdError, ValueError) as error:
             raise DeltaError(f"{self.folder}: {name}: {error}") from None
         if checksum(after) != wanted:

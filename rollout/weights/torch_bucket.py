@@ -2,15 +2,16 @@
 
 A bucket is `{"flattened_tensor": bytes of all tensors as one uint8 tensor, "metadata": [one a tensor]}`
 (`sglang.srt.weight_sync.tensor_bucket`). Neither the trainer nor `rollout.serve` has PyTorch: what it would pickle is
-written opcode by opcode here, and read by an unpickler that knows these few names and no others.
+written opcode by opcode here, and read opcode by opcode, for Python's unpickler lets a pickle change the classes that
+it names, and sets memory aside for whatever memo it mentions.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,14 +57,15 @@ def write_bucket(tensors: Sequence[tuple[str, np.ndarray]]) -> bytes:
 def read_bucket(data: bytes) -> dict[str, np.ndarray]:
     """The tensors of a pickled bucket. Raises BucketError, also for names that buckets have no use for."""
     try:
-        bucket = _Unpickler(io.BytesIO(data), _BUCKET).load()
+        bucket = _unpickled(io.BytesIO(data), _BUCKET)
         flat, tensors = bucket["flattened_tensor"], {}
-        for part in bucket["metadata"]:
-            piece = flat[part.start_idx : part.end_idx]
-            tensors[part.name] = piece.view(part.dtype).reshape(part.shape)
+        for part in map(vars, bucket["metadata"]):
+            piece = flat[_checked(part["start_idx"], int) : _checked(part["end_idx"], int)]
+            typed = piece.view(_checked(part["dtype"], np.dtype))
+            tensors[_checked(part["name"], str)] = typed.reshape(_checked(part["shape"], tuple))
     except BucketError:
         raise
-    except Exception as error:  # whatever foreign bytes make of the unpickler
+    except Exception as error:  # whatever foreign bytes mean
         raise BucketError(f"not a flattened bucket of tensors: {type(error).__name__}: {error}") from None
     return tensors
 
@@ -126,16 +128,20 @@ def _dict(items: Mapping[str, bytes]) -> bytes:
 
 
 class _Metadata:
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    start_idx: int
-    end_idx: int
+    """What a pickle says of one tensor, as attributes."""
+
+
+def _checked(value: Any, kind: type) -> Any:
+    """The value, which is of this kind. It is neither shown nor compared before: tuples of tuples that a few bytes
+    make have no end."""
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__} in the place of {kind.__name__}")
+    return value
 
 
 def _storage(data: bytes) -> np.ndarray:
     stream = io.BytesIO(data)
-    magic, protocol, host, _, keys = (_Unpickler(stream, _STORAGE).load() for _ in range(5))
+    magic, protocol, host, _, keys = (_unpickled(stream, _STORAGE) for _ in range(5))
     if (magic, protocol, len(keys)) != (MAGIC, PROTOCOL, 1) or not host["little_endian"]:
         raise BucketError("a storage that is not as PyTorch pickles one")
     (size,) = struct.unpack("<q", stream.read(8))
@@ -143,31 +149,85 @@ def _storage(data: bytes) -> np.ndarray:
 
 
 def _rebuilt(storage: np.ndarray, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> np.ndarray:
-    if len(size) != 1 or tuple(stride) != (1,):
-        raise BucketError(f"a flattened tensor of shape {tuple(size)} with strides {tuple(stride)}")
-    return storage[offset : offset + size[0]]
+    if len(_checked(size, tuple)) != 1 or _checked(stride, tuple) != (1,):
+        raise BucketError(f"a flattened tensor of {len(size)} dimensions, or with strides")
+    return _checked(storage, np.ndarray)[_checked(offset, int) : offset + _checked(size[0], int)]
 
 
+def _size(sides: Any) -> tuple[int, ...]:
+    return _checked(sides, tuple)
+
+
+# The names that a pickle may say: functions, which it may call, and values. None of them copies what it is given, for a
+# few bytes can say a large value again and again.
 _STORAGE: dict[tuple[str, str], Any] = {("torch", "ByteStorage"): None, ("torch.storage", "UntypedStorage"): None}
 _BUCKET: dict[tuple[str, str], Callable[..., Any] | np.dtype] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
     ("torch.storage", "_load_from_bytes"): _storage,
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): _size,
+    ("collections", "OrderedDict"): lambda: {},
     METADATA: _Metadata,
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }
+_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
+           "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}  # fmt: skip
+_NEW = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "NONE": lambda: None, "NEWTRUE": lambda: True,
+        "NEWFALSE": bool}  # fmt: skip
+_COUNTS = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": -1, "APPEND": 1, "APPENDS": -1, "SETITEM": 2, "SETITEMS": -1}
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: io.BytesIO, known: Mapping[tuple[str, str], Any]) -> None:
-        super().__init__(data)
-        self._known = known
+def _unpickled(stream: io.BytesIO, known: Mapping[tuple[str, str], Any]) -> Any:
+    """The value of the pickle that begins here, of the opcodes only that PyTorch writes for a bucket. Raises
+    BucketError for others and for names that are not `known`, and whatever a pickle without sense ends in."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    value: Any
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._known:
-            raise BucketError(f"a pickle that wants {module}.{name}, which no bucket of tensors needs")
-        return self._known[module, name]
+    def popped(count: int) -> list[Any]:
+        """The topmost values, all of them above the last mark for -1."""
+        start = marks.pop() if count < 0 else len(stack) - count
+        values = stack[start:]
+        del stack[start:]
+        return values
 
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
+    for opcode, value, _ in pickletools.genops(stream):
+        match opcode.name:
+            case "PROTO" | "FRAME" | "BINPERSID":  # what stands for a storage is not looked at
+                pass
+            case "STOP":
+                return stack.pop()
+            case "MARK":
+                marks.append(len(stack))
+            case name if name in _VALUES:
+                stack.append(value)
+            case name if name in _NEW:
+                stack.append(_NEW[name]())
+            case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
+                memo[len(memo) if value is None else value] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[value])
+            case "TUPLE1" | "TUPLE2" | "TUPLE3" | "TUPLE":
+                stack.append(tuple(popped(_COUNTS[opcode.name])))
+            case "APPEND" | "APPENDS":
+                items = popped(_COUNTS[opcode.name])
+                _checked(stack[-1], list).extend(items)
+            case "SETITEM" | "SETITEMS":
+                items = popped(_COUNTS[opcode.name])
+                keys = (_checked(key, str) for key in items[::2])
+                _checked(stack[-1], dict).update(zip(keys, items[1::2], strict=True))
+            case "GLOBAL" | "STACK_GLOBAL":
+                module, name = value.split(" ", 1) if opcode.name == "GLOBAL" else popped(2)
+                if (_checked(module, str), _checked(name, str)) not in known:
+                    wanted = f"{module}.{name}"[:200]
+                    raise BucketError(f"a pickle that wants {wanted}, which no bucket of tensors needs")
+                stack.append(known[module, name])
+            case "REDUCE" | "NEWOBJ":
+                called, arguments = popped(2)
+                stack.append(called(*_checked(arguments, tuple)))
+            case "BUILD":
+                (state,) = popped(1)
+                vars(_checked(stack[-1], _Metadata)).update(_checked(state, dict))
+            case name:
+                raise BucketError(f"a pickle with the opcode {name}, which no bucket of tensors needs")
+    raise BucketError("a pickle without an end")  # genops has raised before

@@ -14,10 +14,11 @@ import os
 import pathlib
 import shutil
 import socket
+import stat
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -135,12 +136,19 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
             f"{source / folder_name(version)}: no such version; there are {sorted(_versions(source)) or 'none'}"
         )
     place = pulled(local, source)
-    place.mkdir(parents=True, exist_ok=True)
+    local.mkdir(0o700, parents=True, exist_ok=True)
+    place.mkdir(0o700, exist_ok=True)
+    for folder, owners in ((local, {0, os.geteuid()}), (place, {os.geteuid()})):
+        if why := _not_of(owners, folder):
+            raise PullError(f"{folder}: {why}, others of this host can write there: choose another weights.local")
+    place.chmod(0o700)  # as older releases did not make it
     with (place / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (place / SOURCE).write_text(str(source.absolute()))
         for note in local.glob(f"{PLACE}*/{SOURCE}"):
-            if not pathlib.Path(note.read_text()).exists():  # its run has ended
+            if (
+                not _not_of({os.geteuid()}, note.parent) and not pathlib.Path(note.read_text()).exists()
+            ):  # its run has ended
                 shutil.rmtree(note.parent, ignore_errors=True)
         for part in place.glob("part-*"):  # of processes that were killed
             shutil.rmtree(part, ignore_errors=True)
@@ -162,6 +170,15 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
 def pulled(local: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
     """The folder for what a host pulls of a source: nothing else is ever written or removed below `local`."""
     return local / f"{PLACE}{source.name}"
+
+
+def _not_of(owners: Container[int], folder: pathlib.Path) -> str:
+    """Says why others than these users may change what is in a folder; empty where they may not. Shared memory is open
+    to all users of a host."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is a link or a file"
+    return "" if status.st_uid in owners else f"it belongs to user {status.st_uid}"
 
 
 def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path]) -> list[pathlib.Path]:

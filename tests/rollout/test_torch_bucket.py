@@ -8,16 +8,19 @@ import os
 import pathlib
 import pickle
 import sys
+import tracemalloc
 import types
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from rollout.weights.torch_bucket import DTYPES, METADATA, BucketError, read_bucket, write_bucket
+from rollout.weights import torch_bucket
+from rollout.weights.torch_bucket import DTYPES, METADATA, BucketError, _text, read_bucket, write_bucket
 
 REASON = "parity lane: needs torch"
 
@@ -142,6 +145,49 @@ def test_part_of_a_bucket_is_refused() -> None:
 def test_any_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(BucketError):
         read_bucket(data)
+
+
+# Pickles of a few bytes that Python's unpickler would take: orders to a live object, and an index of the memo.
+LIVE = [
+    b"ctorch\nbfloat16\n(K\x03X\x01\x00\x00\x00>NNNK\x01K\x08K\x00tb.",
+    b"c%s\n%s\nN}X\x05\x00\x00\x00shapeK\x03s\x86b." % tuple(word.encode() for word in METADATA),
+    b"ctorch._utils\n_rebuild_tensor_v2\nN}X\x0c\x00\x00\x00__defaults__K\x03\x85s\x86b.",
+]
+MEMO = b"\x80\x04]r\xff\xff\xff\x03."
+# A tuple of the tuple before it twice, forty times: whoever shows, compares or hashes it never ends.
+ENDLESS = b"K\x01" + b"".join(b"q\x00h\x00\x86" for _ in range(40))
+FIELDS = ("name", "shape", "dtype", "start_idx", "end_idx")
+
+
+def replaced(field: str, value: bytes) -> bytes:
+    """A bucket of one tensor, of whose metadata a field is another value."""
+    whole = write_bucket([("t", np.zeros(3, np.float32))])
+    return whole[:-3] + _text(field) + value + b"s" + whole[-3:]  # the last entry of a key counts
+
+
+@pytest.mark.parametrize("data", LIVE)
+def test_a_bucket_that_is_refused_changes_nothing(data: bytes) -> None:
+    before = vars(torch_bucket._Metadata).copy(), torch_bucket._rebuilt.__defaults__
+    for whole in (b"\x80\x04" + data, replaced("x", data[:-1])):
+        with pytest.raises(BucketError, match="in the place of _Metadata"):
+            read_bucket(whole)
+    assert (vars(torch_bucket._Metadata), torch_bucket._rebuilt.__defaults__) == before
+    assert DTYPES["bfloat16"] == np.dtype(ml_dtypes.bfloat16) and DTYPES["bfloat16"].itemsize == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [MEMO, b"\x80\x04\x96" + b"\xff" * 5 + b"\x00" * 3 + b".", b"\x80\x04}" + ENDLESS + b"K\x01s."]
+    + [replaced(field, ENDLESS) for field in FIELDS],
+)
+def test_a_bucket_takes_no_more_than_it_has(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(BucketError):
+            read_bucket(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # --- PyTorch --------------------------------------------------------------------------------------
