@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import uvicorn
 
 TOKEN = "FLUXJAX_TOKEN"
+SILENT = 64  # connections without a whole head of a request: a new one takes the place of the oldest
+HEAD_SECONDS = 10.0  # from the beginning of a connection to the end of its first head
+QUEUE = 2048  # connections that wait to be accepted
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,6 +86,30 @@ def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn
     """The server of an ASGI application: its `serve` serves until `should_exit` is set. `started` is called when it is
     ready. Signals are the caller's: uvicorn would die of them, and wait for samples that run on."""
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds heads, httptools' does not
+
+    silent: dict[asyncio.Protocol, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}  # the oldest first
+
+    class Connection(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            silent[self] = transport, self.loop.call_later(HEAD_SECONDS, transport.abort)
+            if len(silent) > SILENT:
+                oldest, _ = silent.pop(next(iter(silent)))
+                oldest.abort()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None:
+                self.is_heard()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.is_heard()
+            super().connection_lost(exc)
+
+        def is_heard(self) -> None:
+            if self in silent:
+                silent.pop(self)[1].cancel()
 
     class Uvicorn(uvicorn.Server):
         @contextlib.contextmanager
@@ -91,16 +118,20 @@ def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
+            for listening in sockets or ():
+                listening.listen(QUEUE)
             started()
 
     return Uvicorn(
         uvicorn.Config(
             app,
+            http=Connection,
             access_log=False,
             log_config=None,
-            log_level="warning",
+            log_level="error",  # else strangers write the log
             lifespan="off",
             ws="none",
+            backlog=16,  # connections that asyncio accepts at once, before any is closed
             timeout_graceful_shutdown=5,
         )
     )

@@ -21,8 +21,8 @@ MOST = 4 << 30  # bytes of a request: a bucket of weights may be one large tenso
 
 
 class Guarded:
-    """Answers 401 to those without the token, 413 to a body of more than `most` bytes, which is not read to its end,
-    and 503 to all while the server stops."""
+    """Answers 401 to those without the token, whose connections end with their first answer, 413 to a body of more than
+    `most` bytes, which is not read to its end, and 503 to all while the server stops."""
 
     def __init__(self, app: ASGIApp, token: str, stopping: Callable[[], bool], most: int = MOST) -> None:
         self._app, self._stopping, self._most = app, stopping, most
@@ -32,13 +32,14 @@ class Guarded:
         refusal: Response | None = None
         headers = dict(scope.get("headers", ()))
         given, length = headers.get(b"authorization", b""), headers.get(b"content-length", b"0")
+        stranger = bool(self._wanted) and not hmac.compare_digest(given, self._wanted)
         if self._stopping():
             refusal = error_response("the server is shutting down", 503)
-        elif self._wanted and scope.get("path") != "/health" and not hmac.compare_digest(given, self._wanted):
+        elif stranger and scope.get("path") != "/health":
             refusal = error_response("Authorization: Bearer TOKEN is wanted, with the token of this server", 401)
         elif length.isdigit() and int(length) > self._most:
             refusal = error_response(f"a request has at most {self._most} bytes, not {length.decode()}", 413)
-        await (refusal or self._app)(scope, self._bounded(receive), send)
+        await (refusal or self._app)(scope, self._bounded(receive), _closing(send) if stranger else send)
 
     def _bounded(self, receive: Receive) -> Receive:
         """Refuses a body that comes in pieces without saying its length, as soon as it is too long."""
@@ -53,6 +54,17 @@ class Guarded:
             return message
 
         return bounded
+
+
+def _closing(send: Send) -> Send:
+    """Sends answers behind which the connection ends."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return closing
 
 
 def health_route(path: str = "/health") -> Route:

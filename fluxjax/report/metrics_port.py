@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import hmac
-import http.server
+import asyncio
 import os
+import socket
 import threading
-from typing import Any, cast
 
 import prometheus_client
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
+from rollout.listening import http_server
+from rollout.serve_guard import Guarded, health_route
 from sharding.links.relay import is_loopback
 
 from ..config import ConfigError
@@ -23,27 +26,21 @@ class MetricsPort:
 
     def __init__(self, registry: prometheus_client.CollectorRegistry, host: str, port: int) -> None:
         """Raises ConfigError for a port that is taken or none, and for an address that others reach without a token."""
-        wanted = f"Bearer {os.environ[TOKEN]}".encode() if os.environ.get(TOKEN) else b""
-        if not wanted and not is_loopback(host):
+        token = os.environ.get(TOKEN, "")
+        if not token and not is_loopback(host):
             raise ConfigError(f"report.prometheus_host is {host}, which other machines reach: set {TOKEN}")
-        handler: Any = prometheus_client.MetricsHandler.factory(registry)  # a class
-
-        class GuardedMetrics(handler):
-            def do_GET(self) -> None:
-                given = self.headers.get("Authorization", "").encode()
-                if wanted and not hmac.compare_digest(given, wanted):
-                    self.send_error(401)
-                else:
-                    super().do_GET()
-
         try:
-            self._server = http.server.ThreadingHTTPServer((host, port), cast(Any, GuardedMetrics))
+            listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except (OSError, OverflowError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             raise ConfigError(f"report.prometheus_port: cannot serve on {port}: {reason}") from error
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, name="metrics-port", daemon=True).start()
+        app = Starlette(routes=[health_route(), Mount("/", prometheus_client.make_asgi_app(registry))])
+        self._server = http_server(Guarded(app, token, lambda: False))
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(self._server.serve([listening]),), name="metrics-port", daemon=True
+        )
+        self._thread.start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.should_exit = True
+        self._thread.join()

@@ -10,10 +10,11 @@ import hmac
 import json
 import os
 import pathlib
+import selectors
 import socket
 import time
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ from .wires import LinkError, Wire
 T = TypeVar("T")
 _WIDTH = 1024  # bytes of what a process says of itself
 _GREETING = 1024  # bytes
-_GREETING_SECONDS = 5.0
+_STRANGERS = 64  # callers that have not greeted, beside the processes: a new one takes the place of the oldest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def own_address(peer_hosts: Sequence[str]) -> str:
 def listen(address: str, processes: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, 0), family=family, backlog=max(processes, 8))
+        return socket.create_server((address, 0), family=family, backlog=processes + _STRANGERS)
     except OSError as error:
         raise LinkError(f"can't listen at {address}, is it an address of {socket.gethostname()}? {error}") from error
 
@@ -108,38 +109,80 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
                     f"process {process} ({here.host}) can't reach process {peer} ({card.host}) at "
                     f"{card.address}:{card.port}: {error}. Open the ports between the hosts, or say `host=`."
                 ) from error
+        callers = opened.enter_context(contextlib.closing(_callers(door, _STRANGERS + len(cards), end)))
         while len(wires) < len(cards) - 1:
             try:
-                door.settimeout(_left(end))
-                called, _ = door.accept()
+                called, greeting = next(callers)
             except OSError as error:
                 missing = [str(peer) for peer in range(process + 1, len(cards)) if peer not in wires]
                 raise LinkError(
                     f"process {process} ({here.host}) was not called by process {', '.join(missing)} at "
                     f"{here.address}:{here.port}: {error}. Start them all, and open the ports between the hosts."
                 ) from error
-            wire = Wire.on(called)
-            peer = _greeting(wire, here.secret, min(_left(end), _GREETING_SECONDS))
+            peer = _greeted(greeting, here.secret)
             if peer is not None and process < peer < len(cards) and peer not in wires:
-                wires[peer] = wire
-                opened.callback(wire.close)
+                called.settimeout(_left(end))
+                wires[peer] = Wire.on(called)
+                opened.callback(wires[peer].close)
             else:
-                wire.close()
+                called.close()
+        callers.close()
         opened.pop_all()
     return wires
+
+
+def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[socket.socket, bytes]]:
+    """Yields callers with their greeting, each as soon as its line has come: nobody waits for another. At most so many
+    are connected without having greeted. Raises OSError where none has come at `end`."""
+    said: dict[socket.socket, bytes] = {}
+    door.setblocking(False)
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
+        leaving.callback(lambda: [caller.close() for caller in said])
+        selector.register(door, selectors.EVENT_READ)
+        while time.monotonic() < end:
+            for key, _ in selector.select(_left(end)):
+                caller: Any = key.fileobj
+                if caller is door:
+                    with contextlib.suppress(BlockingIOError, ConnectionError):  # the caller has hung up
+                        caller, _ = door.accept()
+                        selector.register(caller, selectors.EVENT_READ)
+                        said[caller] = b""
+                    gone = [next(iter(said))] if len(said) > most else []
+                elif caller not in said:  # it made room
+                    continue
+                else:
+                    piece = _rest_of_line(caller)
+                    said[caller] += piece
+                    gone = [] if piece and len(said[caller]) < _GREETING else [caller]
+                    if said[caller].endswith(b"\n"):
+                        selector.unregister(caller)
+                        yield caller, said.pop(caller)
+                        continue
+                for caller in gone:
+                    selector.unregister(caller)
+                    del said[caller]
+                    caller.close()
+    raise TimeoutError("timed out")
+
+
+def _rest_of_line(caller: socket.socket) -> bytes:
+    """What has come of a caller's line, and nothing behind it; empty where the caller is gone."""
+    with contextlib.suppress(OSError):
+        seen = caller.recv(_GREETING, socket.MSG_PEEK)
+        return caller.recv(seen.find(b"\n") + 1 or len(seen))
+    return b""
 
 
 def _left(end: float) -> float:
     return max(end - time.monotonic(), 0.01)
 
 
-def _greeting(wire: Wire, secret: str, timeout: float) -> int | None:
+def _greeted(greeting: bytes, secret: str) -> int | None:
     """Returns the process that a caller says it is; None for one that does not know the secret."""
-    wire.socket.settimeout(timeout)
     try:
-        said = json.loads(wire.lines.readline(_GREETING))
+        said = json.loads(greeting)
         if hmac.compare_digest(str(said["secret"]).encode(), secret.encode()):
             return int(said["process"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     return None

@@ -144,7 +144,7 @@ class Wires:
             why = "its connection closed"
         except TimeoutError:
             why = f"it has not answered for {self._timeout:g} s"
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # whatever it said instead of a message
             why = f"{type(error).__name__}: {error}"
         self._gone(process, why)
         wire.close()

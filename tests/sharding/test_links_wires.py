@@ -128,7 +128,8 @@ def test_strangers_are_turned_away(door: socket.socket) -> None:
         [known] = connect(0, cards, door, 60.0).items()
         assert (friend[0], known[0]) == (0, 1)
         for stranger in strangers:
-            assert stranger.recv(10) == b""
+            with contextlib.suppress(ConnectionResetError):  # what it said was not read to its end
+                assert stranger.recv(10) == b""
         friend[1].close()
         known[1].close()
 

@@ -1,0 +1,144 @@
+"""Strangers who connect and say nothing, or little: they take few connections, no thread and no log, and keep nobody
+with the token out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import prometheus_client
+import pytest
+from starlette.applications import Starlette
+
+from fluxjax.report.metrics_port import MetricsPort
+from rollout import listening
+from rollout.listening import SILENT, bound_socket, http_server
+from rollout.serve_guard import Guarded, health_route
+from sharding.links.meeting import Card, connect, listen
+from sharding.links.wires import Wire
+
+STRANGERS = 200
+SAID = (
+    b"",
+    b"GET /",
+    b"\x00nonsense\r\n\r\n",
+    b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+)
+
+
+@contextlib.contextmanager
+def server() -> Iterator[int]:
+    """The port of a server with a token."""
+    app = Guarded(Starlette(routes=[health_route("/mine")]), "secret", lambda: False)
+    bound = bound_socket("127.0.0.1", 0)
+    begun = threading.Event()
+    http = http_server(app, begun.set)
+    thread = threading.Thread(target=asyncio.run, args=(http.serve([bound]),))
+    thread.start()
+    assert begun.wait(20)
+    yield bound.getsockname()[1]
+    http.should_exit = True
+    thread.join()
+
+
+@contextlib.contextmanager
+def metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setenv("FLUXJAX_TOKEN", "secret")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    served = MetricsPort(prometheus_client.CollectorRegistry(), "127.0.0.1", port)
+    yield port
+    served.close()
+
+
+@contextlib.contextmanager
+def strangers(port: int, said: tuple[bytes, ...] = (b"",)) -> Iterator[list[socket.socket]]:
+    with contextlib.ExitStack() as ends:
+        callers = [ends.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(STRANGERS)]
+        for number, caller in enumerate(callers):
+            with contextlib.suppress(OSError):  # it had to make room
+                caller.sendall(said[number % len(said)])
+        yield callers
+
+
+def still_connected(callers: list[socket.socket], most: int) -> int:
+    """How many are: at most so many, once the server has come to them."""
+    end = time.monotonic() + 10
+    while True:
+        left = []
+        for caller in callers:
+            with contextlib.suppress(OSError):
+                while (ready := select.select([caller], [], [], 0)[0]) and caller.recv(4096):
+                    pass
+                if not ready:
+                    left.append(caller)
+        if len(left) <= most or time.monotonic() > end:
+            return len(left)
+        time.sleep(0.02)
+
+
+def status(port: int, path: str = "/mine", token: str = "secret") -> int:
+    caller = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    caller.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+    code = caller.getresponse().status
+    caller.close()
+    return code
+
+
+@pytest.mark.parametrize("kind", ["server", "metrics"])
+def test_the_owner_gets_in_whoever_else_is_connected(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    threads = threading.active_count()
+    with server() if kind == "server" else metrics(monkeypatch) as port, strangers(port, SAID) as callers:
+        assert status(port) == 200 and status(port, token="no") == 401
+        assert still_connected(callers, SILENT) <= SILENT
+        assert threading.active_count() <= threads + 1
+        with strangers(port):
+            assert status(port) == 200
+    assert len("".join(record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR)) < 1000
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
+def test_who_says_no_head_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "HEAD_SECONDS", 0.2)
+    with server() as port, strangers(port, SAID[:2]) as callers:
+        assert still_connected(callers, 0) == 0 and status(port) == 200
+
+
+def test_a_connection_of_a_stranger_ends_with_its_first_answer() -> None:
+    with server() as port:
+        for path in ("/health", "/mine"):
+            with socket.create_connection(("127.0.0.1", port), 20) as caller:
+                caller.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n".encode())
+                with caller.makefile("rb") as answer:
+                    assert b"connection: close" in answer.read()  # to its end
+
+
+def test_greetings_do_not_wait_for_each_other() -> None:
+    """Strangers before and behind the friend say nothing, a part of a line, nonsense, or a depth that is none."""
+    said = (b"", b"{", b"[" * 1023 + b"\n", b'{"secret": "\\ud800"}\n', b"x" * 2000)
+    with listen("127.0.0.1", 2) as door:
+        port = door.getsockname()[1]
+        cards = [Card("here", "127.0.0.1", port, "", "s0"), Card("here", "127.0.0.1", 1, "", "s1")]
+        known: dict[int, Wire] = {}
+        thread = threading.Thread(target=lambda: known.update(connect(0, cards, door, 60.0)))
+        thread.start()
+        with strangers(port, said) as callers:
+            began = time.monotonic()
+            [friend] = connect(1, cards, door, 60.0).values()
+            thread.join(20)
+            assert time.monotonic() - began < 4 and list(known) == [1]
+            assert still_connected(callers, 0) == 0
+            friend.write({"kind": "alive"})
+            assert known[1].read() == ({"kind": "alive"}, b"")
+            friend.close()
+            known[1].close()
