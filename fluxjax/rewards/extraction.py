@@ -5,6 +5,7 @@ is nobody's friend. Digits are those of ASCII.
 """
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 TAIL = 20_000  # characters searched for an answer, from the end
@@ -90,6 +91,20 @@ def as_number(text: str) -> Fraction | None:
     if not bottom:
         return None
     return _value(numerator) / bottom * (-1 if sign == "-" else 1)
+
+
+def last_place(text: str) -> Fraction:
+    """Returns what one more in the last place of a decimal is worth: 0.01 for `3.14`; 0 where there is no decimal."""
+    match = re.search(r"\.([0-9]*)(?:[eE]([-+]?[0-9]+))?", text)
+    place = Fraction(10) ** (int(match[2] or 0) - len(match[1])) if match else Fraction(0)
+    return place / 100 if "%" in text else place
+
+
+def near(wanted: Fraction, found: Fraction, places: Sequence[Fraction], tolerance: float) -> bool:
+    """Says whether numbers differ by rounding only: by at most `tolerance` times the larger one, and by less than the
+    last place of either (0: it has none)."""
+    difference, place = abs(wanted - found), max(places)
+    return difference <= Fraction(str(tolerance)) * max(abs(wanted), abs(found)) and not (place and difference >= place)
 
 
 def sendable(text: str) -> str:

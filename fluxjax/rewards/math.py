@@ -15,16 +15,15 @@ from ..base.errors import ConfigError
 from ..base.scored import Completion, Reward
 from ..base.worker_pool import WorkerError, WorkerMemory, WorkerPool, WorkerTimeout
 from ..config.bounds import not_negative, positive
-from .extraction import as_number, explicit_answer, last_number, sendable
+from .extraction import as_number, explicit_answer, last_number, last_place, near, sendable
+from .math_notation import Notation, notation
 from .parameters import check_parameters
 
 _WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
-# Dollars, and \( \) \[ \] but for the \\[2pt] of a matrix; what sizes brackets; a space of negative width.
-_DELIMITERS = re.compile(r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])|\\!")
-_SPACES = re.compile(r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\s+")
-_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname)\s?\{([^{}]{0,200})\}")
-_WORD = re.compile(r"[A-Za-z]{4,}|yes|no", re.IGNORECASE)  # fewer letters may be a product
+_WORD = re.compile(r"(?:[a-z]+ )*[a-z]{4,}(?: [a-z]+)*|yes|no", re.IGNORECASE)  # fewer letters may be a product
+# Lists that go on, and numbers side by side, which math-verify adds.
+_MISREAD = re.compile(r"\\ldots|(?<![0-9_^.])[0-9]+(?:\.[0-9]+)? +[0-9]")
+_POINTS = re.compile(r"[A-Z]{2,3}")
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,13 +32,14 @@ class MathAnswer:
 
     The answer is what `<answer>` tags, `\boxed{}` or "the answer is" mark, the last of them; else the last number
     (`only_marked`: else there is none). It is compared as text, as a number, and at last by math-verify, which takes
-    `x^2+2x+1` and `(x+1)^2` for equal. A unit behind a number is overlooked, whatever it is. Order doesn't count in a
-    list without brackets, which is a set. Needs the extra `math`.
+    `x^2+2x+1` and `(x+1)^2` for equal. A unit may be missing, but is no other. Order doesn't count in a list without
+    brackets, which is a set. Needs the extra `math`.
     """
 
     kind: ClassVar[str] = "math"
 
-    tolerance: float = not_negative(1e-6)  # of numbers with a decimal point: relative to the prompt's answer
+    # Of numbers with a decimal point, relative to the prompt's answer; also less than one in the last place written.
+    tolerance: float = not_negative(1e-6)
     lenient: bool = False  # as math-verify is: 12 % is also 12, the set {1, 2} also the pair (1, 2)
     only_marked: bool = False
     most_characters: int = positive(1000)  # of an answer; a longer one is wrong
@@ -71,10 +71,11 @@ class MathAnswer:
             return Reward(0.0, False, "no answer found")
         if len(given) > self.most_characters:
             return Reward(0.0, False, f"the answer is longer than {self.most_characters} characters")
-        reference, given = tidied(completion.prompt.answer), tidied(given)
+        reference, given = notation(completion.prompt.answer), notation(sendable(given))
         equal = decided(reference, given, self.tolerance, self.lenient)
         if equal is None:
-            question = {"reference": reference, "given": sendable(given), "strict": not self.lenient}
+            question = {"reference": reference.latex, "given": given.latex, "strict": not self.lenient}
+            question["tolerance"] = self.tolerance
             self._counts["compared"] += 1
             try:
                 equal = await self._pool.acall(question)
@@ -96,33 +97,24 @@ class MathAnswer:
         self._pool.close()
 
 
-def decided(reference: str, given: str, tolerance: float, lenient: bool) -> bool | None:
-    """Says whether tidied answers are equal where that takes no algebra; else `None`."""
-    if not given:
+def decided(reference: Notation, given: Notation, tolerance: float, lenient: bool) -> bool | None:
+    """Says whether answers are equal where that takes no algebra; else `None`."""
+    other_unit = reference.unit != given.unit and reference.unit and given.unit  # a missing one is no other
+    if not given.formula or other_unit or reference.signs != given.signs:
         return False
-    if reference.replace(" ", "") == given.replace(" ", ""):
+    wanted, found = reference.plain, given.plain
+    if wanted.replace(" ", "") == found.replace(" ", ""):
         return True
-    wanted, found = as_number(reference), as_number(given)
-    if wanted is not None and found is not None:
+    if _WORD.fullmatch(wanted) or (_POINTS.fullmatch(wanted) and _POINTS.fullmatch(found)):
+        return wanted.casefold() == found.casefold()  # math-verify takes them for products of letters, in any order
+    if reference.words != given.words or _MISREAD.search(wanted) or _MISREAD.search(found):
+        return False
+    numbers = as_number(wanted), as_number(found)
+    if numbers[0] is not None and numbers[1] is not None:
         scales = [Fraction(1)]
-        if lenient and ("%" in reference) != ("%" in given):
-            scales.append(Fraction(1, 100) if "%" in reference else Fraction(100))
-        decimal = "." in reference or "." in given
-        return any(_close(wanted, found * scale, tolerance if decimal else 0.0) for scale in scales)
-    word = _TEXT.sub(r"\1", reference).strip()
-    if _WORD.fullmatch(word):  # math-verify takes it for a product of letters, in any order
-        return word.casefold() == _TEXT.sub(r"\1", given).strip().casefold()
+        if lenient and ("%" in wanted) != ("%" in found):
+            scales.append(Fraction(1, 100) if "%" in wanted else Fraction(100))
+        places = last_place(wanted), last_place(found)
+        tolerance = tolerance if any(places) else 0.0
+        return any(near(numbers[0], numbers[1] * scale, places, tolerance) for scale in scales)
     return None
-
-
-def tidied(latex: str) -> str:
-    """Returns LaTeX without what changes its looks only: dollars, sizes, spacing, kinds of fractions."""
-    latex = latex.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
-    latex = _FRACTION.sub(r"\\frac", _SPACES.sub(" ", _DELIMITERS.sub("", latex)))
-    return latex.strip().lstrip(":*").rstrip(".,;:* ").strip()
-
-
-def _close(wanted: Fraction, found: Fraction, tolerance: float) -> bool:
-    if wanted.denominator == found.denominator == 1:
-        return wanted == found
-    return abs(wanted - found) <= Fraction(str(tolerance)) * abs(wanted)

@@ -4,27 +4,51 @@ What math-verify takes for equal and `strict` refuses:
 - `12\%` and `12`: here, `12\%` is 0.12;
 - `(1,2)` and `\{1,2\}`: it reads the first as an interval, and compares the ends;
 - any two equations that nothing solves, as `AB = BA + 1` and `AB = BA`.
+
+Numbers that are equal to six decimals, as all small ones are, it takes for equal always; they are compared here.
 """
 
+import contextlib
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from fractions import Fraction
+from typing import Any, cast
 
 import math_verify
 import sympy
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import grader
+
+from .extraction import last_place, near
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time-out: the pool has one
 _PERCENT = re.compile(r"([0-9.]+)\s?\\?%")
+# Units were taken out before; plain expressions would be searched for in LaTeX that can't be read.
+_LATEX = [
+    math_verify.LatexExtractionConfig(
+        normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
+    )
+]
+_tolerance = 0.0  # of the comparison at work
+_library_equal = grader.sympy_numeric_eq
 
 
 def equal(question: Mapping[str, Any]) -> bool:
-    """Says whether the LaTeX `given` equals `reference`. Takes as long as it takes: whoever calls this bounds it."""
+    """Says whether the LaTeX `given` equals `reference`; without `given`, whether `reference` can be read. Takes as
+    long as it takes: whoever calls this bounds it."""
+    global _tolerance
+    if "given" not in question:
+        return bool(_parsed(str(question["reference"])))
+    _tolerance = float(question.get("tolerance", 1e-6))
     reference, given = str(question["reference"]), str(question["given"])
     if not question["strict"]:
-        return bool(_verified(_parsed(reference), _parsed(given)))
-    if {_brackets(reference), _brackets(given)} == {"set", "tuple"}:
+        return _verified(_parsed(reference), _parsed(given))
+    kinds = {_brackets(reference), _brackets(given)}
+    if kinds == {"set", "tuple"}:
         return False
+    if kinds == {"list", "tuple"}:
+        reference, given = (f"({latex})" if _brackets(latex) == "list" else latex for latex in (reference, given))
     wanted, found = (_parsed(_PERCENT.sub(r"\\frac{\1}{100}", latex)) for latex in (reference, given))
     if not _verified(wanted, found):
         return False
@@ -34,18 +58,41 @@ def equal(question: Mapping[str, Any]) -> bool:
 
 
 def _parsed(latex: str) -> list[Any]:
-    return math_verify.parse(f"${latex}$", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    parsed = math_verify.parse(f"${latex}$", _LATEX, "no_fallback", parsing_timeout=cast(int, None))
+    with contextlib.suppress(TypeError):  # multiples of i have no order: there it stays a letter
+        return [tree.xreplace({x: sympy.I for x in tree.free_symbols if x.name == "i"}) for tree in parsed]
+    return parsed
 
 
 def _verified(reference: list[Any], given: list[Any]) -> bool:
-    return math_verify.verify(reference, given, timeout_seconds=None)
+    return math_verify.verify(reference, given, allow_set_relation_comp=True, timeout_seconds=None)
+
+
+def _numbers_equal(wanted: Any, found: Any, float_rounding: int, numeric_precision: int) -> bool:
+    """Compares as `grader.sympy_numeric_eq` does, but with a relative tolerance. Of sums, terms are compared."""
+    expressions = isinstance(wanted, sympy.Expr) and isinstance(found, sympy.Expr)
+    if not expressions or wanted.has(sympy.UnevaluatedExpr) or found.has(sympy.UnevaluatedExpr):
+        return _library_equal(wanted, found, float_rounding, numeric_precision)
+    if not wanted.has(sympy.Float) and not found.has(sympy.Float):
+        difference = sympy.N(wanted - found)
+        return difference == 0 or bool(difference.is_number and abs(difference) < 1e-50 * abs(sympy.N(wanted)))
+    places = [last_place(repr(float(number))) if number.is_Float else Fraction(0) for number in (wanted, found)]
+    terms = [sympy.expand(sympy.N(expression)).as_coefficients_dict() for expression in (wanted, found)]
+    return terms[0].keys() == terms[1].keys() and all(
+        near(Fraction(str(terms[0][term])), Fraction(str(terms[1][term])), places, _tolerance) for term in terms[0]
+    )
+
+
+grader.sympy_numeric_eq = _numbers_equal  # it is called for the numbers within sets, intervals, matrices, too
 
 
 def _brackets(latex: str) -> str:
     latex = latex.strip()
     if latex.startswith(r"\{") and latex.endswith(r"\}"):
         return "set"
-    return "tuple" if latex[:1] in ("(", "[") and latex[-1:] in (")", "]") and "," in latex else ""
+    if latex[:1] in ("(", "[") and latex[-1:] in (")", "]") and "," in latex:
+        return "tuple"
+    return "list" if "," in latex and not set(latex) & set("([{=<>") else ""
 
 
 def _same_sides(wanted: sympy.Eq, found: sympy.Eq) -> bool:

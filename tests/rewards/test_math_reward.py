@@ -13,7 +13,8 @@ from fluxjax.base.scored import Completion, Prompt
 from fluxjax.base.worker_pool import WorkerDied
 from fluxjax.config import ConfigError
 from fluxjax.rewards import math as math_reward
-from fluxjax.rewards.math import MathAnswer, decided, tidied
+from fluxjax.rewards.math import MathAnswer, decided
+from fluxjax.rewards.math_notation import notation
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,7 @@ AT_ONCE = [
     ("no", r"\boxed{on}", False),
     ("even", r"\boxed{neve}", False),
     ("-4", "\\boxed{\N{MINUS SIGN}4}", True),
+    ("12", r"\boxed{12 \text{ cm}^2}", True),
 ]
 BY_ALGEBRA = [
     ("x^2+2x+1", r"\boxed{(x+1)^2}", True),
@@ -63,7 +65,6 @@ BY_ALGEBRA = [
     (r"2\pi", r"\boxed{6.28}", False),
     ("5", r"\boxed{x = 5}", True),
     ("x = 5", r"\boxed{5}", True),
-    ("12", r"\boxed{12 \text{ cm}^2}", True),
     ("(1,2)", r"\boxed{(2,1)}", False),
     ("(1,2)", r"\boxed{[1,2]}", False),
     ("(1,2)", r"\boxed{\{1,2\}}", False),
@@ -236,7 +237,8 @@ def test_deepmath_references(shared):
         return [answer for (answer, _), result in zip(pairs, results, strict=True) if result.value == 1.0]
 
     async def equal_to_themselves(answers):
-        questions = [{"reference": tidied(a), "given": tidied(a), "strict": True} for a in answers]
+        parts = [notation(answer) for answer in answers]
+        questions = [{"reference": part.latex, "given": part.latex, "strict": True} for part in parts]
         return await asyncio.gather(*(reward._pool.acall(question) for question in questions))
 
     with contextlib.closing(MathAnswer(workers=2, seconds=300.0)) as reward:
@@ -245,5 +247,5 @@ def test_deepmath_references(shared):
         assert asyncio.run(score([(answer, corrupted(answer)) for answer in distinct])) == [
             answer for answer in EXCEPTIONS if answer in distinct
         ]
-        algebraic = [answer for answer in distinct if decided(tidied(answer), "x+", 0.0, False) is None]
+        algebraic = [answer for answer in distinct if decided(notation(answer), notation("x+"), 0.0, False) is None]
         assert len(algebraic) > (300 if TURN is None else 100) and all(asyncio.run(equal_to_themselves(algebraic)))
