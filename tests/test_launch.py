@@ -3,7 +3,9 @@
 import contextlib
 import os
 import pathlib
+import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +16,8 @@ import urllib.request
 import numpy as np
 import pytest
 from forked import SERVER
-from run_cases import Commands, as_if_killed, ended, logged, trained
+from fuzz.checkpoint import flipped, largest_file
+from run_cases import Commands, ended, logged, trained
 from safetensors.numpy import load_file
 
 from fluxjax import launch
@@ -114,8 +117,14 @@ def assert_same_weights(run_dir: pathlib.Path, one: pathlib.Path) -> None:
 @pytest.mark.long
 @pytest.mark.turn(0)
 def test_two_processes_go_on_from_where_one_was(commands, one, tmp_path):
-    joined = as_if_killed(one, tmp_path / "joined", 2)
-    assert "resuming after step 2" in commands.run(joined, CONFIG, SMALL, processes=2)
+    """Its newest checkpoint is damaged: both take the one before."""
+    joined = shutil.copytree(
+        one, tmp_path / "joined", ignore=shutil.ignore_patterns("model", "adapter", "summary.json")
+    )
+    damaged = largest_file(joined / "checkpoints" / "3")
+    flipped(damaged, random.Random(0))
+    text = commands.run(joined, CONFIG, SMALL, processes=2)
+    assert "resuming after step 2" in text and re.search(rf"step 3 .* is passed over: .*{damaged.name}", text)
     assert_same_weights(joined, one)
 
 

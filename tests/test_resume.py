@@ -5,11 +5,13 @@ number that is not a time, and the summary. One run is killed for real, in a pro
 trainer in this process is thrown away.
 """
 
+import random
 import shutil
 import signal
 
 import numpy as np
 import pytest
+from fuzz.checkpoint import flipped, largest_file
 from run_cases import (
     Died,
     DiesAt,
@@ -102,6 +104,18 @@ def test_killed_again_and_again(text, reference, monkeypatch, tmp_path):
     assert not list((run_dir / "checkpoints").glob("*tmp*"))
     trained(run_dir, TEXT, text)  # it is complete, and stays as it is
     assert summary(run_dir)["resumed_from"][-1] == STEPS
+    assert_same_run(run_dir, reference)
+
+
+def test_a_damaged_checkpoint_is_passed_over(text, reference, caplog, tmp_path):
+    """The run goes on from the one before it, and ends with the same bits."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(reference, run_dir, ignore=shutil.ignore_patterns("model", "summary.json"))
+    damaged = largest_file(run_dir / "checkpoints" / str(STEPS))
+    flipped(damaged, random.Random(0))
+    trained(run_dir, TEXT, text)
+    assert summary(run_dir)["resumed_from"] == [3]
+    assert any(f"step {STEPS}" in line and damaged.name in line for line in caplog.messages)
     assert_same_run(run_dir, reference)
 
 

@@ -14,7 +14,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from run_cases import Died, DiesAt, assert_same_run, checkpoint_steps, flags, letters, summary, trained
 
+from fluxjax.config import CheckpointConfig
+from fluxjax.hosts.gang import Gang
 from fluxjax.run import snapshot_folder
+from fluxjax.run.gang_snapshots import GangSnapshots
 from fluxjax.run.snapshots import Snapshots
 from sharding.weights import like
 
@@ -80,11 +83,14 @@ def damaged_at(file: pathlib.Path, place: int) -> None:
         lambda file: file.unlink(),
     ],
 )
-def test_what_is_damaged_or_of_another_number_of_processes_is_none(damage, tmp_path):
+def test_what_is_damaged_or_of_another_number_of_processes_is_none(damage, tmp_path, caplog):
     for step in (1, 2):
         ONE.write(tmp_path / "s", step, placed(2))
-    damage(tmp_path / "s" / "2.0-of-1")
+    file = tmp_path / "s" / "2.0-of-1"
+    damage(file)
     assert ONE.steps(tmp_path / "s", like(placed(2))) == [1]
+    told = f"the snapshot of step 2 is passed over: {file} has another checksum than what was written"
+    assert caplog.messages == ([told] if file.exists() else [])
 
 
 def test_one_of_other_devices_or_arrays_is_none(tmp_path):
@@ -92,6 +98,22 @@ def test_one_of_other_devices_or_arrays_is_none(tmp_path):
     assert ONE.steps(tmp_path / "s", like(placed(2))) == [1]
     for other in (placed(4), placed(2, P()), placed(2)["params"]):
         assert ONE.steps(tmp_path / "s", like(other)) == []
+
+
+def test_the_newest_of_which_all_have_their_part_is_told(tmp_path, caplog):
+    class Two(Gang):
+        def collect(self, value):
+            return [value, [1]]
+
+    (run := tmp_path / "run").mkdir()
+    for step in (1, 2):
+        ONE.write(folder := snapshot_folder.named(run) or snapshot_folder.begun(run, tmp_path), step, placed(2))
+    settings = CheckpointConfig(snapshot_every=1, snapshot_folder=str(tmp_path))
+    assert GangSnapshots(settings, run, Two()).newest(like(placed(2))) == 1
+    assert f"step 1 is the newest of which every process has its part in {folder}" in caplog.messages[-1]
+    shutil.rmtree(folder)
+    assert GangSnapshots(settings, run, Gang()).newest(like(placed(2))) == -1
+    assert f"there is none of which every process has its part in {folder}" in caplog.messages[-1]
 
 
 def test_a_full_memory_is_a_warning(small_disk, caplog):

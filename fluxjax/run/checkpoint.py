@@ -1,7 +1,8 @@
 """Checkpoints with Orbax: asynchronous, atomic, the newest few kept, restored onto any mesh.
 
 A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON
-part (coordinator, data position, weight version, what the summary has counted so far).
+part (coordinator, data position, weight version, what the summary has counted so far). All its files have checksums
+(`checksums`), and no older one is removed before they are written.
 """
 
 import errno
@@ -16,6 +17,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
+
+from .checksums import NO_SUMS, SummedPath, damage
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class Checkpoints:
         self._keep = keep
         self._read_only = read_only
         self.failed: list[str] = []  # reasons, one for each checkpoint that could not be written
+        self._damage: dict[int, str] = {}  # of the checkpoints that were looked at, by step
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -44,6 +48,8 @@ class Checkpoints:
             create=not self._read_only,
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
+            temporary_path_class=SummedPath,
+            lightweight_initialize=True,  # or damaged metadata of one checkpoint would end the run
         )
         arrays = ocp.StandardCheckpointHandler(save_concurrent_gb=self._at_once, restore_concurrent_gb=self._at_once)
         handlers = {"arrays": arrays, "state": ocp.JsonCheckpointHandler()}
@@ -57,19 +63,54 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def holds(self, part: str) -> bool:
-        """Returns True if the newest complete checkpoint, if there is one, has arrays of this name."""
-        step = self.latest()
+        """Returns True if the newest undamaged checkpoint, if there is one, has arrays of this name."""
+        step = self.undamaged()
         metadata = None if step is None else self._manager.item_metadata(step)["arrays"]
         return metadata is not None and part in metadata.tree
 
     def newest(self) -> int:
-        """Returns the same step as `latest`, once a write under way is complete. Raises `ResumeError` if there is no
-        checkpoint."""
-        self.wait()
-        step = self.latest()
+        """Returns the same step as `undamaged`. Raises `ResumeError` if there is no checkpoint."""
+        step = self.undamaged()
         if step is None:
             raise ResumeError(f"there is no checkpoint in {self.folder}")
         return step
+
+    def undamaged(self, above: int = -1) -> int | None:
+        """Returns the newest step after `above` whose checkpoint is as it was written, once a write under way is
+        complete; None: there is none. Every newer one is logged, with the file that is damaged. A checkpoint of an
+        earlier release, without checksums, is taken where nothing better is there. Raises `ResumeError` if all
+        checkpoints there are damaged."""
+        self.wait()
+        steps = [step for step in self._there() if step > above]
+        for step in steps:
+            if not self._look(step):
+                return step
+        if steps and above < 0:
+            without = [step for step in steps if self._damage[step] == NO_SUMS]
+            if not without:
+                raise ResumeError(f"every checkpoint in {self.folder} is damaged; restore the files, or remove it all")
+            log.warning("the checkpoint of step %d has no checksums and is taken unchecked", without[0])
+            return without[0]
+        return None
+
+    def check(self, step: int) -> None:
+        """Raises `ResumeError` if the checkpoint of `step` is damaged."""
+        self.wait()
+        if step in self._there() and (reason := self._look(step)) and reason != NO_SUMS:
+            raise ResumeError(f"the checkpoint {self.folder / str(step)} is damaged: {reason}")
+
+    def _there(self) -> list[int]:
+        """Returns the steps that have a folder, the newest first, also of those that Orbax does not count."""
+        names = (path.name for path in self.folder.iterdir()) if self.folder.is_dir() else ()
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def _look(self, step: int) -> str:
+        """Returns what is wrong with a checkpoint, or nothing; at the first look, logs it."""
+        if step not in self._damage:
+            self._damage[step] = reason = damage(self.folder / str(step))
+            if reason:
+                log.warning("the checkpoint of step %d in %s is passed over: %s", step, self.folder, reason)
+        return self._damage[step]
 
     def save(self, step: int, arrays: PyTree, state: dict[str, Any]) -> bool:
         """Starts writing; returns once the arrays are copied, so that the trainer may donate them.
@@ -100,6 +141,7 @@ class Checkpoints:
         processes; the `state` is that of process 0."""
         args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
         try:
+            self._damage.pop(step, None)
             self._manager.save(step, args=args, force=True)
         except _WRITE_ERRORS as error:
             self._begin_afresh(error)
@@ -109,6 +151,10 @@ class Checkpoints:
         for later in sorted(self._manager.all_steps(), reverse=True):  # the newest first: a kill leaves no gap
             if later > step:
                 self._manager.delete(later)
+        if jax.process_index() == 0:
+            for later in self._there():
+                if later > step:  # so damaged that Orbax does not count it
+                    shutil.rmtree(self.folder / str(later))
 
     def wait(self) -> bool:
         """Waits for the write under way; returns False if it failed."""

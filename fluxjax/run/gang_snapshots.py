@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from ..hosts.gang import Gang
 from ..hosts.orders import Offer, Restore, Snapshot
 from . import snapshot_folder
 from .snapshots import Snapshots
+
+log = logging.getLogger(__name__)
 
 
 class GangSnapshots:
@@ -34,7 +37,11 @@ class GangSnapshots:
         self._folder = folder
         self._gang.tell(Offer(str(folder)))
         there = self._gang.collect(self._own.steps(folder, abstract))
-        return max(set(there[0]).intersection(*there), default=-1)
+        newest = max(set(there[0]).intersection(*there), default=-1)
+        if not any(there) or max(map(max, filter(None, there))) > newest:
+            which = f"that of step {newest} is the newest" if newest >= 0 else "there is none"
+            log.warning("%s of which every process has its part in %s; by process: %s", which, folder, there)
+        return newest
 
     def restore(self, abstract: PyTree, step: int, make_room: Callable[[], None]) -> tuple[int, PyTree, Any]:
         """Returns the step, the arrays and the state of the newest snapshot, as `Checkpoints.restore` does."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import pathlib
 import re
 import secrets
@@ -14,8 +15,10 @@ import shutil
 
 from ..config.run_folder import replace_text
 
+log = logging.getLogger(__name__)
 NAMED = "snapshots"  # the file in the run's folder
 _PREFIX = "fluxjax-snapshots-"
+_FOLDER = re.compile(rf"[^\0]*{_PREFIX}[0-9a-f]{{12}}-[0-9a-f]{{16}}")
 _FILE = re.compile(r"(\d+)\.(\d+)-of-(\d+)")
 
 
@@ -28,9 +31,12 @@ def begun(run_dir: pathlib.Path, base: pathlib.Path) -> pathlib.Path:
 
 
 def named(run_dir: pathlib.Path) -> pathlib.Path | None:
-    """Returns the folder that `begun` named last; None if there is none."""
+    """Returns the folder that `begun` named last; None if there is none. Logs a file that `begun` did not write."""
     with contextlib.suppress(OSError):
-        return pathlib.Path((run_dir / NAMED).read_text())
+        text = (run_dir / NAMED).read_text(errors="replace")
+        if _FOLDER.fullmatch(text):
+            return pathlib.Path(text)
+        log.warning("no snapshot is found: %s is damaged", run_dir / NAMED)
     return None
 
 

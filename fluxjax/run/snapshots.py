@@ -6,7 +6,6 @@ snapshot serves as many processes and devices, in the same places, as it was tak
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -88,9 +87,14 @@ class Snapshots:
 
     def steps(self, folder: pathlib.Path, abstract: PyTree) -> list[int]:
         """Returns the steps whose part is here, is undamaged, and fits this process's devices; `abstract` as for
-        `restore`."""
-        layout = _layout(abstract)
-        return [step for step in sorted(self._steps(folder)) if _is_sound(self._file(folder, step), layout)]
+        `restore`. Logs why the part of another step is passed over."""
+        layout, steps = _layout(abstract), []
+        for step in sorted(self._steps(folder)):
+            if reason := _damage(file := self._file(folder, step), layout):
+                log.warning("the snapshot of step %d is passed over: %s %s", step, file, reason)
+            else:
+                steps.append(step)
+        return steps
 
     def restore(
         self, folder: pathlib.Path, abstract: PyTree, step: int, make_room: Callable[[], None] = lambda: None
@@ -168,13 +172,18 @@ def _read(stream: io.BufferedReader, like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
 
 
-def _is_sound(file: pathlib.Path, layout: str) -> bool:
-    with contextlib.suppress(OSError, ValueError, KeyError), file.open("rb") as stream:
-        line = stream.readline()
+def _damage(file: pathlib.Path, layout: str) -> str:
+    """Returns why a snapshot can't be restored; nothing if it can."""
+    try:
+        with file.open("rb") as stream:
+            line = stream.readline()
+            checksum, left = zlib.crc32(line), file.stat().st_size - len(line) - _CHECKSUM
+            while left > 0 and (data := stream.read(min(left, _CHUNK))):
+                checksum, left = zlib.crc32(data, checksum), left - len(data)
+            if stream.read() != checksum.to_bytes(_CHECKSUM, "little"):
+                return "has another checksum than what was written"
         head = json.loads(line)
-        checksum, left = zlib.crc32(line), file.stat().st_size - len(line) - _CHECKSUM
-        while left > 0 and (data := stream.read(min(left, _CHUNK))):
-            checksum, left = zlib.crc32(data, checksum), left - len(data)
         fits = head["format"] == _FORMAT and head["layout"] == layout
-        return fits and stream.read() == checksum.to_bytes(_CHECKSUM, "little")
-    return False
+        return "" if fits else "is of other devices, of other arrays, or of another release"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"can't be read: {error}"

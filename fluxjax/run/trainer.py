@@ -272,7 +272,10 @@ class FluxTrainer:
 
         The learner's arrays go before those of the checkpoint come, so that no device holds both (but for those that
         an engine serves)."""
-        step = self.checkpoints.newest() if step is None else step
+        if step is None:
+            step = self.checkpoints.newest()
+        else:
+            self.checkpoints.check(step)
         self.gang.tell(Restore(step))
         return self._load(step, self.checkpoints.restore)
 
@@ -391,15 +394,18 @@ class FluxTrainer:
     def _resume(self) -> None:
         """Loads the state from which the run goes on, if it resumes one. Loads it again even if it is loaded already,
         for the steps, intervals and prompts that `fit` was given."""
-        checkpoint = self.checkpoints.latest()
-        abstract = abstract_arrays(self.learner, self.config, self.critic)
-        snapshot = self.snapshots.newest(abstract) if self._loaded is None else -1
-        if snapshot > (-1 if checkpoint is None else checkpoint):
+        if self._loaded is not None:
+            self.snapshots.begin()
+            self.load_checkpoint(self._loaded)
+            return
+        snapshot = self.snapshots.newest(abstract_arrays(self.learner, self.config, self.critic))
+        checkpoint = self.checkpoints.undamaged(above=snapshot)
+        if checkpoint is None and snapshot >= 0:
             self._load(snapshot, self.snapshots.restore)
             return
         self.snapshots.begin()
-        if self._loaded is not None or checkpoint is not None:
-            self.load_checkpoint(self._loaded)
+        if checkpoint is not None:
+            self.load_checkpoint(checkpoint)
 
     async def _serve(self, weights: dict[str, Any]) -> None:
         await on_all(self.engines, lambda engine: engine.update_weights(self.learner.version, weights))

@@ -1,0 +1,1 @@
+"""Fuzzers: many random inputs of one kind, by count and seed."""
