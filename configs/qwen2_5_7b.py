@@ -8,8 +8,7 @@
 Expected memory, by the pre-flight: 65 of 75 GiB that JAX may use of a device (accumulate), 4 GiB of
 host memory while weights are loaded (docs/preflight.md).
 
-Never measured: no step of it has run on a GPU. `number` compares the last number of an answer, so that answers that
-are formulas count as wrong.
+Never measured: no step of it has run on a GPU. The reward `math` needs `pip install 'fluxjax[math]'`.
 """
 
 from fluxjax.config import Config, ConfigError, DType, Remat, SourceConfig, Strategy
@@ -24,7 +23,7 @@ def get_config(variant: str = "") -> Config:
     config.model.compute_dtype = DType.BFLOAT16
     config.data.sources = {
         "deepmath": SourceConfig(
-            path="DeepMath-103K/data", reward="number", prompt_field="question", answer_field="final_answer"
+            path="DeepMath-103K/data", reward="math", prompt_field="question", answer_field="final_answer"
         )
     }
     config.data.chat_template = True

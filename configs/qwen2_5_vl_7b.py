@@ -14,10 +14,10 @@ Expected memory, by the pre-flight: 66 of 75 GiB that JAX may use of a device (a
 host memory while weights are loaded (docs/preflight.md).
 
 Never measured: no step of it has run on a GPU. Speed, stability of the learning rate, and the final accuracy are not
-known; `number` compares the last number of an answer, so that answers with roots or letters count as wrong.
+known. The reward `math` needs `pip install 'fluxjax[math]'`.
 """
 
-from fluxjax.config import Config, ConfigError, DType, Remat, RolloutEngine, SourceConfig, Strategy
+from fluxjax.config import Config, ConfigError, DType, Remat, RewardTerm, RolloutEngine, SourceConfig, Strategy
 
 
 def get_config(variant: str = "") -> Config:
@@ -31,7 +31,7 @@ def get_config(variant: str = "") -> Config:
         "geometry3k": SourceConfig(
             path="geometry3k/data/train-00000-of-00001.parquet",
             eval_path="geometry3k/data/test-00000-of-00001.parquet",
-            reward="number",
+            rewards={"math": RewardTerm(arguments={"tolerance": 1e-3})},  # 17.32 is the root of 300
         )
     }
     config.data.chat_template = True

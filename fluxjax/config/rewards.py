@@ -49,6 +49,8 @@ class RewardsConfig:
     )
     # Share of the last 1,000 responses that a reward of a source may fail on, from the 100th on; then the run stops.
     max_failed: float = within(0.5, "(0, 1]")
+    # Share of a source's answers that its reward may be unable to grade, of up to 500; else the run does not begin.
+    max_unreadable: float = within(0.1, "[0, 1]")
     batch_size: int = positive(64)  # responses that a batched reward gets at once, at most
     batch_wait: float = not_negative(0.05)  # seconds that a response waits for others of its batch
 

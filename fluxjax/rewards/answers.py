@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import enum
 import math
 import numbers
@@ -32,21 +33,28 @@ def as_reward(result: Any) -> Reward:
     """Returns a reward's answer as a `Reward`; a bool or a number of at least 1 is correct. Raises RewardFailure."""
     if isinstance(result, Reward):
         reward = _plain(result)
-    elif isinstance(result, numbers.Real):
-        reward = Reward(float(result), float(result) >= 1.0)
     else:
-        raise RewardFailure(Failing.INVALID, f"returned {type(result).__name__}, expected Reward or a number")
+        value = _number(result)
+        reward = Reward(value, value >= 1.0)
     for value in (reward.value, *reward.parts.values()):
         if not math.isfinite(value):
             raise RewardFailure(Failing.INVALID, f"returned {value}")
     return reward
 
 
+def _number(value: Any) -> float:
+    """Returns a number of Python, numpy, JAX or the like, also an array without dimensions. Raises RewardFailure."""
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    if not isinstance(number, numbers.Real | decimal.Decimal):
+        raise RewardFailure(Failing.INVALID, f"returned {type(value).__name__}, expected Reward or a number")
+    return float(number)
+
+
 def _plain(reward: Reward) -> Reward:
     """Returns the reward with values of the types that it declares, which checkpoints hold."""
     try:
-        parts = {str(name): float(value) for name, value in reward.parts.items()}
-        return Reward(float(reward.value), bool(reward.correct), str(reward.reason), parts, float(reward.seconds))
+        parts = {str(name): _number(value) for name, value in reward.parts.items()}
+        return Reward(_number(reward.value), bool(reward.correct), str(reward.reason), parts, _number(reward.seconds))
     except (TypeError, ValueError, AttributeError) as error:
         raise RewardFailure(Failing.INVALID, f"returned a Reward with wrong values: {error}") from None
 

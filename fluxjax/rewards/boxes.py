@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float64
 
-from ..base.scored import Completion, Reward
+from ..base.scored import Completion, Prompt, Reward
 from ..config.bounds import positive, within
 from .extraction import TAIL, tagged
 from .parameters import check_parameters
@@ -50,6 +50,11 @@ class BoxOverlap:
         values = overlaps >= self.threshold if self.threshold else overlaps
         correct = len(wanted) == len(found) and bool((overlaps >= self.correct_from).all())
         return Reward(float(values.sum()) / max(len(wanted), len(found)), correct)
+
+    def unreadable(self, prompt: Prompt) -> str:
+        """Says why the prompt's answer can't be graded; empty if it can."""
+        wanted = boxes_in(prompt.answer)
+        return "has no box" if not len(wanted) else "" if iou(wanted, wanted).diagonal().all() else "has an empty box"
 
 
 def _matched(overlaps_NM: Float64[np.ndarray, "N M"]) -> Float64[np.ndarray, " K"]:

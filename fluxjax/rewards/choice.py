@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from ..base.scored import Completion, Reward
+from ..base.scored import Completion, Prompt, Reward
 from .extraction import TAIL, explicit_answer
 from .rules import normalise
 
@@ -31,9 +31,8 @@ class Choice:
     async def score(self, completion: Completion) -> Reward:
         options = options_of(completion.prompt.text)
         wanted = chosen(completion.prompt.answer, options)
-        if len(wanted) != 1:
-            id, answer = completion.prompt.id, completion.prompt.answer
-            raise ValueError(f"the answer {answer!r} of prompt {id} is neither a letter nor the text of an option")
+        if why := self.unreadable(completion.prompt):
+            raise ValueError(f"the answer {completion.prompt.answer!r} of prompt {completion.prompt.id} {why}")
         text = explicit_answer(completion.text)
         if text is None:
             text = completion.text[-TAIL:].rstrip().rpartition("\n")[2]
@@ -44,6 +43,11 @@ class Choice:
             return Reward(0.0, False, "no choice found")
         right = found == wanted
         return Reward(float(right), right)
+
+    def unreadable(self, prompt: Prompt) -> str:
+        """Says why the prompt's answer can't be graded; empty if it can."""
+        wanted = chosen(prompt.answer, options_of(prompt.text))
+        return "" if len(wanted) == 1 else "is neither a letter nor the text of an option"
 
 
 def options_of(question: str) -> dict[str, str]:

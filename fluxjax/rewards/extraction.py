@@ -14,7 +14,7 @@ _NUMBER = rf"(?:{_DIGITS}(?:\.[0-9]{{0,40}})?|\.[0-9]{{1,40}})(?:[eE][-+]?[0-9]{
 _PERCENT = r"\s{0,3}(?:\\?%)?"
 # No part of a longer number or of a word; a sign between two terms is an operator.
 _IN_TEXT = re.compile(
-    rf"(?<![0-9A-Za-z_])(?<![0-9]\.)(?:(?<![0-9A-Za-z)\]}}])[-+])?{_NUMBER}(?:/[0-9]{{1,40}})?(?![0-9]){_PERCENT}"
+    rf"(?<![0-9A-Za-z_])(?<![0-9]\.)(?:(?<![0-9A-Za-z)\]}}])[-+])?{_NUMBER}(?:/[0-9]{{1,40}})?(?![0-9]|[eE][-+]?[0-9]){_PERCENT}"
 )
 _ALONE = re.compile(rf"([-+]?)\s?({_NUMBER})(?:\s?/\s?({_NUMBER}))?({_PERCENT})")
 _FRACTION = re.compile(rf"([-+]?)\s?\\frac\s?\{{({_DIGITS})\}}\s?\{{({_DIGITS})\}}({_PERCENT})")

@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ..base.errors import said
-from ..base.scored import Completion, Reward
+from ..base.scored import Completion, Prompt, Reward
 from ..config import RewardKindConfig, RewardsConfig
 from .answers import Failing, RewardFailure, as_reward
 from .call_slots import CallSlots
 from .callers import Batches, Caller, LocalCaller, ProcessCaller, answered
 from .failures import Failures
 from .named import REWARDS, Callee, FoundReward
+from .rules import UNREADABLE
 from .users_loop import UsersLoop
 
 
@@ -42,6 +43,12 @@ class GuardedReward:
         if self.caller is None or reward.seconds:
             return reward
         return dataclasses.replace(reward, seconds=time.monotonic() - begin)
+
+    def unreadable(self, prompt: Prompt) -> str:
+        """Says why the reward can't grade the prompt's answer; empty if it can, or can't tell."""
+        rule = UNREADABLE.get(self.reward) if inspect.isfunction(self.reward) else None
+        tells: Any = rule or getattr(self.reward, "unreadable", None)
+        return str(tells(prompt)) if callable(tells) else ""
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from ..base.errors import ConfigError
-from ..base.scored import Completion, Reward
+from ..base.scored import Completion, Prompt, Reward
 from ..base.worker_pool import WorkerError, WorkerMemory, WorkerPool, WorkerTimeout
 from ..config.bounds import not_negative, positive
 from .extraction import as_number, explicit_answer, last_number, last_place, near, sendable
@@ -86,6 +86,17 @@ class MathAnswer:
                 self._counts["gave_up"] += 1
                 return Reward(0.0, False, f"comparing the answer: {error}"[:200])
         return _RIGHT if equal else _WRONG
+
+    def unreadable(self, prompt: Prompt) -> str:
+        """Says why the prompt's answer can't be graded; empty if it can."""
+        parts = notation(prompt.answer)
+        if as_number(parts.plain) is not None or _WORD.fullmatch(parts.plain) or _MISREAD.search(parts.plain):
+            return ""
+        try:
+            readable = parts.formula and self._pool.call({"reference": sendable(parts.latex)})
+        except (WorkerTimeout, WorkerMemory, WorkerError):
+            readable = False
+        return "" if readable else "is no formula that can be read"
 
     def take_counts(self) -> dict[str, float]:
         """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""

@@ -18,7 +18,17 @@ _BASES = re.findall(r"\w+", "two three four five six seven eight nine ten eleven
 _SIGNS = "\u2212\u2013\u2260\u2264\u2265\u221e\u03c0\u00d7\u00b7\u2205\u00b0\u221a\u2026"
 _COMMANDS = re.findall(r"\S+", r"- - \neq \leq \geq \infty \pi \times \cdot \emptyset ^\circ \sqrt \ldots")
 _TRANSLATED = {ord(sign): f"{command} ".replace("- ", "-") for sign, command in zip(_SIGNS, _COMMANDS, strict=True)}
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """Returns the fraction that a repeating decimal is."""
+    whole, first, again = match.groups()
+    value = Fraction(int(whole + first + again) - int(whole + first), 10 ** len(first) * (10 ** len(again) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
 _WORDY = r"text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox"
+_DECIMAL = r"(?<![0-9])([0-9]{1,20})\."
 _REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # one way of writing for several, in this order
     (r"^(-?)\\\$\s?([0-9.,]+)$", r"\1\2\\text{dollars}"),
     # Dollars, and \( \) \[ \] but for the \\[2pt] of a matrix; what sizes brackets; a space of negative width.
@@ -26,8 +36,7 @@ _REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # one wa
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
     (r"\{,\}", ","),
     (r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])", lambda match: match[0].replace(" ", "")),
-    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"(\\(?:frac|binom)) ?([0-9]) ?([0-9])", r"\1{\2}{\3}"),
+    (r"\\[dtc]?frac(?![a-zA-Z])(?: ?([0-9]) ?([0-9]))?", lambda m: rf"\frac{{{m[1]}}}{{{m[2]}}}" if m[1] else r"\frac"),
     (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\\sqrt ?\{ ?-1 ?\}", " i "),
     (rf"\{{\\rm ([^{{}}]*)\}}|\\(?:{_WORDY}) ?\{{([^{{}}]*)\}}", r"\\text{\1\2}"),
@@ -35,22 +44,13 @@ _REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # one wa
     (r"(?<=[0-9\s])(?:\\text\{ ?percent ?\}|percent\b)", r"\\%"),
     (r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}", r"\\emptyset "),
     (r"\\[lc]?dots[a-z]?(?![a-zA-Z])|\.\.\.", r"\\ldots "),
-    (r"(?<![0-9])([0-9]{1,20})\.([0-9]{0,20}?)([0-9]{1,9})\3{2,9} ?\\ldots ", lambda match: _repeating(match)),
-    (
-        r"(?<![0-9])([0-9]{1,20})\.([0-9]{0,20}) ?\\(?:overline|bar|dot) ?\{? ?([0-9]{1,20}) ?\}?",
-        lambda match: _repeating(match),
-    ),
-    (r"(?<![0-9])([0-9]{1,20})\.()\(([0-9]{1,20})\)", lambda match: _repeating(match)),
-    (
-        r"(?<![\w^])([0-9]{1,40}(?:\.[0-9]{1,40})?) ?\\(?:times|cdot) ?10 ?\^ ?(?:\{ ?(-?[0-9]{1,3}) ?\}|([0-9]))",
-        r"\1e\2\3",
-    ),
+    (_DECIMAL + r"([0-9]{0,20}?)([0-9]{1,9})\3{2,9} ?\\ldots ", _repeating),
+    (_DECIMAL + r"([0-9]{0,20}) ?\\(?:overline|bar|dot) ?\{? ?([0-9]{1,20}) ?\}?", _repeating),
+    (_DECIMAL + r"()\(([0-9]{1,20})\)", _repeating),
+    (r"(?<![\w^])([0-9]+(?:\.[0-9]+)?) ?\\(?:times|cdot) ?10 ?\^ ?(?:\{ ?(-?[0-9]{1,3}) ?\}|([0-9]))", r"\1e\2\3"),
     (r"\\equiv(?![a-zA-Z])", "="),
-    # A letter alone is none of a word, but perhaps a unit at the end.
-    (
-        r"\\text\{ ?([A-Za-z0-9]) ?\}(?!$)|(?<![0-9}] )(?<![0-9}])\\text\{ ?([A-Za-z0-9]) ?\}|\\text\{([ei])\}",
-        r" \1\2\3",
-    ),
+    # A letter alone is no word, but behind a number at the end perhaps a unit.
+    (r"\\text\{ ?([A-Za-z0-9]) ?\}(?!$)|(?<![0-9}] )(?<![0-9}])\\text\{ ?(\w) ?\}|\\text\{([ei])\}", r" \1\2\3"),
 ]
 _DENIAL = re.compile(r"\\(?:neq?|notin|not|lnot|neg)(?![a-zA-Z])|\bnot\b")
 _DENIED = {r"\ne": "=", r"\neq": "=", r"\notin": r"\in "}
@@ -117,9 +117,3 @@ def _unit(phrase: str) -> str:
         units[words[0]] = units[words[0]] or words[0]
     text = re.sub("[a-z]+", lambda match: units[match[0]], text)
     return re.sub(r"[\s^{}]", "", text) if all(units.values()) else ""
-
-
-def _repeating(match: re.Match[str]) -> str:
-    whole, first, again = match.groups()
-    value = Fraction(int(whole + first + again) - int(whole + first), 10 ** len(first) * (10 ** len(again) - 1))
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"

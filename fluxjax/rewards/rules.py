@@ -4,16 +4,18 @@
 `value` has: it is what accuracy counts.
 """
 
-import decimal
 import re
+from fractions import Fraction
 
 from ..base.scored import Prompt, Reward
+from .extraction import as_number, last_number
 
 EXACT_BONUS = 0.5  # the part of a shaped reward that only a fully right answer gets
 _WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
-# At most 40 digits either side: a number is compared, not a bomb defused.
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,40})?(?:\.\d{1,40})?(?:\s*/\s*\d{1,40})?")
-_TAIL = 2000  # characters searched for a number, from the end
+# Signs of a formula but for the dollars and percents of a number; a number and a letter, or another number.
+_FORMULA = re.compile(
+    r"\\(?![$%])|[\^_{}\u221a\u03c0]|[0-9][A-Za-z]|[0-9][^0-9,./]+.*[0-9]|[0-9],(?: .*|[0-9]{1,2}(?![0-9]))"
+)
 
 
 def normalise(text: str) -> str:
@@ -43,23 +45,31 @@ def digits(prompt: Prompt, text: str) -> Reward:
 def number(prompt: Prompt, text: str) -> Reward:
     """Gives 1 if the last number in the text equals the last number in the answer: `1,000`, `1000.0` and `2000/2` are
     one number. 0 if either has none."""
-    given, wanted = last_number(text), last_number(prompt.answer)
+    given, wanted = _number(text), _number(prompt.answer)
     return _RIGHT if given is not None and given == wanted else _WRONG
 
 
-def last_number(text: str) -> decimal.Decimal | None:
-    found = ""
-    for match in _NUMBER.finditer(text[-_TAIL:]):
-        if any(c.isdigit() for c in match[0]):
-            found = match[0]
-    if not found:
-        return None
-    numerator, _, denominator = found.replace(",", "").partition("/")
-    try:
-        value = decimal.Decimal(numerator.strip())
-        return value / decimal.Decimal(denominator.strip()) if denominator else value.normalize()
-    except decimal.DecimalException:  # division by zero
-        return None
+def _number(text: str) -> Fraction | None:
+    last = last_number(text)
+    return None if last is None else as_number(last.rstrip("\\% "))
+
+
+def no_answer(prompt: Prompt) -> str:
+    """Says why no text can be the prompt's answer; empty if one can."""
+    return "" if normalise(prompt.answer) else "is empty"
+
+
+def no_number(prompt: Prompt) -> str:
+    r"""Says why the last number of the prompt's answer is not the answer, as in `10\sqrt{3}`; empty if it is. What
+    stands before `####` or in an earlier line is no part of it."""
+    last = prompt.answer.rpartition("####")[2].strip().rpartition("\n")[2]
+    if _number(last) is None:
+        return "has no number"
+    return "is more than a number" if _FORMULA.search(last) else ""
+
+
+# By rule, the function that says why it can't grade a prompt's answer.
+UNREADABLE = {exact: no_answer, positions: no_answer, digits: no_answer, number: no_number}
 
 
 def _shaped(answer: str, text: str) -> Reward:

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 from rapidfuzz.distance import Levenshtein
 
-from ..base.scored import Completion, Reward
+from ..base.scored import Completion, Prompt, Reward
 from ..config.bounds import not_negative, positive, within
 from .extraction import TAIL, as_number, explicit_answer, last_number, tagged
 from .parameters import check_parameters
-from .rules import normalise
+from .rules import no_number, normalise
 
 _WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
 _BETWEEN_ITEMS = re.compile(r"->|→|[\n;,>]")
@@ -48,6 +48,10 @@ class NumericAnswer:
         if found is None:
             return Reward(0.0, False, "no number found")
         return _RIGHT if abs(found - wanted) <= max(self.tolerance * abs(wanted), self.absolute) else _WRONG
+
+    def unreadable(self, prompt: Prompt) -> str:
+        """Says why the prompt's answer can't be graded; empty if it can."""
+        return no_number(prompt) if as_number(prompt.answer) is None else ""
 
 
 @dataclasses.dataclass(frozen=True)

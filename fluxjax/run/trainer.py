@@ -178,6 +178,11 @@ class FluxTrainer:
                 give_up=lambda reason: self._runtime and self._runtime.request_stop(reason, failed=True),
             )
 
+            if not read_only:
+                for held_out, sources in enumerate((self.sources, self.eval_sources)):
+                    texts = {name: source.texts() for name, source in sources.items()}
+                    self.rewards.check_answers(texts, held_out=bool(held_out))
+
             # --- coordinator --------------------------------------------------------------------
             self.coordinator = make_coordinator(config, policy)
             self.replay = ReplayBuffer.of(config.replay)

@@ -1,0 +1,51 @@
+"""Numbers of any library are rewards, as they are and within a `Reward`."""
+
+import decimal
+import fractions
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fluxjax.rewards import Reward
+from fluxjax.rewards.answers import RewardFailure, as_batch, as_reward, to_message
+
+NUMBERS = [
+    (np.bool_(True), 1.0),
+    (np.array(False), 0.0),
+    (np.array(0.25), 0.25),
+    (np.float32(0.5), 0.5),
+    (np.int64(2), 2.0),
+    (jnp.array(0.25), 0.25),
+    (jnp.array(True), 1.0),
+    (jnp.bfloat16(0.5), 0.5),
+    (fractions.Fraction(1, 4), 0.25),
+    (decimal.Decimal("0.25"), 0.25),
+    (True, 1.0),
+]
+
+
+@pytest.mark.parametrize(("value", "number"), NUMBERS, ids=lambda value: f"{type(value).__name__}-{value}")
+def test_numbers_of_all_libraries(value, number):
+    reward = as_reward(value)
+    assert reward == Reward(number, number >= 1.0) and type(reward.value) is float and type(reward.correct) is bool
+    parts = {"part": value}
+    inside = as_reward(Reward(value, value >= 0, parts=parts))
+    assert inside == Reward(number, True, parts={"part": number}) and type(inside.parts["part"]) is float
+    assert to_message(value)[0] == number
+    assert [as_reward(answer).value for answer in as_batch([value, 1], 2)] == [number, 1.0]
+
+
+def test_an_array_of_them_is_a_batch():
+    assert as_batch(np.array([True, False]), 2) == [True, False]
+    assert as_batch(np.array([fractions.Fraction(1, 4)]), 1) == [fractions.Fraction(1, 4)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1", None, np.array([1.0]), np.array("1"), 1j, np.array(1j), decimal.Decimal("nan"), jnp.zeros((1,)), b"1"],
+)
+def test_other_values_are_no_rewards(value):
+    for result in (value, Reward(value, True)):
+        with pytest.raises(RewardFailure, match="returned"):
+            as_reward(result)
