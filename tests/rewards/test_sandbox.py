@@ -332,6 +332,20 @@ FORBIDDEN = {
         for options in ("-r", "-U", "-n", "-m", "-p", "-rm"):
             if subprocess.run(["unshare", options, "true"], stderr=subprocess.DEVNULL).returncode == 0: print(options)
         """,
+    "socket buffers": """
+        import ctypes, itertools, socket
+        for family, kind, one in itertools.product(range(47), range(1, 6), (socket.socket, socket.socketpair)):
+            try: one(family, kind) and (family, one) != (socket.AF_UNIX, socket.socketpair) and print(one, family, kind)
+            except (OSError, ValueError): pass
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+            end, _ = socket.socketpair(type=kind)
+            options = [(end.setsockopt, socket.SOL_SOCKET, option, 1 << 26) for option in (7, 8, 16)]  # sizes, a name
+            for change, *given in *options, (end.bind, "/tmp/x"), (end.bind, "\\0x"), (end.connect, "/tmp/x"):
+                try: print(change, given, change(*given))
+                except OSError: pass
+        for name in ("inotify_init", "inotify_init1", "fanotify_init"):
+            if getattr(ctypes.CDLL(None), name)(0, 0) >= 0: print(name)
+        """,
 }
 
 
@@ -393,6 +407,35 @@ def test_threads_and_processes_still_start(sandbox):
         print(subprocess.run(["echo", "process"], capture_output=True, text=True).stdout, end="")
         """
     assert run(sandbox, code).stdout == b"thread\nthread\nprocess\n"
+
+
+def test_event_loops_still_run(sandbox):
+    code = """
+        import asyncio
+        async def main():
+            process = await asyncio.create_subprocess_exec("echo", "process", stdout=-1)
+            return await asyncio.to_thread(str, "thread"), (await process.communicate())[0]
+        print(*asyncio.run(main()))
+        """
+    assert run(sandbox, code).stdout == b"thread b'process\\n'\n"
+
+
+def test_what_pairs_of_sockets_hold_is_bounded_by_open_files(sandbox):
+    code = """
+        import socket
+        held, pairs = 0, []
+        try:
+            while True:
+                pairs.append(socket.socketpair())
+                for end in pairs[-1]:
+                    end.setblocking(False)
+                    try:
+                        while True: held += end.send(bytes(4096))
+                    except BlockingIOError: pass
+        except OSError: print(len(pairs), held / len(pairs))
+        """
+    pairs, held = map(float, run(sandbox, code).stdout.split())
+    assert 20 <= pairs <= SMALL.open_files // 2 and held <= MIB
 
 
 def test_no_user_id_is_that_of_another_sandbox():

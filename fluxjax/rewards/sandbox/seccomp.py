@@ -1,12 +1,15 @@
 """The system calls that code in a sandbox may not make, as a program of the kernel's classic BPF (seccomp(2), bpf(4)).
 
 Refused are namespaces in every way in which they can be made or entered, mounts, the kernel's keys, tracing and
-loading, and memory that no limit counts (memfd, System V shared memory). `clone` is refused with flags of namespaces
-only; the flags of `clone3` lie where no filter can look, so it is said not to exist, and the C library uses `clone`.
+loading, and memory that no limit counts: memfd, System V shared memory, queues of inotify, and buffers of sockets. Only
+`socketpair(AF_UNIX)` is left, which event loops need; neither end may have a name, by which it could be filled from
+sockets that are closed again, nor a larger buffer. `clone` is refused with flags of namespaces only; the flags of
+`clone3` lie where no filter can look, so it is said not to exist, and the C library uses `clone`.
 """
 
 import errno
 import platform
+import socket
 import struct
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -16,7 +19,7 @@ _NAMESPACES = 0x7E020080  # CLONE_NEW* of namespaces(7): time, mount, cgroup, ut
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # type into the terminal of whoever started this
 _X32 = 0x40000000  # the numbers of another interface of the same architecture
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # by what the kernel calls them (linux/audit.h)
-_CLONE, _IOCTL, _CLONE3 = (56, 220), (16, 29), 435
+_CLONE, _IOCTL, _SOCKETPAIR, _CLONE3 = (56, 220), (16, 29), (53, 199), 435
 _REFUSED = {  # on each of these machines
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -58,6 +61,13 @@ _REFUSED = {  # on each of these machines
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
+    "inotify_init": (253, 26),  # aarch64 has the other one only
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "socket": (41, 198),
+    "bind": (49, 200),
+    "connect": (42, 203),
+    "setsockopt": (54, 208),
 }
 
 
@@ -85,6 +95,11 @@ def program(machine: str | None = None) -> bytes:
         (_EQUAL, 0, 3, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST),
         *_if(_ANY_BIT, _NAMESPACES, no),
+        (_LOAD, 0, 0, _NUMBER),
+        (_EQUAL, 0, 4, _SOCKETPAIR[column]),
+        (_LOAD, 0, 0, _FIRST),
+        (_EQUAL, 1, 0, socket.AF_UNIX),
+        (_RETURN, 0, 0, no),
         (_LOAD, 0, 0, _NUMBER),
         (_EQUAL, 0, 5, _IOCTL[column]),
         (_LOAD, 0, 0, _SECOND),
