@@ -54,17 +54,20 @@ def main(argv: Sequence[str]) -> int:
         parser.error("nothing to train: put the arguments of fluxjax.train behind --")
     try:
         config = cli.load(train)
-    except ConfigError as error:
+        folder, memory = run_folder.named(config), pathlib.Path(config.checkpoint.snapshot_folder)
+        if folder.is_dir():
+            run_folder.Lock(folder).close()  # before anything is started beside another run
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USER
-    folder, memory = run_folder.named(config), pathlib.Path(config.checkpoint.snapshot_folder)
     supervisor = Supervisor(options.processes, options.restarts, train, folder)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: supervisor.stop(number))
     try:
         return supervisor.run()
     finally:
-        snapshot_folder.remove(folder, memory)
+        with contextlib.suppress(ConfigError, OSError), contextlib.closing(run_folder.Lock(folder)):
+            snapshot_folder.remove(folder, memory)
 
 
 def _counts(text: str) -> list[int]:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from fuzz.checkpoint import DRAWS, STEPS, arrays_of, flipped, run, truncated, written
 
-from fluxjax.run import checksums, snapshot_folder
+from fluxjax.run import file_sums, snapshot_folder
 from fluxjax.run.checkpoint import Checkpoints, ResumeError
-from fluxjax.run.checksums import SUMS, damage
+from fluxjax.run.file_sums import SUMS, damage
 from sharding.weights import like
 
 NEWEST, OLDER = str(STEPS[-1]), str(STEPS[-2])
@@ -86,8 +86,8 @@ def test_one_that_is_asked_for_must_be_undamaged(folder, opened):
     flipped(folder / OLDER / "state" / "metadata", random.Random(0))
     checkpoints = opened()
     with pytest.raises(ResumeError, match=f"{OLDER} is damaged: state/metadata has another checksum than {SUMS} says"):
-        checkpoints.check(int(OLDER))
-    checkpoints.check(int(NEWEST))
+        checkpoints.checked(int(OLDER))
+    assert checkpoints.checked(int(NEWEST)) == int(NEWEST)
     assert checkpoints.undamaged(above=int(NEWEST)) is None and checkpoints.newest() == int(NEWEST)
 
 
@@ -108,7 +108,7 @@ def test_nothing_older_is_removed_before_the_new_one_has_checksums(folder, opene
 
     checkpoints = opened(keep=1)
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(checksums, "write_sums", unreadable)
+        patch.setattr(file_sums, "write_sums", unreadable)
         assert checkpoints.save(7, arrays_of(7), {}) and not checkpoints.wait()
     assert "a file can't be read back" in caplog.text and checkpoints.newest() == int(NEWEST)
     assert checkpoints.save(8, arrays_of(8), {}) and checkpoints.wait()

@@ -110,10 +110,10 @@ def test_the_newest_of_which_all_have_their_part_is_told(tmp_path, caplog):
         ONE.write(folder := snapshot_folder.named(run) or snapshot_folder.begun(run, tmp_path), step, placed(2))
     settings = CheckpointConfig(snapshot_every=1, snapshot_folder=str(tmp_path))
     assert GangSnapshots(settings, run, Two()).newest(like(placed(2))) == 1
-    assert f"step 1 is the newest of which every process has its part in {folder}" in caplog.messages[-1]
+    assert f"of snapshots in {folder}, step 1 is the newest that all have" in caplog.messages[-1]
     shutil.rmtree(folder)
     assert GangSnapshots(settings, run, Gang()).newest(like(placed(2))) == -1
-    assert f"there is none of which every process has its part in {folder}" in caplog.messages[-1]
+    assert f"of snapshots in {folder}, step -1 is the newest that all have" in caplog.messages[-1]
 
 
 def test_a_full_memory_is_a_warning(small_disk, caplog):

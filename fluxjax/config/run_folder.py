@@ -3,16 +3,18 @@
 import dataclasses
 import datetime
 import enum
+import fcntl
 import json
 import os
 import pathlib
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import ConfigError
 from . import Config, renamed
 from .algorithms import object_label
-from .bounds import Section
+from .bounds import Section, flatten, lies_in
 
 CONFIG = "config.json"
 
@@ -23,16 +25,57 @@ def named(config: Config) -> pathlib.Path:
     return pathlib.Path(config.run_dir or f"runs/{config.name}-{now}")
 
 
-def create(config: Config) -> pathlib.Path:
-    """Returns the run's folder, made if missing, and writes the configuration into it, also if the run is resumed:
-    settings may have changed. Raises `ConfigError` if it cannot be written."""
+def create(config: Config) -> tuple[pathlib.Path, "Lock"]:
+    """Returns the run's folder, made if missing, and its lock. A new folder gets the configuration; one that holds a
+    run keeps its own until that run goes on. Raises `ConfigError` if the folder is in use, or cannot be written."""
     folder = named(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write(config, folder)
+        lock = Lock(folder)
+        if not (folder / CONFIG).exists():
+            write(config, folder)
     except OSError as error:
         raise ConfigError(f"run_dir: cannot write {folder}: {error.strerror}") from error
-    return folder
+    return folder, lock
+
+
+class Lock:
+    """Keeps a run folder to this process, until `close` or the end of the process, however it ends; processes that it
+    forks do not count. Raises `ConfigError` where the folder is in use, OSError where it cannot be written."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        _locks.add(self)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(f"run_dir: a run is going on in {folder}; wait for its end, or name another") from None
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    __del__ = close
+
+
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _locks])
+
+
+def changes(config: Config, folder: pathlib.Path) -> list[str]:
+    """Returns, for each setting that the folder's configuration has otherwise, `name: BEFORE -> NOW`."""
+    try:
+        before = dict(flatten(json.loads((folder / CONFIG).read_bytes())))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        return [f"unknown, because {folder / CONFIG} cannot be read ({error})"]
+    now = dict(flatten(json.loads(json.dumps(to_json(config)))))
+    names = [name for name in {**now, **before} if not lies_in(name, ("run_dir", "distributed"))]
+    here, there = ([values.get(name, "none") for name in names] for values in (now, before))
+    return [f"{name}: {b!r} -> {n!r}" for name, b, n in zip(names, there, here, strict=True) if b != n]
 
 
 def write(config: Config, folder: pathlib.Path) -> None:

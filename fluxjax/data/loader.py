@@ -16,7 +16,7 @@ import grain
 
 from ..base.errors import DataError, RecordError
 from ..base.types import Prompt
-from .sources import Source
+from .sources import Source, digest_of
 
 log = logging.getLogger("fluxjax.data")
 T = TypeVar("T")
@@ -63,6 +63,11 @@ class PromptLoader:
         self.mixtures = [self._mixture_from(0)]  # one more for each time that a resumed run had other weights
         self.order = self._make_order()
 
+    @functools.cached_property
+    def contents(self) -> dict[str, str]:
+        """A digest of the records of each source, and of their order."""
+        return {name: digest_of(source) for name, source in self.sources.items()}
+
     def resume(self, seed: int, mixtures: list[Mixture], draw: int) -> None:
         """Continues the order of a checkpoint from `draw` on.
 
@@ -81,6 +86,14 @@ class PromptLoader:
             log.warning("the mixture changed from %s to %s", mixtures[-1]["weights"], self.weights)
             self.mixtures.append(self._mixture_from(draw))
         self.order = self._make_order()
+
+    def check(self, contents: Mapping[str, str]) -> None:
+        """Raises `DataError` where sources are not those of a checkpoint's `contents`: draws would be other prompts."""
+        if changed := [name for name in self.sources if contents.get(name, self.contents[name]) != self.contents[name]]:
+            raise DataError(
+                f"data source {', '.join(changed)} has other records than when the checkpoint was made, or has them in "
+                "another order; bring them back, or begin another run"
+            )
 
     def _mixture_from(self, start: int) -> Mixture:
         sizes = {name: len(source) for name, source in self.sources.items()}

@@ -97,10 +97,18 @@ class ParquetSource:
 
     def texts(self) -> Iterator[str]:
         for shard, group in self._groups:
-            table = self._files[shard].read_row_group(group, columns=[self.fields.prompt, self.fields.answer])
+            with self._lock:
+                table = self._files[shard].read_row_group(group, columns=[self.fields.prompt, self.fields.answer])
             for row in table.to_pylist():
                 yield row[self.fields.prompt] or ""
                 yield answer_text(row[self.fields.answer]) or ""
+
+    def ids(self) -> Iterator[str]:
+        """Yields the ids of all rows, if there is a column of ids."""
+        for file in self._files if self.fields.id else ():
+            with self._lock:
+                column = file.read(columns=[self.fields.id]).column(0)
+            yield from map(str, column.to_pylist())
 
     def _to_prompt(self, row: dict[str, object], id: str, shard: int, number: int) -> Prompt:
         text, answer = row[self.fields.prompt], answer_text(row[self.fields.answer])

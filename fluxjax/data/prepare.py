@@ -261,7 +261,7 @@ class Preparer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last completed draw, as JSON values: `next_index` is that of Grain's iterator."""
-        order = {"seed": self.loader.seed, "mixtures": self.loader.mixtures}
+        order = {"seed": self.loader.seed, "mixtures": self.loader.mixtures, "contents": self.loader.contents}
         return {"next_index": self._next_index, **order, "skipped": dict(self.skipped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

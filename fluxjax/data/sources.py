@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import xxhash
+
 from ..base.errors import DataError
 from ..base.types import Media, MediaKind, Prompt
 from ..config import DataConfig
@@ -50,6 +52,21 @@ class PromptList:
     def texts(self) -> Iterator[str]:
         for prompt in self.prompts:
             yield from (prompt.text, prompt.answer)
+
+
+def digest_of(source: Source) -> str:
+    """Returns the xxh3-128 of the records in their order: their ids, prompts and answers, and, where these are in
+    memory, the names of their media. Media are not read."""
+    if isinstance(source, PromptList):
+        records = (
+            (p.id, p.text, p.answer, *(media.path.rpartition("/")[2] for media in p.media)) for p in source.prompts
+        )
+    else:
+        records = (getattr(source, "ids", tuple)(), source.texts())
+    digest = xxhash.xxh3_128()
+    for text in itertools.chain.from_iterable(records):
+        digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
+    return digest.hexdigest()
 
 
 def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:

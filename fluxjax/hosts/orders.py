@@ -26,7 +26,7 @@ from ..base.types import Response, Reward, Sample
 from ..batch.composition import PackedRows, Piece, TrainGroup, tokens_of
 from ..batch.share import PlannedRows, Share, sized_input, sized_samples
 
-PROTOCOL = 6
+PROTOCOL = 7
 MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each; None: who is told decodes
 PlaceOf: TypeAlias = Callable[[str], str]  # the preprocessor that holds what a ticket names
 UNKNOWN_PLACE = ""
@@ -38,12 +38,13 @@ class OrderError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A run begins. Its folder, on a file system that all hosts share, has its configuration. The `token` gives access
-    to the engines of its processes."""
+    """A run begins. Its folder is on a file system that all hosts share. The `token` gives access to the engines of its
+    processes; `config` is its configuration, as JSON."""
 
     name: ClassVar[str] = "start"
     run_dir: str
     token: str
+    config: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON
 part (coordinator, data position, weight version, what the summary has counted so far). All its files have checksums
-(`checksums`), and no older one is removed before they are written.
+(`file_sums`), and no older one is removed before they are written.
 """
 
 import errno
@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from .checksums import NO_SUMS, SummedPath, damage
+from .file_sums import NO_SUMS, SummedPath, damage
 
 log = logging.getLogger(__name__)
 
@@ -77,27 +77,26 @@ class Checkpoints:
 
     def undamaged(self, above: int = -1) -> int | None:
         """Returns the newest step after `above` whose checkpoint is as it was written, once a write under way is
-        complete; None: there is none. Every newer one is logged, with the file that is damaged. A checkpoint of an
-        earlier release, without checksums, is taken where nothing better is there. Raises `ResumeError` if all
-        checkpoints there are damaged."""
+        complete; None: there is none. Logs every newer one, with the file that is damaged. Takes one of an earlier
+        release, without checksums, where none has any. Raises `ResumeError` if all are damaged."""
         self.wait()
         steps = [step for step in self._there() if step > above]
         for step in steps:
             if not self._look(step):
                 return step
-        if steps and above < 0:
-            without = [step for step in steps if self._damage[step] == NO_SUMS]
-            if not without:
-                raise ResumeError(f"every checkpoint in {self.folder} is damaged; restore the files, or remove it all")
-            log.warning("the checkpoint of step %d has no checksums and is taken unchecked", without[0])
-            return without[0]
-        return None
+        if not steps or above >= 0:
+            return None
+        for step in (step for step in steps if self._damage[step] == NO_SUMS):
+            log.warning("the checkpoint of step %d has no checksums and is taken unchecked", step)
+            return step
+        raise ResumeError(f"every checkpoint in {self.folder} is damaged; restore the files, or remove it all")
 
-    def check(self, step: int) -> None:
-        """Raises `ResumeError` if the checkpoint of `step` is damaged."""
+    def checked(self, step: int) -> int:
+        """Returns `step`. Raises `ResumeError` if its checkpoint is damaged."""
         self.wait()
-        if step in self._there() and (reason := self._look(step)) and reason != NO_SUMS:
-            raise ResumeError(f"the checkpoint {self.folder / str(step)} is damaged: {reason}")
+        if step in self._there() and self._look(step) not in ("", NO_SUMS):
+            raise ResumeError(f"the checkpoint {self.folder / str(step)} is damaged: {self._damage[step]}")
+        return step
 
     def _there(self) -> list[int]:
         """Returns the steps that have a folder, the newest first, also of those that Orbax does not count."""
@@ -151,10 +150,9 @@ class Checkpoints:
         for later in sorted(self._manager.all_steps(), reverse=True):  # the newest first: a kill leaves no gap
             if later > step:
                 self._manager.delete(later)
-        if jax.process_index() == 0:
-            for later in self._there():
-                if later > step:  # so damaged that Orbax does not count it
-                    shutil.rmtree(self.folder / str(later))
+        for later in self._there() if jax.process_index() == 0 else ():
+            if later > step:  # so damaged that Orbax does not count it
+                shutil.rmtree(self.folder / str(later))
 
     def wait(self) -> bool:
         """Waits for the write under way; returns False if it failed."""

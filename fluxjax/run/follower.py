@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -179,6 +180,7 @@ class Follower:
         self._learner.load_state(arrays.pop("learner"))
         self._reference = reference_of(self._learner, arrays)
         self._prompts.load_state_dict(source)
+        self._prompts.loader.check(source.get("contents", {}))
         self._coming.forget()
         self._checkpoints.forget_after(order.step)
 
@@ -195,10 +197,10 @@ def follow(gang: Gang, impl: object = None) -> None:
     if not isinstance(start, Start):
         raise OrderError(f"process 0 begins with {start.name}; run one release in all processes")
     run_dir = pathlib.Path(start.run_dir)
-    try:
-        config = run_folder.read_config(run_dir)
-    except ConfigError as error:
-        raise ConfigError(f"run_dir must be on a file system that all hosts share: {error}") from error
+    if not run_dir.is_dir():
+        raise ConfigError(f"run_dir must be on a file system that all hosts share: {run_dir} is not here")
+    config = run_folder.from_json(json.loads(start.config))
+    config.run_dir = str(run_dir)
     if impl is not None:
         config.algorithm.impl = impl
     with process_log(run_dir, gang), contextlib.closing(_metrics_port(config, gang)) as port:

@@ -38,9 +38,8 @@ class GangSnapshots:
         self._gang.tell(Offer(str(folder)))
         there = self._gang.collect(self._own.steps(folder, abstract))
         newest = max(set(there[0]).intersection(*there), default=-1)
-        if not any(there) or max(map(max, filter(None, there))) > newest:
-            which = f"that of step {newest} is the newest" if newest >= 0 else "there is none"
-            log.warning("%s of which every process has its part in %s; by process: %s", which, folder, there)
+        if newest < 0 or any(steps[-1] > newest for steps in there):
+            log.warning("of snapshots in %s, step %d is the newest that all have (-1: none): %s", folder, newest, there)
         return newest
 
     def restore(self, abstract: PyTree, step: int, make_room: Callable[[], None]) -> tuple[int, PyTree, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import pathlib
 import secrets
 import time
@@ -108,13 +109,25 @@ class FluxTrainer:
             check_across_processes(config)
         self.callbacks = list(callbacks)
         self.display = display or Display(config.steps)
-        self.run_dir = pathlib.Path(config.run_dir) if read_only else run_folder.create(config)
+        self._read_only = read_only
+        self._lock: run_folder.Lock | None = None
         if read_only:
+            self.run_dir = pathlib.Path(config.run_dir)
             config.data.preprocessors = 0  # they would write logs
+        else:
+            self.run_dir, self._lock = run_folder.create(config)
         self.timeline = Timeline(keep_steps=config.report.timeline_steps)
         self.summary = Summary(name=config.name, seed=config.seed)
         self._policy, self._stopping, self._began = policy, False, time.monotonic()
         self._runtime: Runtime | None = None
+        try:
+            self._build(config, rewards)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _build(self, config: Config, rewards: Mapping[str, Any] | None) -> None:
+        policy, read_only = self._policy, self._read_only
 
         # --- data -------------------------------------------------------------------------------
         with self.summary.stage("data"):
@@ -126,7 +139,7 @@ class FluxTrainer:
             sizes, self.processor = describe_model(config, self.sources)
             self.vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
             token = secrets.token_hex(16)  # of the engines of all processes
-            self.gang.tell(Start(str(self.run_dir.absolute()), token))
+            self.gang.tell(Start(str(self.run_dir.absolute()), token, json.dumps(run_folder.to_json(config))))
             self.pixels = Pixels(config, self.processor, self.gang, self.run_dir, token, self._fetched)
             learning = build_learning(
                 config,
@@ -218,14 +231,12 @@ class FluxTrainer:
     ) -> TrainingResult:
         """Runs to the end, or on from the newest checkpoint of the run folder. What is not given, the configuration
         says. The `source` of own `prompts` must be one that the configuration names: it has their reward."""
+        self._lock = self._lock or run_folder.Lock(self.run_dir)
         config = self.config  # a copy of the caller's
         config.steps = config.steps if num_steps is None else num_steps
         config.evaluation.every = config.evaluation.every if eval_interval is None else eval_interval
         config.checkpoint.every = config.checkpoint.every if checkpoint_interval is None else checkpoint_interval
         config.validate()
-        asked = copy.deepcopy(config)  # the folder may go on, or be evaluated, on other devices
-        asked.sharding.remat, asked.policy.engines = self._asked
-        run_folder.write(asked, self.run_dir)
         own_callbacks = self.callbacks
         if prompts is not None:
             self.sources = given(prompts, config.data)
@@ -242,6 +253,7 @@ class FluxTrainer:
             self._runtime, self._stopping, self._loaded = None, False, None
             self.callbacks = own_callbacks
             self._close_source()  # no process outlives the run
+            self._unlock()
 
     def evaluate(self, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
         """Returns the held-out accuracy of each source, with the parameters as they are; `blind` blanks all pixels."""
@@ -277,10 +289,7 @@ class FluxTrainer:
 
         The learner's arrays go before those of the checkpoint come, so that no device holds both (but for those that
         an engine serves)."""
-        if step is None:
-            step = self.checkpoints.newest()
-        else:
-            self.checkpoints.check(step)
+        step = self.checkpoints.newest() if step is None else self.checkpoints.checked(step)
         self.gang.tell(Restore(step))
         return self._load(step, self.checkpoints.restore)
 
@@ -295,6 +304,8 @@ class FluxTrainer:
         self.reference = reference_of(self.learner, arrays)
         self.coordinator = make_coordinator(self.config, self._policy)
         self.source.load_state_dict(state["source"])
+        if not self._read_only:
+            self.source.loader.check(state["source"].get("contents", {}))  # none in checkpoints of earlier releases
         held = state["coordinator"]["ledger"].get("entries", [])  # none in checkpoints of earlier releases
         self._held = {prepared.prompt.draw: prepared for prepared in self.source.again(entry["draw"] for entry in held)}
         self.coordinator.load_state_dict(
@@ -329,6 +340,12 @@ class FluxTrainer:
         self.checkpoints.close()
         self.pool.close()
         self.pixels.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None
 
     def __enter__(self) -> FluxTrainer:
         return self
@@ -342,7 +359,8 @@ class FluxTrainer:
 
     async def _fit(self) -> TrainingResult:
         config = self.config
-        self._resume()
+        self._resume()  # what is refused, is refused here: nothing is written before
+        changes = self._keep_settings()
         resumed, summary = self._loaded, self.summary
         if resumed is None:
             self.coordinator = make_coordinator(self.config, self._policy)
@@ -368,7 +386,7 @@ class FluxTrainer:
         callbacks = Callbacks(self.callbacks, self)
         callbacks.tell(Callback.on_fit_start)
         with self.display, contextlib.closing(self.metrics):
-            for line in (opening(summary, self.sources, self.run_dir, resumed), *remarks(config)):
+            for line in (opening(summary, self.sources, self.run_dir, resumed), *changes, *remarks(config)):
                 self.display.note(line)
             self.pool.start(self.display.note)
             self.pixels.begin()
@@ -399,18 +417,24 @@ class FluxTrainer:
     def _resume(self) -> None:
         """Loads the state from which the run goes on, if it resumes one. Loads it again even if it is loaded already,
         for the steps, intervals and prompts that `fit` was given."""
-        if self._loaded is not None:
-            self.snapshots.begin()
-            self.load_checkpoint(self._loaded)
-            return
-        snapshot = self.snapshots.newest(abstract_arrays(self.learner, self.config, self.critic))
-        checkpoint = self.checkpoints.undamaged(above=snapshot)
-        if checkpoint is None and snapshot >= 0:
-            self._load(snapshot, self.snapshots.restore)
-            return
-        self.snapshots.begin()
+        checkpoint = self._loaded
+        if checkpoint is None:
+            snapshot = self.snapshots.newest(abstract_arrays(self.learner, self.config, self.critic))
+            checkpoint = self.checkpoints.undamaged(above=snapshot)
+            if checkpoint is None and snapshot >= 0:
+                self._load(snapshot, self.snapshots.restore)
+                return
         if checkpoint is not None:
             self.load_checkpoint(checkpoint)
+        self.snapshots.begin()
+
+    def _keep_settings(self) -> list[str]:
+        """Writes the settings to the run folder; if the run is resumed, returns those that change, as lines."""
+        asked = copy.deepcopy(self.config)  # the folder may go on, or be evaluated, on other devices
+        asked.sharding.remat, asked.policy.engines = self._asked
+        changes = run_folder.changes(asked, self.run_dir) if self._loaded is not None else []
+        run_folder.write(asked, self.run_dir)
+        return [f"changed by this resume: {change}" for change in changes]
 
     async def _serve(self, weights: dict[str, Any]) -> None:
         await on_all(self.engines, lambda engine: engine.update_weights(self.learner.version, weights))
