@@ -12,15 +12,17 @@ class DataError(ValueError):
 
 
 class RecordError(ValueError):
-    """One record cannot be used; others can. `reason` is short and holds no names, so that equal ones are counted."""
+    """One record cannot be used; others can. `reason` is short and holds no names, so that equal ones are counted;
+    `detail` is for the log."""
 
-    def __init__(self, id: str, reason: str) -> None:
+    def __init__(self, id: str, reason: str, detail: str = "unusable record") -> None:
         super().__init__(f"{id}: {reason}")
         self.id = id
         self.reason = reason
+        self.detail = detail
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.id, self.reason)
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.id, self.reason, self.detail)
 
 
 def said(error: BaseException) -> str:

@@ -69,7 +69,7 @@ class Cells:
             raise CellError(f"the file has no row {row}")
         group = bisect.bisect_right(file.starts, row) - 1
         item: Any = self._group(path, stamp, column, group, file)[row - file.starts[group]]
-        if isinstance(item, pa.ListScalar | pa.LargeListScalar):
+        if isinstance(item, pa.ListScalar):
             if item.values is None or not 0 <= index < len(item.values):
                 raise CellError(f"row {row} has no item {index} in {column!r}")
             item = item.values[index]

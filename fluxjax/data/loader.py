@@ -151,7 +151,7 @@ def read_row(source: Source, name: str, row: int, *, epoch: int = 0, draw: int =
         return dataclasses.replace(source[row], row=row, epoch=epoch, draw=draw)
     except RecordError as error:
         prompt = Prompt(error.id, name, "", "", row=row, epoch=epoch, draw=draw)
-        return SkippedPrompt(prompt, error.reason, "unusable record")
+        return SkippedPrompt(prompt, error.reason, error.detail)
 
 
 def at(dataset: grain.MapDataset[T], index: int) -> T:

@@ -7,6 +7,7 @@ text says what to do, so that callers need only name the file.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import io
 import os
@@ -156,12 +157,13 @@ def is_folder(path: str) -> bool:
         return system.isdir(place)
 
 
-def listed(folder: str, ending: str) -> list[str]:
-    """The files of a folder whose names end with `ending`, sorted. Raises OSError."""
+def matching(folder: str, pattern: str) -> list[str]:
+    """The names, in a folder, of files that match a pattern with `*` (`**`: any folders), sorted. Raises OSError."""
     if not is_url(folder):
-        return sorted(str(path) for path in pathlib.Path(folder).glob(f"*{ending}"))
+        return sorted(glob.glob(pattern, root_dir=folder, recursive=True))
     system, place = filesystem(folder)
     with reaching(folder):
-        names = sorted(system.unstrip_protocol(name) for name in system.ls(place, detail=False))
+        begin = place.rstrip("/") + "/"
+        names = sorted(name.removeprefix(begin) for name in system.glob(begin + pattern))
         system.invalidate_cache()  # else it would go on answering `info` from this listing
-    return [name for name in names if name.endswith(ending)]
+    return names

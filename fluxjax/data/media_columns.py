@@ -14,24 +14,37 @@ SLOTS = pa.list_(pa.string())  # of a row: each item's path; EMBEDDED where its 
 EMBEDDED = ""
 _ROWS = 16  # read at once where bytes have to be read
 
-TEXT = (pa.string(), pa.large_string())
+_TEXT = (pa.string(), pa.large_string(), pa.string_view())
+_BYTES = (pa.binary(), pa.large_binary(), pa.binary_view())
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Says whether a column of this type holds text."""
+    return (kind.value_type if pa.types.is_dictionary(kind) else kind) in _TEXT
+
+
+def is_answer(kind: pa.DataType) -> bool:
+    """Says whether a column of this type holds what an answer can be: text, numbers, truth values."""
+    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean)
+    return is_text(kind) or any(is_number(kind) for is_number in numbers)
 
 
 def is_media(kind: pa.DataType) -> bool:
-    """Says whether a column of this type can hold media: bytes, paths, structs of these, or lists of those."""
-    if _is_list(kind):
+    """Says whether a column of this type can hold media: bytes, paths, structs of these, lists of those, or nothing."""
+    if isinstance(kind, _LISTS):
         return is_media(kind.value_type)
     if pa.types.is_struct(kind):
         return any(field.name in ("bytes", "path") for field in kind)
-    return kind in (pa.binary(), pa.large_binary(), *TEXT)
+    return kind in (*_BYTES, pa.null()) or is_text(kind)
 
 
 def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
     """The items of each row of a row group, as SLOTS. Raises OSError or pa.ArrowException."""
     kind = file.schema_arrow.field(column).type
-    item = kind.value_type if _is_list(kind) else kind
+    item = kind.value_type if isinstance(kind, _LISTS) else kind
     fields = {field.name for field in item} if pa.types.is_struct(item) else set()
-    if item in TEXT:
+    if is_text(item) or item == pa.null():
         return _slots(file.read_row_group(group, columns=[column]).column(0))
     leaves = _leaves(file, group, column)
     embedded = _present(file, group, leaves, "bytes" if fields else column)
@@ -42,14 +55,10 @@ def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
             return slots
         if embedded == (count := len(slots.values)):
             return pa.ListArray.from_arrays(slots.offsets, pa.array([EMBEDDED] * count, pa.string()))
-    elif embedded == (rows := file.metadata.row_group(group).num_rows) and not _is_list(kind):
+    elif embedded == (rows := file.metadata.row_group(group).num_rows) and not isinstance(kind, _LISTS):
         return pa.array([[EMBEDDED]] * rows, SLOTS)
     batches = file.iter_batches(_ROWS, row_groups=[group], columns=[column])
     return pa.concat_arrays([_slots(batch.column(0)) for batch in batches])
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
 def _leaves(file: pq.ParquetFile, group: int, column: str) -> dict[str, int]:

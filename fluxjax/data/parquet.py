@@ -6,6 +6,7 @@ the last few groups stay in memory. Only the id column is read at the start, to 
 
 import bisect
 import collections
+import contextlib
 import logging
 import pathlib
 import threading
@@ -17,34 +18,38 @@ import pyarrow.parquet as pq
 from ..base.errors import DataError, RecordError
 from ..base.types import Media, MediaKind, Prompt
 from .cells import open_parquet
-from .fields import Fields, answer_text, make_prompt, resolve
-from .locations import is_folder, joined, listed, local, parent, stem, version_of, why
-from .media_columns import EMBEDDED, TEXT, is_media, read_slots
+from .fields import Fields, answer_text, make_prompt, medium_at, resolve, tell_unused
+from .locations import exists, is_folder, local, parent, stem, version_of, why
+from .media_columns import EMBEDDED, is_answer, is_media, is_text, read_slots
+from .splits import chosen_files
 
 log = logging.getLogger("fluxjax.data")
 CACHE_BYTES = 64 << 20  # of texts kept in memory, beside those of the row group in use
+_FIRST_ROWS = 16  # of columns that are not used, read to see what they hold
 LARGE_ROW_GROUP = 128 << 20  # bytes; from here on a shuffled read is slow and the user should know
 
 
 class ParquetSource:
-    """One file, or a folder of shards in the order of their names; local ones, or URLs.
+    """One file, or those of a folder or a pattern that `splits` chooses; local ones, or URLs.
 
     Media columns may hold one item or a list; an item is bytes, a path (relative to the file), or the hub's
     struct of `bytes` and `path`. Raises `DataError` for unreadable files, wrong columns and duplicate ids.
     """
 
-    def __init__(self, path: str | pathlib.Path, name: str, fields: Fields | None = None) -> None:
+    def __init__(
+        self, path: str | pathlib.Path, name: str, fields: Fields | None = None, held_out: bool = False
+    ) -> None:
         self.name = name
         path = local(str(path))
         try:
-            self.paths = listed(path, ".parquet") if is_folder(path) else [path]
+            self.paths = [path] if not is_folder(path) and exists(path) else chosen_files(path, held_out)
             self._stamps = [version_of(shard) for shard in self.paths]
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {why(error)}") from error
-        if not self.paths:
-            raise DataError(f"{path}: the folder has no .parquet files")
         self._open_files()
-        self.fields = resolve(self._files[0].schema_arrow.names, fields or Fields(), self.paths[0])
+        schema = self._files[0].schema_arrow
+        empty = [column.name for column in schema if column.type == pa.null()]
+        self.fields = resolve(schema.names, fields or Fields(), self.paths[0], empty)
         self._columns = [column for column in vars(self.fields).values() if column]
         self._media = [column for column in (self.fields.images, self.fields.videos) if column]
         self._groups: list[tuple[int, int]] = []  # (file, row group)
@@ -68,6 +73,11 @@ class ParquetSource:
                 largest >> 20,
             )
         self._check_ids()
+        unused = [column for column in schema.names if column not in self._columns]
+        shard, group = self._groups[0]
+        with contextlib.suppress(pa.ArrowException, OSError):  # damage there does no harm
+            rows = next(self._files[shard].iter_batches(_FIRST_ROWS, row_groups=[group], columns=unused))
+            tell_unused(rows.to_pydict(), name, bool(self._media), self.paths[shard])
 
     def _open_files(self) -> None:
         self._files = [_open(shard) for shard in self.paths]
@@ -119,8 +129,10 @@ class ParquetSource:
         path, stamp = self.paths[shard], self._stamps[shard]
         media: dict[MediaKind, list[Media]] = {}
         for kind, column in ((MediaKind.IMAGE, self.fields.images), (MediaKind.VIDEO, self.fields.videos)):
+            if not column:
+                continue
             media[kind] = []
-            slots = row[column] if column else []
+            slots = row[column]
             assert isinstance(slots, list)
             for index, slot in enumerate(slots):
                 if slot is None:
@@ -128,7 +140,10 @@ class ParquetSource:
                 if slot == EMBEDDED:
                     media[kind].append(Media(kind, path, cell=f"{column}/{number}/{index}", stamp=stamp))
                 else:
-                    media[kind].append(Media(kind, joined(parent(path), slot)))
+                    try:
+                        media[kind].append(medium_at(kind, parent(path), slot))
+                    except ValueError as error:
+                        raise RecordError(id, str(error)) from None
         try:
             return make_prompt(id, self.name, text, answer, media)
         except ValueError as error:
@@ -161,8 +176,7 @@ class ParquetSource:
                 raise DataError(f"{where}: no column {column!r}, which {_name(self.paths[0])} has")
         for column in (self.fields.prompt, self.fields.answer):
             kind = schema.field(column).type
-            number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-            if not (kind in TEXT or (number and column == self.fields.answer)):
+            if not (is_text(kind) or (is_answer(kind) and column == self.fields.answer)):
                 raise DataError(f"{where}: column {column!r} must hold text, found {kind}")
         for column in self._media:
             if not is_media(schema.field(column).type):

@@ -77,6 +77,8 @@ class PromptLimits:
     def refuse(self, prompt: Prompt, tokens: int, patches: int, largest_frame: int) -> SkippedPrompt | None:
         """Returns why the prompt is skipped, if it needs too much: of `patches` that are dealt out in frame pairs of at
         most `largest_frame`, each device must surely hold its share."""
+        if not tokens:
+            return SkippedPrompt(prompt, "empty prompt", "it has no tokens")
         if tokens > self.tokens:
             detail = f"{tokens} tokens, at most {self.tokens} leave room to answer"
             return SkippedPrompt(prompt, "prompt too long", detail)
@@ -222,7 +224,7 @@ class Preparer:
             if self._skips_in_a_row >= self._patience:
                 raise DataError(
                     f"{self._skips_in_a_row} prompts in a row could not be used; the last, {item.prompt.id} "
-                    f"of {item.prompt.source}: {item.reason}; by reason: {dict(self.skipped)}"
+                    f"of {item.prompt.source}: {item.reason} ({item.detail}); by reason: {dict(self.skipped)}"
                 )
         self._next_index += len(items)
         if self._next_index >= _JUDGED and self.skipped.total() > self._max_skipped * self._next_index:

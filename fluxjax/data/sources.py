@@ -6,16 +6,17 @@ import json
 import logging
 import pathlib
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import xxhash
 
-from ..base.errors import DataError
+from ..base.errors import DataError, RecordError
 from ..base.types import Media, MediaKind, Prompt
 from ..config import DataConfig
-from .fields import MARK, Fields, answer_text, make_prompt, resolve
-from .locations import exists, is_folder, is_url, joined, local, opened, parent, suffix, why
+from .fields import MARK, Fields, answer_text, make_prompt, medium_at, resolve, tell_unused
+from .locations import exists, is_folder, is_url, local, opened, parent, suffix, why
 
 log = logging.getLogger("fluxjax.data")
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -38,20 +39,24 @@ class Source(Protocol):
 
 
 class PromptList:
-    """A source whose prompts are in memory."""
+    """A source whose prompts are in memory, and the records that cannot be used."""
 
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, prompts: Sequence[Prompt | RecordError]) -> None:
         self.prompts = prompts
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> Prompt:
-        return self.prompts[index]
+        prompt = self.prompts[index]
+        if isinstance(prompt, RecordError):
+            raise prompt
+        return prompt
 
     def texts(self) -> Iterator[str]:
         for prompt in self.prompts:
-            yield from (prompt.text, prompt.answer)
+            if isinstance(prompt, Prompt):
+                yield from (prompt.text, prompt.answer)
 
 
 def digest_of(source: Source) -> str:
@@ -59,7 +64,10 @@ def digest_of(source: Source) -> str:
     memory, the names of their media. Media are not read."""
     if isinstance(source, PromptList):
         records = (
-            (p.id, p.text, p.answer, *(media.path.rpartition("/")[2] for media in p.media)) for p in source.prompts
+            (p.id, p.text, p.answer, *(media.path.rpartition("/")[2] for media in p.media))
+            if isinstance(p, Prompt)
+            else (str(p),)
+            for p in source.prompts
         )
     else:
         records = (getattr(source, "ids", tuple)(), source.texts())
@@ -85,23 +93,32 @@ class JsonlSource(PromptList):
     """A manifest: one JSON object a line, e.g. `{"id": "a", "prompt": "<image>How many?", "answer": "3",
     "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder, or URLs; so may the manifest be.
 
-    The whole file is checked when it is opened (media files are not touched): `DataError` names file and line.
-    """
+    The whole file is checked when it is opened (media are not touched): `DataError` names file and line of what is no
+    record, or lacks a field, and of the first record if none can be used."""
 
     def __init__(self, path: str | pathlib.Path, name: str, fields: Fields | None = None) -> None:
         path = local(str(path))
-        folder = parent(path)
-        prompts: list[Prompt] = []
+        prompts: list[Prompt | RecordError] = []
         lines: dict[str, int] = {}
+        unused: dict[str, list[object]] = {}
         for number, record in _read_lines(path):
             where = f"{path}:{number}"
-            prompt = _to_prompt(record, name, str(number), folder, fields or Fields(), where)
-            if prompt.id in lines:
-                raise DataError(f"{where}: the id {prompt.id!r} was already used in line {lines[prompt.id]}")
-            lines[prompt.id] = number
+            empty = [field for field, value in record.items() if not value]
+            found = resolve(record, fields or Fields(), where, empty)
+            for field in record.keys() - vars(found).values() - unused.keys() - set(empty):
+                unused[field] = [record[field]]
+            try:
+                prompt = _to_prompt(record, name, str(number), parent(path), found, where)
+                if (line := lines.setdefault(prompt.id, number)) != number:
+                    raise RecordError(prompt.id, "an id that is used before", f"{where}, first in line {line}")
+            except RecordError as error:
+                prompt = error
             prompts.append(prompt)
         if not prompts:
             raise DataError(f"{path}: the file has no records")
+        if isinstance(first := prompts[0], RecordError) and not any(isinstance(prompt, Prompt) for prompt in prompts):
+            raise DataError(f"{first.detail}: {first.reason}; all records are unusable")
+        tell_unused(unused, name, any(isinstance(prompt, Prompt) and prompt.media for prompt in prompts), path)
         super().__init__(prompts)
 
 
@@ -118,7 +135,7 @@ def open_held_out(config: DataConfig) -> dict[str, Source]:
     result: dict[str, Source] = {}
     for name, source in config.sources.items():
         if source.eval_path or not source.path:
-            result[name] = _open(config, name, source.eval_path, "eval.jsonl")
+            result[name] = _open(config, name, source.eval_path, "eval.jsonl", held_out=True)
         else:
             log.warning("data.sources.%s has no eval_path: its accuracy is not measured", name)
     return result
@@ -132,7 +149,7 @@ def open_warm_start(config: DataConfig) -> dict[str, Source]:
     }
 
 
-def _open(config: DataConfig, name: str, path: str, *manifests: str) -> Source:
+def _open(config: DataConfig, name: str, path: str, *manifests: str, held_out: bool = False) -> Source:
     """Opens `path`, or, if that is empty, the first of the `manifests` that the embedded data set of that name has."""
     if not path:
         from ..tasks.embedded import ensure
@@ -142,12 +159,12 @@ def _open(config: DataConfig, name: str, path: str, *manifests: str) -> Source:
         path = str(next(found, folder / manifests[-1]))  # one that is missing is told by whoever opens it
     source = config.sources[name]
     fields = Fields(source.prompt_field, source.answer_field, source.images_field, source.videos_field, source.id_field)
-    return open_source(path, name, fields)
+    return open_source(path, name, fields, held_out)
 
 
-def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None) -> Source:
-    """Opens a `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards: local ones, or URLs. Raises
-    `DataError`."""
+def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None, held_out: bool = False) -> Source:
+    """Opens a `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards, of which it takes a split: local
+    ones, or URLs. Raises `DataError`."""
     path = local(str(path))
     if not is_url(path):
         path = str(pathlib.Path(path).expanduser())
@@ -155,12 +172,12 @@ def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = Non
         found, folder = exists(path), is_folder(path)
     except OSError as error:
         raise DataError(f"data.sources.{name}: {path} cannot be read: {why(error)}") from error
-    if not found:
+    if not found and "*" not in path:
         raise DataError(f"data.sources.{name}: {path} does not exist{_how_to_download(path)}")
     if folder or suffix(path) == ".parquet":
         from .parquet import ParquetSource  # pyarrow takes a third of a second to import
 
-        return ParquetSource(path, name, fields)
+        return ParquetSource(path, name, fields, held_out)
     if suffix(path) in (".jsonl", ".ndjson"):
         return JsonlSource(path, name, fields)
     raise DataError(f"data.sources.{name}: {path} is neither .jsonl nor .parquet nor a folder of .parquet files")
@@ -173,7 +190,7 @@ def _how_to_download(path: str) -> str:
         return ""
     return (
         "; data sets are not downloaded by themselves, if this is a Hub id: "
-        f"hf download {path} --repo-type dataset --local-dir {parts[1]}, then give that folder"
+        f"hf download {path} --repo-type dataset --local-dir {parts[1]}, then give that folder, or one of its subsets"
     )
 
 
@@ -197,29 +214,33 @@ def _read_lines(path: str) -> Iterator[tuple[int, Mapping[str, object]]]:
 
 
 def _to_prompt(
-    record: Mapping[str, object], source: str, default_id: str, folder: str, wanted: Fields, where: str
+    record: Mapping[str, object], source: str, default_id: str, folder: str, fields: Fields, where: str
 ) -> Prompt:
-    fields = resolve(record, wanted, where)
-    text = record[fields.prompt]
-    if not isinstance(text, str):
-        raise DataError(f"{where}: {fields.prompt!r} must be a string, found {text!r}")
-    answer = answer_text(record[fields.answer])
-    if answer is None:
-        raise DataError(f"{where}: {fields.answer!r} must be a string or a number, found {record[fields.answer]!r}")
-    media: dict[MediaKind, list[Media]] = {}
-    for kind, field in ((MediaKind.IMAGE, fields.images), (MediaKind.VIDEO, fields.videos)):
-        value = record.get(field) or [] if field else []
-        paths = [value] if isinstance(value, str) else value
-        if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
-            raise DataError(f"{where}: {field!r} must be a path or a list of paths, found {value!r}")
-        media[kind] = [Media(kind, joined(folder, path)) for path in paths]
+    """The prompt of a record. Raises `RecordError`, whose detail names the line."""
     id = record[fields.id] if fields.id else default_id
+
+    def refused(reason: str, field: str, needed: str) -> RecordError:
+        return RecordError(str(id), reason, f"{where}: {field!r} must be {needed}, found {reprlib.repr(record[field])}")
+
     if isinstance(id, bool) or not isinstance(id, (str, int)):
-        raise DataError(f"{where}: {fields.id!r} must be a string or an integer, found {id!r}")
+        raise refused("no id", fields.id, "a string or an integer")
+    text, answer = record[fields.prompt], answer_text(record[fields.answer])
+    if not isinstance(text, str):
+        raise refused("no prompt", fields.prompt, "a string")
+    if answer is None:
+        raise refused("no answer", fields.answer, "a string or a number")
+    media: dict[MediaKind, list[Media]] = {}
     try:
+        for kind, field in ((MediaKind.IMAGE, fields.images), (MediaKind.VIDEO, fields.videos)):
+            if field:
+                value = record[field] or []
+                paths = [value] if isinstance(value, str) else value
+                if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+                    raise refused(f"no {kind.value}", field, "a path or a list of paths")
+                media[kind] = [medium_at(kind, folder, path) for path in paths]
         return make_prompt(str(id), source, text, answer, media)
     except ValueError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise error if isinstance(error, RecordError) else RecordError(str(id), str(error), where) from error
 
 
 def all_texts(sources: Iterable[Source]) -> Iterator[str]:

@@ -1,13 +1,17 @@
 """JSONL manifests: what they may say, and the file and line of everything wrong with them."""
 
+import base64
 import json
 import pathlib
+import pickle
+import re
 
 import pytest
 
 from fluxjax.base.errors import DataError
 from fluxjax.base.types import MediaKind
 from fluxjax.data.fields import Fields
+from fluxjax.data.loader import SkippedPrompt, read_row
 from fluxjax.data.sources import all_texts, common_words, open_source
 
 GOOD = {"id": "a", "prompt": "<image>How many?", "answer": "3", "images": ["pictures/a.png"]}
@@ -73,21 +77,99 @@ def test_blank_lines_a_byte_order_mark_and_other_scripts_are_fine(write):
         ({"promt": "x", "answer": "y"}, r":2: no prompt field; found 'promt', expected 'prompt'"),
         ({"prompt": "x", "anwser": "y"}, r":2: no answer field; found 'anwser', expected 'answer'"),
         ({"prompt": "x"}, r":2: no answer field; found 'prompt'; expected 'answer' or 'solution'"),
-        ({**GOOD, "id": "b", "images": [], "imgaes": ["x"]}, r":2: 1 <image> .* for 0 images"),
+        ({**GOOD, "id": "b", "images": [], "imgaes": ["x"]}, r":2: unknown field 'imgaes'; did you mean 'images'\?"),
+        (
+            {**GOOD, "image": "b.png"},
+            r":2: 'images' and 'image' hold images; name one: data\.sources\.\*\.images_field",
+        ),
         ({"prompt": "x", "answer": "y", "imgaes": ["x"]}, r":2: unknown field 'imgaes'; did you mean 'images'\?"),
         ({"prompt": "x", "answer": "y", "vidoe": "x"}, r":2: unknown field 'vidoe'; did you mean 'videos'\?"),
-        ({"prompt": 3, "answer": "y"}, r":2: 'prompt' must be a string, found 3"),
-        ({"prompt": "x", "answer": ["y"]}, r":2: 'answer' must be a string or a number, found \['y'\]"),
-        ({"prompt": "x", "answer": None}, r":2: 'answer' must be a string or a number, found None"),
-        ({"prompt": "x", "answer": "y", "images": [3]}, r":2: 'images' must be a path or a list of paths"),
-        ({**GOOD, "id": True}, r":2: 'id' must be a string or an integer, found True"),
-        ({**GOOD, "id": "b", "prompt": "<image><image>"}, r":2: 2 <image> and 0 <video> marks .* for 1 images and 0"),
-        (GOOD, r":2: the id 'a' was already used in line 1"),
     ],
 )
 def test_what_is_wrong_is_said_with_file_and_line(write, record, message):
     with pytest.raises(DataError, match=r"train\.jsonl" + message):
         open_source(write(GOOD, record), "s")
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "detail"),
+    [
+        ({"prompt": 3, "answer": "y"}, "no prompt", r":2: 'prompt' must be a string, found 3"),
+        ({"prompt": None, "answer": "y"}, "no prompt", r":2: 'prompt' must be a string, found None"),
+        ({"prompt": "", "answer": "y"}, "an empty prompt", ":2"),
+        ({"prompt": "", "answer": "y", "images": []}, "an empty prompt", ":2"),
+        ({"prompt": "x", "answer": ["y"]}, "no answer", r":2: 'answer' must be a string or a number, found \['y'\]"),
+        ({"prompt": "x", "answer": None}, "no answer", r":2: 'answer' must be a string or a number, found None"),
+        ({"prompt": "x", "answer": "y", "images": [3]}, "no image", r":2: 'images' must be a path or a list of paths"),
+        ({"prompt": "x", "answer": "y", "video": {"a": 1}}, "no video", r":2: 'video' must be a path"),
+        ({**GOOD, "id": True}, "no id", r":2: 'id' must be a string or an integer, found True"),
+        ({**GOOD, "id": "b", "prompt": "<image><image>"}, "2 <image> and 0 <video> marks in the prompt for 1", ":2"),
+        (GOOD, "an id that is used before", ":2, first in line 1"),
+        ({**GOOD, "id": "b", "images": "data:image/png;base64"}, "a data URI that cannot be read", ":2"),
+        ({**GOOD, "id": "b", "images": [5, "x" * 9999]}, "no image", r":2: .* found \[5, 'x{9,20}\.\.\.x+'\]"),
+    ],
+)
+def test_a_bad_record_costs_itself_only_and_is_named(write, record, reason, detail, caplog):
+    """As rows of parquet files do."""
+    source = open_source(write(GOOD, record, {**GOOD, "id": "c"}), "s")
+    assert len(source) == 3 and (source[0].id, source[2].id) == ("a", "c") and len(list(source.texts())) == 4
+    assert pickle.loads(pickle.dumps(source))[2].id == "c"
+    skipped = read_row(source, "s", 1)
+    assert isinstance(skipped, SkippedPrompt) and skipped.reason.startswith(reason)
+    assert re.search(r"train\.jsonl" + detail, skipped.detail) and len(skipped.detail) < 300
+
+
+def test_a_file_of_bad_records_is_refused_with_the_first(write):
+    records = [{"prompt": "x", "answer": answer} for answer in ([], {})]
+    with pytest.raises(DataError, match=r"train\.jsonl:1: .* found \[\]: no answer; all records are unusable"):
+        open_source(write(*records), "s")
+
+
+@pytest.mark.parametrize("empty", [None, [], ""])
+def test_a_field_that_holds_nothing_does_not_hide_another(write, empty):
+    record = {"prompt": "q", "answer": "1", "images": empty, "image": "a.png", "videos": empty, "video": ["b.mp4"]}
+    (prompt,) = open_source(write(record), "s")
+    assert [pathlib.Path(m.path).name for m in prompt.media] == ["a.png", "b.mp4"]
+    (prompt,) = open_source(write(record), "s", Fields(images="image"))
+    assert len(prompt.media) == 2
+
+
+def test_media_that_nobody_named_are_told_of(write, tmp_path, caplog):
+    for value in ("a.png", "https://x.org/b/C.JPEG", "clip.webm"):
+        open_source(write({"prompt": "q", "answer": "1", "level": 3, "photo": value}), "birds")
+        assert "train.jsonl: media in 'photo' are not used; to use them: data.sources.birds.images_field" in caplog.text
+        caplog.clear()
+    for value in (["a.png"], [{"path": "a.png", "bytes": None}]):
+        with pytest.raises(
+            DataError, match=r"media in 'photo' are not used: name the field in data\.sources\.s\.images_"
+        ):
+            open_source(write({"prompt": "q", "answer": "1", "photo": value}), "s")
+        open_source(write({"prompt": "q", "answer": "1", "photo": value, "image": "b.png"}), "s")
+        assert "media in 'photo' are not used" in caplog.text
+        caplog.clear()
+    (prompt,) = open_source(write({"prompt": "q", "answer": "1", "photo": "a.png"}), "s", Fields(images="photo"))
+    assert [media.path for media in prompt.media] == [str(tmp_path / "a.png")]
+    open_source(write({"prompt": "q", "answer": "1", "tags": ["a", "e.g."], "url": "https://x.org/", "n": None}), "s")
+    assert not caplog.records
+
+
+def test_a_data_uri_is_the_medium_and_has_a_short_name(write):
+    encoded = base64.b64encode(b"pixels" * 100).decode()
+    record = {"prompt": "q", "answer": "1", "images": [f"data:image/png;base64,{encoded}", "data:image/bmp,%00%01"]}
+    (prompt,) = open_source(write(record), "s")
+    assert [media.data for media in prompt.media] == [b"pixels" * 100, b"\x00\x01"]
+    assert prompt.media[0].name == "data:image/png;base64,cGl4ZWxz... (822 characters)"
+
+
+@pytest.mark.parametrize("text", ["How do I use the <video> tag?", "<image> or <picture>?", "<image><image>"])
+def test_marks_are_words_where_there_is_no_field_of_media(write, text):
+    (prompt,) = open_source(write({"prompt": text, "answer": "x"}), "s")
+    assert (prompt.text, prompt.media) == (text, ())
+
+
+def test_truth_values_are_answers(write):
+    source = open_source(write(*({"prompt": "q", "answer": answer} for answer in (True, False, 0.5))), "s")
+    assert [source[index].answer for index in range(3)] == ["True", "False", "0.5"]
 
 
 def test_extra_fields_are_welcome(write):

@@ -1,5 +1,6 @@
 """Parquet as the hub has it: embedded images, named by their cells; row groups read when drawn."""
 
+import decimal
 import io
 
 import numpy as np
@@ -117,6 +118,91 @@ def test_media_columns_in_all_their_forms(tmp_path, column, values, expected):
     assert prompt.text == "<image>" * len(prompt.media) + "q"
 
 
+def fixed(kind):
+    return pa.list_(kind, 2)
+
+
+@pytest.mark.parametrize("kind", [fixed, pa.list_view, pa.large_list_view, pa.large_list])
+@pytest.mark.parametrize("item", [STRUCT, pa.binary(), pa.large_binary()])
+def test_lists_of_all_kinds_hold_media(tmp_path, kind, item):
+    pictures = [png(1), png(2)]
+    rows = [[{"bytes": picture, "path": None} if item == STRUCT else picture for picture in pictures]] * 3
+    plain = pa.table({"images": pa.array(rows, pa.list_(item)), "problem": ["q"] * 3, "answer": ["a"] * 3})
+    table = plain.set_column(0, "images", pa.array(rows, kind(item)))
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=2)
+    prompt = open_source(tmp_path / "x.parquet", "s")[2]
+    assert prompt.text == "<image><image>q" and [shade(media) for media in prompt.media] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", [fixed, pa.list_view, pa.large_list_view])
+@pytest.mark.parametrize("item", [pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
+def test_lists_of_all_kinds_hold_paths(tmp_path, kind, item):
+    rows = pa.array([["a.png", "b.png"]], kind(pa.string()))
+    if item != pa.string():
+        try:
+            rows = pa.array([["a.png", "b.png"]], kind(item))
+        except (pa.ArrowException, NotImplementedError):
+            pytest.skip(f"pyarrow cannot make {kind(item)}")
+    pq.write_table(pa.table({"images": rows, "problem": ["q"], "answer": ["a"]}), tmp_path / "x.parquet")
+    prompt = open_source(tmp_path / "x.parquet", "s")[0]
+    assert [media.path for media in prompt.media] == [str(tmp_path / name) for name in ("a.png", "b.png")]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([None, None]),
+        pa.array([[], None], pa.list_(pa.null())),
+        pa.array([None, []], pa.list_(STRUCT)),
+        pa.array([None, None], pa.dictionary(pa.int32(), pa.string())),
+        pa.array([None, None], pa.binary_view()),
+    ],
+)
+def test_columns_without_any_value(tmp_path, values):
+    pq.write_table(pa.table({"images": values, "problem": ["q", "r"], "answer": ["1", "2"]}), tmp_path / "x.parquet")
+    source = open_source(tmp_path / "x.parquet", "s")
+    assert [source[index].media for index in range(2)] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (pa.array(["A", "B"]).dictionary_encode(), "B"),
+        (pa.array(["A", "B"], pa.string_view()), "B"),
+        (pa.array([True, False]), "False"),
+        (pa.array([decimal.Decimal("3.50"), decimal.Decimal("0.00")]), "0.00"),
+        (pa.array([decimal.Decimal("0E-9")] * 2, pa.decimal256(40, 9)), "0.000000000"),
+        (pa.array([1.5, 2.5], pa.float32()), "2.5"),
+        (pa.array([1, 2], pa.uint8()), "2"),
+    ],
+)
+def test_answers_of_all_types(tmp_path, values, expected):
+    texts = pa.array(["q", "r"], pa.string_view() if values.type == pa.string_view() else pa.string())
+    if pa.types.is_dictionary(values.type):
+        texts = texts.dictionary_encode()
+    pq.write_table(pa.table({"problem": texts, "answer": values}), tmp_path / "x.parquet")
+    source = open_source(tmp_path / "x.parquet", "s")
+    assert (source[1].text, source[1].answer) == ("r", expected) and list(source.texts())[-1] == expected
+
+
+def test_media_beside_those_that_are_used_are_told_of(tmp_path, caplog):
+    table = geometry(2).append_column("photo", pa.array([None, b"x"]))
+    table = table.append_column("file_name", pa.array(["a.png", "b.png"])).append_column("level", pa.array([1, 2]))
+    pq.write_table(table, tmp_path / "x.parquet")
+    open_source(tmp_path / "x.parquet", "s")
+    assert [record.args[1] for record in caplog.records] == ["photo", "file_name"]
+    text = pa.table({"problem": ["<image>"], "answer": ["x"], "file_name": ["a.png"]})
+    pq.write_table(text, tmp_path / "x.parquet")
+    assert open_source(tmp_path / "x.parquet", "s")[0].text == "<image>"
+    assert [record.args[1] for record in caplog.records] == ["photo", "file_name", "file_name"]
+
+
+def test_a_column_of_nulls_does_not_hide_another(tmp_path):
+    table = pa.table({"images": pa.array([None]), "image": ["a.png"], "problem": ["q"], "answer": ["x"]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    assert len(open_source(tmp_path / "x.parquet", "s")[0].media) == 1
+
+
 def test_videos_and_given_columns(tmp_path):
     table = pa.table({"clip": [[b"v"]], "q": ["<video>what?"], "n": [7], "uid": ["k"], "prompt": ["unused"]})
     pq.write_table(table, tmp_path / "x.parquet")
@@ -134,6 +220,17 @@ def test_videos_and_given_columns(tmp_path):
         ({"problem": ["x"], "answer": [{"a": 1}]}, "column 'answer' must hold text, found struct"),
         ({"problem": ["x"], "answer": ["y"], "images": [[1.0]]}, "column 'images' must hold bytes, paths"),
         ({"problem": ["x"], "answer": ["y"], "imagse": [b""]}, "unknown field 'imagse'; did you mean 'images'"),
+        ({"problem": ["x"], "answer": ["y"], "photo": [b"1"]}, "media in 'photo' are not used: name the field in data"),
+        (
+            {"problem": ["x"], "answer": ["y"], "pages": [[{"bytes": None, "path": "a.png"}]]},
+            "media in 'pages' are not",
+        ),
+        (
+            {"problem": ["x"], "answer": ["y"], "image": ["a"], "images": [["b"]]},
+            "'images' and 'image' hold images; na",
+        ),
+        ({"problem": pa.array([None]), "answer": ["y"]}, "column 'problem' must hold text, found null"),
+        ({"problem": ["x"], "answer": pa.array([None])}, "column 'answer' must hold text, found null"),
         ({"problem": ["x"] * 2, "answer": ["y"] * 2, "id": [5, 5]}, "row 1 has the id 5, already used by x.parquet#0"),
         ({"problem": pa.array([], pa.string()), "answer": pa.array([], pa.string())}, "the file has no records"),
     ],

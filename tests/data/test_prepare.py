@@ -1,6 +1,7 @@
 """Preparation ahead of use: order, states, limits, and files that cannot be used."""
 
 import asyncio
+import base64
 import contextlib
 import io
 import json
@@ -304,6 +305,38 @@ def test_data_of_which_nothing_can_be_used_ends_in_an_error_not_in_an_endless_se
     with pytest.raises(DataError, match=r"10 prompts in a row could not be used; .*no such file.*: 10"):
         asyncio.run(search())
     preparer.close()
+    path.write_text("".join(json.dumps({"prompt": "x" * 70, "answer": "y"}) + "\n" for _ in range(5)))
+    preparer = build({"long": path}, processor=tiny.build(["x"]))  # "xxx" is no word of the vocabulary
+    with pytest.raises(DataError, match=r"of long: prompt too long \(70 tokens, at most 64 leave room to answer\)"):
+        asyncio.run(search())
+    preparer.close()
+
+
+def test_a_prompt_without_tokens_reaches_no_engine():
+    skipped = prepare_prompt(tiny.build(["x"]), Prompt("a", "s", "", "y"), PromptLimits(10, 10))
+    assert isinstance(skipped, SkippedPrompt) and skipped.reason == "empty prompt"
+
+
+def test_a_picture_in_a_data_uri_is_decoded_or_named_shortly(tmp_path, caplog):
+    uris = [f"data:image/png;base64,{base64.b64encode(png(64, 64, share)).decode()}" for share in (1.0, 0.5)]
+    texts = [base64.b64encode(png(64, 64)).decode()]  # as some write it: a path would stand here
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "q", "answer": "1", "image": item}) + "\n" for item in uris + texts))
+    preparer = build({"x": path})
+    ((prepared, skipped),) = draw_all(preparer, [3])
+    assert [item.prompt.id for item in prepared] == ["1"] and len(skipped) == 2
+    assert len(caplog.text) < 2000
+    preparer.close()
+
+
+def test_words_that_look_like_marks_end_no_run(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("the <video> tag?", "ok")))
+    for vision, usable in ((False, 2), (True, 1)):
+        preparer = build({"x": path}, vision=vision)
+        ((prepared, skipped),) = draw_all(preparer, [2])
+        assert len(prepared) == usable and all(reason == "marks and media disagree" for _, reason in skipped)
+        preparer.close()
 
 
 @pytest.mark.parametrize(("bad", "stops"), [(2, False), (6, True)])
