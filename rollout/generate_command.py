@@ -125,7 +125,9 @@ def run(options: argparse.Namespace) -> None:
     from models.processing import Processor
 
     processor = _with_bounds(Processor.load(options.model), options)
-    text, media = arrange(options.prompt, options.image, options.video)
+    text, media = options.prompt, []
+    if processor.vision or options.image or options.video:  # to a model that reads text only, marks are words
+        text, media = arrange(text, options.image, options.video)
     if options.raw:
         prompt = processor.prepare(text, media)
     else:

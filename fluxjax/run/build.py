@@ -169,8 +169,7 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
         if not processor.eos_ids:
             raise ConfigError(f"model.path: {path} names no end token (generation_config.json, eos_token_id)")
         if data.chat_template and not processor.chat_template:
-            lacks = f"{path} has no chat template, or none that is the default one"
-            raise ConfigError(f"data.chat_template: {lacks}; give one, chat_template.jinja, or set it to False")
+            raise ConfigError(f"data.chat_template: {path} has no chat template, or none that is the default one")
         return model_sizes(config), processor
     vision = tiny_vision(config.model) if config.model.vision else None
     processor = build_processor(

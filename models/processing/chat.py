@@ -1,6 +1,7 @@
 """Chat templates of checkpoints, rendered the way transformers renders them."""
 
 import datetime
+import functools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -28,12 +29,6 @@ def find_template(folder: pathlib.Path) -> str:
     return template or ""
 
 
-def template_names(tokenizer_config: JsonObject) -> str:
-    """The names of a checkpoint's chat templates, where it has several."""
-    templates = tokenizer_config.get("chat_template")
-    return ", ".join(str(entry["name"]) for entry in templates) if isinstance(templates, list) else ""
-
-
 class _Generation(jinja2.ext.Extension):
     """The tag about what an assistant has said, for those who train on it. Nothing is said yet: its text is a text."""
 
@@ -49,30 +44,17 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def render(template: str, messages: Sequence[JsonObject], **variables: str) -> str:
     """The conversation as text, open for the assistant's answer. Raises PromptError if the template refuses it."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
         return environment.from_string(template).render({**variables, **given})
-    except MemoryError:
-        raise
     except Exception as error:  # a template computes, and may fail in any way: with a medium, where it expects a text
         text = " ".join(str(error).split())
         raise PromptError(f"the chat template refuses the prompt: {text}", "the chat template refuses it") from error

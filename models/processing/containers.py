@@ -48,6 +48,7 @@ def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[Inp
             file,
             "r",
             options={"max_pixels": str(CODED * limits.pixels)},  # FFmpeg decodes some frames while it opens a file
+            metadata_errors="replace",  # titles are not read, and may be in any encoding
             container_options={"format_whitelist": ",".join(FORMATS), "protocol_whitelist": NO_PROTOCOLS},
             buffer_size=BUFFER_BYTES,
         )

@@ -51,7 +51,8 @@ def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.I
         file.load()
         refuse_holes(content, file.format or "", source_name(source), limits)
         ImageOps.exif_transpose(file, in_place=True)
-        return _to_rgb(file)
+        # grey values of 16 bits, which Pillow reads as 32 for this format alone
+        return _to_rgb(file.convert("I;16") if (file.format, file.mode) == ("PPM", "I") else file)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -16,7 +16,8 @@ class MediaError(ValueError):
     """A media file cannot be used. The message names the file and says why."""
 
     def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"{path}: {reason}")
+        name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # it may be a picture as text
+        super().__init__(f"{name}: {reason}")
         self.path = path
         self.reason = reason
 

@@ -76,7 +76,7 @@ class Processor:
         tokenizer = load_tokenizer(folder, tokenizer_config)
         config = read_json(folder / "config.json")
         image, video = read_configs(folder)
-        if video.get("resample", BICUBIC) != BICUBIC:
+        if video.get("resample") not in (None, BICUBIC):
             raise ValueError(f"{folder}: videos are resized bicubically (resample 3), not {video['resample']}")
         return cls(
             tokenizer=tokenizer,
@@ -179,8 +179,9 @@ class Processor:
         """The ids of `text` as the user's turn in the checkpoint's chat template, if it has one: see `tokenise`."""
         config = json.loads(self.tokenizer_config)
         if not self.chat_template:
-            if named := chat.template_names(config):
-                raise PromptError(f"of the chat templates {named} none is the default one", "no default chat template")
+            if isinstance(templates := config.get("chat_template"), list):
+                names = ", ".join(str(entry["name"]) for entry in templates)
+                raise PromptError(f"of the chat templates {names} none is the default one", "no default chat template")
             if system:
                 raise PromptError("this checkpoint has no chat template, which a system message needs")
             return self.tokenise(text, media)
@@ -202,6 +203,8 @@ class Processor:
         return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
+        if not self.vision and not media:
+            return  # to a model that reads text only, marks are words
         marks = [MARKS[mark] for mark in MARK.findall(text)]
         kinds = [kind for kind, _ in media]
         if wrong := set(kinds) - set(PADS):

@@ -63,26 +63,29 @@ def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
     for step in STEPS:
         if config.get(step, True) is False:
             raise ValueError(f"{step}=false is not supported")
-    size = config.get("size") or {}
+    said = {name: value for name, value in config.items() if value is not None}  # 0 is a value
+    size = said["size"] if isinstance(said.get("size"), dict) else {}
     # the older pair of names wins over `size`, as in transformers
-    low = config.get("min_pixels") or size.get("min_pixels") or size.get("shortest_edge")
-    high = config.get("max_pixels") or size.get("max_pixels") or size.get("longest_edge")
+    low = said.get("min_pixels", size.get("min_pixels", size.get("shortest_edge")))
+    high = said.get("max_pixels", size.get("max_pixels", size.get("longest_edge")))
+    if said.get("size") and None in (low, high):
+        raise ValueError(f"size must bound pixels by shortest_edge and longest_edge, not {said['size']}")
     return PixelSettings(
-        min_pixels=int(low or default.min_pixels),
-        max_pixels=int(high or default.max_pixels),
-        mean=tuple(float(v) for v in config.get("image_mean") or default.mean),
-        std=tuple(float(v) for v in config.get("image_std") or default.std),
-        rescale_factor=float(config.get("rescale_factor") or default.rescale_factor),
-        resample=int(config.get("resample") or default.resample),
+        min_pixels=int(default.min_pixels if low is None else low),
+        max_pixels=int(default.max_pixels if high is None else high),
+        mean=tuple(float(v) for v in said.get("image_mean", default.mean)),
+        std=tuple(float(v) for v in said.get("image_std", default.std)),
+        rescale_factor=float(said.get("rescale_factor", default.rescale_factor)),
+        resample=int(said.get("resample", default.resample)),
     )
 
 
 def read_frames(config: JsonObject) -> FrameSettings:
     """The settings in a video processor's dictionary."""
-    num_frames = int(config.get("num_frames") or 0)
+    num_frames = 0 if config.get("do_sample_frames") is False else int(config.get("num_frames") or 0)
     return FrameSettings(
         num_frames=num_frames,
-        fps=0 if num_frames else config.get("fps") or 2,
+        fps=0 if num_frames or config.get("do_sample_frames") is False else config.get("fps") or 2,
         min_frames=int(config.get("min_frames") or 4),
         max_frames=int(config.get("max_frames") or 768),
         max_video_tokens=int(config.get("max_video_tokens") or 128000) if config.get("cap_pixels_per_frame") else 0,
@@ -138,7 +141,7 @@ def write_configs(
     video_config = common(video) | {
         "video_processor_type": "Qwen2VLVideoProcessor",
         "processor_class": "Qwen2_5_VLProcessor",
-        "do_sample_frames": True,
+        "do_sample_frames": bool(frames.num_frames or frames.fps),
         "min_frames": frames.min_frames,
         "max_frames": frames.max_frames,
         "cap_pixels_per_frame": frames.max_video_tokens > 0,

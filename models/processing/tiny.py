@@ -18,13 +18,14 @@ END = "<|endoftext|>"
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
 
 
-def build_tokenizer(texts: Iterable[str], words: Sequence[str] = ()) -> Tokenizer:
+def build_tokenizer(texts: Iterable[str], words: Sequence[str] = (), *, marks: bool = True) -> Tokenizer:
     """A token for every character of `texts` and `words`, and one for each of `words` standing as a whole word.
 
-    Ids depend on the sets of characters and words only, not on their order. Media marks in the texts are skipped.
+    Ids depend on the sets of characters and words only, not on their order. Media marks in the texts are skipped,
+    unless without `marks` they are words.
     There is no token for unknown characters: encoding one is an error, not a silent loss.
     """
-    characters = sorted(set("".join(MARK.sub("", text) for text in texts)) | set("".join(words)))
+    characters = sorted(set("".join(MARK.sub("", text) if marks else text for text in texts)) | set("".join(words)))
     whole = sorted(set(words) - set(characters))
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters, *whole))}
     tokenizer = Tokenizer(WordLevel(vocabulary))
@@ -50,7 +51,7 @@ def build(
     `layout` must say what the model's `VisionConfig` says (`PatchLayout.of(config.vision)`). Every answer ends with
     `<|endoftext|>`, the only end id.
     """
-    tokenizer = build_tokenizer(texts, words)
+    tokenizer = build_tokenizer(texts, words, marks=layout is not None)
     pixels = PixelSettings(min_pixels=min_pixels, max_pixels=max_pixels)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

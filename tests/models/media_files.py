@@ -58,10 +58,12 @@ def write_video(
     codec: str = "libx264",
     times: list[int] | None = None,
     pixel_format: str = "",
+    title: str = "",
     **container,
 ) -> pathlib.Path:
     """Encodes the frames; `times` are their timestamps in 1/1000 s, where they are not evenly spaced."""
     with new_video(path, **container) as output:
+        output.metadata["title"] = title
         stream: Any = output.add_stream(codec, rate=fps)
         stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], pixel_format or "yuv420p"
         if codec == "libx264":

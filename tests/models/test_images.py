@@ -86,6 +86,26 @@ def test_every_colour_mode_equals_transformers(tmp_path, mode):
     np.testing.assert_array_equal(patches, expected)
 
 
+@pytest.mark.parametrize("resample", range(6))
+def test_every_way_to_resample_equals_transformers(tmp_path, resample):
+    rng = np.random.default_rng(2)
+    Image.fromarray(rng.integers(0, 256, (40, 60, 3), dtype=np.uint8)).save(tmp_path / "a.png")
+    pixels = read_pixels({"resample": resample}, PixelSettings())
+    assert pixels.resample == resample
+    expected, _ = expected_of(tmp_path / "a.png", PatchLayout(), pixels)
+    np.testing.assert_array_equal(patches_of(tmp_path / "a.png", PatchLayout(), pixels)[0], expected)
+
+
+@pytest.mark.parametrize("most", [255, 256, 4095, 65535])
+def test_grey_values_of_a_portable_map_are_shown_in_eight_bits(tmp_path, most):
+    share = np.linspace(0, 1, 24).reshape(4, 6)
+    values = np.round(share * most).astype(">u2" if most > 255 else np.uint8)
+    (tmp_path / "a.pgm").write_bytes(b"P5 6 4 %d\n" % most + values.tobytes())
+    shown = np.asarray(load_image(str(tmp_path / "a.pgm")))
+    assert (shown == shown[..., :1]).all()
+    np.testing.assert_allclose(shown[..., 0], share * 255, atol=1)
+
+
 sides = st.integers(1, 5000)
 
 
@@ -125,7 +145,16 @@ def test_settings_are_read_as_transformers_reads_them():
     assert read_pixels(both, PixelSettings()) == PixelSettings(min_pixels=100, max_pixels=300)
     with pytest.raises(ValueError, match="do_resize=false"):
         read_pixels(json.loads('{"do_resize": false}'), PixelSettings())
-    with pytest.raises(ValueError, match="must be positive"):
-        PixelSettings(min_pixels=0)
+    for wrong in ({"min_pixels": 0}, {"size": {"shortest_edge": 0, "longest_edge": 300}}):
+        with pytest.raises(ValueError, match="must be positive"):
+            read_pixels(wrong, PixelSettings())
+    for size in ({"height": 224, "width": 224}, {"shortest_edge": 224}, {"longest_edge": 224}, 224, [224, 224]):
+        with pytest.raises(ValueError, match="size must bound pixels by shortest_edge and longest_edge, not "):
+            read_pixels({"size": size}, PixelSettings())
+    assert read_pixels({"size": {"shortest_edge": 200}, "max_pixels": 300}, PixelSettings()).max_pixels == 300
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("size", "resample", "image_mean", "image_std", "rescale_factor", "min_pixels")
+    )
+    assert read_pixels(nothing, PixelSettings()) == PixelSettings()
     with pytest.raises(ValueError, match="std none of them 0"):
         PixelSettings(std=(1.0, 0.0, 1.0))

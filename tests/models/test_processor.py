@@ -1,5 +1,6 @@
 """Prompts to model inputs: tokens and templates as transformers makes them, features where they belong."""
 
+import dataclasses
 import json
 import pickle
 import warnings
@@ -115,6 +116,12 @@ def test_text_only(processor, files):
         assert getattr(same, field).dtype == getattr(prepared, field).dtype
     with pytest.raises(PromptError, match="text only"):
         text_only.prepare("<image>", [("image", str(files / "0.png"))])
+
+
+def test_marks_are_words_to_a_model_that_reads_text_only():
+    text = "How do I use the <video> tag, and <image>?"
+    text_only = tiny.build([text])
+    assert text_only.decode(text_only.tokenise(text)) == text == text_only.decode(text_only.tokenise_chat(text))
 
 
 @pytest.mark.parametrize(
@@ -291,3 +298,22 @@ def test_image_patches_by_hand():
     plain = normalise(patches, PixelSettings(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)), fused=False) * 255
     second = frame[0, :2, 2:].transpose(2, 0, 1).reshape(3, 1, 4)  # upper right
     np.testing.assert_allclose(plain[1].reshape(3, 2, 4), np.repeat(second, 2, axis=1), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "frames", [FrameSettings(num_frames=0, fps=0), FrameSettings(fps=3), FrameSettings(num_frames=6, fps=0)]
+)
+def test_the_choice_of_frames_is_saved(processor, tmp_path, frames):
+    dataclasses.replace(processor, frames=frames).save(tmp_path)
+    assert Processor.load(tmp_path).frames == frames
+
+
+def test_settings_that_cannot_be_honoured_are_refused(processor, tmp_path):
+    processor.save(tmp_path)
+    file = tmp_path / "video_preprocessor_config.json"
+    for change in ({"resample": 0}, {"size": {"height": 8, "width": 8}}):
+        file.write_text(json.dumps(change))
+        with pytest.raises(ValueError, match=r"resample 3|size must bound pixels"):
+            Processor.load(tmp_path)
+    file.write_text(json.dumps({"resample": None}))
+    Processor.load(tmp_path)

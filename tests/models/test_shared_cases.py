@@ -3,14 +3,19 @@
 import json
 import runpy
 import shutil
+import sys
 import warnings
 
+import numpy as np
 import pytest
 
 import models
 from models.folder import write_json
 from models.hf_config import write_config
 from models.processing import Processor, PromptError
+from models.processing.facts import video_facts
+from models.processing.images import load_image
+from models.processing.media import MediaSettings
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +31,7 @@ def base(cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # the script leaves its files to be closed
+        patch.setattr(sys, "path", [*sys.path])  # to which the script adds
         # weights take seconds, and nothing here reads them
         patch.setattr(models, "create", lambda config, seed: config)
         patch.setattr(models, "save", lambda config, folder: write_json(folder / "config.json", write_config(config)))
@@ -73,6 +79,15 @@ def test_named_templates(processor_of):
 
 def test_end_ids_and_added_tokens(processor_of):
     assert processor_of("special_tokens_map").eos_ids == (317,)
+
+
+def test_foreign_files(cases):
+    settings = MediaSettings()
+    video, _ = settings.load("video", str(cases / "title_gbk.avi"))
+    assert (video.grid[0], video.seconds_per_grid * video.grid[0]) == (2, 2.0)
+    assert video_facts(str(cases / "title_gbk.avi"), settings.limits).frames == 16
+    grey = np.asarray(load_image(str(cases / "hopper_16bit.pgm")))
+    assert (grey == grey[..., :1]).all() and 30 < grey.mean() < 220 and grey.std() > 20
 
 
 def test_added_tokens(processor_of):

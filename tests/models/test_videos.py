@@ -139,3 +139,28 @@ def test_a_video_budget_bounds_many_frames(tmp_path):
     assert plain.frames.shape[1:3] == (64, 96)
     height, width = capped.frames.shape[1:3]
     assert (height, width) == smart_resize(64, 96, 8, 256, int(100 * 64 * 0.9) * 2 // 8)
+
+
+@pytest.mark.parametrize("ending", ["avi", "mp4", "mkv"])
+@pytest.mark.parametrize("encoding", ["gbk", "cp1251", "shift_jis"])
+def test_titles_in_any_encoding_do_no_harm(tmp_path, ending, encoding):
+    title = {"gbk": "\u89c6\u9891", "cp1251": "\u0412\u0438\u0434\u0435", "shift_jis": "\u52d5\u753b"}[encoding].encode(
+        encoding
+    )
+    path = write_video(tmp_path / f"a.{ending}", moving_frames(4, 16, 24), title="T" * len(title))
+    named, whole = load_video(str(path), SMALL, SMALL_PIXELS, ALL), path.read_bytes()
+    assert whole.count(b"T" * len(title)) == 1
+    path.write_bytes(whole.replace(b"T" * len(title), title))
+    np.testing.assert_array_equal(load_video(str(path), SMALL, SMALL_PIXELS, ALL).frames, named.frames)
+
+
+def test_frames_are_not_chosen_where_a_checkpoint_says_so():
+    for config in (
+        {"do_sample_frames": False},
+        {"do_sample_frames": False, "fps": 2},
+        {"do_sample_frames": False, "num_frames": 4},
+    ):
+        frames = read_frames(config)
+        assert len(sample_indices(100, 4.0, frames, 2)) == 100
+    for config in ({"do_sample_frames": True}, {"do_sample_frames": None}, {}):
+        assert len(sample_indices(100, 4.0, read_frames(config), 2)) == 8
